@@ -41,10 +41,10 @@ from nemo_specrollout.doctor.self_test import compare_engines
 from nemo_specrollout.generation.arguments import set_process_environment
 
 set_process_environment()
-from nemo_specrollout.generation import verification
+from nemo_specrollout.generation import row_sampling
 
-accept = verification.accept_by_equality
-verification.accept_by_equality = lambda sampled_R, inputs_R, *rest: accept(sampled_R, sampled_R.roll(1), *rest)
+accept = row_sampling.accept_by_equality
+row_sampling.accept_by_equality = lambda sampled_R, inputs_R, *rest: accept(sampled_R, sampled_R.roll(1), *rest)
 answer(compare_engines)
 """
 

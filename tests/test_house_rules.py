@@ -33,6 +33,7 @@ FOREIGN_SIGNATURES = {
     "draw",
     "align",
     "sample_rows",
+    "_verify",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -95,13 +95,13 @@ def recorded(engine: RolloutEngine) -> Drafts:
         seed_of.update({r.slot: r.identity.seed for r in new_requests})
         open_requests(new_requests)
 
-    def record(texts: Texts, row_price: float) -> None:
+    def record(texts: Texts, *others: Any) -> None:
         for row, slot in enumerate(texts.slots_B.tolist()):
             depth = int(board.tables.found_DB[board.model, row])
             if depth > 0:
                 tokens = board.tables.tokens_DBK[board.model, row, :depth].tolist()
                 found[seed_of[slot], int(texts.total_len_S[slot]), depth] = tokens
-        choose(texts, row_price)
+        choose(texts, *others)
 
     drafting.open, board.choose = note_seeds, record
     return found
@@ -278,7 +278,9 @@ def test_a_head_multiplies_in_bfloat16_if_the_cpu_can(
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,)))
     for _ in range(2):
         draft = drafting_of(engine).model._speculator.model
-        assert draft.lm_head.weight.dtype == (torch.bfloat16 if vllm_abilities().multiplies_bfloat16 else torch.float32)
+        assert draft.lm_head.weight.dtype == (
+            torch.bfloat16 if vllm_abilities({}).multiplies_bfloat16 else torch.float32
+        )
         assert draft.model.norm.weight.dtype == torch.float32
         engine.load_head(Path(head.model))
 

@@ -28,16 +28,15 @@ class Scheduled:
 
 def budget_with(rates_BK: list[list[float]], k: int = 3) -> HostBudget:
     """Returns a budget after a step in which the drafts of `SLOTS`, in their order, had these acceptance rates."""
-    speculator = SimpleNamespace(draft_token_confidence_probs=torch.tensor(rates_BK))
-    runner: Any = SimpleNamespace(
-        req_states=SimpleNamespace(req_id_to_index=SLOTS), speculator=speculator, max_num_reqs=4, num_speculative_steps=3,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    rates_SK = torch.zeros(4, 3)
+    rates_SK[list(SLOTS.values())] = torch.tensor(rates_BK)
+    runner: Any = SimpleNamespace(req_states=SimpleNamespace(req_id_to_index=SLOTS))
     drafting = Drafting.__new__(Drafting)
     drafting._policy, drafting._pause = build_budget(BudgetConfig("fixed", k=k)), DraftingPause()
     drafting.costs = AgreedCosts()
+    drafting.board = SimpleNamespace(tables=SimpleNamespace(rates_SK=rates_SK))
     budget = HostBudget(runner, drafting)
-    budget.record(SimpleNamespace(num_reqs=3, idx_mapping=torch.tensor(list(SLOTS.values()))))
+    budget.record()
     return budget
 
 

@@ -125,9 +125,9 @@ def test_a_budget_without_drafts_means_no_speculation() -> None:
 @pytest.mark.parametrize(
     ("max_num_seqs", "given", "expected"),
     [
-        (512, None, None),
-        (513, None, 8192),
-        (4096, None, 16384),
+        (341, None, None),
+        (342, None, 2048 + 3 * 342),
+        (4096, None, 2048 + 3 * 4096),
         (None, None, None),
         (512, 2048, 2048),
         (512, 9999, 9999),
@@ -136,7 +136,7 @@ def test_a_budget_without_drafts_means_no_speculation() -> None:
 def test_a_step_has_room_for_all_requests_with_their_drafts(
     max_num_seqs: int | None, given: int | None, expected: int | None
 ) -> None:
-    """A request takes 1 + 3 rows."""
+    """Each request drafts 3 tokens. If drafts take more than half of vLLM's 2,048 rows, they get rows of their own."""
     kwargs = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": given}
     result = with_specrollout({name: value for name, value in kwargs.items() if value}, FIXED, "cpu")
     assert result.get("max_num_batched_tokens") == expected
@@ -227,6 +227,13 @@ def test_a_replaced_proposal_is_refused(engine: RolloutEngine, monkeypatch: pyte
     speculator = worker.model_runner.speculator
     monkeypatch.setattr(speculator, "propose", type(speculator).propose.__get__(speculator))
     with pytest.raises(RuntimeError, match=r"drafting is not in force.*with_specrollout"):
+        worker._verify_in_force()
+
+
+def test_a_replaced_budget_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = worker_of(engine)
+    monkeypatch.setattr(worker.model_runner, "adaptive_verification", None)
+    with pytest.raises(RuntimeError, match="budget is not in force"):
         worker._verify_in_force()
 
 
@@ -324,18 +331,19 @@ def test_sharded_sampling_knows_how_many_drafts_are_verified(monkeypatch: pytest
     given: dict[str, Any] = {}
 
     def copying(self: Any, *_: Any, copy_admitted_drafts_to_host: bool = False) -> None:
-        given["copies"], self._confidence_probs = copy_admitted_drafts_to_host, torch.ones(2, 3)
+        given["copies"] = copy_admitted_drafts_to_host
 
     def plain(self: Any, req_states: Any, query_start_loc: Any, num_bonus_tokens: int, max_total_logits: int) -> None:
-        self._confidence_probs = torch.ones(2, 3)
+        pass
 
     monkeypatch.setattr(verification.AdaptiveVerificationManager, "__init__", copying if copies else plain)
     state, buffers = SimpleNamespace(num_new_sampled_tokens_per_step=1), SimpleNamespace(query_start_loc=None)
     runner = SimpleNamespace(req_states=None, input_buffers=buffers, model_state=state, vocab_size=96)
-    verification.VerificationBudget(runner, SimpleNamespace())
+    drafting: Any = SimpleNamespace(board=SimpleNamespace(tables=SimpleNamespace(rates_SK=torch.ones(2, 3))))
+    verification.VerificationBudget(runner, drafting)
     runner.batch_sharder = SimpleNamespace(adaptive_verification_enabled=False)
     with nullcontext() if copies else pytest.raises(RuntimeError, match=r"vllm_kwargs\.enable_batch_sharded_sampling"):
-        verification.VerificationBudget(runner, SimpleNamespace())
+        verification.VerificationBudget(runner, drafting)
         assert given["copies"] and runner.batch_sharder.adaptive_verification_enabled
 
 

@@ -6,7 +6,7 @@ In the second, each program owns a part of the buckets, and counts the listed co
 write the same bucket, so `index_numba.py` makes the same tables bit for bit.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions. N positions listed at a time, J tokens
-before each of them, M context lengths 1..M (some unused). E listed keys read at a time, R rows read at a time, P tokens of a
+before each of them, M context lengths 1..M (some unused). E listed keys read at a time, R rows read at a time. P tokens of a
 window, I slots of a bucket, C candidates of a slot, G evidence levels.
 
 Constants of an index: bit m of ORDER_BITS is set if contexts of m tokens are counted, and NUM_ORDERS bits are set. LANES is

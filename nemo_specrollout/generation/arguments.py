@@ -20,10 +20,6 @@ TEXT_METHOD = "ngram_gpu"
 """vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace its own."""
 BFLOAT16_HEAD = "specrollout_bfloat16"
 """vLLM's name for the quantization method of `cpu_worker.py`."""
-SMALLEST_DEFAULT = 2048
-"""Smallest of vLLM's defaults of `max_num_batched_tokens`, over devices and uses."""
-USUAL_DEFAULT = 8192
-"""vLLM's usual default of `max_num_batched_tokens`."""
 QUIET_START = {
     "use_tqdm_on_load": False,
     "disable_log_stats": True,
@@ -47,7 +43,7 @@ _CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 @dataclass(frozen=True)
 class VllmAbilities:
-    """Abilities of the installed vLLM and its device that the arguments depend on."""
+    """Abilities and defaults of the installed vLLM and its device that the arguments depend on."""
 
     chooses_on_device: bool = True
     """Whether vLLM can choose on the device which drafts a step verifies."""
@@ -55,6 +51,10 @@ class VllmAbilities:
     """Whether vLLM can reuse the last block of a cached prompt where a head drafts."""
     multiplies_bfloat16: bool = False
     """Whether this CPU has instructions that multiply bfloat16."""
+    default_tokens: int = 2048
+    """vLLM's default of `max_num_batched_tokens`."""
+    default_requests: int = 128
+    """vLLM's default of `max_num_seqs`."""
 
 
 NEWEST_VLLM = VllmAbilities()
@@ -96,7 +96,7 @@ def with_specrollout(
             )
     elif block.drafters and block.most_drafts:
         result["speculative_config"] = _speculative_config(result, block, device, abilities)
-        _make_room_for_drafts(result, block.most_drafts)
+        _make_room_for_drafts(result, block.most_drafts, abilities)
         result.setdefault("scheduler_cls", SCHEDULER)
     block_dict = dataclasses.asdict(block)
     block_dict["drafters"] = list(block_dict["drafters"])
@@ -137,18 +137,19 @@ def _speculative_config(
     return config
 
 
-def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int) -> None:
-    """Raises `max_num_batched_tokens` so that a step holds all requests with their drafts.
+def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int, abilities: VllmAbilities) -> None:
+    """Raises vLLM's default of `max_num_batched_tokens` if drafts would take more than half of it.
 
-    vLLM schedules a row for each draft that a request may have, before it leaves out the drafts that do not pay. Raises
-    ValueError if the user's own value is too small.
+    vLLM schedules a row for each draft that a request may have, before it leaves out the drafts that do not pay. A step then
+    has as much room for prompts as without drafts. Raises ValueError if the user's own value is too small for the drafts.
     """
-    rows = (1 + most_drafts) * int(arguments.get("max_num_seqs") or 0)
-    given = arguments.get("max_num_batched_tokens")
-    if given is None and rows > SMALLEST_DEFAULT:
-        arguments["max_num_batched_tokens"] = max(rows, USUAL_DEFAULT)
-    elif given is not None and rows > given:
+    num_requests, given = arguments.get("max_num_seqs"), arguments.get("max_num_batched_tokens")
+    if given is None:
+        num_drafts = most_drafts * int(num_requests or abilities.default_requests)
+        if num_drafts > abilities.default_tokens // 2:
+            arguments["max_num_batched_tokens"] = abilities.default_tokens + num_drafts
+    elif (rows := (1 + most_drafts) * int(num_requests or 0)) > given:
         raise ValueError(
-            f"vllm_kwargs.max_num_batched_tokens: {given}; {arguments['max_num_seqs']} requests with {most_drafts} drafts "
-            f"each need {rows}: raise it, or lower max_num_seqs or num_speculative_tokens"
+            f"vllm_kwargs.max_num_batched_tokens: {given}; {num_requests} requests with {most_drafts} drafts each need "
+            f"{rows}: raise it, or lower max_num_seqs or num_speculative_tokens"
         )

@@ -13,8 +13,9 @@ from typing import Any, get_args
 import torch
 import vllm
 from vllm import LLM
-from vllm.config import speculative
+from vllm.config import SchedulerConfig, speculative
 from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import gumbel
@@ -30,6 +31,7 @@ VLLM_VERSION = vllm.__version__
 RUNNER_ATTRIBUTES = (
     "execute_model",
     "execute_model_state",
+    "initialize_kv_cache",
     "input_buffers",
     "max_num_reqs",
     "max_num_tokens",
@@ -143,11 +145,28 @@ def device_type() -> str:
     return str(current_platform.device_type)
 
 
-def vllm_abilities() -> VllmAbilities:
-    """Returns what the installed vLLM and its device can do."""
+def vllm_abilities(arguments: Mapping[str, Any], is_async: bool = False) -> VllmAbilities:
+    """Returns what the installed vLLM and its device can do for an engine of these arguments.
+
+    `is_async`: whether NeMo-RL's asynchronous engine gets the arguments; else `vllm.LLM` does.
+    """
     keeps_last_block = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
     can = torch.cpu.get_capabilities() if CHOOSES_ON_DEVICE and device_type() == "cpu" else {}
     multiplies_bfloat16 = bool(can.get("amx_bf16") or can.get("avx512_bf16"))
     if multiplies_bfloat16:
         from nemo_specrollout.generation import cpu_worker  # noqa: F401 - registers the quantization method
-    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, multiplies_bfloat16)
+    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, multiplies_bfloat16, *_default_sizes(arguments, is_async))
+
+
+def _default_sizes(arguments: Mapping[str, Any], is_async: bool) -> tuple[int, int]:
+    """Returns vLLM's defaults of `max_num_batched_tokens` and `max_num_seqs`, as `EngineArgs` sets them."""
+    use = UsageContext.ENGINE_CONTEXT if is_async else UsageContext.LLM_CLASS
+    world_size = (arguments.get("tensor_parallel_size") or 1) * (arguments.get("pipeline_parallel_size") or 1)
+    tokens, requests = EngineArgs.get_batch_defaults(world_size)
+    num_tokens = tokens.get(use, SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS)
+    num_requests = requests.get(use, SchedulerConfig.DEFAULT_MAX_NUM_SEQS)
+    if arguments.get("performance_mode") == "throughput":
+        num_tokens, num_requests = 2 * num_tokens, 2 * num_requests
+    if not arguments.get("enable_chunked_prefill", True):
+        num_tokens = max(num_tokens, arguments.get("max_model_len") or 0)
+    return num_tokens, num_requests

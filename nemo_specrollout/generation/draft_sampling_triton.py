@@ -2,7 +2,8 @@
 """GPU kernels of `draft_sampling.py`: the best two scores of each block of a row, then the best two of the row.
 
 Scores are computed by the functions of vLLM's `gumbel_sample`, in the same order. So both get the same bits on any device,
-although devices differ in their logarithms. vLLM makes three launches, these kernels two.
+although devices differ in their logarithms. `row_sampling_triton.py` scores the target's rows by the same functions.
+vLLM makes three launches, these kernels two.
 
 Shapes: R rows of logits, V vocabulary, S request slots, K draft positions, N blocks of a row.
 """
@@ -18,6 +19,24 @@ BLOCK = 1024
 _EDGES = tl.constexpr(SCORE_GAP_EDGES)
 _NUM_EDGES = tl.constexpr(len(SCORE_GAP_EDGES))
 _NEVER = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def load_divided(logits_ptr, column, mask, temperature):  # type: ignore[no-untyped-def]
+    """Returns logits divided by a temperature other than 0 and 1, float32; -inf outside the mask."""
+    values = tl.load(logits_ptr + column, mask=mask, other=float("-inf")).to(tl.float32)
+    if (temperature != 0.0) & (temperature != 1.0):  # a branch of its own, to round the quotient before noise is added
+        values = values / temperature
+    return values
+
+
+@triton.jit
+def add_noise(values, mask, temperature, seed, position, token):  # type: ignore[no-untyped-def]
+    """Returns the scores of tokens: values with noise, or the values themselves at temperature 0."""
+    if temperature != 0.0:
+        noise = -tl.log(-_log1p_neg_stable(murmur3_uniform32(seed, position, token)))
+        values = tl.where(mask, values + noise, float("-inf"))
+    return values
 
 
 @triton.jit
@@ -39,15 +58,11 @@ def _best_of_block(  # type: ignore[no-untyped-def]
     token = column
     if IS_REDUCED:
         token = tl.load(ids_ptr + column, mask=mask, other=0).to(tl.int32)
-    scores = tl.load(logits_ptr + row * logits_stride + column, mask=mask, other=float("-inf")).to(tl.float32)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
-    if temperature != 0.0:  # a branch of its own, so that the quotient is rounded before the noise is added
-        scores = scores / temperature
     seed, position = tl.load(seeds_ptr + slot, mask=slot >= 0, other=0), tl.load(positions_ptr + row)
-    if temperature != 0.0:
-        noise = -tl.log(-_log1p_neg_stable(murmur3_uniform32(seed, position, token)))
-        scores = tl.where(mask, scores + noise, float("-inf"))
+    scores = load_divided(logits_ptr + row * logits_stride, column, mask, temperature)
+    scores = add_noise(scores, mask, temperature, seed, position, token)
     best, index, second = _best_two(scores)
     out = row * tl.num_programs(1) + block
     tl.store(best_ptr + out, best)
@@ -88,7 +103,8 @@ def sample_rows(
     """Writes tokens and levels like `draft_sampling.sample_with_score_gap`. If `token_ids_V` is empty, column v is token v."""
     num_rows, num_vocab = logits_RV.shape
     num_blocks = triton.cdiv(num_vocab, BLOCK)
-    best_RN, second_RN = logits_RV.new_empty(2, num_rows, num_blocks, dtype=torch.float32)
+    # Parts of one tensor would be aligned or not by the number of rows, and Triton compiles a kernel for either.
+    best_RN, second_RN = (logits_RV.new_empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(2))
     token_RN = logits_RV.new_empty(num_rows, num_blocks, dtype=torch.int32)
     _best_of_block[(num_rows, num_blocks)](
         logits_RV, logits_RV.stride(0), slots_R.contiguous(), temperature_S, seeds_S, positions_R.contiguous(),

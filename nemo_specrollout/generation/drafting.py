@@ -8,6 +8,7 @@ vLLM's own number for a request.
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from nemo_specrollout.generation.transfers import copy_first_rank, is_output_ran
 from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest
 from nemo_specrollout.remote.verifier.draft_stream import NOWHERE, DraftStream, RemoteDrafter
 from nemo_specrollout.scheduling.heads.canary import context_edges
-from nemo_specrollout.scheduling.speculation.budget import build_budget, build_pause
+from nemo_specrollout.scheduling.speculation.budget import BudgetPolicy, DraftingPause, build_budget, build_pause
 from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 
@@ -70,11 +71,13 @@ class Drafting:
             self.head = HeadWatch(runner, self.model, self.samples, config)
             if config.draft_refresh is not None and is_output_rank():
                 self.capture = FeatureCapture(runner, config.draft_refresh.rollout_capture_share)
-        self._policy, self._pause = build_budget(config.budget), build_pause(config.budget)
+        self.use_budget(build_budget(config.budget), build_pause(config.budget))
         self.costs = AgreedCosts()
         """Measured costs, set by `StepAccounts`."""
         self._row_price = 0.0
         """Tokens that the engine makes in the time of one more row, as of the last budget."""
+        self.stands_by = False
+        """True while vLLM warms up: its own speculator proposes."""
         self.is_paused = False
         """True if the next steps need no drafts."""
         self.num_idle = 0
@@ -90,6 +93,19 @@ class Drafting:
         lookups = {i: drafter.lookup(i) for i, drafter in drafters.items()}
         self._lookups = [lookup for lookup in lookups.values() if lookup is not None]
         self._without_lookup = [i for i, lookup in lookups.items() if lookup is None]
+
+    def use_budget(self, policy: BudgetPolicy, pause: DraftingPause) -> None:
+        """Lets these decide how many drafts a step verifies, and when drafting pauses."""
+        self._policy, self._pause = policy, pause
+
+    def warm_up(self) -> None:
+        """Takes a step of no request, so that none of its kernels is compiled in a rollout."""
+        slots_B = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+        none_B = torch.zeros(1, dtype=torch.int32, device=self._device)
+        texts = Texts(slots_B, self._states.total_len.gpu, self._states.all_token_ids.gpu)
+        self.board.observe(texts, none_B, none_B, 0, self._lookups, max_new=1)
+        batch = SimpleNamespace(num_reqs=1, idx_mapping_np=np.array([-1]))
+        self._draft(texts, (batch, None, None, None, None, none_B), {})
 
     def open(self, requests: Sequence[NewRequest]) -> None:
         """Starts drafting for requests that took slots. Call this before the first tokens of the requests are sampled."""
@@ -153,7 +169,7 @@ class Drafting:
 
     def propose(self, *inputs: Any, **options: Any) -> torch.Tensor:
         """Returns draft tokens for the next step, int64 [B, K]. Takes the arguments of vLLM's `propose`."""
-        if options.get("dummy_run"):  # only then does vLLM pass its inputs as keywords
+        if options.get("dummy_run") or self.stands_by:  # in a dummy run vLLM passes its inputs as keywords
             return self._native_propose(*inputs, **options)
         started = time.perf_counter()
         batch, _, _, final_hidden, aux_hidden, num_sampled_B, num_rejected_B, *_ = inputs
@@ -171,7 +187,7 @@ class Drafting:
             self._most_new -= most_new
             board.observe(texts, num_sampled_B, num_rejected_B, self._step, self._lookups, most_new)
         if self.num_idle == 1:
-            board.tables.rates_BK.zero_()
+            board.tables.rates_SK.zero_()
         native_s = 0.0 if is_idle else self._draft(texts, inputs, options)
         self.host_s = time.perf_counter() - started - native_s
         return board.tables.drafts_BK[: batch.num_reqs]
@@ -189,7 +205,7 @@ class Drafting:
             self.model.propose(*inputs, **options)
             native_s = time.perf_counter() - started
         board.choose(texts, self._row_price, self._lookups)
-        copy_first_rank(board.tables.drafts_BK[:num_requests], board.tables.rates_BK[:num_requests])
+        copy_first_rank(board.tables.drafts_BK[:num_requests], board.tables.rates_SK)
         if self.model is not None:
             self.model.outlook.refresh()
         return native_s
@@ -222,7 +238,7 @@ def _draft_board(config: SpecrolloutConfig, runner: Any) -> DraftBoard:
 def _replace_speculator(runner: Any, drafting: Drafting) -> None:
     speculator = runner.speculator
     speculator.propose = drafting.propose
-    speculator.draft_token_confidence_probs = drafting.board.tables.rates_BK
+    speculator.draft_token_confidence_probs = drafting.board.tables.rates_SK
     # The board estimates acceptance here, instead of vLLM's estimator and DSpark's confidence head.
     speculator.acceptance_estimator = None
     speculator.use_confidence_head = False

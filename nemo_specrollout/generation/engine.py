@@ -138,7 +138,7 @@ class RolloutEngine(HostedEngine):
                 from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
 
                 block = with_addresses(block, self.drafters.addresses())
-            arguments = with_specrollout(arguments, block, compat.device_type(), compat.vllm_abilities())
+            arguments = with_specrollout(arguments, block, compat.device_type(), compat.vllm_abilities(arguments))
         compat.check_arguments(arguments)
         try:
             llm = LLM(**{**QUIET_START, **arguments})

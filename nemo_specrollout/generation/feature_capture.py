@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from nemo_specrollout.generation.head_loading import aux_layer_ids
 from nemo_specrollout.generation.requests import NewRequest
@@ -119,7 +120,8 @@ class FeatureCapture:
             return
         started = time.perf_counter()
         if self._num_rows + num_most > self._capacity:
-            self._flush()
+            with gpu_sync_allowed():
+                self._flush()
         ids_R = self._owners(batch, num_rejected_B)
         place_R = torch.where(ids_R > 0, (ids_R > 0).cumsum(0) - 1, num_most)
         rows_R = torch.arange(len(ids_R), device=self._device)

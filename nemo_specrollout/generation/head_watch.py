@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS
@@ -108,7 +109,8 @@ class HeadWatch:
         alarm = alarm or context_alarm
         if alarm is not None:
             fails = self._contexts.fails_in_long_contexts
-            found = head_health(self._runner, self._folder, self._previous)
+            with gpu_sync_allowed():
+                found = head_health(self._runner, self._folder, self._previous)
             found = replace(found, age_in_versions=health.age_in_versions, fails_in_long_contexts=fails)
             self._raise(replace(alarm, health=found))
 

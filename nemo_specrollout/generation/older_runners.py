@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additions to the V2 model runners of vLLM before 0.32: a speculator for text drafters, bad words, a budget of drafts.
+"""Additions to the V2 model runners of vLLM before 0.32: a speculator for text drafters, bad words, a budget.
 
 Nothing here is in force where vLLM has its own.
 
@@ -93,14 +93,11 @@ class HostBudget:
     """
 
     def __init__(self, runner: Any, drafting: Any) -> None:
-        self._runner, self._drafting, self._slot_of = runner, drafting, runner.req_states.req_id_to_index
-        self._rates_SK = torch.zeros(runner.max_num_reqs, runner.num_speculative_steps, device=runner.device)
-        self._known_rates = HostCopy(self._rates_SK)
+        self._drafting, self._slot_of = drafting, runner.req_states.req_id_to_index
+        self._known_rates = HostCopy(drafting.board.tables.rates_SK)
 
-    def record(self, batch: Any) -> None:
-        """Records the acceptance rates of the drafts that were just proposed. The host reads them a step later."""
-        rates_BK = self._runner.speculator.draft_token_confidence_probs[: batch.num_reqs]
-        self._rates_SK[batch.idx_mapping] = rates_BK
+    def record(self) -> None:
+        """Starts a copy of the acceptance rates of the latest drafts. The host reads it a step later."""
         self._known_rates.refresh()
 
     def trimmed(self, scheduled: Any) -> Any:

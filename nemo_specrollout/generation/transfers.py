@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils import torch_utils
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 
 def is_output_rank() -> bool:
@@ -26,8 +27,7 @@ def agreed(decision: Any) -> Any:
 def copy_first_rank(*tensors: torch.Tensor) -> None:
     """Gives tensors on the device, in place, the values of the first tensor-parallel rank.
 
-    All ranks must verify the same drafts, but their drafts may differ: kernels race for hash tables, and messages from remote
-    drafters arrive at different times.
+    All ranks must verify the same drafts, but theirs may differ: messages from remote drafters arrive at different times.
     """
     group = get_tp_group()
     for tensor in tensors if group.world_size > 1 else ():
@@ -50,7 +50,8 @@ class HostCopy:
         self._source = source
         self._is_cuda = source.is_cuda
         self._buffers = [torch.zeros_like(source, device="cpu", pin_memory=self._is_cuda) for _ in range(2)]
-        self._events = [torch.cuda.Event() for _ in range(2)] if self._is_cuda else []
+        # A wait must sleep: an event that is polled holds a lock of the driver.
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(2)] if self._is_cuda else []
         self._readable = 0
 
     @property
@@ -69,7 +70,8 @@ class HostCopy:
             self._buffers[0].copy_(self._source)
             return
         self._readable = 1 - self._readable
-        self._events[self._readable].synchronize()
+        with gpu_sync_allowed():
+            self._events[self._readable].synchronize()
         free = 1 - self._readable
         self._buffers[free].copy_(self._source, non_blocking=True)
         self._events[free].record()

@@ -12,11 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.fx.experimental import _config
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.drafting import Drafting
-from nemo_specrollout.generation.transfers import HostCopy
+from nemo_specrollout.generation.row_sampling import Drafts, Drawn, RowSampler
+from nemo_specrollout.generation.transfers import HostCopy, to_device
 from nemo_specrollout.sampling.equality import accept_by_equality
 
 if compat.CHOOSES_ON_DEVICE:
@@ -24,17 +28,86 @@ if compat.CHOOSES_ON_DEVICE:
 else:  # `older_runners.HostBudget` takes the place of this module's budget
     AdaptiveVerificationManager = object  # type: ignore[assignment, misc]
 
+_compiler: Any = _config
+
 
 class EqualityVerifier(rejection_sampler.RejectionSampler):
     """vLLM's rejection sampler with another rule: a draft is accepted if and only if the target samples it.
 
-    Log-probs, chunks of rows and counts of rejected drafts are vLLM's. A token's log-prob comes from the row that sampled it.
+    With a `RowSampler`, rows are sampled, accepted and graded together. Else log-probs are vLLM's. A token's log-prob comes
+    from the row that sampled it. Chunks of rows and counts of rejected drafts are vLLM's.
     """
+
+    _drawn: Drawn | None = None
+    """Results for the rows between vLLM's calls of `_verify` and `_get_logprobs_tensors`; None without `RowSampler`."""
+    _num_logprobs = NO_LOGPROBS
+    """Most log-probs that a request of the step wants, as vLLM counts them."""
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **options: Any) -> Any:
+        """Verifies a step with drafts. Each chunk of its rows gets as many log-probs as any request wants."""
+        self._num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
+        return super().__call__(logits, input_batch, *args, **options)
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        pos: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: torch.Tensor,
+    ) -> tuple[Any, Any, Any]:
+        sampler, sampling, num_positions = self.sampler, self.sampler.sampling_states, self.num_speculative_steps
+        rows = (
+            logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )  # fmt: skip
+        if isinstance(sampler, RowSampler) and self._num_logprobs <= 0:
+            drafts = Drafts(verify_draft_sampled, cu_num_logits, num_positions)
+            drawn = sampler.draw(*rows, has_logprobs=self._num_logprobs != NO_LOGPROBS, drafts=drafts)
+            self._drawn = drawn
+            return logits, drawn.emitted_BK, drawn.counts_B
+        self._drawn = None
+        processed = sampler.apply_sampling_params(*rows)
+        emitted_BK, counts_B = sample_and_compare(
+            processed, draft_logits, verify_draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping,
+            expanded_local_pos, sampling.temperature.gpu, sampling.seeds.gpu, num_positions, use_fp64=sampler.use_fp64_gumbel,
+        )  # fmt: skip
+        return processed, emitted_BK, counts_B
+
+    def _get_logprobs_tensors(
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logits: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        cu_num_logits_np: np.ndarray,
+        max_num_logprobs: int,
+    ) -> LogprobsTensors | None:
+        if self._drawn is None:
+            return super()._get_logprobs_tensors(
+                sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+            )
+        logprobs, self._drawn = self._drawn.logprobs, None
+        if logprobs is None or len(logits) == len(sampled):
+            return logprobs
+        if self.enable_adaptive_verification:  # then only the device knows where each request's rows begin
+            return logprobs._replace(cu_num_generated_tokens_tensor=cu_num_logits)
+        return logprobs._replace(cu_num_generated_tokens=cu_num_logits_np.tolist())
+
+
+class SwappingVerifier(rejection_sampler.RejectionSampler):
+    """Verification by equality before vLLM 0.32, which has no method for the rule of acceptance. Log-probs are vLLM's."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Verifies a batch with vLLM's code and our rule. Other engines of this process keep vLLM's rule.
 
-        The oldest supported version has no other patch point. Engines of one process must verify in the same thread.
+        Engines of one process must verify in the same thread.
         """
         vllm_rule = rejection_sampler.rejection_sample
         rejection_sampler.rejection_sample = sample_and_compare
@@ -88,8 +161,23 @@ class VerificationBudget(AdaptiveVerificationManager):
             **_options_with_sharding(getattr(runner, "batch_sharder", None)),
         )
         self._drafting = drafting
-        self._confidence_probs.zero_()
+        self._confidence_probs = drafting.board.tables.rates_SK
         self._known_rates = HostCopy(self._confidence_probs)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compiles vLLM's choice of the best drafts, which a step with a budget smaller than its drafts calls.
+
+        torch.compile makes a variant for one request and for several, and for a budget of one draft and of several. It must
+        not take sizes that happen to be equal for one size. So these calls serve all steps.
+        """
+        device, width = self._confidence_probs.device, self.num_speculative_steps
+        for num_requests in {1, min(3, self.req_states.max_num_reqs)}:
+            names, slots_B = [str(b) for b in range(num_requests)], to_device(range(num_requests), np.int64, device)
+            for budget in range(1, min(3, num_requests * width)):
+                self._batch_budget = (dict.fromkeys(names, width), dict.fromkeys(names, self.num_bonus_tokens), budget)
+                with _compiler.patch(use_duck_shape=False):
+                    self.reallocate_drafts(names, slots_B)
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         """Yields nothing: costs are measured while the engine runs."""
@@ -104,12 +192,11 @@ class VerificationBudget(AdaptiveVerificationManager):
         self._known_rates.forget(req_idx)
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
-        """Records the acceptance rates of the drafts that were just proposed. The host reads them a step later.
+        """Starts a copy of the acceptance rates, which the draft board has just written. The host reads it a step later.
 
         The rates stay zero while drafting is idle.
         """
         if self._drafting.num_idle <= 1:
-            self._confidence_probs[input_batch.idx_mapping] = confidence_probs[: input_batch.num_reqs]
             self._known_rates.refresh()
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
@@ -123,6 +210,21 @@ class VerificationBudget(AdaptiveVerificationManager):
         budget = max(min(int(counts_B.sum()), most), 0)
         self._batch_budget = (num_drafts, num_others, budget)
         return sum(num_others.values()) + budget
+
+
+def replace_budget(runner: Any, drafting: Drafting) -> None:
+    """Puts our budget in the place of vLLM's adaptive verification, as soon as vLLM has checked that this engine allows it.
+
+    vLLM makes its own with each KV cache: a small one while it measures the memory of CUDA graphs, then the engine's.
+    """
+    initialize_kv_cache = runner.initialize_kv_cache
+
+    def initialize_with_budget(*args: Any, **options: Any) -> None:
+        initialize_kv_cache(*args, **options)
+        runner.adaptive_verification = VerificationBudget(runner, drafting)
+        runner.rejection_sampler.enable_adaptive_verification = True
+
+    runner.initialize_kv_cache = initialize_with_budget
 
 
 def _options_with_sharding(sharder: Any) -> dict[str, bool]:

@@ -36,8 +36,12 @@ LATER = (
     f"{GPU}.spec_decode.speculator.DraftModelSpeculator.enable_adaptive_verification",
     f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator._sample_logits",
     f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator.use_confidence_head",
-    f"{GPU}.sample.sampler.Sampler.apply_sampling_params",
-    f"{GPU}.sample.sampler.Sampler.sample",
+    f"{GPU}.sample.logprob.compute_topk_scores",
+    f"{GPU}.sample.sampler.Sampler",
+    "vllm.v1.outputs.LogprobsTensors.cu_num_generated_tokens_tensor",
+    f"{GPU}.spec_decode.rejection_sampler.RejectionSampler._get_logprobs_tensors",
+    f"{GPU}.spec_decode.rejection_sampler.RejectionSampler.enable_adaptive_verification",
+    f"{GPU}.spec_decode.rejection_sampler.RejectionSampler._verify",
 )
 """Names that are used only where vLLM has them. They must exist, and fit, from version `ENOUGH` on."""
 OBJECTS = {
@@ -85,6 +89,9 @@ SIGNATURES = {
     f"{GPU}.model_runner.GPUModelRunner.reload_weights": "self weights_iterator",
     f"{GPU}.sample.sampler.Sampler.apply_sampling_params": "self logits expanded_idx_mapping idx_mapping idx_mapping_np "
     "pos input_ids expanded_local_pos seq_lens_upper_bound_np",
+    f"{GPU}.input_batch.get_num_sampled_and_rejected": "num_sampled seq_lens cu_num_logits idx_mapping prefill_len",
+    f"{GPU}.sample.gumbel.apply_temperature": "logits expanded_idx_mapping temperature",
+    f"{GPU}.sample.logprob.compute_topk_scores": "logits num_logprobs sampled_token_ids",
     f"{GPU}.sample.gumbel.murmur3_uniform32": "seed pos *",
     f"{GPU}.sample.gumbel._log1p_neg_stable": "*",
     f"{GPU}.spec_decode.adaptive_verification.AdaptiveVerificationManager.__init__": "self req_states query_start_loc "
@@ -97,18 +104,23 @@ SIGNATURES = {
 }
 """Parameters of each function in their order; `*` stands for any one parameter."""
 ATTRIBUTES = {
-    f"{GPU}.sample.sampler.Sampler": "sampling_states use_fp64_gumbel apply_sampling_params sample",
-    f"{GPU}.sample.states.SamplingStates": "temperature seeds",
+    f"{GPU}.sample.sampler.Sampler": "add_request apply_sampling_params compute_nans get_logprobs_dims logprobs_mode "
+    "needs_logits_processing req_states return_sampling_mask sample sampling_states trace_replay_state use_fp64_gumbel",
+    f"{GPU}.sample.states.SamplingStates": "add_request max_num_logprobs min_p seeds temperature top_k top_p vocab_size",
+    f"{GPU}.spec_decode.rejection_sampler.RejectionSampler": "enable_adaptive_verification num_speculative_steps sampler",
     f"{GPU}.states.RequestState": "req_id_to_index total_len all_token_ids prefill_len num_computed_tokens",
     "vllm.v1.core.sched.output.NewRequestData": "req_id prompt_token_ids prefill_token_ids sampling_params",
     "vllm.v1.core.sched.output.CachedRequestData": "req_ids",
     "vllm.sampling_params.SamplingParams": "seed stop_token_ids ignore_eos eos_token_id max_tokens extra_args "
     "skip_reading_prefix_cache _validate_spec_decode",
     f"{GPU}.model_runner.ExecuteModelState": "input_batch",
+    f"{GPU}.sample.output.SamplerOutput": "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected",
+    "vllm.v1.outputs.LogprobsTensors": "cu_num_generated_tokens cu_num_generated_tokens_tensor logprob_token_ids logprobs "
+    "selected_token_ranks",
     f"{GPU}.async_utils.AsyncOutput": "model_runner_output",
     f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator": "use_confidence_head",
     f"{GPU}.spec_decode.adaptive_verification.AdaptiveVerificationManager": "_batch_budget _confidence_probs "
-    "_max_total_logits num_bonus_tokens req_states",
+    "_max_total_logits num_bonus_tokens num_speculative_steps reallocate_drafts req_states",
     "vllm.config.speculative.SpeculativeConfig": "disable_eagle_block_drop draft_model_config enable_adaptive_verification "
     "method model num_speculative_tokens quantization",
     "vllm.engine.arg_utils.EngineArgs": "additional_config async_scheduling disable_log_stats "
@@ -247,7 +259,8 @@ def _methods(source: VllmSource, node: ast.ClassDef, base: str) -> Iterator[Vllm
     for name, theirs in source.members(base).items():
         mine = ours.get(name)
         if isinstance(theirs, Function) and isinstance(mine, Function) and name != "__init__":
-            yield VllmName(f"{base}.{name}", Use.STOOD_IN_FOR, _unlike(theirs, mine, by_name=True))
+            is_fit = _is_later(source, f"{base}.{name}")
+            yield VllmName(f"{base}.{name}", Use.STOOD_IN_FOR, "" if is_fit else _unlike(theirs, mine, by_name=True))
         elif _is_abstract(theirs) and mine is None and node.name not in MIXINS:
             yield VllmName(f"{base}.{name}", Use.ABSTRACT, f"abstract: {node.name} lacks it")
 

@@ -6,7 +6,7 @@ worker's own runner object. Three changes hold for the whole process:
 
 - Top-p treats a row alike in batches of all sizes (`compat.make_top_p_independent_of_batch`).
 - Before vLLM 0.32, drafters without weights are allowed (`older_runners.allow_text_drafters`).
-- While a batch is verified, vLLM's rule of acceptance is put aside (`EqualityVerifier`).
+- Before vLLM 0.32, vLLM's rule of acceptance is put aside while a batch is verified (`SwappingVerifier`).
 """
 
 import copy
@@ -32,13 +32,21 @@ from nemo_specrollout.generation.head_loading import own_lm_head, policy_teacher
 from nemo_specrollout.generation.head_watch import HeadWatch
 from nemo_specrollout.generation.older_runners import HostBudget, allow_text_drafters, fix_bad_words
 from nemo_specrollout.generation.requests import NewRequest, RequestIdentity, resolve_identity
+from nemo_specrollout.generation.row_sampling import RowSampler
 from nemo_specrollout.generation.step_accounts import StepAccounts
 from nemo_specrollout.generation.transfers import is_output_rank
-from nemo_specrollout.generation.verification import EqualityVerifier, VerificationBudget
+from nemo_specrollout.generation.verification import (
+    EqualityVerifier,
+    SwappingVerifier,
+    VerificationBudget,
+    replace_budget,
+)
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 from nemo_specrollout.telemetry.engine_stats import EngineStats
 from nemo_specrollout.telemetry.sample_stats import StepEnd
 from nemo_specrollout.training.features.features import SequenceFeatures
+
+_VERIFIER = EqualityVerifier if compat.CHOOSES_ON_DEVICE else SwappingVerifier
 
 
 class VllmWorkerMixin:
@@ -78,33 +86,43 @@ class VllmWorkerMixin:
         """Lets vLLM load its models, then adds verification and drafting."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner, config = self.model_runner, self.specrollout_config
+        if RowSampler.fits(runner.sampler):
+            runner.sampler = RowSampler(runner.sampler)
         if runner.rejection_sampler is not None:
-            runner.rejection_sampler = EqualityVerifier(runner.sampler, runner.speculative_config, runner.device)
+            runner.rejection_sampler = _VERIFIER(runner.sampler, runner.speculative_config, runner.device)
             fix_bad_words(runner.sampler)
         if runner.speculator is not None and config.drafters:
             if config.head is not None:
                 own_lm_head(runner.model, runner.speculator.model)
             self.specrollout_drafting = Drafting(config, runner)
+            if compat.CHOOSES_ON_DEVICE:
+                replace_budget(runner, self.specrollout_drafting)
         self.specrollout_accounts = StepAccounts(runner, self.specrollout_drafting)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Lets vLLM allocate the KV cache, then replaces its choice of how many drafts a step verifies."""
+        """Lets vLLM allocate the KV cache, then checks what the engine will do."""
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
-        runner = self.model_runner
-        if self.specrollout_drafting is not None and compat.CHOOSES_ON_DEVICE:
-            runner.adaptive_verification = VerificationBudget(runner, self.specrollout_drafting)
-            runner.rejection_sampler.enable_adaptive_verification = True
         self._verify_in_force()
 
     def compile_or_warm_up_model(self) -> Any:
-        """Lets vLLM warm up with requests that have no identity, then follows the runner's requests and steps.
+        """Warms up, and lets vLLM do so with requests that have no identity. Then follows the runner's requests and steps.
 
-        Ray's executor calls the runner itself, so the runner's methods are replaced and not the worker's.
+        Ours comes first, because vLLM reports what is compiled after its own. Ray's executor calls the runner itself, so the
+        runner's methods are replaced and not the worker's.
         """
+        runner, drafting = self.model_runner, self.specrollout_drafting
+        if isinstance(runner.sampler, RowSampler):
+            runner.sampler.warm_up(runner)
+        if drafting is not None:
+            drafting.warm_up()
+            if compat.CHOOSES_ON_DEVICE:
+                runner.adaptive_verification.warm_up()
+            drafting.stands_by = True
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        runner = self.model_runner
-        if self.specrollout_drafting is not None and not compat.CHOOSES_ON_DEVICE:
-            self.specrollout_host_budget = HostBudget(runner, self.specrollout_drafting)
+        if drafting is not None:
+            drafting.stands_by = False
+            if not compat.CHOOSES_ON_DEVICE:
+                self.specrollout_host_budget = HostBudget(runner, drafting)
         self._execute_model, self._sample_tokens = runner.execute_model, runner.sample_tokens
         runner.execute_model, runner.sample_tokens = self._execute_step, self._sample_step
         return times
@@ -124,7 +142,9 @@ class VllmWorkerMixin:
     def _verify_in_force(self) -> None:
         """Raises RuntimeError if this engine would verify or draft in another way than ours."""
         runner, drafting, config = self.model_runner, self.specrollout_drafting, self.specrollout_config
-        if runner.rejection_sampler is not None and not isinstance(runner.rejection_sampler, EqualityVerifier):
+        if RowSampler.fits(runner.sampler):
+            raise RuntimeError("specrollout's sampling is not in force: something replaced the sampler")
+        if runner.rejection_sampler is not None and not isinstance(runner.rejection_sampler, _VERIFIER):
             raise RuntimeError("specrollout's verification is not in force: something replaced the rejection sampler")
         should_draft = config.most_drafts and config.drafters and get_pp_group().is_last_rank
         proposer = getattr(getattr(runner.speculator, "propose", None), "__self__", None)
@@ -133,6 +153,9 @@ class VllmWorkerMixin:
                 "specrollout's drafting is not in force: speculative_config must be what "
                 "nemo_specrollout.generation.arguments.with_specrollout makes of the block"
             )
+        has_budget = isinstance(getattr(runner, "adaptive_verification", None), VerificationBudget)
+        if drafting is not None and compat.CHOOSES_ON_DEVICE and not has_budget:
+            raise RuntimeError("specrollout's budget is not in force: something replaced the adaptive verification")
 
     # Steps: methods of vLLM's model runner.
 
@@ -177,7 +200,7 @@ class VllmWorkerMixin:
         self.specrollout_accounts.begin_step(batch)
         output = self._sample_tokens(grammar_output)
         if self.specrollout_host_budget is not None:
-            self.specrollout_host_budget.record(batch)
+            self.specrollout_host_budget.record()
         self.specrollout_accounts.end_step()
         return output if self.specrollout_drafting is None else self.specrollout_drafting.end_step(batch, output)
 

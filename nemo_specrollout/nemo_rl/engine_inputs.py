@@ -45,7 +45,8 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     allow_text_drafters()
     if len(block.drafters_of_engines) > 1:
         block = block.of_engine(engine_number(generation_config["vllm_cfg"]))
-    arguments = with_specrollout(llm_kwargs, block, compat.device_type(), compat.vllm_abilities())
+    abilities = compat.vllm_abilities(llm_kwargs, bool(generation_config["vllm_cfg"].get("async_engine")))
+    arguments = with_specrollout(llm_kwargs, block, compat.device_type(), abilities)
     if block.model_drafter is not None and arguments.get("load_format") == "dummy":
         # The drafter's weights come from its folder. NeMo-RL does the same for its own drafter if it does not train it.
         arguments["load_format"] = "auto"

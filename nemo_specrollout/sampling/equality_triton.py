@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `equality.py` for a GPU: one program for each request."""
+"""Acceptance on a GPU: the kernel of `equality.py`, one program for each request.
+
+`row_sampling_triton.py` accepts by the same function.
+"""
 
 import torch
 import triton
@@ -7,8 +10,10 @@ import triton.language as tl
 
 
 @triton.jit
-def _accept_rows(sampled_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr, K1: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    request = tl.program_id(0).to(tl.int64)
+def accept_request(  # type: ignore[no-untyped-def]
+    request, sampled_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr, K1: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes the tokens that a request emits, and their number. `BLOCK` is a power of two of at least K + 1."""
     start = tl.load(starts_ptr + request)
     num_rows = tl.load(starts_ptr + request + 1) - start
     k = tl.arange(0, BLOCK)
@@ -17,6 +22,12 @@ def _accept_rows(sampled_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr, K
     last = tl.min(tl.where((sampled == draft) & (k + 1 < num_rows), BLOCK, k), axis=0)
     tl.store(emitted_ptr + request * K1 + k, tl.where(k <= last, sampled, 0), mask=k < K1)
     tl.store(counts_ptr + request, tl.minimum(last + 1, num_rows).to(tl.int32))
+
+
+@triton.jit
+def _accept_rows(sampled_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr, K1: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    request = tl.program_id(0).to(tl.int64)
+    accept_request(request, sampled_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr, K1, BLOCK)
 
 
 def accept_rows(
