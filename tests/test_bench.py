@@ -439,6 +439,7 @@ def bench(config: Path, log_dir: Path, **more: Any) -> dict[str, dict[str, Any]]
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_the_bench_compares_like_with_like(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,7 +157,11 @@ def test_no_budget_is_compiled_in_a_step(
 
 
 @pytest.mark.parametrize(
-    "drafter", [NgramDrafterConfig(), DraftModelDrafterConfig(model=str(STEP_ADDER))], ids=lambda drafter: drafter.type
+    "drafter",
+    [
+        pytest.param(NgramDrafterConfig(), id="ngram", marks=pytest.mark.slow),
+        pytest.param(DraftModelDrafterConfig(model=str(STEP_ADDER)), id="draft_model"),
+    ],
 )
 def test_vllm_warms_its_own_speculator_up(
     start_engine: Callable[..., RolloutEngine], monkeypatch: pytest.MonkeyPatch, drafter: DrafterConfig

@@ -220,7 +220,9 @@ def cluster() -> Iterator[None]:
     own.stop()
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["lives", "is killed"])
+@pytest.mark.parametrize(
+    "dies", [pytest.param(False, id="lives", marks=pytest.mark.slow), pytest.param(True, id="is killed")]
+)
 def test_an_exchange_in_an_actor(
     cluster: None, engines: list[RolloutEngine], expected: dict[str, list[Rollout]], dies: bool
 ) -> None:

@@ -6,23 +6,19 @@ Triton compiles a kernel again for another type, for the number 1, and for numbe
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from compiling import specialized
 from decode_step import HEAD, TEXT, DecodeStep, H, K, S, zeros
-from device import FakeGpu, Launch, fake_gpu
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime.jit import create_function_from_signature
+from device import FakeGpu, fake_gpu
 
 from nemo_specrollout.drafters.base import Texts
 
 SIZES = (1, 2, 3, 15, 16, 17, 31, S)
 """Numbers of requests: 1, multiples of 16 and others."""
 DRAFTERS = {"text": TEXT, "head": (HEAD,), "all": (*TEXT, HEAD)}
-H100 = CUDABackend(GPUTarget("cuda", 90, 32))
 
 
 @pytest.fixture
@@ -32,26 +28,9 @@ def gpu() -> Iterator[FakeGpu]:
 
 
 def variants(gpu: FakeGpu) -> set[str]:
-    """Returns the names of the recorded kernels, each with the key of Triton's cache of compiled kernels."""
-    return {f"{launch.kernel.__name__}{key_of(launch)}" for launch in gpu.launches}
-
-
-def key_of(launch: Launch) -> list[Any]:
-    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, H100)
-    _, specialization, options = bind(
-        *map(placed, launch.args), **{name: placed(v) for name, v in launch.options.items()}
-    )
-    return [specialization, sorted(options.items())]
-
-
-def placed(value: Any) -> Any:
-    """Returns an argument with an address: torch allocates at multiples of 512 bytes."""
-    if isinstance(value, torch.Tensor):
-        address = 512 + value.storage_offset() * value.itemsize
-        return SimpleNamespace(dtype=value.dtype, data_ptr=lambda: address)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(placed, value))
-    return tuple(map(placed, value)) if isinstance(value, tuple) else value
+    """Returns the names of the recorded kernels, each with a hash of what Triton compiles them for."""
+    found = ((launch.kernel.__name__, *specialized(launch)) for launch in gpu.launches)
+    return {f"{name} {source.hash()} {sorted(options.items())}" for name, source, options in found}
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
