@@ -326,7 +326,10 @@ def test_drafts_stop_at_the_end_of_the_context(start_engine: Callable[..., Rollo
     assert stats.accepted == stats.proposed
 
 
-@pytest.mark.parametrize("has_own_embedding", [False, True], ids=["shared embedding", "own embedding"])
+@pytest.mark.parametrize(
+    "has_own_embedding",
+    [pytest.param(False, id="shared embedding", marks=pytest.mark.slow), pytest.param(True, id="own embedding")],
+)
 def test_a_published_head_drafts_like_one_loaded_at_start(
     has_own_embedding: bool,
     start_engine: Callable[..., RolloutEngine],

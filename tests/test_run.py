@@ -117,6 +117,7 @@ def in_this_process(log_dir: Path, num_steps: int, **more: Any) -> None:
         assert main(["run", str(QUICKSTART), *arguments]) == 0
 
 
+@pytest.mark.slow
 def test_a_forced_on_policy_ratio_only_saves_a_pass(whole_run: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
     in_this_process(log_dir, 1, **{"loss_fn.force_on_policy_ratio": True})

@@ -105,7 +105,7 @@ class BoardWorld:
         return [table for u in self.lookups for table in (u.index.words, u.index.candidates, u.learned_S)]
 
 
-SIZES = [(1, 1, 0, None, 0), (2, 8, 1, None, 2), (3, 5, 2, 1, 1), (5, 3, 1, 4, 0)]
+SIZES = [(1, 1, 0, None, 0), (2, 8, 1, None, 0), (3, 5, 2, 1, 2), (5, 3, 1, 4, 0)]
 """Numbers of drafters, positions and edges, the drafter with weights, and the number of lookups."""
 
 
