@@ -28,7 +28,7 @@ class Item:
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     needs_vllm: bool = True
     has_experts: bool = False
-    """Whether the model is a mixture of experts, for which vLLM has a library of its own."""
+    """True if the model is a mixture of experts, for which vLLM has a library of its own."""
     not_on_cpu: str = ""
     """Reason for which a rehearsal leaves the item out."""
     model: Callable[[], Path] | None = None

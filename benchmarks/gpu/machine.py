@@ -24,7 +24,7 @@ class Machine(NamedTuple):
     vllm_problem: str = ""
     """A sentence about why no engine can run on it."""
     serves_experts: bool = True
-    """Whether vLLM has kernels for mixtures of experts."""
+    """True if vLLM has kernels for mixtures of experts."""
 
 
 def look() -> Machine:

@@ -52,7 +52,7 @@ def _observe(  # type: ignore[no-untyped-def]
     K: tl.constexpr, E: tl.constexpr, X: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
     LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
-    """With a board, program (b, 0) observes request b. The other programs of b share the new tokens of its text."""
+    """Program (b, 0) observes request b, if there is a board. The other programs of b share the new tokens of its text."""
     row, num_rows, part, num_parts = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
     if D > 0:
         part, num_parts = part - 1, num_parts - 1
