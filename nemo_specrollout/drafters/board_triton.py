@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nemo_specrollout.drafters import base
+from nemo_specrollout.sampling.triton_common import is_last
 
 _CALIBRATION_DECAY = tl.constexpr(base.CALIBRATION_DECAY)
 _EVIDENCE_WINDOW = tl.constexpr(base.EVIDENCE_WINDOW)
@@ -225,8 +226,7 @@ def observe_request(  # type: ignore[no-untyped-def]
     tl.store(weight_ptr + 2 * d + 1, squares, mask=d < D)
     tl.store(weight_ptr + 2 * D, hits)
     tl.store(weight_ptr + 2 * D + 1, predicted)
-    tl.debug_barrier()  # all lanes have written before the request counts as finished
-    if tl.atomic_add(sums.finished, 1, sem="acq_rel") == num_requests - 1:
+    if is_last(sums.finished, num_requests):
         fade_and_add(t, sums, step, num_requests, D, K, E)
 
 

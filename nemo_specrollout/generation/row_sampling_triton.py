@@ -21,6 +21,7 @@ from vllm.v1.outputs import LogprobsTensors
 from nemo_specrollout.generation.draft_sampling_triton import add_noise, load_divided
 from nemo_specrollout.generation.row_sampling import Drafts, Drawn, Logits, RowKeys
 from nemo_specrollout.sampling.equality_triton import accept_request
+from nemo_specrollout.sampling.triton_common import is_last
 
 BLOCK = 1024
 PART = 4096
@@ -65,13 +66,6 @@ def _score_blocks(  # type: ignore[no-untyped-def]
     out = row * tl.num_programs(1) + block
     tl.store(best_ptr + out, best)
     tl.store(token_ptr + out, block * BLOCK + index)
-
-
-@triton.jit
-def _is_last(counter_ptr, num):  # type: ignore[no-untyped-def]
-    """Returns whether the other `num - 1` programs that count here have come. What they stored is visible then."""
-    tl.debug_barrier()  # one thread counts for the program, after the stores of all its threads
-    return tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num - 1
 
 
 @triton.jit
@@ -120,14 +114,14 @@ def _finish_rows(  # type: ignore[no-untyped-def]
         temperature = _temperature_of(row, slots_ptr, temperature_ptr)[1]
         divisor = tl.where(divides != 0, temperature, 1.0)
         _grade_part(logits_ptr, num_vocab, divisor, token, parts_ptr, PART)
-        if not _is_last(marks_ptr + row, tl.num_programs(1)):
+        if not is_last(marks_ptr + row, tl.num_programs(1)):
             return
         _grade_row(logits_ptr, divisor, token, parts_ptr, logprobs_ptr + row, ranks_ptr + row, PARTS)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     if starts_ptr is not None:
         request = tl.load(marks_ptr + 2 * num_rows + row).to(tl.int64)
         num_own = tl.load(starts_ptr + request + 1) - tl.load(starts_ptr + request)
-        if _is_last(marks_ptr + num_rows + request, num_own):
+        if is_last(marks_ptr + num_rows + request, num_own):
             accept_request(request, tokens_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr, K1, WIDTH)
 
 
