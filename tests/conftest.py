@@ -113,9 +113,9 @@ def _copy_tokenizer(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def start_engine() -> Iterator[Callable[..., Any]]:
     """Starts engines for a model and a `specrollout` block, and closes them after the module's tests."""
+    from lab.local.engine import RolloutEngine
+    from lab.local.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.config.block import SpecrolloutConfig
-    from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
-    from nemo_specrollout.generation.engine import RolloutEngine
 
     engines = []
     gc.collect()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.generation.engine import RolloutEngine
+from lab.local.engine import RolloutEngine
 from nemo_specrollout.racing.turn_engine import TurnEngine
 from nemo_specrollout.racing.turns import Orders, TurnResult
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision

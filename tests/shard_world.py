@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_specrollout.generation.engine import HostedEngine, RolloutEngine
+from lab.local.engine import HostedEngine, RolloutEngine
 from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
 from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams, shard_request, text_and_params
 from nemo_specrollout.racing.exchange import StragglerExchange

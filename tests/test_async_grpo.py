@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from test_equality import requests
 from test_racing import noisy, spans_of
 
+from lab.local.async_fleet import Trajectories, TrajectoryCollector
+from lab.local.engine import RolloutEngine
+from lab.local.run_sections import AsyncGrpoConfig
+from lab.local.step_rollout import StepPrompts
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
-from nemo_specrollout.config.run_sections import AsyncGrpoConfig
-from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.local.async_fleet import Trajectories, TrajectoryCollector
-from nemo_specrollout.local.step_rollout import StepPrompts
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator

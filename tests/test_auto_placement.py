@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import QUICKSTART, ROOT
 
+from lab.placement.cost_tables import CostCurve, CostTables
+from lab.placement.planner import choose, placed
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
@@ -18,8 +20,6 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.config.strict import ConfigError, build, build_tagged
 from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
-from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
-from nemo_specrollout.scheduling.placement.planner import choose, placed
 
 pytestmark = pytest.mark.unit
 

@@ -14,19 +14,19 @@ import torch
 from conftest import QUICKSTART, ROOT, STEP_ADDER, TINY_ROLLOUTS
 from rich.console import Console
 
-from benchmarks.policies.deep_policy import deep_index, deepen_head, deepen_policy, with_deep_policy
-from benchmarks.rollouts.bench import _set_aside, request_stream, take_batch
-from benchmarks.rollouts.bench_figures import FEWEST_TOKENS, best_by_running, best_fixed, figures_of, host_shares
-from benchmarks.rollouts.bench_rounds import Entrant, group_with
-from benchmarks.rollouts.bench_rows import FIXED, OURS, PLAIN, STOCK, BenchRow, bench_rows, row_groups
-from benchmarks.rollouts.bench_tables import rollout_table, running_table, sentences, useless_table
-from benchmarks.rollouts.running_bins import LABELS, MOST_RUNNING, BinnedRollout, BinnedStats, bin_of
+from lab.bench.bench import _set_aside, request_stream, take_batch
+from lab.bench.bench_figures import FEWEST_TOKENS, best_by_running, best_fixed, figures_of, host_shares
+from lab.bench.bench_rounds import Entrant, group_with
+from lab.bench.bench_rows import FIXED, OURS, PLAIN, STOCK, BenchRow, bench_rows, row_groups
+from lab.bench.bench_tables import rollout_table, running_table, sentences, useless_table
+from lab.bench.running_bins import LABELS, MOST_RUNNING, BinnedRollout, BinnedStats, bin_of
+from lab.local.run_config import RunConfig, read_run_config
+from lab.local.statistics import RolloutStats
+from lab.policies.deep_policy import deep_index, deepen_head, deepen_policy, with_deep_policy
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.run_config import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.local.statistics import RolloutStats
 from nemo_specrollout.training.features.features import hf_features, load_policy
 from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head import load_eagle3_head
@@ -165,7 +165,7 @@ class CountingEngine:
 @pytest.mark.unit
 def test_tokens_belong_to_the_bin_in_which_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = CountingEngine([10, 30, 30, 100])
-    monkeypatch.setattr("nemo_specrollout.local.step_rollout.time", SimpleNamespace(perf_counter=engine.clock))
+    monkeypatch.setattr("lab.local.step_rollout.time", SimpleNamespace(perf_counter=engine.clock))
     rollout = BinnedRollout(engine, [RolloutRequest([1], 0, i) for i in range(4)])
     rollout.advance(0.0)
     while not rollout.is_done:

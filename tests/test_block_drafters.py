@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from test_equality import NGRAM, assert_equal, requests
 from test_model_drafters import LONG, assert_same_drafts, recorded, worker_of
 
+from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
@@ -26,7 +27,6 @@ from nemo_specrollout.config.model_folder import misfit_of_block_drafter
 from nemo_specrollout.config.strict import ConfigError, build_tagged
 from nemo_specrollout.generation import compat, model_drafter
 from nemo_specrollout.generation.arguments import VllmAbilities, with_specrollout
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout
 
 pytestmark = pytest.mark.integration

@@ -16,15 +16,15 @@ import pytest
 import yaml
 from conftest import QUICKSTART, ROOT, STEP_ADDER
 
+from lab.cli.prepare import prepare, use_threads
+from lab.local.run_directory import RunDirectory
+from lab.local.run_report import results_are_of
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.cli.prepare import prepare, use_threads
 from nemo_specrollout.cli.terminal import Interrupts, Terminated
 from nemo_specrollout.config.block import BUDGET_POLICIES
 from nemo_specrollout.config.files import seal_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.local.run_directory import RunDirectory
-from nemo_specrollout.local.run_report import results_are_of
 
 pytestmark = pytest.mark.unit
 
@@ -174,7 +174,7 @@ def test_invalid_model_files_are_refused(refused: Refused, tmp_path: Path) -> No
 def test_a_missing_or_unsupported_vllm_is_refused(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, version: str | None, words: str
 ) -> None:
-    monkeypatch.setattr("nemo_specrollout.cli.prepare.vllm_version", lambda: version)
+    monkeypatch.setattr("lab.cli.prepare.vllm_version", lambda: version)
     assert words in refused("run")
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER
 
-from nemo_specrollout.cli.prepare import prepare
+from lab.cli.prepare import prepare
+from lab.local.run_config import BenchConfig, RunConfig, read_run_config
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import TEXT_DRAFTERS
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.run_config import BenchConfig, RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import unsupported_version
 

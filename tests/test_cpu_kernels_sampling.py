@@ -7,8 +7,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from vllm_v2_cpu.kernels import gumbel, logprobs, noise
-from vllm_v2_cpu.kernels.floats import exp_of_negative, log, stored, value_of
+from lab.vllm_on_cpu.kernels import gumbel, logprobs, noise
+from lab.vllm_on_cpu.kernels.floats import exp_of_negative, log, stored, value_of
 
 pytestmark = pytest.mark.unit
 

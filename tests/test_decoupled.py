@@ -17,6 +17,9 @@ import zmq
 from conftest import STEP_ADDER
 from test_equality import assert_equal, requests
 
+from lab.local.engine import Generation, RolloutEngine
+from lab.local.run_sections import VllmConfig
+from lab.local.step_rollout import MeasuredRollout
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DraftModelDrafterConfig,
@@ -24,11 +27,8 @@ from nemo_specrollout.config.drafter_configs import (
     RemoteDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.config.run_sections import VllmConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.engine import Generation, RolloutEngine
 from nemo_specrollout.generation.requests import Rollout
-from nemo_specrollout.local.step_rollout import MeasuredRollout
 from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES
 from nemo_specrollout.remote.protocol.transport import VerifierSocket, publish
 from nemo_specrollout.remote.protocol.verifier_side import PeerState

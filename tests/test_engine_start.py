@@ -12,10 +12,10 @@ import pytest
 import torch
 from conftest import STEP_ADDER
 
+from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, NgramDrafterConfig
 from nemo_specrollout.generation.arguments import QUIET_START, with_specrollout
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import RolloutRequest
 
 pytestmark = pytest.mark.integration

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 from conftest import STEP_ADDER
 
+from lab.local.engine import RolloutEngine
+from lab.local.statistics import count_equal
+from lab.local.step_addition import encode_prompt, make_problems
+from lab.local.step_rollout import load_tokenizer
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     NgramDrafterConfig,
@@ -15,11 +19,7 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.generation.compat import scheduler_of
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.local.statistics import count_equal
-from nemo_specrollout.local.step_addition import encode_prompt, make_problems
-from nemo_specrollout.local.step_rollout import load_tokenizer
 
 pytestmark = pytest.mark.integration
 

@@ -14,8 +14,9 @@ from shard_world import OneAtATime, Shard, ThreadLink, given, rolled_out, sharde
 from test_equality import assert_equal, requests
 from test_racing import MOST_TOKENS, SAMPLINGS, engine_pair, plain_rollouts, six_prompts
 
+from lab.local.engine import RolloutEngine
+from lab.local.rollout_pool import OwnRay, ray
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.generation.vllm_requests import (
     RolloutSamplingParams,
@@ -28,7 +29,6 @@ from nemo_specrollout.nemo_rl.ray_calls import answer_of, ask_exchange
 from nemo_specrollout.nemo_rl.supervisor import SpecrolloutExchange
 from nemo_specrollout.racing import coordinator
 from nemo_specrollout.racing.exchange import StragglerExchange
-from nemo_specrollout.racing.rollout_pool import OwnRay, ray
 from nemo_specrollout.racing.turns import ExchangeFailed
 
 pytestmark = pytest.mark.integration

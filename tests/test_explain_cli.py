@@ -12,6 +12,10 @@ from test_ladder_cli import measured
 from test_plan_cli import tables
 from test_simulate_cli import NEMO_RL, written
 
+from lab.local.run_config import read_run_config
+from lab.simulation.compare import RACING, as_configured, compare, drafted, onset
+from lab.simulation.from_config import of_local
+from lab.simulation.scenario import read_scenario
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config import known_traps
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig, SpecrolloutConfig
@@ -19,10 +23,6 @@ from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.config.known_traps import TRAPS, MetTrap
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import drafter_types
-from nemo_specrollout.config.run_config import read_run_config
-from nemo_specrollout.simulation.compare import RACING, as_configured, compare, drafted, onset
-from nemo_specrollout.simulation.from_config import of_local
-from nemo_specrollout.simulation.scenario import read_scenario
 
 pytestmark = pytest.mark.unit
 

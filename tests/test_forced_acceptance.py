@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.forced_acceptance import MOST_DRAFTS, ForcedEngine, OracleDrafter
-from benchmarks.gpu.geometries import VOCAB_SIZE, model_folder
-from benchmarks.gpu.gpu_speed import PROMPT_LENGTH, random_requests
-from benchmarks.gpu.gpu_stage import GIB, SEED
+from lab.gpu.forced_acceptance import MOST_DRAFTS, ForcedEngine, OracleDrafter
+from lab.gpu.geometries import VOCAB_SIZE, model_folder
+from lab.gpu.gpu_speed import PROMPT_LENGTH, random_requests
+from lab.gpu.gpu_stage import GIB, SEED
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.generation.requests import RequestIdentity, Rollout

@@ -13,16 +13,16 @@ import pytest
 import torch
 from conftest import ROOT
 
-from benchmarks.gpu import gpu_check, gpu_report, machine
-from benchmarks.gpu.gpu_kernels import _note
-from benchmarks.gpu.gpu_stage import Findings, divergence
-from benchmarks.gpu.items import ITEMS, Item, reason_to_skip
-from benchmarks.gpu.machine import Machine
+from lab.gpu import gpu_check, gpu_report, machine
+from lab.gpu.gpu_kernels import _note
+from lab.gpu.gpu_stage import Findings, divergence
+from lab.gpu.items import ITEMS, Item, reason_to_skip
+from lab.gpu.kernel_check import CPU, Compared, compare_drafting
+from lab.gpu.machine import Machine
 from nemo_specrollout.doctor import gpu
 from nemo_specrollout.doctor.diagnosis import Outcome, State
 from nemo_specrollout.doctor.self_test import diagnose_self_test
 from nemo_specrollout.drafters import step_numba
-from nemo_specrollout.generation.kernel_check import CPU, Compared, compare_drafting
 from nemo_specrollout.generation.requests import Rollout
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")]
@@ -54,12 +54,12 @@ def test_an_unknown_item_gets_the_nearest_name(tmp_path: Path, capsys: pytest.Ca
 def test_every_item_names_a_function() -> None:
     for item in ITEMS.values():
         module, function = item.function.split(".")
-        assert callable(getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function))
+        assert callable(getattr(importlib.import_module(f"lab.gpu.{module}"), function))
 
 
 def test_the_parent_loads_no_torch() -> None:
     """A CUDA context of the parent would count as memory that stays in use while an engine sleeps."""
-    code = "import sys, benchmarks.gpu.gpu_check; sys.exit(bool({'torch', 'vllm', 'rich'} & set(sys.modules)))"
+    code = "import sys, lab.gpu.gpu_check; sys.exit(bool({'torch', 'vllm', 'rich'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from benchmarks.gpu import prediction, step_floor
-from benchmarks.gpu.geometries import hf_config
-from benchmarks.gpu.prediction import FIXED, NEAR, RATES, Predictions, all_predictions, as_json
-from benchmarks.gpu.step_floor import BATCHES, NAMES, Part, Step, drafting, fits, floor_s, likely_s, network, parts_of
-from nemo_specrollout.simulation.data_sheets import DEVICES, MODELS
+from lab.gpu import prediction, step_floor
+from lab.gpu.geometries import hf_config
+from lab.gpu.prediction import FIXED, NEAR, RATES, Predictions, all_predictions, as_json
+from lab.gpu.step_floor import BATCHES, NAMES, Part, Step, drafting, fits, floor_s, likely_s, network, parts_of
+from lab.simulation.data_sheets import DEVICES, MODELS
 
 pytestmark = pytest.mark.unit
 H100, H200 = DEVICES["H100"], DEVICES["H200"]
@@ -130,11 +130,11 @@ def test_learning_finds_most_of_the_gain(predictions: Predictions) -> None:
 
 def test_the_stored_figures_are_those_of_the_code(predictions: Predictions) -> None:
     assert json.loads(prediction.STORED.read_text()) == json.loads(as_json(predictions)), (
-        "python -m benchmarks.gpu.prediction --page"
+        "python -m lab.gpu.prediction --page"
     )
     page = step_floor.PAGE.read_text()
     tables = {**step_floor.tables_of_page(), **prediction.tables_of_page(predictions)}
-    assert step_floor.with_tables(page, tables) == page, "python -m benchmarks.gpu.step_floor --page"
+    assert step_floor.with_tables(page, tables) == page, "python -m lab.gpu.step_floor --page"
 
 
 def test_a_page_without_markers_is_refused() -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import RolloutRequest
 
 pytest.importorskip("triton")

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from nemo_specrollout.config.run_sections import LossConfig
-from nemo_specrollout.local.grpo import (
+from lab.local.grpo import (
     LossInputs,
     clipped_policy_loss,
     group_normalized_advantages,
     kl_estimate,
     reference_kl,
 )
+from lab.local.run_sections import LossConfig
 
 pytestmark = pytest.mark.unit
 

@@ -20,7 +20,7 @@ PACKAGE = sorted((ROOT / "nemo_specrollout").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 SOURCES = [
     *PACKAGE,
-    *sorted((ROOT / "vllm_v2_cpu").rglob("*.py")),
+    *sorted((ROOT / "lab.vllm_on_cpu").rglob("*.py")),
     *sorted((ROOT / "benchmarks").rglob("*.py")),
     *TESTS,
 ]

@@ -42,10 +42,10 @@ ALLOWED = {
     "doctor": {"config", "remote.verifier", "generation", "nemo_rl"},
     "cli": BELOW_LOCAL | {"local", "nemo_rl", "doctor"},
 }
-# The packages that alone may import a heavy one. `vllm_v2_cpu` is our other package, which imports nothing of this one.
+# The packages that alone may import a heavy one. `lab.vllm_on_cpu` is our other package, which imports nothing of this one.
 OWNERS = {
     "vllm": {"generation", "remote.drafter"},
-    "vllm_v2_cpu": {"generation", "nemo_rl", "cli"},
+    "lab.vllm_on_cpu": {"generation", "nemo_rl", "cli"},
     "megatron": {"local", "training.checkpoints"},
     "speculators": {"training.head"},
     "nemo_rl": {"nemo_rl"},
@@ -114,5 +114,5 @@ def test_there_is_no_import_cycle_between_packages() -> None:
 
 
 def test_the_cpu_kernels_import_nothing_of_ours() -> None:
-    for file in (ROOT / "vllm_v2_cpu").rglob("*.py"):
+    for file in (ROOT / "lab.vllm_on_cpu").rglob("*.py"):
         assert not any(m.startswith("nemo_specrollout") for m in imported_modules(file)), file.name

@@ -11,16 +11,16 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 from rich.console import Console
 from test_plan_cli import NEMO_RL, refused
 
+from lab.cli.measure import ladder_table
+from lab.local.fleet import RolloutFleet
+from lab.local.ladder_bench import Stream, batches_up_to, methods_of
+from lab.local.run_config import read_run_config
+from lab.local.step_rollout import StepPrompts
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.cli.measure import ladder_table
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DraftModelDrafterConfig, Eagle3DrafterConfig, NgramDrafterConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.generation.requests import RolloutRequest
-from nemo_specrollout.local.fleet import RolloutFleet
-from nemo_specrollout.local.ladder_bench import Stream, batches_up_to, methods_of
-from nemo_specrollout.local.step_rollout import StepPrompts
 from nemo_specrollout.racing.turns import TurnResult
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, MEMORY_S, Ladder, LadderFile, Rung
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from lab.local.engine import RolloutEngine
+from lab.local.statistics import count_equal
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     Eagle3DrafterConfig,
     NgramDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import RolloutRequest
-from nemo_specrollout.local.statistics import count_equal
 
 pytestmark = pytest.mark.integration
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from nemo_specrollout.config.run_sections import LossConfig, OptimizerConfig
-from nemo_specrollout.local.grpo import LossInputs
-from nemo_specrollout.local.megatron_model import TokenBatch, next_token_logits
-from nemo_specrollout.local.policy import MegatronPolicy
+from lab.local.grpo import LossInputs
+from lab.local.megatron_model import TokenBatch, next_token_logits
+from lab.local.policy import MegatronPolicy
+from lab.local.run_sections import LossConfig, OptimizerConfig
 from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
 
 pytestmark = pytest.mark.integration

@@ -15,6 +15,7 @@ from conftest import STEP_ADDER
 from mtp_policy import save_mtp_policy
 from test_equality import NGRAM, SAMPLINGS, assert_equal, requests
 
+from lab.local.engine import Generation, RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, DraftRefreshConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DrafterConfig,
@@ -24,7 +25,6 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.drafters.base import Texts
 from nemo_specrollout.generation.compat import scheduler_of, vllm_abilities
-from nemo_specrollout.generation.engine import Generation, RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan, FixedPlanner
 from nemo_specrollout.training.features.features import SequenceFeatures

@@ -13,8 +13,8 @@ from conftest import ROOT
 from nemo_rl_standin import make_nemo_rl
 from vllm import SamplingParams
 
+from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER, RequestSeeds, engine_arguments
 
 pytestmark = pytest.mark.integration

@@ -69,7 +69,7 @@ def test_run_becomes_the_same_command_in_the_drivers_python(checkout: Path, tmp_
     assert (record / "uv").read_text().splitlines() == started
     assert (record / "uv.folder").read_text().strip() == str(tmp_path), "relative paths keep their meaning"
     (code,) = (tmp_path / "logs").glob("addon-*")
-    assert {path.name for path in code.iterdir()} == {"nemo_specrollout", "vllm_v2_cpu"}
+    assert {path.name for path in code.iterdir()} == {"nemo_specrollout", "lab.vllm_on_cpu"}
     environment = (record / "uv.environment").read_text().splitlines()
     assert f"PYTHONPATH={code}:/already/there" in environment and f"NEMO_RL_DIR={checkout}" in environment
     assert not [line for line in environment if line.startswith("VIRTUAL_ENV=")]

@@ -23,7 +23,7 @@ import pytest
 from numba import njit
 from scipy import stats
 
-from vllm_v2_cpu.kernels.noise import (
+from lab.vllm_on_cpu.kernels.noise import (
     DRAFT_SALT,
     gumbel_of,
     row_state,

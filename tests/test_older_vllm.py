@@ -9,6 +9,7 @@ import pytest
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
 
+from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
@@ -17,7 +18,6 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout
 
 pytestmark = [

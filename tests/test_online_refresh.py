@@ -79,7 +79,7 @@ def test_a_replay_shows_what_refreshes_would_have_gained(head: Path, tmp_path: P
     """All triggers see the same policies and the same first step. After that, the head that learns is better."""
     from dataclasses import replace
 
-    from benchmarks.heads.drift import TRIGGERS, Recording, replay
+    from lab.heads.drift import TRIGGERS, Recording, replay
 
     never = {"policy.generation.specrollout.draft_refresh.trigger": "never"}
     finish(start(tmp_path / "run", 4, **(with_head(head) | never)))
@@ -132,9 +132,9 @@ def test_lm_heads_of_past_policies_are_kept_for_a_replay_only(trigger: str, head
     """The LM head of a real policy would take about a hundred megabytes in each step."""
     import torch
 
+    from lab.local.head_refresh_step import LocalRefresher
+    from lab.local.run_config import read_run_config
     from nemo_specrollout.config.model_folder import LM_HEAD
-    from nemo_specrollout.config.run_config import read_run_config
-    from nemo_specrollout.local.head_refresh_step import LocalRefresher
 
     more = with_head(head) | {"policy.generation.specrollout.draft_refresh.trigger": trigger}
     config, _ = read_run_config(load_config(QUICKSTART, overrides(tmp_path / "run", **more)))
@@ -180,7 +180,7 @@ def test_prompts_with_a_token_to_draft_are_counted_once() -> None:
 def test_an_impossible_refresh_is_refused_at_the_start(
     more: dict[str, str], sentence: str, head: Path, tmp_path: Path
 ) -> None:
-    from nemo_specrollout.cli.prepare import prepare_local
+    from lab.cli.prepare import prepare_local
 
     tree = load_config(QUICKSTART, overrides(tmp_path / "run", **{**with_head(head), **more}))
     with pytest.raises(ConfigError, match=sentence):
@@ -188,7 +188,7 @@ def test_an_impossible_refresh_is_refused_at_the_start(
 
 
 def test_a_head_of_another_policy_is_refused_at_the_start(head: Path, tmp_path: Path) -> None:
-    from nemo_specrollout.cli.prepare import prepare_local
+    from lab.cli.prepare import prepare_local
 
     config = json.loads((head / "config.json").read_text())
     config["transformer_layer_config"]["max_position_embeddings"] = 128

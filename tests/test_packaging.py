@@ -25,7 +25,7 @@ from nemo_specrollout.cli.examples import RECIPES
 from nemo_specrollout.cli.main import main
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGES = ("nemo_specrollout", "vllm_v2_cpu")
+PACKAGES = ("nemo_specrollout", "lab.vllm_on_cpu")
 DISTRIBUTIONS = {
     "yaml": "PyYAML", "zmq": "pyzmq", "huggingface_hub": "huggingface-hub", "megatron": "megatron-core",
     "reasoning_gym": "reasoning-gym",
@@ -37,7 +37,7 @@ EXTRAS = {
     "config": set(), "scheduling": set(), "simulation": set(), "reports": set(), "telemetry": {"engine"},
     "doctor": {"engine"}, "sampling": {"engine"}, "drafters": {"engine"}, "generation": {"engine"}, "remote": {"engine"},
     "racing": {"engine", "local", "nemo-rl"}, "training": {"engine", "heads", "local"}, "nemo_rl": {"engine", "nemo-rl"},
-    "local": {"engine", "heads", "local", "real-model"}, "cli": {"heads"}, "vllm_v2_cpu": {"engine"},
+    "local": {"engine", "heads", "local", "real-model"}, "cli": {"heads"}, "lab.vllm_on_cpu": {"engine"},
 }  # fmt: skip
 """Extras that each package may use beside the dependencies of all."""
 LOGIN_NODE = ("config", "scheduling", "simulation", "reports")

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
-from nemo_specrollout.scheduling.placement.pipeline import coupled_tokens, steady_state, streamed_rates
-from nemo_specrollout.scheduling.placement.planner import (
+from lab.placement.cost_tables import CostCurve, CostTables
+from lab.placement.pipeline import coupled_tokens, steady_state, streamed_rates
+from lab.placement.planner import (
     COUPLED,
     DECOUPLED,
     DRAFTER,
@@ -24,6 +23,7 @@ from nemo_specrollout.scheduling.placement.planner import (
     VERIFIER,
     place,
 )
+from nemo_specrollout.config.strict import ConfigError
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import STEP_ADDER
 
-from benchmarks.rollouts.placement_bench import (
+from lab.bench.placement_bench import (
     COUPLED_KS,
     LONG_PROBLEM,
     PROMPT,

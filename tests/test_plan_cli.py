@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER
 
+from lab.placement.cost_tables import CostCurve, CostTables
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
 
 POLICY = "examples/models/step_adder"
 REMOTE = f"policy.generation.specrollout.drafters=[{{type: remote, model: {POLICY}, workers: 1}}]"

@@ -30,9 +30,9 @@ from safetensors.torch import load_file
 from test_megatron import write_model as write_random_model
 from torch import Tensor
 
-from nemo_specrollout.config.run_sections import OptimizerConfig
-from nemo_specrollout.local import megatron_model
-from nemo_specrollout.local.policy import MegatronPolicy
+from lab.local import megatron_model
+from lab.local.policy import MegatronPolicy
+from lab.local.run_sections import OptimizerConfig
 from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape, Weight
 from nemo_specrollout.training.checkpoints.policy_source import find_policy, policy_folder
 

@@ -20,16 +20,16 @@ from rollout_world import EnginesInTurn, WildPolicy
 from safetensors.torch import load_file
 from test_equality import assert_equal, requests
 
+from lab.local import rollout_pool
+from lab.local.engine import RolloutEngine
+from lab.local.rollout_pool import DEAD, MOST_RESTARTS, RolloutPool, ray
+from lab.local.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
-from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.racing import rollout_pool
 from nemo_specrollout.racing.attempts import AttemptOutcome, Response, Timeline
 from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.racing.rollout_pool import DEAD, MOST_RESTARTS, RolloutPool, ray
 from nemo_specrollout.racing.turn_engine import TurnEngine
 from nemo_specrollout.racing.turns import Orders
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder

@@ -13,11 +13,11 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed; `ma
 
 from conftest import ROOT, STEP_ADDER
 
-from benchmarks.policies.worked_solutions import DIRECT_RATE, worked_solution
-from nemo_specrollout.config.run_sections import DataConfig, TaskConfig
+from lab.local.run_sections import DataConfig, TaskConfig
+from lab.local.step_rollout import load_tokenizer
+from lab.local.tasks import PART, TASKS_IN_PARTS, GymProblem, ReasoningGymTask, build_task, check_tasks
+from lab.policies.worked_solutions import DIRECT_RATE, worked_solution
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.local.step_rollout import load_tokenizer
-from nemo_specrollout.local.tasks import PART, TASKS_IN_PARTS, GymProblem, ReasoningGymTask, build_task, check_tasks
 
 pytestmark = pytest.mark.unit
 
@@ -45,8 +45,8 @@ EVERY_TASK = """
 import json, resource, signal, sys
 from pathlib import Path
 from reasoning_gym.factory import DATASETS
-from nemo_specrollout.config.run_sections import TaskConfig
-from nemo_specrollout.local.tasks import ReasoningGymTask, check_tasks
+from lab.local.run_sections import TaskConfig
+from lab.local.tasks import ReasoningGymTask, check_tasks
 
 def too_slow(*_): raise TimeoutError("no problem after 20 s")
 signal.signal(signal.SIGALRM, too_slow)

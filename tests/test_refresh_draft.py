@@ -16,9 +16,9 @@ import torch
 from conftest import QUICKSTART, STEP_ADDER
 from safetensors.torch import load_file, save_file
 
+from lab.local.prompt_rollouts import task_prompts
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.model_folder import tokenizer_fingerprint
-from nemo_specrollout.local.prompt_rollouts import task_prompts
 from nemo_specrollout.training.features.features import is_held_out
 from nemo_specrollout.training.features.rollout_files import held_out_share, read_prompts, read_rollouts
 from nemo_specrollout.training.head import head as head_module
@@ -41,8 +41,8 @@ def one_thread() -> None:
 @pytest.fixture(scope="module")
 def examples() -> list[tuple[list[int], int]]:
     """Texts as the shipped policy writes them, as token ids with the length of the prompt."""
-    from benchmarks.policies.warm_start_data import _make_examples
-    from nemo_specrollout.local.step_rollout import load_tokenizer
+    from lab.local.step_rollout import load_tokenizer
+    from lab.policies.warm_start_data import _make_examples
 
     return _make_examples(load_tokenizer(STEP_ADDER), seed=1, start=0, max_terms=4, has_quick=False)[:96]
 
@@ -388,7 +388,7 @@ def edit_layer(folder: Path, **changes: int) -> None:
 
 
 def test_all_forms_of_rollouts_are_read_alike(examples: list[tuple[list[int], int]], tmp_path: Path) -> None:
-    from nemo_specrollout.local.step_rollout import load_tokenizer
+    from lab.local.step_rollout import load_tokenizer
 
     ids, given = examples[0]
     tokenizer = load_tokenizer(STEP_ADDER)
@@ -474,9 +474,9 @@ def test_the_engine_accepts_drafts_of_a_head_made_from_prompts(
 ) -> None:
     from test_equality import requests
 
+    from lab.local.step_addition import make_problems
     from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
-    from nemo_specrollout.local.step_addition import make_problems
 
     (tmp_path / "prompts.txt").write_text("\n".join(p.prompt for p in make_problems(3, 64, 0, 5)))
     command = ["refresh-draft", "--policy", str(STEP_ADDER), "--out", str(tmp_path / "head"), "--steps", "150"]

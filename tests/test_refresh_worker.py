@@ -14,9 +14,9 @@ from conftest import STEP_ADDER
 from safetensors.torch import load_file
 from test_parallel import ENVIRONMENT
 
+from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.training.features.feature_store import FeatureReader, newest_sequences
 

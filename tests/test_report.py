@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from benchmarks.rollouts.bench_charts import bench_chart
+from lab.bench.bench_charts import bench_chart
+from lab.local.run_report import write_pages, write_results
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.local.run_report import write_pages, write_results
 from nemo_specrollout.reports import charts, records
 from nemo_specrollout.reports.panels import head_acceptance, head_summary
 

@@ -11,8 +11,8 @@ import pytest
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, SUFFIX, WRONG, requests
 
+from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout
 
 pytestmark = pytest.mark.integration

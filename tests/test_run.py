@@ -19,12 +19,12 @@ import yaml
 from conftest import QUICKSTART, ROOT, TINY_ROLLOUTS
 from safetensors.torch import save_file
 
+from lab.local.engine import RolloutEngine
+from lab.local.run_directory import DirectoryLock
+from lab.local.run_sections import LossConfig, OptimizerConfig
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.run_sections import LossConfig, OptimizerConfig
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.local.run_directory import DirectoryLock
 
 pytestmark = pytest.mark.integration
 
@@ -360,9 +360,9 @@ def test_refit_arrives_bit_exactly(
 ) -> None:
     import torch
 
-    from nemo_specrollout.local.grpo import LossInputs
-    from nemo_specrollout.local.megatron_model import TokenBatch
-    from nemo_specrollout.local.policy import MegatronPolicy
+    from lab.local.grpo import LossInputs
+    from lab.local.megatron_model import TokenBatch
+    from lab.local.policy import MegatronPolicy
 
     model: Path = request.getfixturevalue(name)
     engine = start_engine(model, SpecrolloutConfig())
@@ -384,7 +384,7 @@ def test_refit_arrives_bit_exactly(
 
 
 def test_alarms() -> None:
-    from nemo_specrollout.local.runner import alarms
+    from lab.local.runner import alarms
 
     sound = {"logprob_gap": {"mean": 0.01, "max": 5.0}, "tokens_checked": 90, "tokens_equal": 90}
     assert alarms(sound, 0.02) == []

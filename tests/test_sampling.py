@@ -21,6 +21,9 @@ from numba import njit
 from scipy import stats
 from torch import Tensor, tensor
 
+from lab.vllm_on_cpu import kernels as cpu_kernels
+from lab.vllm_on_cpu.kernels import floats
+from lab.vllm_on_cpu.kernels.noise import gumbel
 from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.generation.arguments import set_process_environment
 from nemo_specrollout.generation.draft_sampling import SCORE_GAP_EDGES, sample_with_score_gap
@@ -29,9 +32,6 @@ from nemo_specrollout.generation.requests import RequestIdentity, RolloutRequest
 from nemo_specrollout.sampling.equality import accept_by_equality
 from nemo_specrollout.sampling.numba_common import mix64
 from nemo_specrollout.sampling.seeds import GAMMA, MASK_64, combine, content_hash, mix64_int, request_seed
-from vllm_v2_cpu import kernels as cpu_kernels
-from vllm_v2_cpu.kernels import floats
-from vllm_v2_cpu.kernels.noise import gumbel
 
 pytestmark = pytest.mark.unit
 

@@ -11,10 +11,10 @@ import yaml
 from conftest import QUICKSTART, ROOT
 from test_plan_cli import refused, tables
 
+from lab.simulation.from_config import ASSUMED_ACCEPTANCE
+from lab.simulation.scenario import FOLDER, shipped
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, DRAFTERS
-from nemo_specrollout.simulation.from_config import ASSUMED_ACCEPTANCE
-from nemo_specrollout.simulation.scenario import FOLDER, shipped
 
 pytestmark = pytest.mark.unit
 

@@ -8,31 +8,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
-from nemo_specrollout.config.strict import build
-from nemo_specrollout.scheduling.placement.pipeline import coupled_tokens
-from nemo_specrollout.scheduling.racing.straggler_policy import in_shards
-from nemo_specrollout.scheduling.speculation.step_time import plain_estimate_s
-from nemo_specrollout.simulation.compare import compare, simulate_step
-from nemo_specrollout.simulation.costs import Calibration, Costs, LinearCosts, RooflineCosts, RoundCosts
-from nemo_specrollout.simulation.data_sheets import DEVICES, MODELS, eagle3_head, model_named
-from nemo_specrollout.simulation.event_loop import Rollout, RolloutResult
-from nemo_specrollout.simulation.scenario import Scenario, read_scenario, shipped
-from nemo_specrollout.simulation.setting import AUTO, FIXED, PLAIN, Fleet, Setting, Variant
-from nemo_specrollout.simulation.simulated_engine import SimulatedEngine
-from nemo_specrollout.simulation.speculation import (
+from lab.placement.pipeline import coupled_tokens
+from lab.simulation.compare import compare, simulate_step
+from lab.simulation.costs import Calibration, Costs, LinearCosts, RooflineCosts, RoundCosts
+from lab.simulation.data_sheets import DEVICES, MODELS, eagle3_head, model_named
+from lab.simulation.event_loop import Rollout, RolloutResult
+from lab.simulation.scenario import Scenario, read_scenario, shipped
+from lab.simulation.setting import AUTO, FIXED, PLAIN, Fleet, Setting, Variant
+from lab.simulation.simulated_engine import SimulatedEngine
+from lab.simulation.speculation import (
     CoupledSpeculation,
     DecoupledSpeculation,
     NoSpeculation,
     Speculation,
 )
-from nemo_specrollout.simulation.workload import (
+from lab.simulation.workload import (
     LengthConfig,
     Workload,
     acceptance_for,
     fitted,
     workload,
 )
+from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
+from nemo_specrollout.config.strict import build
+from nemo_specrollout.scheduling.racing.straggler_policy import in_shards
+from nemo_specrollout.scheduling.speculation.step_time import plain_estimate_s
 
 pytestmark = pytest.mark.unit
 

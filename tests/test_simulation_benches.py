@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from benchmarks.rollouts.loop_bench import WARM_UP, WAYS, idle_share, row_of, step_s
-from benchmarks.rollouts.simulation_bench import (
+from lab.bench.loop_bench import WARM_UP, WAYS, idle_share, row_of, step_s
+from lab.bench.simulation_bench import (
     FEW,
     MANY,
     MOVING,
@@ -19,11 +19,11 @@ from benchmarks.rollouts.simulation_bench import (
     predicted_s,
     rows_of,
 )
+from lab.local.run_config import read_run_config
+from lab.placement.cost_tables import CostCurve
+from lab.simulation.setting import AUTO, FIXED, PLAIN
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.generation.requests import Rollout
-from nemo_specrollout.scheduling.placement.cost_tables import CostCurve
-from nemo_specrollout.simulation.setting import AUTO, FIXED, PLAIN
 
 pytestmark = pytest.mark.unit
 CONFIG = read_run_config(load_config(ROOT / "examples" / "configs" / "quickstart_head_cpu.yaml", []))[0]

@@ -3,7 +3,7 @@
 
 import pytest
 
-from nemo_specrollout.simulation.papers import (
+from lab.simulation.papers import (
     INPUT,
     Cell,
     asynchronous,

@@ -13,8 +13,8 @@ from conftest import ROOT
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.policies import smollm2
-from benchmarks.policies.low_rank import LowRankLinear, add_low_rank, merge_low_rank, save_low_rank
+from lab.policies import smollm2
+from lab.policies.low_rank import LowRankLinear, add_low_rank, merge_low_rank, save_low_rank
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     NgramDrafterConfig,
@@ -158,7 +158,7 @@ def test_the_shipped_start_changes_every_linear_layer() -> None:
     assert down == (16, 1536) and up == (576, 16)
     assert change.stat().st_size < 12_000_000
     card = json.loads((change.parent / "card.json").read_text())
-    assert card["command"].startswith("python -m benchmarks.policies.smollm2_start")
+    assert card["command"].startswith("python -m lab.policies.smollm2_start")
 
 
 @unit
@@ -202,8 +202,8 @@ def test_the_real_model_decodes_greedily_as_transformers_does(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_weights_of_the_real_model_round_trip(real_model: Path) -> None:
-    from nemo_specrollout.config.run_sections import OptimizerConfig
-    from nemo_specrollout.local.policy import MegatronPolicy
+    from lab.local.policy import MegatronPolicy
+    from lab.local.run_sections import OptimizerConfig
 
     policy = MegatronPolicy.from_pretrained(real_model, optimizer=OptimizerConfig(lr=1e-5))
     stored = load_file(real_model / smollm2.WEIGHTS)
@@ -219,10 +219,10 @@ def test_the_weights_of_the_real_model_round_trip(real_model: Path) -> None:
 def test_the_tokens_of_the_real_model_equal_plain_decoding(
     real_model: Path, start_engine: Callable[..., Any], sampling: dict[str, Any]
 ) -> None:
+    from lab.local.statistics import count_equal
+    from lab.local.step_rollout import load_tokenizer
+    from lab.local.tasks import FreeText
     from nemo_specrollout.generation.requests import RolloutRequest
-    from nemo_specrollout.local.statistics import count_equal
-    from nemo_specrollout.local.step_rollout import load_tokenizer
-    from nemo_specrollout.local.tasks import FreeText
 
     task = FreeText(load_tokenizer(real_model))
     requests = [RolloutRequest(task.encode(p), i, s) for i, p in enumerate(task.problems(3, 4)) for s in range(2)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import STEP_ADDER
 
-from benchmarks.rollouts.step_profile import (
+from lab.bench.step_profile import (
     HEAD,
     HEAD_SAMPLING,
     LM_HEAD,

@@ -17,10 +17,10 @@ from rich.console import Console
 from test_fastest_of_n import EvenSpeeds
 from test_report import COLUMNS, Page, metrics, trace, write_run
 
+from lab.local.progress import Progress
+from lab.local.run_report import write_pages
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.generation.requests import RolloutRequest
-from nemo_specrollout.local.progress import Progress
-from nemo_specrollout.local.run_report import write_pages
 from nemo_specrollout.racing.attempts import Attempt, AttemptOutcome, AttemptSpan, Response, Timeline, describe
 from nemo_specrollout.racing.estimates import DecodeSpeeds, Savings
 from nemo_specrollout.reports import charts, records

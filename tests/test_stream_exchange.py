@@ -15,8 +15,8 @@ from shard_world import LoopLink, StreamingEngine, given
 from test_equality import count_equal
 from test_racing import MOST_TOKENS, SAMPLINGS, engine_pair, noisy, plain_rollouts, six_prompts
 
+from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest
 from nemo_specrollout.generation.vllm_requests import REFUSALS, RolloutSamplingParams, shard_request
 from nemo_specrollout.racing import coordinator

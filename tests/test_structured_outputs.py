@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from conftest import STEP_ADDER
 
+from lab.local.engine import RolloutEngine
+from lab.local.step_addition import encode_prompt, make_problems
+from lab.local.step_rollout import load_tokenizer
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RandomDrafterConfig, SuffixDrafterConfig
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.local.step_addition import encode_prompt, make_problems
-from nemo_specrollout.local.step_rollout import load_tokenizer
 
 pytestmark = pytest.mark.integration
 

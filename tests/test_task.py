@@ -13,8 +13,7 @@ from conftest import QUICKSTART, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrollout.cli.main import main
-from nemo_specrollout.local.step_addition import (
+from lab.local.step_addition import (
     EOS,
     MAX_TERM,
     MAX_TERMS,
@@ -28,6 +27,7 @@ from nemo_specrollout.local.step_addition import (
     reward_of_ids,
     vocabulary,
 )
+from nemo_specrollout.cli.main import main
 
 pytestmark = pytest.mark.unit
 
@@ -50,7 +50,7 @@ def test_problems_do_not_depend_on_their_number_or_start():
 
 def test_problems_and_import_in_another_process():
     code = (
-        "import sys; from nemo_specrollout.local.step_addition import make_problems;"
+        "import sys; from lab.local.step_addition import make_problems;"
         "print([p.terms for p in make_problems(3, 9)]);"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
@@ -163,8 +163,8 @@ def test_shipped_checkpoint_fits_the_task():
 def test_shipped_checkpoint_answers():
     import torch
 
-    from benchmarks.policies.warm_start import load
-    from benchmarks.policies.warm_start_evaluation import sample
+    from lab.policies.warm_start import load
+    from lab.policies.warm_start_evaluation import sample
 
     model, tokenizer = load(CHECKPOINT)
     problems = [Problem((12, 5)), Problem((40, 31, 8))] * 16
@@ -176,8 +176,8 @@ def test_shipped_checkpoint_answers():
 
 
 def test_warm_start_depends_on_its_seed_and_keeps_other_folders(tmp_path):
-    from benchmarks.policies.warm_start import PolicyShape, load, run
-    from benchmarks.policies.warm_start_data import WarmStart
+    from lab.policies.warm_start import PolicyShape, load, run
+    from lab.policies.warm_start_data import WarmStart
 
     for name in ("one", "two"):
         run(WarmStart(steps=2), tmp_path / name, num_samples=2)
@@ -196,7 +196,7 @@ def test_warm_start_depends_on_its_seed_and_keeps_other_folders(tmp_path):
 
 
 def test_free_text_is_a_list_of_prompts_without_a_reward() -> None:
-    from nemo_specrollout.local.tasks import FreeText
+    from lab.local.tasks import FreeText
 
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -44,8 +44,8 @@ def one_thread() -> None:
 @pytest.fixture(scope="module")
 def texts() -> list[tuple[list[int], int]]:
     """Texts of the shipped policy's task, as token ids with the length of the prompt."""
-    from benchmarks.policies.warm_start_data import _make_examples
-    from nemo_specrollout.local.step_rollout import load_tokenizer
+    from lab.local.step_rollout import load_tokenizer
+    from lab.policies.warm_start_data import _make_examples
 
     return _make_examples(load_tokenizer(STEP_ADDER), seed=1, start=0, max_terms=6, has_quick=False)
 

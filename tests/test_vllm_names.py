@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from lab.vllm_on_cpu.kernels import bodies
+from lab.vllm_on_cpu.kernels.kernel_launch import parameters
 from nemo_specrollout.config.python_source import installed_source
-from nemo_specrollout.generation.vllm_names import SIGNATURES, Use, VllmName, VllmSource, vllm_names
-from vllm_v2_cpu.kernels import bodies
-from vllm_v2_cpu.kernels.kernel_launch import parameters
+from nemo_specrollout.doctor.vllm_names import SIGNATURES, Use, VllmName, VllmSource, vllm_names
 
 pytestmark = pytest.mark.unit
 GPU_FOLDER = "vllm/v1/worker/gpu"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from lab.local.engine import Generation, RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DrafterConfig,
@@ -26,7 +27,6 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.generation import arguments
 from nemo_specrollout.generation.arguments import VllmAbilities, with_specrollout
-from nemo_specrollout.generation.engine import Generation, RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.telemetry.engine_stats import EngineStats
 
@@ -178,8 +178,8 @@ def test_an_engine_with_the_block_off_is_vllms_own(tiny_model: Path, sampler_onl
 import sys
 from pathlib import Path
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
-from nemo_specrollout.generation.engine import RolloutEngine
+from lab.local.run_sections import GenerationConfig, VllmConfig
+from lab.local.engine import RolloutEngine
 from nemo_specrollout.generation.requests import RolloutRequest
 kwargs = {{"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 26}}
 generation = GenerationConfig(VllmConfig(512), 8, vllm_kwargs=kwargs, specrollout=SpecrolloutConfig(enabled=False))

@@ -18,12 +18,12 @@ from test_online_refresh import with_head
 from test_run import TINY
 
 import nemo_specrollout
+from lab.local.engine import RolloutEngine
+from lab.local.head_refresh_step import LocalRefresher
+from lab.local.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
-from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
-from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.local.head_refresh_step import LocalRefresher
 from nemo_specrollout.training.head.head import create_head, save_head
 
 PACKAGE = Path(nemo_specrollout.__file__).parent

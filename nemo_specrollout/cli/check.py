@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.cli.prepare import EXIT_BAD_INPUT, place_drafter, prepare_local, prepare_run
+from lab.local.run_sections import OFF
 from nemo_specrollout.cli.describe import describe_local, describe_nemo_rl
-from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, place_drafter, prepare_local, prepare_run
 from nemo_specrollout.cli.terminal import complain
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
@@ -15,7 +16,6 @@ from nemo_specrollout.config.model_folder import misfit_of_block_drafter
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config
 from nemo_specrollout.config.nemo_rl_tree import Finding, at, runtime_of
 from nemo_specrollout.config.nemo_rl_values import unknown_overrides
-from nemo_specrollout.config.run_sections import OFF
 from nemo_specrollout.training.head.head_facts import misfit
 
 

@@ -5,7 +5,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_specrollout.cli.prepare import Prepared
+from lab.cli.prepare import Prepared
+from lab.local.run_sections import DataConfig
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DrafterConfig,
@@ -31,7 +32,6 @@ from nemo_specrollout.config.nemo_rl_tree import (
     parallel_sizes,
     size_at,
 )
-from nemo_specrollout.config.run_sections import DataConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
 

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lab.cli.prepare import EXIT_FAILED, check_out
 from nemo_specrollout.cli.check import subject_of
 from nemo_specrollout.cli.nemo_rl_environment import entry
-from nemo_specrollout.cli.prepare import EXIT_FAILED, check_out
 from nemo_specrollout.cli.terminal import log_console, scratch_folder
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config

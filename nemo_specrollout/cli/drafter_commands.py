@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrollout.cli.prepare import use_threads
+from lab.cli.prepare import use_threads
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, check_address, shared_secret
 from nemo_specrollout.config.load import load_config

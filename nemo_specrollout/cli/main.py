@@ -11,8 +11,8 @@ import sys
 import warnings
 from contextlib import nullcontext
 
+from lab.cli.prepare import EXIT_BAD_INPUT, EXIT_FAILED, prepare
 from nemo_specrollout.cli.commands import Command, parse
-from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, EXIT_FAILED, prepare
 from nemo_specrollout.cli.terminal import Interrupts, Terminated, complain, scratch_folder
 from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.strict import ConfigError
@@ -70,7 +70,7 @@ def _resolve_nemo_rl_dir() -> None:
 def _lack_of(error: ModuleNotFoundError, command: Command) -> str | None:
     """Returns a sentence about the package that `command` lacks; None in NeMo-RL, and for a module of this package."""
     package = str(error.name).partition(".")[0]
-    if package in ("nemo_specrollout", "vllm_v2_cpu") or "nemo_rl" in sys.modules:
+    if package in ("nemo_specrollout", "lab.vllm_on_cpu") or "nemo_rl" in sys.modules:
         return None
     where = f"nemo-specrollout {command.name} needs the Python package {package}, which is not installed here"
     extra = f"[{command.extra}]" if command.extra else ""

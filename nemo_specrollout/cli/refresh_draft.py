@@ -37,7 +37,7 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # nothing else competes for the cores
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        from nemo_specrollout.local.prompt_rollouts import answer_prompts
+        from lab.local.prompt_rollouts import answer_prompts
         from nemo_specrollout.training.refresh.offline_refresh import refresh_offline
 
         with Interrupts() as interrupts:

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lab.cli.prepare import EXIT_FAILED, Prepared, prepare_run, use_threads
 from nemo_specrollout.cli.nemo_rl_environment import entry
-from nemo_specrollout.cli.prepare import EXIT_FAILED, Prepared, prepare_run, use_threads
 from nemo_specrollout.cli.terminal import Interrupts, scratch_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
@@ -18,9 +18,9 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import can_run_nemo_rl
 
 if TYPE_CHECKING:
-    from nemo_specrollout.local.progress import Progress
-    from nemo_specrollout.local.run_directory import RunDirectory
-    from nemo_specrollout.local.runner import GrpoRunner
+    from lab.local.progress import Progress
+    from lab.local.run_directory import RunDirectory
+    from lab.local.runner import GrpoRunner
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -44,7 +44,7 @@ def report(parsed: argparse.Namespace) -> int:
     run_dir = parsed.run_dir
     if records.is_local_run(run_dir):
         records.check_local_run(run_dir)
-        from nemo_specrollout.local.run_report import write_pages as write_local_pages
+        from lab.local.run_report import write_pages as write_local_pages
 
         page, picture = write_local_pages(run_dir)
     else:
@@ -79,9 +79,9 @@ def _run_nemo_rl(tree: dict[str, Any], parsed: argparse.Namespace) -> int:
 def _run_local(tree: dict[str, Any]) -> int:
     prepared = prepare_run(tree)
     use_threads(prepared.config.cluster.threads)
-    from nemo_specrollout.local.progress import Progress
-    from nemo_specrollout.local.run_directory import CompleteRun, RunDirectory
-    from nemo_specrollout.local.run_report import results_are_of, write_results
+    from lab.local.progress import Progress
+    from lab.local.run_directory import CompleteRun, RunDirectory
+    from lab.local.run_report import results_are_of, write_results
 
     config, progress = prepared.config, Progress()
     path = Path(config.logger.log_dir)
@@ -136,7 +136,7 @@ def _results(path: Path, wall_s: float, completed: bool, progress: "Progress") -
 
     Raises nothing, so that the error which ended the run is reported.
     """
-    from nemo_specrollout.local.run_report import write_results
+    from lab.local.run_report import write_results
 
     try:
         return write_results(path, wall_s, completed)
@@ -149,7 +149,7 @@ def _results(path: Path, wall_s: float, completed: bool, progress: "Progress") -
 
 def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") -> "GrpoRunner":
     """Starts engine and policy; nothing is written before both have started. Raises ConfigError if one refuses."""
-    from nemo_specrollout.local.runner import GrpoRunner
+    from lab.local.runner import GrpoRunner
 
     if prepared.ignored:
         progress.warn(f"keys without effect: {', '.join(prepared.ignored)}")

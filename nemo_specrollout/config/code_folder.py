@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-_PACKAGES = ("nemo_specrollout", "vllm_v2_cpu")
+_PACKAGES = ("nemo_specrollout", "lab.vllm_on_cpu")
 PYTHONPATH = "PYTHONPATH"
 NUMBA_CACHE = {"NUMBA_CACHE_DIR": f"/tmp/nemo_specrollout_numba_{os.getuid()}"}
 """Keeps engines from writing compiled kernels beside the code, on a shared disk, all at once."""

@@ -201,7 +201,7 @@ class RemoteDrafterConfig(DrafterConfig):
     """Arguments of the drafter's vLLM engine, e.g. gpu_memory_utilization."""
     placement: str = choice("as_written", "auto", default="as_written")
     """`as_written`, or with `workers` also `auto`: beside the policy's engine, inside it, or no drafter, whichever is
-    fastest by the times in `profile` (`scheduling/placement/planner.py`)."""
+    fastest by the times in `profile` (`lab/placement/planner.py`)."""
     profile: str | None = None
     """For `placement: auto`, the file that `nemo-specrollout profile` wrote on this machine."""
     acceptance: float = bounded(0.8, low=0.0, high=1.0)

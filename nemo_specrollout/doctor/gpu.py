@@ -37,7 +37,7 @@ def _compare_kernels(order: Any, tell: Tell) -> None:
     """Tells of each comparison what differs, by how much."""
     import torch
 
-    from nemo_specrollout.generation.kernel_check import quick_comparisons
+    from lab.gpu.kernel_check import quick_comparisons
 
     for name, compared in quick_comparisons(torch.device("cuda")):
         tell(name, compared.different)

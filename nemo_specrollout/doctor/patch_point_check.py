@@ -11,7 +11,7 @@ from nemo_specrollout.config.nemo_rl_tree import nemo_rl_checkout
 from nemo_specrollout.config.python_source import PythonSource, installed_source
 from nemo_specrollout.config.versions import NEMO_RL_NEEDED, can_run_nemo_rl, vllm_version
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, run_child
-from nemo_specrollout.generation.vllm_names import VllmSource, vllm_names
+from nemo_specrollout.doctor.vllm_names import VllmSource, vllm_names
 from nemo_specrollout.nemo_rl.patch_points import (
     ALL_PATCH_POINTS,
     EXTENSION_PATCH_POINTS,

@@ -12,10 +12,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from lab.local.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.nemo_rl_rules import RUNNER_VARIABLE
-from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.versions import vllm_version
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, Section, Tell, answer, run_child
 from nemo_specrollout.doctor.environment import is_cpu_build
@@ -147,7 +147,7 @@ def _cause(outcome: Outcome) -> str:
 
 def compare_engines(order: Any, tell: Tell) -> None:
     """Tells the settings in force, then for each temperature the number of equal tokens, then drafts."""
-    from nemo_specrollout.generation.engine import RolloutEngine
+    from lab.local.engine import RolloutEngine
 
     with tempfile.TemporaryDirectory() as name:
         model = Path(name)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lab.vllm_on_cpu.plugin import V2_ON_CPU
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig, FolderDrafterConfig, ModelDrafterConfig
-from vllm_v2_cpu.plugin import V2_ON_CPU
 
 WORKER_CLASSES = {
-    "cpu": "nemo_specrollout.generation.cpu_worker.SpecrolloutCPUWorker",
+    "cpu": "lab.vllm_on_cpu.cpu_worker.SpecrolloutCPUWorker",
     "cuda": "nemo_specrollout.generation.vllm_worker.SpecrolloutGPUWorker",
 }
 SCHEDULER = "nemo_specrollout.generation.step_outputs.build_scheduler"

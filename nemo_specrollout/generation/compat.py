@@ -154,7 +154,7 @@ def vllm_abilities(arguments: Mapping[str, Any], is_async: bool = False) -> Vllm
     can = torch.cpu.get_capabilities() if CHOOSES_ON_DEVICE and device_type() == "cpu" else {}
     multiplies_bfloat16 = bool(can.get("amx_bf16") or can.get("avx512_bf16"))
     if multiplies_bfloat16:
-        from nemo_specrollout.generation import cpu_worker  # noqa: F401 - registers the quantization method
+        from lab.vllm_on_cpu import cpu_worker  # noqa: F401 - registers the quantization method
     return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, multiplies_bfloat16, *_default_sizes(arguments, is_async))
 
 

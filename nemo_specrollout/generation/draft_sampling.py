@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from nemo_specrollout.drafters.base import NUM_LEVELS
-from nemo_specrollout.generation import compat
-from vllm_v2_cpu.kernels.floats import (
+from lab.vllm_on_cpu.kernels.floats import (
     F32,
     LOWEST_KEY,
     U32,
@@ -22,8 +20,10 @@ from vllm_v2_cpu.kernels.floats import (
     value_of,
     value_of_key,
 )
-from vllm_v2_cpu.kernels.kernel_launch import view
-from vllm_v2_cpu.kernels.noise import gumbel_bound, gumbel_of, row_state, token_bits, uniform_of
+from lab.vllm_on_cpu.kernels.kernel_launch import view
+from lab.vllm_on_cpu.kernels.noise import gumbel_bound, gumbel_of, row_state, token_bits, uniform_of
+from nemo_specrollout.drafters.base import NUM_LEVELS
+from nemo_specrollout.generation import compat
 
 SCORE_GAP_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
 """Score gaps, in nats, at which the next evidence level begins. They are wide: most drafts of a good head are nearly sure."""

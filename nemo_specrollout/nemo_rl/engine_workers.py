@@ -32,7 +32,7 @@ check_patch_points(EXTENSION_PATCH_POINTS)
 
 _DeviceWorker: Any
 if compat.device_type() == "cpu":  # importing vLLM's CPU worker replaces parts of torch.cuda
-    from nemo_specrollout.generation.cpu_worker import SpecrolloutCPUWorker as _DeviceWorker
+    from lab.vllm_on_cpu.cpu_worker import SpecrolloutCPUWorker as _DeviceWorker
 else:
     from nemo_specrollout.generation.vllm_worker import SpecrolloutGPUWorker as _DeviceWorker
 

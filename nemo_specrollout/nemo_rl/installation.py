@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from lab.vllm_on_cpu.plugin import V2_ON_CPU
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
 from nemo_specrollout.config.drafter_configs import secret_of_run
@@ -36,7 +37,6 @@ from nemo_specrollout.nemo_rl.patch_points import (
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 from nemo_specrollout.training.head.head_facts import misfit
 from nemo_specrollout.training.head.head_folder import HeadFolder
-from vllm_v2_cpu.plugin import V2_ON_CPU
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.ray_workers"
 ACTORS = {

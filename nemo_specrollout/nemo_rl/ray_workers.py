@@ -14,7 +14,7 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from nemo_specrollout.generation.engine import HostedEngine
+from lab.local.engine import HostedEngine
 from nemo_specrollout.generation.vllm_requests import as_vllm_returns, shard_requests
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
 from nemo_specrollout.nemo_rl.installation import RunFacts

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from lab.placement.planner import counted
 from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.racing.turns import Request
-from nemo_specrollout.scheduling.placement.planner import counted
 
 
 class AttemptOutcome(StrEnum):

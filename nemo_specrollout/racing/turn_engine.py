@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nemo_specrollout.generation.engine import HostedEngine
+from lab.local.engine import HostedEngine
 from nemo_specrollout.generation.requests import Rollout, ShardRequest
 from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Request, Starts, Tokens, TurnResult, Work
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lab.local import run_report
+from lab.local.policy import MegatronPolicy
+from lab.local.runner import GrpoRunner
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.local import run_report
-from nemo_specrollout.local.policy import MegatronPolicy
-from nemo_specrollout.local.runner import GrpoRunner
 
 # Long enough for a signal that is sent when the marker appears.
 WAIT_S = 1.0
@@ -46,7 +46,7 @@ def main_in_phases(phase: str, step: int, marker: Path, arguments: list[str]) ->
     elif phase == "refit":
         waits(GrpoRunner, "refit", step)
     elif phase == "checkpoint":
-        waits(sys.modules["nemo_specrollout.local.policy"], "_save", step)
+        waits(sys.modules["lab.local.policy"], "_save", step)
     elif phase == "report":
         waits(run_report, "write_pages", 0)
     else:

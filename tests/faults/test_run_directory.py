@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
+from lab.local.run_directory import LOCK, CompleteRun, DirectoryLock, RunDirectory
 from nemo_specrollout.config.files import CHECKSUMS, DamagedFolder, check_seal, seal_folder, write_atomically
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.local.run_directory import LOCK, CompleteRun, DirectoryLock, RunDirectory
 from nemo_specrollout.reports.records import read_lines
 
 pytestmark = pytest.mark.unit
@@ -274,7 +274,7 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(f"""
             import subprocess, sys, time
             from pathlib import Path
-            from nemo_specrollout.local.run_directory import DirectoryLock
+            from lab.local.run_directory import DirectoryLock
             lock = DirectoryLock(Path({str(tmp_path)!r}))
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
             print(child.pid, flush=True)
@@ -353,8 +353,8 @@ def test_a_line_that_did_not_fit_is_dropped_when_there_is_room(run: Path) -> Non
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
-    from nemo_specrollout.config.run_sections import OptimizerConfig
-    from nemo_specrollout.local.policy import MegatronPolicy
+    from lab.local.policy import MegatronPolicy
+    from lab.local.run_sections import OptimizerConfig
 
     policy = MegatronPolicy.from_pretrained(tiny_model, optimizer=OptimizerConfig(lr=1e-3))
     with full_disk(100_000), pytest.raises(OSError) as error:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import RolloutRequest
 
 pytestmark = pytest.mark.integration

@@ -23,10 +23,10 @@ def soak(model: Path, num_rollouts: int) -> None:
     import psutil
     from safetensors.torch import load_file
 
+    from lab.local.engine import RolloutEngine
+    from lab.local.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.config.block import SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
-    from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
-    from nemo_specrollout.generation.engine import RolloutEngine
     from nemo_specrollout.generation.requests import RolloutRequest
 
     # A small KV cache and small indices: memory that is set aside at the start is first used as it is needed.

@@ -12,8 +12,8 @@ import ratio_test_inputs
 from vllm.triton_utils.dispatcher import KernelOverride
 from world import SIZES, Size, World
 
-from vllm_v2_cpu import kernels as cpu_kernels
-from vllm_v2_cpu.kernels import batch, drafting, estimating, rejection
+from lab.vllm_on_cpu import kernels as cpu_kernels
+from lab.vllm_on_cpu.kernels import batch, drafting, estimating, rejection
 
 MODULES = {module.__name__ for module in (batch, drafting, estimating, rejection)}
 BODIES = {name: body for name, body in cpu_kernels.bodies().items() if body.__module__ in MODULES}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the kernels in `vllm_v2_cpu/kernels/drafting.py`."""
+"""Launches of the kernels in `lab.vllm_on_cpu/kernels/drafting.py`."""
 
 from functools import partial
 

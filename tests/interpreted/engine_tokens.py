@@ -13,11 +13,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, SUFFIX, requests
 
+from lab.local.engine import RolloutEngine
+from lab.local.run_sections import GenerationConfig, VllmConfig
+from lab.vllm_on_cpu.platform import CpuPlatformForV2
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
-from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
-from nemo_specrollout.generation.engine import RolloutEngine
-from vllm_v2_cpu.platform import CpuPlatformForV2
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     CpuPlatformForV2.register_triton_kernel_overrides = staticmethod(lambda: None)

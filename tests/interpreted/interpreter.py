@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a body of `vllm_v2_cpu.kernels` with vLLM's kernel in Triton's interpreter.
+"""Compares a body of `lab.vllm_on_cpu.kernels` with vLLM's kernel in Triton's interpreter.
 
 Import this module before triton and vllm, because it sets up both. Modules of this folder run in separate processes.
 """
@@ -21,7 +21,7 @@ import torch
 import triton.backends
 from torch import Tensor
 
-from vllm_v2_cpu.kernels import bodies
+from lab.vllm_on_cpu.kernels import bodies
 
 # vLLM asks Triton only for an active backend.
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)

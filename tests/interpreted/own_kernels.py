@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
+from lab.vllm_on_cpu.kernels.noise import row_state
 from nemo_specrollout.drafters import step_triton
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
@@ -19,7 +20,6 @@ from nemo_specrollout.generation import draft_sampling_triton
 from nemo_specrollout.generation.draft_sampling import SCORE_GAP_EDGES, _best_two, sample_with_score_gap
 from nemo_specrollout.sampling.equality import accept_by_equality
 from nemo_specrollout.sampling.equality_triton import accept_rows
-from vllm_v2_cpu.kernels.noise import row_state
 
 assert interpreter.torch is torch  # imported before vllm
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from triton import language as tl
 from vllm.v1.worker.gpu.metrics import logits as nan_counts
 from vllm.v1.worker.gpu.sample import gumbel as theirs
 
-from vllm_v2_cpu.kernels import gumbel, logits, logprobs, noise
-from vllm_v2_cpu.kernels.kernel_launch import BODIES
+from lab.vllm_on_cpu.kernels import gumbel, logits, logprobs, noise
+from lab.vllm_on_cpu.kernels.kernel_launch import BODIES
 
 MODULES = {module.__name__ for module in (gumbel, logits, logprobs)}
 BODIES = {name: body for name, body in BODIES.items() if body.__module__ in MODULES and "topk_topp" not in name}

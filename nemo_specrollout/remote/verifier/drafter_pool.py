@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lab.local.run_sections import VllmConfig
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
-from nemo_specrollout.config.run_sections import VllmConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.remote.verifier.json_child import JsonChild
 

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The acceptance table: the same drafter with weights, and those that read text, drafting in every way that there is.
+
+All rows draft `bench.acceptance_k` tokens for every request in every step, so that they can be compared; no time is measured.
+"""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from lab.bench.bench_tables import new_table
+from lab.local.engine import RolloutEngine
+from lab.local.run_config import RunConfig
+from lab.local.run_sections import GenerationConfig
+from lab.local.statistics import count_equal
+from lab.local.step_rollout import load_tokenizer, step_prompts
+from lab.local.tasks import build_task
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    DrafterConfig,
+    FolderDrafterConfig,
+    NgramDrafterConfig,
+    SuffixDrafterConfig,
+)
+from nemo_specrollout.generation.arguments import native_config
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+
+NUM_STEPS = 2
+
+
+def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
+    """A row for each way of drafting: share of drafts accepted up to each position, and tokens a step."""
+    model = Path(config.policy.model_name)
+    task = build_task(config.data, load_tokenizer(model))
+    steps = (step_prompts(config, i, task).requests for i in range(NUM_STEPS))
+    requests = list(itertools.chain(*steps))
+    ours = _ways_of_ours(config)
+    expected: list[Rollout] = []
+    rows = []
+    for name, generation in ours.items():
+        engine = RolloutEngine(model, generation, config.grpo.seed)
+        rollouts = engine.generate(requests)
+        expected = expected or rollouts
+        if generation.specrollout.drafters:
+            equal, total = count_equal(rollouts, expected)
+            rows.append({"drafting": name, **_ours(engine), "tokens_equal": equal, "tokens_total": total})
+        engine.close()
+    for name, generation in _ways_of_vllm(config).items():
+        engine = RolloutEngine(model, generation, config.grpo.seed, disable_log_stats=False)
+        engine.generate(requests)
+        metrics: dict[str, Any] = {m.name: m for m in engine._llm.get_metrics()}
+        num_drafts = metrics["vllm:spec_decode_num_drafts"].value
+        accepted_K = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+        rows.append({"drafting": name, **_figures([a / num_drafts for a in accepted_K]), "tokens_equal": None})
+        engine.close()
+    return [*rows, _upper_bound(config, requests, expected)]
+
+
+def acceptance_table(rows: list[dict[str, Any]]) -> Table:
+    """The rows, for a terminal."""
+    table = new_table("drafts accepted, with all before them, by position")
+    positions = len(rows[0]["accepted_by_position"])
+    for name in ("drafting", *map(str, range(1, positions + 1)), "tok/step", "tokens equal"):
+        table.add_column(name, justify="left" if name == "drafting" else "right", no_wrap=True)
+    for row in rows:
+        equal = "-" if row["tokens_equal"] is None else f"{row['tokens_equal']}/{row['tokens_total']}"
+        shares = (f"{share:.3f}" for share in row["accepted_by_position"])
+        table.add_row(row["drafting"], *shares, f"{row['acceptance_length']:.2f}", equal)
+    return table
+
+
+def _ways_of_ours(config: RunConfig) -> dict[str, GenerationConfig]:
+    """Under our sampler: plain first, which the others are compared with."""
+    generation, k = config.policy.generation, config.bench.acceptance_k
+    block = generation.specrollout
+    drafter = block.model_drafter
+    assert drafter is not None
+    drafters: dict[str, tuple[DrafterConfig, ...]] = {
+        "plain": (),
+        f"{drafter.type}, shared noise": (replace(drafter, sampling="shared_noise"),),
+        f"{drafter.type}, greedy": (replace(drafter, sampling="greedy"),),
+        "suffix": (SuffixDrafterConfig(),),
+        "n-gram": (NgramDrafterConfig(),),
+    }
+    fixed = replace(block, enabled=True, budget=BudgetConfig("fixed", k=k), draft_refresh=None)
+    fixed = replace(fixed, num_speculative_tokens=max(k, block.num_speculative_tokens))
+    return {name: replace(generation, specrollout=replace(fixed, drafters=d)) for name, d in drafters.items()}
+
+
+def _ways_of_vllm(config: RunConfig) -> dict[str, GenerationConfig]:
+    """vLLM's own two ways, under vLLM's own rejection sampler: other samples of the same policy."""
+    generation = config.policy.generation
+    drafter = generation.specrollout.model_drafter
+    assert drafter is not None
+    found = {}
+    for method in ("greedy", "probabilistic"):
+        speculative = {**native_config(drafter, config.bench.acceptance_k), "draft_sample_method": method}
+        kwargs = {**generation.vllm_kwargs, "speculative_config": speculative}
+        off = SpecrolloutConfig(enabled=False)
+        found[f"vLLM's own, {method}"] = replace(generation, vllm_kwargs=kwargs, specrollout=off)
+    return found
+
+
+def _ours(engine: RolloutEngine) -> dict[str, Any]:
+    stats = engine.stats()
+    assert stats is not None
+    proposed, accepted = stats.proposed[0], stats.accepted[0]
+    return _figures([a / p for a, p in zip(accepted, proposed, strict=True) if p])
+
+
+def _figures(shares: list[float]) -> dict[str, Any]:
+    return {"accepted_by_position": shares, "acceptance_length": 1.0 + sum(shares)}
+
+
+def _upper_bound(config: RunConfig, requests: list[RolloutRequest], rollouts: list[Rollout]) -> dict[str, Any]:
+    """1 - TV of policy and head: what no way of drafting with this head can exceed in the mean."""
+    from nemo_specrollout.training.features.features import hf_features, load_policy
+    from nemo_specrollout.training.head.acceptance import measure_acceptance
+    from nemo_specrollout.training.head.head import load_eagle3_head
+
+    model, drafter = Path(config.policy.model_name), config.policy.generation.specrollout.model_drafter
+    assert isinstance(drafter, FolderDrafterConfig)
+    head = load_eagle3_head(Path(drafter.model), model)
+    texts = [
+        ([*request.prompt_token_ids, *rollout.token_ids], len(request.prompt_token_ids))
+        for request, rollout in zip(requests, rollouts, strict=True)
+    ]
+    features = hf_features(load_policy(model), texts, head.layer_ids)
+    acceptance = measure_acceptance(head, features, config.bench.acceptance_k, config.policy.generation.temperature)
+    return {
+        "drafting": f"{drafter.type}, bound (1 - TV)",
+        "accepted_by_position": list(acceptance.survival_rate_K),
+        "acceptance_length": acceptance.expected_length,
+        "tokens_equal": None,
+    }

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench: every way of rolling out the same requests, interleaved, under the same clock.
+
+All rows sample with the same noise and so make the same tokens, but for vLLM's own speculation at a temperature above 0;
+seconds a token are compared. Within a round the rows take turns of a fifth of a second or so; speedups are of rounds.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress as RichProgress
+
+from lab.bench.acceptance_bench import acceptance_table, measure_acceptance_table
+from lab.bench.bench_charts import bench_chart, running_chart
+from lab.bench.bench_figures import Figures, figures_of, host_share, row_figures
+from lab.bench.bench_rounds import Entrant, group_with, play_round, started
+from lab.bench.bench_rows import OURS, BenchRow, bench_rows, plain_row, row_groups
+from lab.bench.bench_tables import constant_table, rollout_table, running_table, sentences, useless_table
+from lab.bench.running_bins import bin_of
+from lab.local.run_config import RunConfig
+from lab.local.step_rollout import load_tokenizer, step_prompts
+from lab.local.tasks import build_task
+from lab.policies.deep_policy import with_deep_policy
+from nemo_specrollout.config.block import BudgetConfig
+from nemo_specrollout.config.drafter_configs import RandomDrafterConfig
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.generation.requests import RolloutRequest
+
+# Rounds that only warm up: kernels compile, engines learn what steps cost.
+WARM_UP_ROUNDS = 1
+# The worst case is a matter of one per cent, and single rounds differ by more, short ones by most: times `num_rounds`.
+USELESS_ROUNDS, USELESS_ROUNDS_OF_FEW, FEW = 4, 8, 16
+# Requests of a round with a constant batch: what is left at its end, when nothing replaces who has ended, does not count.
+FULL_BATCHES, FEWEST_REQUESTS = 2, 4
+# Columns of a table that goes into a file.
+WIDTH_OF_LOGS = 132
+
+
+class BenchReport:
+    """Writes `bench*.json` and pictures and prints the tables, each as soon as it is known: a bench takes long."""
+
+    def __init__(self, config: RunConfig, console: Console) -> None:
+        self._config, self.console, self._out = config, console, Path(config.logger.log_dir)
+        self._out.mkdir(parents=True, exist_ok=True)
+        _set_aside(self._out)
+        self.rows: list[Figures] = []
+        """The rows of `bench.json`, of all workloads so far."""
+
+    def draining(self, name: str, groups: Sequence[Sequence[Entrant]]) -> None:
+        """All rows have played the rounds of a workload."""
+        found = figures_of(groups)
+        self.rows += [{"workload": name, **row} for row in found]
+        self._write("bench.json", self.rows)
+        bench_chart(found, self._out / (f"bench_{name}.png" if len(self._config.workloads) > 1 else "bench.png"))
+        self.console.print(f"workload: {name}", style="bold")
+        self.console.print(rollout_table(found))
+        self.console.print(running_table(found))
+        # Ours is compared with the plain that it took turns with: the machine's speed changes between groups.
+        for line in sentences(found, group_with(OURS, groups)):
+            self.console.print(line)
+
+    def constant(self, groups: Mapping[int, Sequence[Sequence[Entrant]]]) -> None:
+        """All rows have played the rounds of these constant batches."""
+        found = constant_rows(groups)
+        self._write("bench_constant.json", found)
+        running_chart(found, self._out / "bench_constant.png")
+        self.console.print(constant_table(found))
+
+    def acceptance(self, rows: list[Figures]) -> None:
+        """The drafters' acceptance by position."""
+        self._write("bench_acceptance.json", rows)
+        self.console.print(acceptance_table(rows))
+
+    def useless(self, rows: list[Figures]) -> None:
+        """Plain decoding has played against a drafter that is always wrong."""
+        self._write("bench_useless.json", rows)
+        self.console.print(useless_table(rows))
+
+    def _write(self, name: str, rows: list[Figures]) -> None:
+        write_atomically(self._out / name, json.dumps(rows, indent=1))
+
+
+def run_bench(config: RunConfig) -> list[Figures]:
+    """Measures, writes `bench*.json` and pictures, prints the tables; returns the rows of all workloads."""
+    out = Path(config.logger.log_dir)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH_OF_LOGS
+    if config.bench.deepen > 1:
+        config = with_deep_policy(config, out / "deep_policy")
+    report = BenchReport(config, console)
+    measure_rows(config, report)
+    if config.bench.acceptance_k and config.policy.generation.specrollout.model_drafter is not None:
+        report.acceptance(measure_acceptance_table(config))
+    if config.bench.useless_batches:
+        report.useless(measure_useless_drafters(config))
+    console.print(f"written to {out}/bench*.json and {out}/bench*.png")
+    return report.rows
+
+
+def measure_rows(config: RunConfig, report: BenchReport) -> None:
+    """Plays all rounds of all rows, a group of rows after the other; tells `report` when the last group is through."""
+    bench = config.bench
+    workloads = config.workloads
+    draining: dict[str, list[list[Entrant]]] = {name: [] for name in workloads}
+    constant: dict[int, list[list[Entrant]]] = {batch: [] for batch in bench.constant_batches}
+    groups = row_groups(bench_rows(config), bench.rows_at_a_time)
+    num_rounds = WARM_UP_ROUNDS + bench.num_rounds
+    total = len(groups) * (len(workloads) * num_rounds + len(bench.constant_batches) * bench.num_rounds)
+    with RichProgress(console=report.console) as bar:
+        task = bar.add_task("rounds", total=total)
+        for rows in groups:
+            with started(config, rows) as entrants:
+                for name, data in workloads.items():
+                    rounds = itertools.islice(_requests_of(replace(config, data=data)), num_rounds)
+                    for index, requests in enumerate(rounds):
+                        play_round(entrants, requests, keep=index >= WARM_UP_ROUNDS)
+                        bar.advance(task)
+                    draining[name].append([entrant.take() for entrant in entrants])
+                    if rows is groups[-1]:
+                        report.draining(name, draining[name])
+                stream = request_stream(config)
+                for batch in bench.constant_batches:
+                    for _ in range(bench.num_rounds):
+                        play_round(entrants, take_batch(stream, batch), keep=True, at_a_time=batch)
+                        bar.advance(task)
+                    constant[batch].append([entrant.take() for entrant in entrants])
+    if constant:
+        report.constant(constant)
+
+
+def constant_rows(constant: Mapping[int, Sequence[Sequence[Entrant]]]) -> list[Figures]:
+    """A row for each constant batch and row of the bench: only what was made while the batch was full, or nearly."""
+    found = []
+    for batch, groups in constant.items():
+        for row in figures_of(groups):
+            full = row["by_running"][bin_of(batch)]
+            kept = {name: row[name] for name in ("mode", "kind", "tokens_equal", "tokens_total", "acceptance_length")}
+            found.append({"batch": batch, **kept, **{n: full[n] for n in ("tokens_per_s", "speedup_vs_plain")}})
+    return found
+
+
+def measure_useless_drafters(config: RunConfig) -> list[Figures]:
+    """Plain against a drafter that is always wrong, at several batch sizes: what speculation costs where it cannot pay."""
+    plain = plain_row(config)
+    block = replace(plain.generation.specrollout, drafters=(RandomDrafterConfig(),), budget=BudgetConfig("auto"))
+    useless = BenchRow("useless", OURS, replace(plain.generation, specrollout=block))
+    rows = []
+    with started(config, [plain, useless]) as entrants:
+        for batch in config.bench.useless_batches:
+            num_rounds = config.bench.num_rounds * (USELESS_ROUNDS_OF_FEW if batch < FEW else USELESS_ROUNDS)
+            for index, prompts in enumerate(itertools.islice(_requests_of(config), WARM_UP_ROUNDS + num_rounds)):
+                requests = [prompts[i % len(prompts)] for i in range(batch)]
+                play_round(entrants, requests, keep=index >= WARM_UP_ROUNDS)
+            slow, fast = (entrant.take() for entrant in entrants)
+            row = row_figures(fast, slow)
+            row["host_share"] = host_share([r.stats for r in fast.rounds])
+            rows.append({"batch": batch, **row})
+    return rows
+
+
+def _requests_of(config: RunConfig) -> Iterator[list[RolloutRequest]]:
+    """The requests of one round after the other."""
+    task = build_task(config.data, load_tokenizer(Path(config.policy.model_name)))
+    for index in itertools.count():
+        yield step_prompts(config, index, task).requests
+
+
+def request_stream(config: RunConfig) -> Iterator[RolloutRequest]:
+    """Yields requests for constant batches without end. None repeats, because drafters remember the text of a request."""
+    grpo = replace(config.grpo, seed=config.grpo.seed + 1)  # Other prompts than the rounds of a workload.
+    return itertools.chain.from_iterable(_requests_of(replace(config, grpo=grpo)))
+
+
+def take_batch(stream: Iterator[RolloutRequest], batch: int) -> list[RolloutRequest]:
+    """Returns the next requests of a round that keeps `batch` requests running: `FULL_BATCHES` times as many."""
+    return list(itertools.islice(stream, max(FULL_BATCHES * batch, FEWEST_REQUESTS)))
+
+
+def _set_aside(folder: Path) -> None:
+    """Renames what an earlier bench left there, "bench.json" to "bench.1.json" or the next number that is free."""
+    for path in [p for p in folder.glob("bench*") if p.suffix in (".json", ".png", ".svg") and "." not in p.stem]:
+        numbered = (path.with_suffix(f".{n}{path.suffix}") for n in itertools.count(1))
+        path.rename(next(p for p in numbered if not p.exists()))

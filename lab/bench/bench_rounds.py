@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that roll out the same requests, in turns, so that whatever else the machine does hits all of them alike."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.progress import Progress
+
+from lab.bench.bench_rows import PLAIN, BenchRow
+from lab.bench.running_bins import BinnedRollout, BinnedStats
+from lab.local.engine import RolloutEngine
+from lab.local.run_config import RunConfig
+from lab.local.statistics import count_equal
+from nemo_specrollout.generation.requests import RolloutRequest
+
+# Turns of an entrant in a round, each as long as its last round suggests, so that all get done at about the same time.
+# The first steps of a turn find cold caches, which an engine alone does not: so no turn is shorter than that.
+TURNS = 40
+MIN_TURN_S = 0.2
+
+
+@dataclass
+class Entrant:
+    """A row of the bench: its engine, and what was measured of it, round by round. Tokens are compared with plain's."""
+
+    row: BenchRow
+    engine: RolloutEngine
+    turn_s: float = MIN_TURN_S
+    rounds: list[BinnedStats] = field(default_factory=list)
+    tokens_equal: int = 0
+    tokens_total: int = 0
+
+    def take(self) -> "Entrant":
+        """Returns the measurements so far and starts again from none."""
+        measured = replace(self)
+        self.rounds, self.tokens_equal, self.tokens_total = [], 0, 0
+        return measured
+
+    def took(self, found: BinnedStats, plain: BinnedStats, *, keep: bool) -> None:
+        """The next round will have turns by what this one took; its figures count if they are to be kept."""
+        self.turn_s = max(MIN_TURN_S, found.stats.seconds / TURNS)
+        if keep:
+            self.rounds.append(found)
+            equal, total = count_equal(found.rollouts, plain.rollouts)
+            self.tokens_equal += equal
+            self.tokens_total += total
+
+
+@contextmanager
+def started(config: RunConfig, rows: Sequence[BenchRow]) -> Iterator[list[Entrant]]:
+    """An engine for each row, closed in the end."""
+    model, entrants = Path(config.policy.model_name), []
+    try:
+        with Progress() as bar:
+            for row in bar.track(rows, description="starting engines"):
+                entrants.append(Entrant(row, RolloutEngine(model, row.generation, config.grpo.seed)))
+        yield entrants
+    finally:
+        for entrant in entrants:
+            entrant.engine.close()
+
+
+def play_round(
+    entrants: Sequence[Entrant], requests: Sequence[RolloutRequest], *, keep: bool, at_a_time: int | None = None
+) -> None:
+    """Plays the same requests once with every entrant, in short turns.
+
+    `at_a_time`: the most requests of an entrant that run at once; None is all.
+    """
+    under_way = {e.row.name: BinnedRollout(e.engine, requests, at_a_time) for e in entrants}
+    while not all(rollout.is_done for rollout in under_way.values()):
+        for entrant in entrants:
+            rollout = under_way[entrant.row.name]
+            if not rollout.is_done:
+                rollout.advance(entrant.turn_s)
+    found = {name: rollout.result() for name, rollout in under_way.items()}
+    for entrant in entrants:
+        entrant.took(found[entrant.row.name], found[PLAIN], keep=keep)
+
+
+def named(name: str, entrants: Sequence[Entrant]) -> Entrant | None:
+    """The entrant of that name, if there is one."""
+    return next((e for e in entrants if e.row.name == name), None)
+
+
+def group_with(name: str, groups: Sequence[Sequence[Entrant]]) -> Sequence[Entrant]:
+    """Returns the group that the entrant of that name took turns in, or the first group if there is no such entrant."""
+    return next((group for group in groups if named(name, group) is not None), groups[0])

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a bench: ways of rolling out, each with the generation config of its engine."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lab.local.run_config import RunConfig
+from lab.local.run_sections import GenerationConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import ModelDrafterConfig, TextDrafterConfig
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.generation.arguments import TEXT_METHOD, native_config
+
+PLAIN, STOCK, OURS = "plain", "stock", "ours"
+FIXED = "fixed"
+"""The kind of a row with one method and one number of drafts, always on; the other kinds are called as their row."""
+# The rows that tell what each kind of drafter is worth without the other.
+TEXT_ALONE, HEAD_ALONE, MODEL_ALONE = "ours, text drafters", "ours, head alone", "ours, draft model alone"
+# Matches of 2 to 5 tokens, as the n-gram rows of the papers; vLLM's default asks for 5 and finds next to nothing here.
+_LOOKUP = {"method": TEXT_METHOD, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One row: `kind` is `plain`, `stock`, `fixed` or `ours`."""
+
+    name: str
+    kind: str
+    generation: GenerationConfig
+
+    @property
+    def is_vllms_own(self) -> bool:
+        """Whether vLLM speculates by itself, without our worker."""
+        return self.kind == FIXED and not self.generation.specrollout.enabled
+
+    @property
+    def has_plain_tokens(self) -> bool:
+        """Whether its tokens must be plain's: of all rows but those in which vLLM's ratio test draws others."""
+        return not self.is_vllms_own or self.generation.temperature == 0
+
+
+def bench_rows(config: RunConfig) -> list[BenchRow]:
+    """The rows that a config asks for. Raises ConfigError for the beginning of a name that no row has."""
+    rows, wanted = list(_all_rows(config)), config.bench.rows
+    for prefix in wanted:
+        if not any(row.name.startswith(prefix) for row in rows):
+            names = ", ".join(row.name for row in rows)
+            raise ConfigError(f"bench.rows: no row begins with {prefix!r}; there are: {names}")
+    return [r for r in rows if not wanted or r.kind == PLAIN or r.name.startswith(wanted)]
+
+
+def row_groups(rows: Sequence[BenchRow], at_a_time: int) -> list[list[BenchRow]]:
+    """The rows in groups of at most `at_a_time` (0: one group), plain first in each."""
+    plain = next(row for row in rows if row.kind == PLAIN)
+    others = [row for row in rows if row is not plain]
+    if not at_a_time or len(rows) <= at_a_time:
+        return [list(rows)]
+    return [[plain, *others[i : i + at_a_time - 1]] for i in range(0, len(others), at_a_time - 1)]
+
+
+def plain_row(config: RunConfig) -> BenchRow:
+    """Our worker without drafters: what all else is compared with."""
+    ours = config.policy.generation
+    block = replace(ours.specrollout, enabled=True, drafters=(), draft_refresh=None, fastest_of_n=None)
+    return BenchRow(PLAIN, PLAIN, replace(ours, vllm_kwargs=_without_speculation(ours), specrollout=block))
+
+
+def _all_rows(config: RunConfig) -> Iterator[BenchRow]:
+    ours = config.policy.generation
+    block = replace(ours.specrollout, enabled=True, draft_refresh=None)  # no head learns in a bench
+    off = SpecrolloutConfig(enabled=False)
+    stock = BenchRow(STOCK, STOCK, replace(ours, vllm_kwargs=_without_speculation(ours), specrollout=off))
+    plain, drafter = plain_row(config), block.model_drafter
+    yield from (stock, plain)
+    for k in config.bench.fixed_k:
+        lookup = {**_LOOKUP, "num_speculative_tokens": k}
+        yield _fixed(f"ngram k={k}", plain, lookup)
+        yield _fixed(f"vLLM's ngram k={k}", stock, lookup)
+    if drafter is not None:
+        for k in config.bench.fixed_k:
+            native = native_config(drafter, k)
+            yield _fixed(f"{drafter.type} greedy k={k}", plain, native)
+            yield _fixed(f"vLLM's {drafter.type} greedy k={k}", stock, native)
+            sampled = {**native, "draft_sample_method": "probabilistic"}
+            yield _fixed(f"vLLM's {drafter.type} probabilistic k={k}", stock, sampled)
+        yield from _ours_apart(ours, block, drafter)
+    yield BenchRow(OURS, OURS, replace(ours, specrollout=block))
+
+
+def _ours_apart(ours: GenerationConfig, block: SpecrolloutConfig, drafter: ModelDrafterConfig) -> Iterator[BenchRow]:
+    """Ours with a part of its drafters, where there are both with and without weights."""
+    text = tuple(d for d in block.drafters if isinstance(d, TextDrafterConfig))
+    if not text:
+        return
+    of_text = replace(block, drafters=text, fastest_of_n=None)
+    yield BenchRow(TEXT_ALONE, OURS, replace(ours, specrollout=of_text))
+    name = MODEL_ALONE if drafter.type == "draft_model" else HEAD_ALONE
+    alone = replace(block, drafters=(drafter,), fastest_of_n=None)
+    yield BenchRow(name, OURS, replace(ours, specrollout=alone))
+
+
+def _fixed(name: str, base: BenchRow, speculative: dict[str, Any]) -> BenchRow:
+    """`base` with vLLM's own speculation."""
+    kwargs = {**base.generation.vllm_kwargs, "speculative_config": speculative}
+    return BenchRow(name, FIXED, replace(base.generation, vllm_kwargs=kwargs))
+
+
+def _without_speculation(generation: GenerationConfig) -> dict[str, Any]:
+    return {k: v for k, v in generation.vllm_kwargs.items() if k != "speculative_config"}

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the cost of the block: start-up, memory, and our share of each step by number of requests.
+
+`python -m lab.bench.overhead_bench [--batches 64,256,1024]`. Each way is a process of its own. On a CPU our part
+includes what a GPU would do on the device: looking up drafts and choosing among them.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from lab.bench.bench_tables import new_table
+from nemo_specrollout.config.block import BudgetConfig
+from nemo_specrollout.generation.arguments import set_process_environment
+
+NUM_DRAFTS, LENGTH, SAMPLES = 3, 24, 8
+WAYS: dict[str, tuple[str, ...] | None] = {
+    "stock vLLM": None,
+    "no drafters": (),
+    "suffix and ngram": ("suffix", "ngram"),
+    "eagle3": ("eagle3",),
+    "all three": ("suffix", "ngram", "eagle3"),
+}
+
+
+def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
+    """Figures of one way, in this process: seconds to start, megabytes, and of each batch the median milliseconds of a decode
+    step and of our part of it. Each request has drafts verified in each step."""
+    set_process_environment()
+    from lab.gpu.gpu_stage import POLICY, STOCK, block, start_engine, task_requests
+
+    drafters, before_mb, started = WAYS[way], _memory_mb(), time.perf_counter()
+    specrollout = STOCK if drafters is None else block(*drafters, budget=BudgetConfig("fixed", k=NUM_DRAFTS))
+    engine = start_engine(POLICY, specrollout, eager=True, max_num_seqs=max(batches), kv_cache_memory_bytes=1 << 30)
+    figures = {"start_s": time.perf_counter() - started, "memory_mb": _memory_mb() - before_mb}
+    for batch in batches if drafters is not None else ():
+        requests = [replace(r, exact_length=LENGTH) for r in task_requests(-(-batch // SAMPLES), SAMPLES)[:batch]]
+        engine.generate(requests)
+        before = engine.stats()
+        engine.generate(requests)
+        after = engine.stats(before.num_steps) if before else None
+        assert after is not None
+        column = after.trace.column
+        is_decode = (column("is_decode") > 0) & (column("num_requests") == batch)
+        figures[f"step_ms_{batch}"] = 1e3 * float(np.median(column("seconds")[is_decode]))
+        figures[f"ours_ms_{batch}"] = 1e3 * float(np.median(column("host_s")[is_decode]))
+    return figures
+
+
+def _memory_mb() -> float:
+    """Returns the resident memory of this process, MB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+
+def _measure_apart(way: str, batches: str) -> dict[str, float]:
+    """`measure` in a process of its own; what it says on stderr goes to ours."""
+    command = [sys.executable, "-m", __spec__.name, "--way", way, "--batches", batches]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return dict(json.loads(said.splitlines()[-1]))
+
+
+def main() -> None:
+    """Prints the table, and its figures as JSON where `--way` names a single one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", default="64,256,1024", help="numbers of requests, separated by commas")
+    parser.add_argument("--way", choices=WAYS, help="measure this one alone, and print JSON")
+    parsed = parser.parse_args()
+    batches = [int(batch) for batch in parsed.batches.split(",")]
+    if parsed.way is not None:
+        print(json.dumps(measure(parsed.way, batches)))
+        return
+    console = Console(highlight=False)
+    with console.status("measuring") as status:
+        rows: dict[str, dict[str, float]] = {}
+        for way in [*WAYS, *WAYS]:  # a process is slow to start where the machine has not read its files yet
+            status.update(way)
+            figures = _measure_apart(way, parsed.batches)
+            rows[way] = {name: min(value, rows.get(way, figures)[name]) for name, value in figures.items()}
+    table = new_table("what the block costs; ms of a decode step, and our part of it")
+    for name in ("", "start, s", "memory, MB", *(f"{batch} requests" for batch in batches)):
+        table.add_column(name, justify="right" if name else "left")
+    for way, figures in rows.items():
+        steps = [
+            f"{figures[f'step_ms_{b}']:.1f}, {figures[f'ours_ms_{b}']:.2f}" if f"step_ms_{b}" in figures else "-"
+            for b in batches
+        ]
+        table.add_row(way, f"{figures['start_s']:.1f}", f"{figures['memory_mb']:.0f}", *steps)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain, coupled and decoupled rollouts of one policy and one draft model, and what the planner had said.
+
+python -m lab.bench.placement_bench --out DIR [--hidden 192 --layers 16 --vocabulary 4096] [--upper-scale 0.2]
+python -m lab.bench.placement_bench --out DIR --trained
+
+The pair is made, of random weights; or DIR has two that `lab.policies.warm_start` trained for the demo's task,
+`policy` and `draft`.
+Every engine stands from the beginning to the end; rounds go through all of them, and ratios are of medians. An engine has one
+thread or as many as there are cores, each number in a process of its own; the decoupled drafter is one more process.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from lab.local.run_sections import GenerationConfig, VllmConfig
+from lab.placement.cost_profile import MEASUREMENTS
+from lab.placement.cost_tables import CostCurve, CostTables
+from lab.placement.planner import Option, place
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
+
+if TYPE_CHECKING:
+    from lab.local.engine import RolloutEngine
+
+MOST_DRAFTS, COUPLED_KS, PROMPT = 12, (2, 4, 8, 12), 20
+MOST_TOKEN_ID = 500  # of a prompt
+LONG_PROBLEM = 8  # terms to add
+PROFILED, PROFILED_STEPS = (1, 4, 16, 64), 20
+_KV_BYTES = 512 << 20
+Prompts = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Way of drafting that is measured."""
+
+    mode: str
+    """`plain`, `coupled` or `decoupled`."""
+    k: int = 0
+    """Drafts a step; 0 for as many as pay."""
+
+    def __str__(self) -> str:
+        return self.mode if self.mode == "plain" else f"{self.mode} {f'k={self.k}' if self.k else 'auto'}"
+
+    def block(self, draft: str) -> SpecrolloutConfig:
+        """Returns the block that makes an engine draft in this way."""
+        if self.mode == "plain":
+            return SpecrolloutConfig(drafters=())
+        drafter: DrafterConfig = DraftModelDrafterConfig(model=draft)
+        if self.mode == "decoupled":
+            drafter = RemoteDrafterConfig(model=draft, workers=1)
+        budget = BudgetConfig("fixed", k=self.k) if self.k else BudgetConfig("auto")
+        return SpecrolloutConfig(drafters=(drafter,), num_speculative_tokens=self.k or MOST_DRAFTS, budget=budget)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests to roll out."""
+
+    prompts: Prompts
+    """Token ids of the prompts."""
+    tokens: int
+    """Length of each response, or the most tokens if responses may end earlier."""
+    is_exact: bool = True
+    """Whether every response has exactly `tokens` tokens."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One rollout: its seconds, steps and tokens, and what the engine knew of its drafts before and after it."""
+
+    seconds: float
+    num_steps: int
+    token_ids: list[list[int]]
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+COUPLED = tuple(Way("coupled", k) for k in COUPLED_KS)
+BESIDE = (Way("decoupled", 8), Way("decoupled", MOST_DRAFTS), Way("decoupled"))
+_engines: dict[Way, "RolloutEngine"] = {}
+
+
+def generation_of(block: SpecrolloutConfig, tokens: int) -> GenerationConfig:
+    """Float32 rollouts at T=1."""
+    kwargs = {"kv_cache_memory_bytes": _KV_BYTES, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    engine = VllmConfig(max_model_len=1024, precision="float32", enforce_eager=True)
+    return GenerationConfig(vllm_cfg=engine, max_new_tokens=tokens, vllm_kwargs=kwargs, specrollout=block)
+
+
+def start(folder: Path, ways: Sequence[Way], tokens: int) -> None:
+    """In a child: starts its engines."""
+    from lab.local.engine import RolloutEngine
+
+    for way in ways:
+        block = way.block(str(folder / "draft"))
+        _engines[way] = RolloutEngine(folder / "policy", generation_of(block, tokens), seed=1)
+
+
+def roll_out(way: Way, work: Work) -> Timed:
+    """In a child: the same requests for every way."""
+    from nemo_specrollout.generation.requests import RolloutRequest
+
+    engine, length = _engines[way], work.tokens if work.is_exact else None
+    requests = [RolloutRequest(list(p), i, 0, exact_length=length) for i, p in enumerate(work.prompts)]
+    before, steps, started = _counts(engine), engine.num_steps, time.perf_counter()
+    rollouts = engine.generate(requests)
+    seconds = time.perf_counter() - started
+    return Timed(seconds, engine.num_steps - steps, [r.token_ids for r in rollouts], before, _counts(engine))
+
+
+def _counts(engine: "RolloutEngine") -> dict[str, Any]:
+    stats = engine.stats(engine.num_steps)
+    if stats is None:
+        return {"proposed": 0, "accepted": 0, "supply": None}
+    return {"proposed": stats.num_proposed, "accepted": stats.num_accepted, "supply": stats.drafter_stats}
+
+
+def measure_costs(folder: Path, tokens: int, batches: tuple[int, ...]) -> dict[str, list[float]]:
+    """In a child: what the planner has to know."""
+    from lab.placement.cost_profile import ProfileSpec, measure
+
+    block = BESIDE[0].block(str(folder / "draft"))
+    spec = ProfileSpec(str(folder / "policy"), generation_of(block, tokens), batches, PROFILED_STEPS)
+    return measure(spec, lambda done: None)
+
+
+def close() -> None:
+    """In a child: stops its engines."""
+    while _engines:
+        _engines.popitem()[1].close()
+
+
+class Bench:
+    """Owns a process for each number of threads, and what was measured."""
+
+    def __init__(self, folder: Path, tokens: int) -> None:
+        self.folder, self.tokens = folder, tokens
+        self.ways: dict[tuple[int, Way], ProcessPoolExecutor] = {}
+        self._children = {threads: _child(threads) for threads in sorted({1, os.cpu_count() or 1})}
+        for threads, child in self._children.items():
+            ways = [Way("plain"), *COUPLED, *(BESIDE if threads == 1 else ())]
+            self.ways |= {(threads, way): child for way in ways}
+
+    def tables(self, batches: tuple[int, ...]) -> CostTables:
+        """The profile, measured before the engines start."""
+        found = {
+            n: c.submit(measure_costs, self.folder, self.tokens, batches).result() for n, c in self._children.items()
+        }
+        verify, draft, coupled = (
+            tuple(CostCurve(n, batches, tuple(costs[name])) for n, costs in found.items()) for name in MEASUREMENTS
+        )
+        return CostTables("this machine", "policy", "draft", verify, "thread", draft, coupled)
+
+    def start(self) -> None:
+        """Starts all engines."""
+        for threads, child in self._children.items():
+            child.submit(start, self.folder, [w for n, w in self.ways if n == threads], self.tokens).result()
+
+    def rounds(self, work: Work, num_rounds: int) -> dict[tuple[int, Way], list[Timed]]:
+        """Rollouts of every way, one after the other, again and again; the first round warms up and is dropped."""
+        found: dict[tuple[int, Way], list[Timed]] = {key: [] for key in self.ways}
+        for _ in track(range(num_rounds + 1), f"batch {len(work.prompts)}", transient=True):
+            for (threads, way), child in self.ways.items():
+                found[threads, way].append(child.submit(roll_out, way, work).result())
+        return {key: timed[1:] for key, timed in found.items()}
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for child in self._children.values():
+            child.submit(close).result()
+            child.shutdown()
+
+
+def _child(threads: int) -> ProcessPoolExecutor:
+    """Torch takes the number of its threads once, when it is loaded."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    child = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    child.submit(os.getpid).result()
+    return child
+
+
+def rows_of(batch: int, found: dict[tuple[int, Way], list[Timed]]) -> list[dict[str, Any]]:
+    """A row for each way: seconds, speedup over the fastest plain engine, and whether the tokens are plain decoding's."""
+    expected = found[1, Way("plain")][0].token_ids
+    plain_s = min(_median_s(t) for (_, way), t in found.items() if way.mode == "plain")
+    return [
+        {
+            "batch": batch, "way": str(way), "mode": way.mode, "threads": threads, "seconds": _median_s(timed),
+            "over_plain": plain_s / _median_s(timed), "steps": statistics.median(t.num_steps for t in timed),
+            "equal": all(t.token_ids == expected for t in timed), **_drafter_stats(timed),
+        }
+        for (threads, way), timed in found.items()
+    ]  # fmt: skip
+
+
+def _median_s(timed: Sequence[Timed]) -> float:
+    return statistics.median(t.seconds for t in timed)
+
+
+def _drafter_stats(timed: Sequence[Timed]) -> dict[str, Any]:
+    """Drafts verified and accepted, and how well a drafter kept up."""
+    before, after = timed[0].before, timed[-1].after
+    counts = {name: after[name] - before[name] for name in ("proposed", "accepted")}
+    if after["supply"] is None:
+        return counts
+    return {**counts, **DrafterStats(**after["supply"]).since(DrafterStats(**before["supply"])).figures()}
+
+
+def main() -> int:
+    """Prints a table for each batch, and writes all rows to DIR/placement.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    for name, default in (("hidden", 192), ("layers", 16), ("vocabulary", 4096), ("tokens", 256), ("rounds", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--upper-scale", type=float, default=0.2)
+    parser.add_argument("--trained", action="store_true", help="DIR has the pair")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
+    run(parser.parse_args(), Console())
+    return 0
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """The whole bench."""
+    bench = Bench(options.out, options.tokens)
+    shape: dict[str, Any] = {n: getattr(options, n) for n in ("hidden", "layers", "vocabulary", "upper_scale")}
+    if options.trained:
+        shape = {"trained": True}
+    else:
+        next(iter(bench.ways.values())).submit(_make, shape, options.out).result()
+    tables = bench.tables(PROFILED)
+    bench.start()
+    rows = []
+    for batch in options.batches:
+        prompts = task_prompts(options.out / "policy", batch) if options.trained else random_prompts(batch)
+        work = Work(prompts, options.tokens, is_exact=not options.trained)
+        of_batch = rows_of(batch, bench.rounds(work, options.rounds))
+        acceptance = acceptance_of(of_batch)
+        plan = place(tables, batch, os.cpu_count() or 1, acceptance, MOST_DRAFTS, max_groups=1)
+        console.print(_table(of_batch, acceptance, plan.layouts))
+        rows += [{**row, "acceptance": acceptance} for row in of_batch]
+        rows += [{"batch": batch, "planned": True, **asdict(option)} for option in plan.layouts]
+    bench.close()
+    write_atomically(options.out / "placement.json", json.dumps({**shape, "rows": rows}, indent=1) + "\n")
+
+
+def _make(shape: dict[str, Any], folder: Path) -> None:
+    from lab.policies.model_pairs import PairShape, make_pair
+
+    make_pair(PairShape(**shape), folder)
+
+
+def random_prompts(batch: int) -> Prompts:
+    """Returns random prompts of token ids that every vocabulary has."""
+    rng = np.random.default_rng(0)
+    return tuple(tuple(rng.integers(1, MOST_TOKEN_ID, PROMPT).tolist()) for _ in range(batch))
+
+
+def task_prompts(policy: Path, batch: int) -> Prompts:
+    """Long problems of the demo's task."""
+    from lab.local.step_addition import encode_prompt, make_problems
+    from lab.local.step_rollout import load_tokenizer
+
+    tokenizer = load_tokenizer(policy)
+    problems = [p for p in make_problems(0, 64 * batch) if len(p.terms) >= LONG_PROBLEM]
+    return tuple(tuple(encode_prompt(p, tokenizer)) for p in problems[:batch])
+
+
+def acceptance_of(rows: list[dict[str, Any]]) -> float:
+    """Accepted drafts over those before which all were right, if each is as likely; by coupled drafting of the fewest."""
+    row = next(r for r in rows if r["mode"] == "coupled")
+    k = COUPLED_KS[0]
+    mean = row["accepted"] / row["proposed"] * k
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(1, k + 1)) < mean else (low, middle)
+    return low
+
+
+def _table(rows: list[dict[str, Any]], acceptance: float, planned: Sequence[Option]) -> Table:
+    table = Table(pad_edge=False, title=f"batch {rows[0]['batch']}, acceptance {acceptance:.3f}", title_justify="left")
+    for name in ("way", "threads", "seconds", "steps", "x plain", "supply", "tokens equal"):
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
+    for row in sorted(rows, key=lambda r: r["seconds"]):
+        occupancy = row.get("occupancy")
+        threads = "1+1" if row["mode"] == "decoupled" else str(row["threads"])
+        table.add_row(row["way"], threads, f"{row['seconds']:.3f}", f"{row['steps']:.0f}", f"{row['over_plain']:.2f}",
+                      "-" if occupancy is None else f"{occupancy:.2f}", "yes" if row["equal"] else "NO")  # fmt: skip
+    for option in planned:
+        size = f"{option.verifier_size}+{option.drafter_size}" if option.drafter_size else str(option.verifier_size)
+        table.add_row(f"plan: {option.mode} {option.k}", size, "", "", f"{option.speedup:.2f}", "", "")
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout's speed by how many requests were running, of any engine alike and at next to no cost.
+
+Shapes: N bins of running requests.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lab.local.engine import RolloutEngine
+from lab.local.statistics import RolloutStats
+from lab.local.step_rollout import MeasuredRollout
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+
+# The most running requests of each bin but the last, which has no end.
+MOST_RUNNING = (1, 2, 4, 8, 16, 32, 64)
+LABELS = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "more")
+
+
+def bin_of(num_running: int) -> int:
+    """The bin of `num_running` requests."""
+    return bisect_left(MOST_RUNNING, num_running)
+
+
+@dataclass(frozen=True)
+class BinnedStats:
+    """A measured rollout, with the seconds and the tokens of each bin, float64 [N]."""
+
+    rollouts: list[Rollout]
+    stats: RolloutStats
+    seconds_N: np.ndarray
+    tokens_N: np.ndarray
+    num_request_steps: int
+    """Unfinished requests, summed over calls of the engine's step: what vLLM's own worker does not tell."""
+
+
+class BinnedRollout:
+    """A measured rollout that keeps its bins apart. Owns their seconds and tokens.
+
+    Looks at the clock and counts tokens only when the bin changes, at the end of an engine step, so it costs nothing a step.
+    Example, of three requests: the bins are "3-4", then "2" once one has ended, then "1".
+    """
+
+    def __init__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest], at_a_time: int | None = None) -> None:
+        self._engine, self._num_requests = engine, len(requests)
+        self._most_running = min(engine.max_num_seqs, at_a_time or engine.max_num_seqs)
+        self._seconds_N, self._tokens_N = np.zeros((2, len(LABELS)))
+        self._num_running = self._running(0)
+        self._num_steps, self._num_request_steps = engine.num_steps, 0
+        self._rollout = MeasuredRollout(engine, requests, self._finished, at_a_time)
+
+    @property
+    def is_done(self) -> bool:
+        return self._rollout.is_done
+
+    def advance(self, seconds: float) -> None:
+        """A turn of about `seconds`."""
+        self._rollout.advance(seconds)
+
+    def result(self) -> BinnedStats:
+        """Returns the measurements, after all requests are done."""
+        rollouts, stats = self._rollout.result()
+        return BinnedStats(rollouts, stats, self._seconds_N, self._tokens_N, self._num_request_steps)
+
+    def _running(self, num_done: int) -> int:
+        return min(self._num_requests - num_done, self._most_running)
+
+    def _finished(self, num_done: int) -> None:
+        """Requests have ended in this step, whose tokens are of the bin before."""
+        self._num_request_steps += (self._engine.num_steps - self._num_steps) * self._num_running
+        self._num_steps = self._engine.num_steps
+        before, self._num_running = bin_of(self._num_running), self._running(num_done)
+        if bin_of(self._num_running) != before or num_done == self._num_requests:
+            self._seconds_N[before] += self._rollout.seconds - self._seconds_N.sum()
+            self._tokens_N[before] += self._rollout.num_tokens - self._tokens_N.sum()

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout explain`: what a config does, what to expect of it, and its known traps; without torch."""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from lab.cli.plan import show_plan
+from lab.cli.prepare import EXIT_BAD_INPUT
+from lab.cli.simulate import comparison_table, of_run
+from lab.simulation.compare import TAIL, Comparison, as_configured, drafted, onset
+from lab.simulation.data_sheets import device_named
+from lab.simulation.scenario import Scenario
+from lab.simulation.setting import Fleet
+from nemo_specrollout.cli.check import Subject, subject_of
+from nemo_specrollout.cli.commands import DEFAULT_ACCEPTANCE
+from nemo_specrollout.cli.terminal import complain, log_console, new_table
+from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
+from nemo_specrollout.config.known_traps import known_traps
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_tree import Tree, at, runtime_of
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, PLAIN, LadderFile, methods_of
+from nemo_specrollout.scheduling.racing.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
+
+
+def explain(parsed: argparse.Namespace) -> int:
+    """Prints all sections; returns 0 if the config can run. Raises ConfigError."""
+    tree = load_config(parsed.config, parsed.overrides)
+    if parsed.device is not None:
+        device_named(parsed.device, "--device")
+        if runtime_of(tree) == "local":
+            raise ConfigError(
+                f"--device: {parsed.device!r}; a local run is on this machine's CPU: remove it, or give --profile"
+            )
+    subject = subject_of(tree, trains=False)
+    console = log_console()
+    _section(console, "What will run", (f"{name:<12} {text}" for name, text in subject.lines))
+    errors = subject.errors or _show_predictions(subject, parsed, console)
+    _section(console, "Known traps", _trap_lines(subject))
+    for error in errors:
+        complain(error)
+    return EXIT_BAD_INPUT if errors else 0
+
+
+def _section(console: Console, title: str, lines: Iterable[str]) -> None:
+    console.print(f"\n{title}", style="bold")
+    for line in lines:
+        console.print(line)
+
+
+def _trap_lines(subject: Subject) -> Iterator[str]:
+    """Yields the notes on this config, then the known traps of the installed versions."""
+    for kind, text in subject.notes:
+        yield f"{kind:<12} {text}"
+    met = known_traps(subject.tree)
+    for trap in met:
+        yield f"{'avoided' if trap.is_avoided else 'not avoided':<12} {trap}"
+    if not met:
+        yield "none that is known meets this config"
+
+
+def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Console) -> list[str]:
+    """Prints the sections that need measurements or a simulation; returns why the config cannot be simulated, if so."""
+    is_local = runtime_of(subject.tree) == "local"
+    expected, errors = None, []
+    if (parsed.profile if is_local else parsed.device) is not None:
+        try:
+            expected = as_configured(of_run(subject.tree, parsed), subject.block)
+        except ConfigError as error:
+            errors = [str(error)]
+    if errors:
+        benefit = ["unknown: the config cannot be simulated, see below"]
+    elif expected is not None:
+        benefit = _benefit_lines(expected, parsed)
+    elif is_local:
+        benefit = ["unknown without --profile, a file that `nemo-specrollout profile` wrote on this machine"]
+    else:
+        benefit = ["unknown without --device, the GPU's name, e.g. H100"]
+    _section(console, "Expected benefit", benefit)
+    if expected is not None:
+        console.print(comparison_table(expected, boxed=console.is_terminal))
+    for line in _ladder_lines(subject.tree, subject.block, parsed.ladder):
+        console.print(line)
+    _section(console, "Placement and window", [_drafters_line(subject.block)])
+    if parsed.profile is not None:
+        show_plan(subject.tree, parsed.profile, {"acceptance": DEFAULT_ACCEPTANCE}, console)
+    else:
+        console.print("what would be best: unknown without --profile")
+    if expected is not None:
+        _show_window(expected.scenario, subject.block, console)
+    _section(console, "Racing", _racing_lines(subject.block, expected))
+    return errors
+
+
+def _benefit_lines(expected: Comparison, parsed: argparse.Namespace) -> list[str]:
+    last, scenario = expected.steps[-1], expected.scenario
+    measured, roofline = f"times in {parsed.profile}", f"data sheet of {parsed.device}, a roofline"
+    return [
+        f"as configured: rollout {expected.rollout_speedup(last):.2f}x plain, {last.rollout_s:.1f} s instead of "
+        f"{expected.plain.rollout_s:.1f}; step {expected.speedup(last):.2f}x (a prediction)",
+        f"rests on: {measured if scenario.costs.kind == 'tables' else roofline}; {scenario.source}",
+    ]
+
+
+def _ladder_lines(tree: Tree, block: SpecrolloutConfig, path: Path | None) -> Iterator[str]:
+    """Yields the measured decode speeds of the engines' draft methods, from the given ladder or the config's own."""
+    field, racing = "--ladder", block.fastest_of_n
+    if path is None and racing is not None and racing.ladder is not None:
+        field, path = f"{BLOCK_PATH}.fastest_of_n.ladder", Path(racing.ladder)
+    if path is None:
+        return
+    file = LadderFile.read(path, field)
+    yield f"measured, {path}: {file.device}, policy {file.policy}; each request's decode speed over plain"
+    if file.policy != at(tree, "policy.model_name"):
+        yield "note: that is another policy than the config's"
+    rungs = {
+        rung.method: dict(zip(rung.batches, rung.tokens_per_s, strict=True))
+        for rung in file.rungs
+        if rung.task == ANY_TASK
+    }
+    plain = rungs.get(PLAIN, {})
+    for method in methods_of(block):
+        shared = [batch for batch in rungs.get(method, {}) if batch in plain]
+        speeds = ", ".join(f"{batch}: {rungs[method][batch] / plain[batch]:.2f}x" for batch in shared)
+        yield f"{method}: {speeds or 'not measured beside plain'}"
+
+
+def _drafters_line(block: SpecrolloutConfig) -> str:
+    types = [d.type for d in block.drafters] if block.enabled else []
+    own = ", ".join(name for name in types if name != REMOTE_DRAFTER)
+    where = [f"by {own} in the policy's engine"] if own else []
+    where += ["by a model on other workers"] if REMOTE_DRAFTER in types else []
+    return f"as written: drafts are made {' and '.join(where)}" if where else "as written: no drafts of ours"
+
+
+def _show_window(scenario: Scenario, block: SpecrolloutConfig, console: Console) -> None:
+    """Prints the predicted place of remote drafters, and the draft tokens of a request by the requests in its engine."""
+    rows, placed = drafted(scenario, block), Fleet(scenario).placement
+    if placed is not None:
+        console.print(f"by the data sheet: {placed.in_words('GPU')}: {placed.speedup:.2f}x plain (estimate)")
+    if rows:
+        console.print(f"window: at most {block.num_speculative_tokens} draft tokens; predicted of typical requests:")
+        names = ("requests in an engine", "drafts of each", "tokens a step", "over plain")
+        cells = ((str(r.num_requests), f"{r.drafts:.1f}", f"{r.tokens:.2f}", f"{r.speedup:.2f}x") for r in rows)
+        console.print(new_table(names, boxed=console.is_terminal, rows=cells))
+
+
+def _racing_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iterator[str]:
+    """Yields the conditions of moves and races and their predicted gain; `expected` is None without a prediction."""
+    racing = block.fastest_of_n
+    if racing is None or not racing.enabled:
+        yield "off: no request moves or races; the block fastest_of_n turns it on"
+        return
+    yield from _race_conditions(racing, methods_of(block))
+    if expected is None:
+        yield "when it begins: unknown without a prediction, see above"
+        return
+    with_racing = expected.steps[-1]
+    if with_racing.variant != TAIL:
+        yield "when it begins: never, there is one engine"
+        return
+    first = onset(with_racing)
+    if first is None:
+        yield "when it begins: never in the simulated rollout; no move or race is worth it"
+        return
+    without, counts = expected.steps[-2], with_racing.rollout
+    steps = expected.scenario.training.num_steps if expected.scenario.training.mode == "async" else 1
+    over = f" of {steps} steps" if steps > 1 else ""
+    yield (
+        f"when it begins: {first[0]:.1f} s into a simulated rollout{over}, with {first[1]:.0%} of its requests "
+        f"finished; {counts.num_moves} moves and {counts.num_races} races in all"
+    )
+    seconds, before = with_racing.rollout_s, without.rollout_s
+    yield f"what it brings: a rollout of {seconds:.1f} s instead of {before:.1f}, {before / seconds:.2f}x (a prediction)"
+
+
+def _race_conditions(racing: FastestOfNConfig, methods: list[str]) -> Iterator[str]:
+    if racing.moving:
+        yield (
+            "a request moves if another engine has room, and if the later end of the two engines comes forward by more than "
+            f"{racing.min_gain:.0%} of it (min_gain), and by more than a turn takes"
+        )
+    if racing.max_racers > 1 and len(methods) > 1:
+        yield (
+            f"a request is raced, by at most {racing.max_racers} engines (max_racers), under three conditions: it is the last "
+            f"of its engine, the other engine drafts in another way ({', '.join(methods)}), and the first racer to end gains "
+            f"as much, and {RACE_PREMIUM:.0%} more than a move; a racer with a chance below {LEAST_CHANCE:.0%} gives up"
+        )
+    elif racing.max_racers > 1:
+        yield "no engine races: all draft alike; fastest_of_n.methods gives each its own"
+    yield (
+        "the gain takes into account that the other engine reads the text so far again, while its own requests wait, and "
+        "that these are slower beside one more; so it begins when an engine has little or nothing left"
+    )
+    yield (
+        f"decode speeds start from {racing.ladder}"
+        if racing.ladder
+        else "decode speeds are learned while running (no ladder is named)"
+    )

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that measure on this CPU: `bench` compares rollouts, `profile` times steps, `ladder` ranks draft methods."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+import nemo_specrollout
+from lab.cli.prepare import check_out, prepare, use_threads
+from lab.local.run_config import RunConfig
+from lab.placement.cost_profile import BATCHES, MEASUREMENTS, ProfileSpec, check_model, draft_model_of
+from lab.placement.cost_tables import CostCurve, CostTables
+from nemo_specrollout.cli.terminal import log_console, new_table, progress_bar
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.strict import ConfigError, nearest, refuse
+from nemo_specrollout.config.versions import this_machine
+from nemo_specrollout.remote.verifier.json_child import JsonChild
+from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, LadderFile, Rung
+
+Measured = Mapping[str, Sequence[float]]
+
+
+def bench(parsed: argparse.Namespace) -> int:
+    """Writes `bench.json` and `bench.png` to `logger.log_dir` and prints the table. Rows are interleaved."""
+    repository = Path(nemo_specrollout.__file__ or "").parents[1]
+    if not (repository / "benchmarks").is_dir():
+        fix = "the benchmarks are part of the repository, not of the package; clone it, run it there"
+        raise ConfigError(f"bench: {fix}")
+    prepared = prepare(parsed.config, parsed.overrides)
+    use_threads(prepared.config.cluster.threads)
+    sys.path.insert(0, str(repository))
+    from lab.bench.bench import run_bench
+
+    run_bench(prepared.config)
+    return 0
+
+
+def profile(parsed: argparse.Namespace) -> int:
+    """Measures in one process for each number of threads, and writes the file. Raises ConfigError."""
+    config = prepare(parsed.config, parsed.overrides).config
+    sizes, generation = _threads(parsed.threads), config.policy.generation
+    drafter = draft_model_of(generation.specrollout)
+    refuse("", (parsed.steps < 1, "--steps", f"{parsed.steps}; time at least one"))
+    check_out(parsed.out)
+    most = int(generation.vllm_kwargs.get("max_num_seqs", BATCHES[-1]))
+    batches = tuple(batch for batch in BATCHES if batch <= most)
+    spec = ProfileSpec(config.policy.model_name, generation, batches, parsed.steps)
+    console, measured = log_console(), dict[int, Measured]()
+    with progress_bar(console) as progress:
+        bar = progress.add_task("starting", total=len(sizes) * len(MEASUREMENTS) * len(batches))
+        for size in sizes:
+            if not console.is_terminal:
+                console.print(f"measuring with {_in_words(size)}")
+            measured[size] = _times(spec, size, progress, bar)
+    verify, draft, coupled = (
+        tuple(CostCurve(size, batches, tuple(measured[size][name])) for size in sizes) for name in MEASUREMENTS
+    )
+    tables = CostTables(this_machine(), spec.policy, drafter.model, verify, "thread", draft, coupled)
+    write_atomically(parsed.out, tables.to_json())
+    for words, curves in (("verifying", verify), ("drafting", draft), ("drafting, coupled", coupled)):
+        for curve in curves:
+            times = ", ".join(f"{count}: {1e3 * s:.1f}" for count, s in zip(curve.counts, curve.seconds, strict=True))
+            console.print(f"{words}, {_in_words(curve.size)}, ms by requests: {times}")
+    console.print(f"written to {parsed.out}")
+    return 0
+
+
+def _threads(written: str) -> list[int]:
+    """Returns the numbers of threads that the user wrote; by default one, and two if there are two cores."""
+    cores = os.cpu_count() or 1
+    if not written:
+        return [1, 2][:cores]
+    if not all(part.isdecimal() and 1 <= int(part) <= cores for part in written.split(",")):
+        raise ConfigError(f"--threads: {written!r}; write numbers from 1 to {cores}, the cores here, with commas")
+    return sorted({int(part) for part in written.split(",")})
+
+
+def _times(spec: ProfileSpec, num_threads: int, progress: Progress, bar: TaskID) -> Measured:
+    """Returns what a process with `num_threads` threads measures. Raises ConfigError with its last output if it fails."""
+    environment = {f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "NUMBA")}
+    child = JsonChild("lab.placement.cost_profile", spec, environment)
+    try:
+        for report in child.reports():
+            if isinstance(report, dict) and "measured" in report:
+                return dict(report["measured"])
+            if isinstance(report, dict) and "done" in report:
+                progress.update(bar, advance=1, description=f"{_in_words(num_threads)}, {report['done']}")
+    finally:
+        child.end()
+    raise ConfigError(f"cannot measure with {_in_words(num_threads)}: {child.last_words()}")
+
+
+def _in_words(num_threads: int) -> str:
+    return "1 thread" if num_threads == 1 else f"{num_threads} threads"
+
+
+def ladder(parsed: argparse.Namespace) -> int:
+    """Measures how fast each draft method decodes, writes the file and prints it. Raises ConfigError."""
+    config = prepare(parsed.config, parsed.overrides).config
+    use_threads(config.cluster.threads)
+    task, console = config.data.dataset_name, log_console()
+    _check_ladder(config.policy.generation.specrollout, task, parsed)
+    measured = _ladder_of(config, parsed, console)
+    write_atomically(parsed.out, measured.to_json())
+    console.print(ladder_table(measured, boxed=console.is_terminal))
+    console.print(f"written to {parsed.out}; `fastest_of_n.ladder` starts a run from it")
+    return 0
+
+
+def _check_ladder(block: SpecrolloutConfig, task: str, parsed: argparse.Namespace) -> None:
+    """Raises ConfigError for a block or flags that cannot be measured."""
+    has_drafters = block.enabled and block.drafters
+    refuse(
+        "",
+        (parsed.task not in (None, task), "--task",
+         f"{parsed.task!r} is no task of the config{nearest(str(parsed.task), [task])}"),
+        (not has_drafters, f"{BLOCK_PATH}.drafters", "none is in effect, so there is nothing to rank; name some"),
+        (parsed.rounds < 1, "--rounds", f"{parsed.rounds}; measure at least one"),
+        (not 0.0 < parsed.seconds < float("inf"), "--seconds", f"{parsed.seconds}; it must be above 0"),
+    )  # fmt: skip
+    for drafter in block.drafters:
+        if not isinstance(drafter, RemoteDrafterConfig) or not drafter.addresses:
+            check_model(drafter)
+    check_out(parsed.out)
+
+
+def _ladder_of(config: RunConfig, parsed: argparse.Namespace, console: Console) -> LadderFile:
+    from lab.local.ladder_bench import WARM_UP_ROUNDS, LadderBench, batches_up_to, methods_of
+    from lab.local.step_rollout import load_tokenizer
+    from lab.local.tasks import build_task
+
+    methods, batches = methods_of(config.policy.generation.specrollout), batches_up_to(config.most_in_flight)
+    tokenizer = load_tokenizer(Path(config.policy.model_name))
+    console.print(f"{len(methods)} draft methods, an engine each; batch sizes {', '.join(map(str, batches))}")
+    with progress_bar(console) as progress:
+        num_slices = (WARM_UP_ROUNDS + parsed.rounds) * len(methods) * len(batches)
+        bar = progress.add_task("starting engines", total=num_slices)
+        bench = LadderBench(config, methods, batches, build_task(config.data, tokenizer))
+        try:
+            bench.measure(parsed.rounds, parsed.seconds, lambda done: progress.update(bar, advance=1, description=done))
+        finally:
+            bench.close()
+    return bench.ladder(config.data.dataset_name)
+
+
+def ladder_table(measured: LadderFile, boxed: bool) -> Table:
+    """Returns tokens a second of each request by batch size, with the method's ranks alone and in the largest batch."""
+    rungs = [rung for rung in measured.rungs if rung.task == ANY_TASK]
+    batches = sorted({batch for rung in rungs for batch in rung.batches})
+    method = "method, tokens/s at batch"
+    names = (method, *map(str, batches), "accepted", "rank alone", "rank in largest")
+    table = new_table(names, boxed=boxed, left=(method,))
+    ranks = _ranks(rungs, 0), _ranks(rungs, -1)
+    for rung in rungs:
+        speeds = dict(zip(rung.batches, rung.tokens_per_s, strict=True))
+        accepted = f"{rung.acceptance:.2f}" if rung.acceptance else "-"
+        cells = (f"{speeds[batch]:.0f}" if batch in speeds else "-" for batch in batches)
+        table.add_row(rung.method, *cells, accepted, *(str(rank[rung.method]) for rank in ranks))
+    return table
+
+
+def _ranks(rungs: list[Rung], place: int) -> dict[str, int]:
+    """Returns the rank of each method, 1 for the fastest, at the batch size with index `place`."""
+    order = sorted(rungs, key=lambda rung: -rung.tokens_per_s[place])
+    return {rung.method: number for number, rung in enumerate(order, 1)}

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First part of the commands: reads a config and checks it against this machine, without torch or vllm."""
+
+import errno
+import importlib.util
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lab.local.run_config import RunConfig, check_prompt, read_run_config
+from lab.local.run_sections import PROCESSED_LOGPROBS
+from lab.placement.cost_tables import CostTables
+from lab.placement.planner import choose, placed
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    BlockDrafterConfig,
+    DraftModelDrafterConfig,
+    RemoteDrafterConfig,
+    shared_secret,
+)
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.model_folder import misfit_of_block_drafter, read_object, tensor_shapes
+from nemo_specrollout.config.nemo_rl_rules import runner_findings
+from nemo_specrollout.config.nemo_rl_tree import runtime_of
+from nemo_specrollout.config.strict import ConfigError, refuse
+from nemo_specrollout.config.versions import unsupported_version, vllm_version
+from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
+from nemo_specrollout.training.checkpoints.policy_folder import check_model_folder, check_trainable, has_mtp_layers
+from nemo_specrollout.training.head.head_facts import check_head
+
+EXIT_FAILED = 1
+"""Exit code of a command that failed."""
+EXIT_BAD_INPUT = 2
+"""Exit code after a user's mistake."""
+_LONGEST_NAME = 255
+"""Longest file name, in bytes."""
+_LONGEST_PATH = 3800
+"""Longest path of a run directory, in bytes, so that the names of our files fit behind it."""
+_KEYS_OF_ARGUMENTS = {
+    "model": "policy.model_name",
+    "dtype": "policy.generation.vllm_cfg.precision",
+    "max_model_len": "policy.generation.vllm_cfg.max_model_len",
+    "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
+    "seed": "grpo.seed",
+}
+"""vLLM arguments that have their own key in the config."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked config of the local runner."""
+
+    tree: dict[str, Any]
+    config: RunConfig
+    ignored: list[str]
+    """Keys without effect."""
+    model_config: dict[str, Any]
+    """`config.json` of the policy."""
+    placement: str = ""
+    """Sentence on the place that `placement: auto` chose for the drafter; empty without it."""
+
+
+def use_threads(count: int = 1) -> None:
+    """Sets the number of OpenMP threads, unless the environment does. Call it before torch is loaded.
+
+    OpenMP's barriers spin: with two threads, any other load on the machine makes a step ten times slower.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(count))
+
+
+def prepare(path: Path, overrides: list[str]) -> Prepared:
+    """Reads and checks a config of the local runner without torch or vllm. Raises ConfigError."""
+    return prepare_local(load_config(path, overrides))
+
+
+def prepare_local(tree: dict[str, Any]) -> Prepared:
+    """Checks a config tree of the local runner. Raises ConfigError."""
+    if runtime_of(tree) != "local":
+        raise ConfigError(
+            "runtime: 'nemo_rl'; `bench`, `ladder`, `profile` and the local runner work with configs for one machine only, "
+            "such as examples/configs/quickstart_cpu.yaml of the repository"
+        )
+    config, ignored = read_run_config(tree)
+    _check_installed()
+    block, policy = config.policy.generation.specrollout, Path(config.policy.model_name)
+    _check_log_dir(Path(config.logger.log_dir))
+    model_config = _check_model(policy, config)
+    for data in (config.data, *(workload.data for workload in config.bench.workloads)):
+        if data.dataset_name == "reasoning_gym":
+            from lab.local.tasks import check_tasks
+
+            check_tasks(data.tasks, "data.tasks")
+    _check_drafters(block, policy, model_config)
+    refresh, racing = block.draft_refresh, block.fastest_of_n
+    if refresh is not None and refresh.trainer_gpus:
+        text = f"{refresh.trainer_gpus}; the local runner trains on a CPU: set it to 0"
+        raise ConfigError(f"{BLOCK_PATH}.draft_refresh.trainer_gpus: {text}")
+    _check_engine(config)
+    if racing is not None and racing.enabled and racing.ladder is not None:
+        LadderFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
+    if block.enabled and (finding := next(runner_findings(tree), None)) is not None:
+        raise ConfigError(str(finding))
+    return Prepared(tree, config, ignored, model_config)
+
+
+def prepare_run(tree: dict[str, Any]) -> Prepared:
+    """Checks a config tree that the local trainer is to train, and applies `placement: auto`. Raises ConfigError.
+
+    `bench` can measure configs that the trainer cannot train.
+    """
+    prepared = prepare_local(tree)
+    config, generation = prepared.config, prepared.config.policy.generation
+    try:
+        check_trainable(Path(config.policy.model_name), prepared.model_config)
+    except ValueError as error:
+        raise ConfigError(f"policy.model_name: {error}") from error
+    _check_prompts(config)
+    mode = generation.vllm_kwargs.get("logprobs_mode", PROCESSED_LOGPROBS)
+    scores = "the local trainer scores samples of the whole distribution: set it to {}; NeMo-RL's trainer can"
+    refuse(
+        "",
+        (config.data.dataset_name == "free_text", "data.dataset_name",
+         "free_text has no reward to train on; use it in bench.workloads"),
+        (generation.top_p != 1.0, "policy.generation.top_p", f"{generation.top_p}; {scores.format(1.0)}"),
+        (generation.top_k is not None, "policy.generation.top_k", f"{generation.top_k}; {scores.format('null')}"),
+        (mode != PROCESSED_LOGPROBS, "policy.generation.vllm_kwargs.logprobs_mode",
+         f"{mode!r}; the trainer scores samples at their temperature: remove it"),
+    )  # fmt: skip
+    return place_drafter(prepared)
+
+
+def check_out(path: Path, flag: str = "--out") -> None:
+    """Raises ConfigError, which names `flag`, if `path` cannot be written as a file."""
+    folder = path.absolute().parent
+    is_no_file = (path.exists() and not path.is_file()) or not folder.is_dir()
+    refuse(
+        "",
+        (is_no_file, flag, f"{path} cannot be a file there; name one in a folder that exists"),
+        (not os.access(folder, os.W_OK | os.X_OK), flag, f"{path} cannot be written to; choose another"),
+    )
+
+
+def place_drafter(prepared: Prepared) -> Prepared:
+    """Applies `placement: auto`, if the config has it. Raises ConfigError if its profile cannot be used."""
+    config = prepared.config
+    generation, remote = config.policy.generation, config.policy.generation.specrollout.remote
+    if remote is None or remote.placement != "auto":
+        return prepared
+    tables = CostTables.read(Path(str(remote.profile)), f"{BLOCK_PATH}.drafters.profile")
+    num_requests, threads = config.most_in_flight, int(os.environ.get("OMP_NUM_THREADS", config.cluster.threads))
+    option = choose(generation.specrollout, tables, num_requests, threads, os.cpu_count() or 1)
+    block = placed(generation.specrollout, option)
+    policy = replace(config.policy, generation=replace(generation, specrollout=block))
+    words = (
+        f"auto: {option.in_words(tables.unit)}; {option.speedup:.2f}x plain expected of {num_requests} requests at "
+        f"acceptance {remote.acceptance:g}"
+    )
+    return replace(prepared, config=replace(config, policy=policy), placement=words)
+
+
+def _check_log_dir(path: Path) -> None:
+    """Raises ConfigError if the folder cannot be made: makes and removes a folder in the nearest parent that exists."""
+    try:
+        existing = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
+        if not existing.is_dir():
+            raise ConfigError(f"logger.log_dir: {path} cannot be a folder: {existing} is a file; choose another")
+        to_make = path.absolute().relative_to(existing).parts
+        longest = max((len(os.fsencode(name)) for name in to_make), default=0)
+        if longest > _LONGEST_NAME or (to_make and len(os.fsencode(path.absolute())) > _LONGEST_PATH):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        with tempfile.TemporaryDirectory(prefix=".specrollout-check-", dir=existing):
+            pass
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"logger.log_dir: {str(path)[:200]!r} cannot be written to ({reason}); choose another"
+        ) from error
+
+
+def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
+    is_made = folder.name.startswith("smollm2")
+    fix = "run `make smollm2`, which makes it" if is_made else "name a Hugging Face folder"
+    is_missing = not os.path.isdir(folder)
+    refuse("policy", (is_missing, "model_name", f"folder {str(folder)[:200]} does not exist; {fix}"))
+    try:
+        model = check_model_folder(folder)
+    except ValueError as error:
+        raise ConfigError(f"policy.model_name: {error}") from error
+    longest, asked = model.get("max_position_embeddings"), config.policy.max_total_sequence_length
+    text = f"{asked} is beyond the model's max_position_embeddings {longest}; lower it"
+    refuse("policy", (longest is not None and asked > longest, "max_total_sequence_length", text))
+    return model
+
+
+def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for drafters whose files do not fit the policy, and for remote ones that cannot be reached."""
+    path, has_mtp = f"{BLOCK_PATH}.drafters", has_mtp_layers(model_config)
+    for drafter in block.drafters:
+        is_elsewhere = isinstance(drafter, RemoteDrafterConfig) and drafter.addresses
+        model = Path(getattr(drafter, "model", ""))
+        refuse(
+            path,
+            (drafter.type == "mtp" and not has_mtp, "",
+             f"type mtp, but {policy}/config.json has no num_nextn_predict_layers; name another type"),
+            (isinstance(drafter, BlockDrafterConfig) and not model.is_dir(), "model",
+             f"folder {model} does not exist; name a checkpoint"),
+        )  # fmt: skip
+        if isinstance(drafter, DraftModelDrafterConfig | RemoteDrafterConfig) and not is_elsewhere:
+            _check_small_model(model, model_config)
+        if (reason := misfit_of_block_drafter(drafter, policy)) is not None:
+            raise ConfigError(reason)
+    if block.head is not None:
+        try:
+            check_head(Path(block.head), policy, read_tensors=False)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
+    if block.remote is not None:
+        text = f"gpus {block.remote.gpus}; the local runner's drafters are on a CPU: set it to 0"
+        refuse(path, (block.remote.gpus, "", text))
+        shared_secret(block.remote.addresses)
+
+
+def _check_small_model(folder: Path, model_config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a draft model that is missing, incomplete, or of another vocabulary."""
+    path = f"{BLOCK_PATH}.drafters.model"
+    text = f"folder {folder} of the draft model does not exist; name a Hugging Face folder"
+    refuse(path, (not folder.is_dir(), "", text))
+    try:
+        size = read_object(folder / "config.json").get("vocab_size")
+        tensor_shapes(sorted(folder.glob("*.safetensors")))
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    text = f"{folder} knows {size} tokens, the policy {model_config['vocab_size']}; name a model of the policy's family"
+    refuse(path, (size != model_config["vocab_size"], "", text))
+
+
+def _check_prompts(config: RunConfig) -> None:
+    """Raises ConfigError if a prompt of the demo's first step leaves no room for a response.
+
+    Prompts of later steps, and of other tasks, are checked when they are sampled.
+    """
+    if config.data.dataset_name != "step_addition":
+        return
+    from tokenizers import Tokenizer
+
+    from lab.local.step_addition import make_problems
+
+    tokenizer = Tokenizer.from_file(str(Path(config.policy.model_name) / "tokenizer.json"))
+    problems = make_problems(config.grpo.seed, config.grpo.num_prompts_per_step, 0, config.data.max_terms)
+    longest = max(len(tokenizer.encode(problem.prompt).ids) for problem in problems)
+    check_prompt(longest, config.policy.max_total_sequence_length)
+
+
+def _check_installed() -> None:
+    """Raises ConfigError if vLLM or Megatron-Core is missing, or if this vLLM is not supported."""
+    version = vllm_version()
+    if version is None:
+        raise ConfigError("vLLM is not installed; `make setup` installs the CPU build")
+    if (message := unsupported_version(version)) is not None:
+        raise ConfigError(message)
+    if importlib.util.find_spec("megatron") is None:
+        raise ConfigError("megatron-core is not installed; `make setup` installs it")
+
+
+def _check_engine(config: RunConfig) -> None:
+    generation = config.policy.generation
+    for name in _KEYS_OF_ARGUMENTS.keys() & generation.vllm_kwargs.keys():
+        raise ConfigError(f"policy.generation.vllm_kwargs.{name}: set {_KEYS_OF_ARGUMENTS[name]} instead")
+    try:
+        with_specrollout(generation.vllm_kwargs, generation.specrollout, "cpu")
+    except ValueError as error:
+        raise ConfigError(f"policy.generation.{error}") from error

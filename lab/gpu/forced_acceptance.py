@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items of the GPU check with large models and forced acceptance: what drafts bring that are right with probability p.
+
+Weights are random, so no drafter could be right. vLLM's own synthetic acceptance does not serve: it replaces the rule by which
+drafts are accepted, and so does our verification, whose rule is what is to be timed. Instead, a drafter looks the right tokens
+up in a plain run, and spoils each with probability 1 - p. Logits of random weights are nearly flat. So the noise of seed and
+position decides each token, and the texts of the plain run stay right.
+
+Shapes: B requests of the batch, N known texts, L longest text, K draft positions, S request slots.
+"""
+
+import gc
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lab.gpu.geometries import VOCAB_SIZE, model_folder
+from lab.gpu.gpu_speed import PROMPT_LENGTH, plain_step_ms, random_requests, start_random
+from lab.gpu.gpu_stage import GIB, QUICK_GRAPHS, SEED, STOCK, Findings, block
+from nemo_specrollout.config.block import BudgetConfig
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
+from nemo_specrollout.drafters.text import TextDrafter
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.sampling.seeds import request_seed
+from nemo_specrollout.scheduling.speculation.budget import DraftingPause, build_budget, build_pause
+
+MOST_DRAFTS = 7
+AUTO = BudgetConfig("auto")
+CAPTURE_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512]
+"""Sizes of CUDA graphs. vLLM's default has 51 up to the same bound."""
+CELLS, AGAINST_FIXED = "budgets", "the automatic budget against the best fixed number of drafts"
+"""Titles of tables."""
+STANDARD_ERRORS = 4.0
+"""Standard errors by which the measured acceptance may differ from the forced one."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The cells that an item measures, in the order of their worth."""
+
+    rates: tuple[float, ...] = (0.8, 0.6, 0.9)
+    batches: tuple[int, ...] = (32, 128, 8, 256, 1)
+    fixed: tuple[int, ...] = (4, 2, 7, 1)
+    """Numbers of drafts that the automatic budget is compared with."""
+    length: int = 128
+    stock_s: float = 45.0
+    """Seconds that are kept for the engine of stock vLLM."""
+
+
+TINY = Extent((0.8,), (4, 1), (4, 1), 24, 0.0)
+
+
+class OracleDrafter(TextDrafter):
+    """Proposes the next tokens of known texts, each of them right with a forced probability.
+
+    Owns the texts and their spoilt copy. A request whose seed is not known gets no proposals. Which tokens are spoilt depends
+    only on text and position, so two runs propose the same.
+    """
+
+    name = "suffix"
+
+    def __init__(self, num_slots: int, longest: int, device: torch.device) -> None:
+        """Knows no text yet; `longest` is the number of tokens of the longest."""
+        self._device, self._longest = device, longest
+        self._text_of_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._columns_K = torch.arange(MOST_DRAFTS, device=device)
+        self._number_of: dict[int, int] = {}
+        self.know([], [])
+
+    def know(self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> None:
+        """Replaces the known texts by these responses of a plain run."""
+        texts = [[*r.prompt_token_ids, *out.token_ids] for r, out in zip(requests, rollouts, strict=True)]
+        self._number_of = {_seed(request): i for i, request in enumerate(requests, 1)}
+        texts_NL = np.zeros((len(texts) + 1, self._longest + MOST_DRAFTS), np.int32)  # text 0 is empty
+        for row, text in zip(texts_NL[1:], texts, strict=True):
+            row[: len(text)] = text
+        self._texts_NL = torch.from_numpy(texts_NL)
+        self._lengths_N = torch.tensor([0, *map(len, texts)], device=self._device)
+        self.force(1.0)
+
+    def force(self, rate: float) -> None:
+        """Sets the probability that a draft is right."""
+        uniform_NL = np.random.default_rng(SEED).random(self._texts_NL.shape)
+        is_right_NL = torch.from_numpy(uniform_NL < rate)
+        spoilt_NL = (self._texts_NL + 1) % VOCAB_SIZE
+        self._drafts_NL = torch.where(is_right_NL, self._texts_NL, spoilt_NL).int().to(self._device)
+
+    def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
+        return self._number_of.get(identity.seed, 0), 0
+
+    def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
+        self._text_of_S[slots] = salts
+
+    def propose(self, texts: Texts, out: Proposals) -> None:
+        slots_B = texts.slots_B.long()
+        num_requests, text_of_B = len(slots_B), self._text_of_S[slots_B]
+        start_B = texts.total_len_S[slots_B].long().clamp_(max=self._longest)
+        out.tokens_BK[:num_requests] = self._drafts_NL[text_of_B[:, None], start_B[:, None] + self._columns_K]
+        out.levels_BK[:num_requests] = NUM_LEVELS - 1
+        out.found_B[:num_requests] = (self._lengths_N[text_of_B] - start_B).clamp_(0, MOST_DRAFTS)
+
+
+def _seed(request: RolloutRequest) -> int:
+    return request_seed(SEED, request.prompt_index, request.sample_index, request.policy_version)
+
+
+class _NeverDraft(DraftingPause):
+    """Pauses in every step: plain decoding, in an engine that has drafters."""
+
+    def should_pause(self, num_requests: int) -> bool:
+        return True
+
+
+class ForcedEngine:
+    """An engine whose only drafter is an oracle, and whose budget can be replaced. Owns both."""
+
+    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+        """Starts the engine with the options of `start_engine`."""
+        self.engine = start_random(folder, replace(block("suffix"), num_speculative_tokens=MOST_DRAFTS), **options)
+        self._drafting = self.engine.run_in_worker(lambda worker: worker.specrollout_drafting)
+        device = self._drafting.board.tables.limit_S.device
+        self.oracle = OracleDrafter(options["max_num_seqs"], options["length"], device)
+        self._drafting.use_text_drafters({0: self.oracle})
+
+    def use_budget(self, config: BudgetConfig | None) -> None:
+        """Decides by this budget from now on; None: never drafts."""
+        pause = _NeverDraft() if config is None else build_pause(config)
+        self._drafting.use_budget(build_budget(config or BudgetConfig("fixed", k=0)), pause)
+
+    def measure(self, requests: Sequence[RolloutRequest]) -> dict[str, float]:
+        """Returns the figures of the decode steps in which all requests ran."""
+        engine, batch = self.engine, len(requests)
+        before = engine.stats(1 << 60)
+        engine.generate(requests)
+        assert before is not None
+        stats = engine.stats(before.num_steps)
+        assert stats is not None
+        column = stats.trace.column
+        is_full_S = (column("is_decode") > 0) & (column("num_requests") == batch)
+        seconds, num_steps = column("seconds")[is_full_S].sum(), max(int(is_full_S.sum()), 1)
+        rows, accepted = column("num_rows")[is_full_S].sum(), column("accepted_suffix")[is_full_S].sum()
+        tried, right = stats.proposed[0][0] - before.proposed[0][0], stats.accepted[0][0] - before.accepted[0][0]
+        return {
+            "ms a step": 1e3 * seconds / num_steps, "rows": rows / num_steps, "drafts": rows / num_steps / batch - 1,
+            "tokens a second": (batch * num_steps + accepted) / seconds, "first drafts": tried,
+            "right": right / max(tried, 1),
+        }  # fmt: skip
+
+
+def speed(findings: Findings) -> None:
+    """Measures a dense model of 8 billion weights."""
+    _measure(findings, findings.size("Qwen3-8B", "tiny"), findings.size(12 * GIB, GIB // 4))
+
+
+def speed_experts(findings: Findings) -> None:
+    """Measures a mixture of experts of 30 billion weights, 3 billion of them active."""
+    _measure(findings, findings.size("Qwen3-30B-A3B", "tiny experts"), findings.size(7 * GIB, GIB // 4))
+
+
+def _measure(findings: Findings, geometry: str, kv_cache_bytes: int) -> None:
+    """Notes plain steps, then cells of rate and number of requests, then steps of stock vLLM, as far as the time allows."""
+    extent = findings.size(Extent(), TINY)
+    options: dict[str, Any] = {"max_num_seqs": max(extent.batches), "length": PROMPT_LENGTH + extent.length,
+                               "kv_cache_memory_bytes": kv_cache_bytes}  # fmt: skip
+    if torch.cuda.is_available():
+        options["compilation_config"] = {**QUICK_GRAPHS, "cudagraph_capture_sizes": CAPTURE_SIZES}
+    requests = random_requests(max(extent.batches), extent.length)
+    with model_folder(geometry) as folder:
+        _measure_ours(findings, extent, geometry, ForcedEngine(folder, options), requests)
+        gc.collect()  # the weights must be gone before they are loaded again
+        torch.cuda.empty_cache()
+        if findings.seconds_left > extent.stock_s / 2:
+            engine = start_random(folder, STOCK, **options)
+            engine.generate(requests)
+            for batch in extent.batches:
+                _note_stock(findings, batch, plain_step_ms(engine, requests[:batch]))
+            engine.close()
+
+
+def _measure_ours(
+    findings: Findings, extent: Extent, geometry: str, forced: ForcedEngine, requests: Sequence[RolloutRequest]
+) -> None:
+    plain = _plain(findings, forced, requests, extent)
+    for rate in extent.rates:
+        forced.oracle.force(rate)
+        for batch in extent.batches:
+            if findings.seconds_left > extent.stock_s:
+                _cell(findings, forced, (geometry, rate, batch), requests[:batch], plain[batch])
+    forced.engine.close()
+
+
+def _plain(
+    findings: Findings, forced: ForcedEngine, requests: Sequence[RolloutRequest], extent: Extent
+) -> dict[int, float]:
+    """Notes plain steps by number of requests, and tells the oracle the texts. Returns tokens a second."""
+    forced.use_budget(None)
+    rollouts = forced.engine.generate(requests)
+    forced.oracle.know(requests, rollouts)
+    speeds = {}
+    for batch in sorted(extent.batches):
+        figures = forced.measure(requests[:batch])
+        by_caller = plain_step_ms(forced.engine, requests[:batch])
+        speeds[batch] = figures["tokens a second"]
+        row = {"ms a step": figures["ms a step"], "ms a step, by the caller": by_caller}
+        findings.note(f"{batch} requests", row, "plain decoding")
+    return speeds
+
+
+def _cell(
+    findings: Findings,
+    forced: ForcedEngine,
+    cell: tuple[str, float, int],
+    requests: Sequence[RolloutRequest],
+    plain_tokens_per_s: float,
+) -> None:
+    """Notes the automatic budget and fixed numbers of drafts, for one rate and number of requests."""
+    geometry, rate, batch = cell
+    name, extent = f"{batch} requests, p {rate:g}", findings.size(Extent(), TINY)
+    forced.use_budget(AUTO)
+    forced.measure(requests)  # learns acceptance and step times
+    auto = _noted(findings, f"{name}, auto", forced.measure(requests), plain_tokens_per_s)
+    gains = {}
+    for k in extent.fixed:
+        forced.use_budget(BudgetConfig("fixed", k=k))
+        figures = _noted(findings, f"{name}, {k} drafts", forced.measure(requests), plain_tokens_per_s)
+        gains[k] = figures["over plain"]
+        error = (rate * (1 - rate) / max(figures["first drafts"], 1)) ** 0.5
+        text = f"{name}, {k} drafts: {figures['right']:.3f} of the first drafts were right"
+        findings.check(abs(figures["right"] - rate) <= STANDARD_ERRORS * error, text)
+    best = max(gains, key=lambda k: gains[k])
+    row = {
+        "over plain": auto["over plain"],
+        "drafts": auto["drafts"],
+        "best fixed": best,
+        "its over plain": gains[best],
+    }
+    findings.note(name, {**row, **_predicted(geometry, rate, batch)}, AGAINST_FIXED)
+
+
+def _predicted(geometry: str, rate: float, batch: int) -> dict[str, float]:
+    """Returns the simulator's figures of a cell, which were computed before any run; none for a rehearsal's geometry."""
+    if geometry.startswith("tiny") or util.find_spec("lab.gpu.prediction") is None:
+        return {}
+    module: Any = importlib.import_module("lab.gpu.prediction")
+    figures = asdict(module.predicted(geometry, rate, batch))
+    return {f"predicted {name}": value for name, value in figures.items() if isinstance(value, int | float)}
+
+
+def _noted(findings: Findings, name: str, figures: dict[str, float], plain_tokens_per_s: float) -> dict[str, float]:
+    figures = {**figures, "over plain": figures["tokens a second"] / plain_tokens_per_s}
+    findings.note(name, figures, CELLS)
+    return figures
+
+
+def _note_stock(findings: Findings, batch: int, stock_ms: float) -> None:
+    """Notes the milliseconds of a step of stock vLLM, and compares the automatic budget with it."""
+    name = f"{batch} requests"
+    row = findings.tables["plain decoding"][name]
+    findings.note(name, {**row, "stock, ms a step": stock_ms}, "plain decoding")
+    for cell, row in findings.tables.get(AGAINST_FIXED, {}).items():
+        if cell.startswith(f"{name},"):
+            tokens_per_s = findings.tables[CELLS][f"{cell}, auto"]["tokens a second"]
+            findings.note(cell, {**row, "over stock": tokens_per_s * stock_ms / (1e3 * batch)}, AGAINST_FIXED)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items of the GPU check with the shipped policy: equal tokens, bfloat16, waits, the head, sleep and wake, the defaults."""
+
+import time
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from lab.gpu.gpu_stage import (
+    GIB,
+    POLICY,
+    Findings,
+    block,
+    divergence,
+    of_version,
+    start_engine,
+    task_requests,
+    timed,
+    verified,
+)
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.generation.requests import Rollout
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "T=0": {"temperature": 0.0},
+    "T=1": {"temperature": 1.0},
+    "T=1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
+}
+MOST_PARTED = 1e-4
+"""Share of tokens at which a response may part from plain decoding in float32: near ties go either way by rounding."""
+PLAIN, TEXT, EAGLE3 = block(), block("suffix", "ngram"), block("eagle3")
+RANDOM = block("suffix", "ngram", "eagle3", budget=BudgetConfig("random"))
+ALL = block("suffix", "ngram", "eagle3")
+
+
+def tokens(findings: Findings) -> None:
+    """Compares tokens with plain decoding in float32, eager, for each kind of drafter."""
+    _compare_tokens(findings, {"plain": PLAIN, "all, random budget": RANDOM, "text": TEXT, "eagle3": EAGLE3}, True)
+
+
+def graphs(findings: Findings) -> None:
+    """Compares tokens in float32 with CUDA graphs, where the device chooses the drafts."""
+    _compare_tokens(findings, {"plain": PLAIN, "all, random budget": RANDOM}, False)
+
+
+def _compare_tokens(findings: Findings, ways: dict[str, SpecrolloutConfig], eager: bool) -> None:
+    """Compares each way with the first."""
+    requests, expected = task_requests(*findings.size((12, 4), (2, 2))), dict[str, list[Rollout]]()
+    for way, specrollout in ways.items():
+        engine = start_engine(POLICY, specrollout, eager=eager)
+        for name, sampling in SAMPLINGS.items():
+            rollouts, figures = timed(engine, requests, **sampling)
+            parted, compared = divergence(rollouts, expected.setdefault(name, rollouts))
+            findings.note(f"{way}, {name}", {"parted": parted, **figures})
+            text = f"{way}, {name}: {parted} of {len(requests)} responses part from plain decoding, {compared} tokens"
+            findings.check(parted <= MOST_PARTED * compared, text)
+        findings.check(not specrollout.drafters or verified(engine)[1] > 0, f"{way}: no draft was accepted")
+        findings.note(way, {**engine.facts(), **_as_text(engine.device_facts())}, "engines")
+        engine.close()
+
+
+def _as_text(facts: dict[str, Any]) -> dict[str, str]:
+    return {name: ", ".join(value) if isinstance(value, list) else str(value) for name, value in facts.items()}
+
+
+def bf16(findings: Findings) -> None:
+    """Counts responses that differ in bfloat16: drafting against plain, and plain against itself in batches of half the size.
+
+    The rate of the second is what a change of batches alone does.
+    """
+    requests = task_requests(*findings.size((32, 4), (2, 2)))
+    plain = []
+    for way, specrollout in {"plain": PLAIN, "text": TEXT}.items():
+        engine = start_engine(POLICY, specrollout, eager=False, precision="bfloat16")
+        rollouts, figures = timed(engine, requests)
+        findings.note(way, figures, "speed")
+        if way == "plain":
+            plain = rollouts
+            halves = [r for part in (requests[::2], requests[1::2]) for r in engine.generate(part)]
+            pair = (halves, [*plain[::2], *plain[1::2]])
+        else:
+            pair = (rollouts, plain)
+        parted, compared = divergence(*pair)
+        name = "plain in halves" if way == "plain" else way
+        rate = parted / max(compared, 1)
+        findings.note(f"{name} against plain", {"parted": parted, "tokens compared": compared, "a token": rate})
+        engine.close()
+
+
+def syncs(findings: Findings) -> None:
+    """Lists the places where the host waits for the device, by torch's own check, which VLLM_GPU_SYNC_CHECK arms."""
+    engine = start_engine(POLICY, ALL, eager=True)
+    requests = task_requests(*findings.size((4, 4), (2, 2)))
+    engine.generate(requests)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, figures = timed(engine, requests)
+    places = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+    findings.note("all", figures, "steps")
+    for place, count in places.most_common(40):
+        findings.note(place, {"waits": count, "a step": count / figures["steps"]})
+        findings.check("nemo_specrollout" not in place, f"we wait {count} times at {place}")
+    engine.close()
+
+
+def head(findings: Findings) -> None:
+    """Measures steps, acceptance and drafting time of the EAGLE-3 head by the number of tokens that it drafts."""
+    requests = task_requests(*findings.size((16, 4), (2, 2)))
+    for depth in findings.size((1, 3), (2,)):
+        engine = start_engine(POLICY, block("eagle3", budget=BudgetConfig("fixed", k=depth)), eager=False)
+        engine.generate(requests[:8])
+        _, figures = timed(engine, requests)
+        stats = engine.stats()
+        assert stats is not None
+        draft_s = stats.trace.column("draft_s")
+        drafting = {"ms of drafting": 1e3 * float(draft_s.sum()) / max(int((draft_s > 0).sum()), 1)}
+        findings.note(f"{depth} drafts", figures | drafting)
+        findings.check(figures.get("accepted", 0) > 0, f"{depth} drafts: none was accepted")
+        engine.close()
+
+
+def sleep(findings: Findings) -> None:
+    """Measures memory awake and asleep, and compares tokens after waking, and after loading the same weights again."""
+    requests, can_sleep = task_requests(*findings.size((8, 2), (2, 2))), torch.cuda.is_available()
+    engine = start_engine(POLICY, TEXT, eager=False, enable_sleep_mode=can_sleep)
+    before = engine.generate(requests)
+    for level in (1, 2):
+        figures = {"GiB awake": _used_gib()}
+        if can_sleep:
+            engine._llm.sleep(level=level)
+            figures["GiB asleep"] = _used_gib()
+            engine._llm.wake_up()
+        if level == 2:
+            engine.load_weights(load_file(POLICY / "model.safetensors").items())
+        parted, compared = divergence(engine.generate(requests), before)
+        findings.note(f"level {level}", {**figures, "parted": parted, "tokens compared": compared})
+        text = f"level {level}: {parted} of {len(requests)} responses differ after waking"
+        findings.check(parted <= MOST_PARTED * compared, text)
+    engine.close()
+
+
+def _used_gib() -> float:
+    """Returns the memory of the GPU that is in use, or 0 without one."""
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
+def compiled(findings: Findings) -> None:
+    """Starts one engine with vLLM's default compilation: torch.compile, and graphs of all kinds and sizes."""
+    started = time.perf_counter()
+    engine = start_engine(POLICY, TEXT, eager=False, precision="bfloat16", compilation_config={})
+    start_s = time.perf_counter() - started
+    requests = task_requests(*findings.size((16, 4), (2, 2)))
+    _, first = timed(engine, requests)
+    _, figures = timed(engine, of_version(requests, 1))
+    findings.note("text", {"start, s": start_s, "ms a step at first": first["ms a step"], **figures})
+    findings.note("text", {**engine.facts(), **_as_text(engine.device_facts())}, "engines")
+    findings.check(figures.get("accepted", 0) > 0, "no draft was accepted")
+    engine.close()

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that the items of the GPU check share: figures, engines that start quickly, and requests."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from lab.local.engine import RolloutEngine
+from lab.local.run_sections import GenerationConfig, VllmConfig
+from lab.local.step_addition import encode_prompt, make_problems
+from lab.local.step_rollout import load_tokenizer
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import DRAFTERS
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.strict import build_tagged
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+POLICY, HEAD = MODELS / "step_adder", MODELS / "step_adder_eagle3"
+SEED = 7
+QUICK_GRAPHS: dict[str, Any] = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 288, 576],
+}
+"""Graphs of decode steps for a few sizes, without torch.compile. An engine of a small model then starts in 10 to 25 s."""
+GIB = 1 << 30
+Size = TypeVar("Size")
+
+
+class Findings:
+    """Collects the figures of an item, and owns their file. Example: `findings.note("T=1", {"parted": 0})`.
+
+    Figures are rows of tables. A problem makes the item fail, but only at its end, so that all figures are known.
+    """
+
+    def __init__(self, file: Path, is_rehearsal: bool, seconds: float) -> None:
+        """`seconds` is the time that the item may take."""
+        self._file, self.is_rehearsal, self._until = file, is_rehearsal, time.monotonic() + seconds
+        self.tables: dict[str, dict[str, dict[str, Any]]] = {}
+        self.problems: list[str] = []
+
+    def note(self, name: str, row: dict[str, Any], table: str = "") -> None:
+        """Writes a row to the file at once, because later work may fail. A row of the same name is replaced."""
+        self.tables.setdefault(table, {})[name] = row
+        self._write()
+
+    def check(self, is_right: bool, problem: str) -> None:
+        """Notes the problem unless `is_right`."""
+        if not is_right:
+            self.problems.append(problem)
+            self._write()
+
+    def size(self, real: Size, rehearsal: Size) -> Size:
+        """Returns the argument for this run."""
+        return rehearsal if self.is_rehearsal else real
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the item is stopped."""
+        return self._until - time.monotonic()
+
+    def _write(self) -> None:
+        write_atomically(self._file, json.dumps({"tables": self.tables, "problems": self.problems}, indent=1))
+
+
+def block(*drafters: str, budget: BudgetConfig | None = None, head: Path = HEAD) -> SpecrolloutConfig:
+    """Returns a block with drafters of these types. Without any, it is plain decoding with our sampler."""
+    named = ({"type": name, "model": str(head)} if name == "eagle3" else {"type": name} for name in drafters)
+    built = tuple(build_tagged(DRAFTERS, values, "drafters") for values in named)
+    return SpecrolloutConfig(drafters=built, budget=budget or BudgetConfig())
+
+
+STOCK = SpecrolloutConfig(enabled=False)
+
+
+def start_engine(
+    model: Path,
+    specrollout: SpecrolloutConfig,
+    *,
+    eager: bool,
+    precision: str = "float32",
+    length: int = 512,
+    **kwargs: Any,
+) -> RolloutEngine:
+    """Starts an engine for texts of `length` tokens; `kwargs` are further arguments of vllm.LLM.
+
+    The KV cache has a fixed size: a share of a GPU's memory would be a million blocks for a tiny model. Without a GPU the
+    engine is eager.
+    """
+    eager = eager or not torch.cuda.is_available()
+    memory = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 * GIB} if torch.cuda.is_available() else {}
+    defaults: dict[str, Any] = {"max_num_seqs": 64, "kv_cache_memory_bytes": GIB // 4, **memory}
+    if not eager:
+        defaults["compilation_config"] = QUICK_GRAPHS
+    config = GenerationConfig(
+        VllmConfig(length, precision, eager),
+        max_new_tokens=length // 2,
+        vllm_kwargs={**defaults, **kwargs},
+        specrollout=specrollout,
+    )
+    return RolloutEngine(model, config, SEED)
+
+
+def task_requests(num_prompts: int, num_samples: int) -> list[RolloutRequest]:
+    """Returns requests for the shipped policy, in groups of samples of one prompt."""
+    tokenizer = load_tokenizer(POLICY)
+    prompts = [encode_prompt(problem, tokenizer) for problem in make_problems(SEED, num_prompts)]
+    return [RolloutRequest(ids, i, s) for i, ids in enumerate(prompts) for s in range(num_samples)]
+
+
+def of_version(requests: Sequence[RolloutRequest], version: int) -> list[RolloutRequest]:
+    """Returns the same prompts with other noise. The suffix drafter would know the responses of a second round by heart."""
+    return [replace(request, policy_version=version) for request in requests]
+
+
+def timed(
+    engine: RolloutEngine, requests: Sequence[RolloutRequest], **sampling: Any
+) -> tuple[list[Rollout], dict[str, Any]]:
+    """Returns responses and the figures of their generation: tokens, steps, time, and drafts if there were any."""
+    (proposed, accepted), steps, started = verified(engine), engine.num_steps, time.perf_counter()
+    rollouts = engine.generate(requests, **sampling)
+    seconds, num_steps = time.perf_counter() - started, engine.num_steps - steps
+    num_tokens = sum(len(r.token_ids) for r in rollouts)
+    figures: dict[str, Any] = {
+        "tokens": num_tokens, "steps": num_steps, "ms a step": 1e3 * seconds / num_steps,
+        "tokens a second": num_tokens / seconds,
+    }  # fmt: skip
+    now_proposed, now_accepted = verified(engine)
+    if now_proposed > proposed:
+        figures |= {"drafts": now_proposed - proposed, "accepted": now_accepted - accepted}
+    return rollouts, figures
+
+
+def verified(engine: RolloutEngine) -> tuple[int, int]:
+    """Returns the draft tokens that the engine has verified and accepted since its start."""
+    stats = engine.stats(first_step=1 << 60)
+    return (0, 0) if stats is None else (stats.num_proposed, stats.num_accepted)
+
+
+def divergence(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple[int, int]:
+    """Returns how many responses differ, and how many tokens were compared: up to the first difference of each."""
+    parted, compared = 0, 0
+    for a, b in zip(rollouts, others, strict=True):
+        differs = [x != y for x, y in zip(a.token_ids, b.token_ids, strict=False)]
+        differs += [True] * (len(a.token_ids) != len(b.token_ids) and not any(differs))
+        parted += any(differs)
+        compared += differs.index(True) + 1 if any(differs) else len(differs)
+    return parted, compared

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The items of the GPU check in the order of their worth. Loads no torch."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from lab.gpu.machine import Machine
+from nemo_specrollout.doctor.self_test import EXACT
+
+GRACE = 0.6
+"""Share of an item's expected seconds that must be left for it to start."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A check that runs in a process of its own."""
+
+    function: str
+    """Module of this package and function, which takes `Findings`."""
+    seconds: float
+    """Expected seconds on an H100. An estimate."""
+    purpose: str
+    gib: float = 8.0
+    """Memory of the GPU that the item needs."""
+    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    needs_vllm: bool = True
+    has_experts: bool = False
+    """True if the model is a mixture of experts, for which vLLM has a library of its own."""
+    not_on_cpu: str = ""
+    """Reason for which a rehearsal leaves the item out."""
+    model: Callable[[], Path] | None = None
+    """The folder of a model that `make smollm2` makes."""
+
+
+def smollm2() -> Path:
+    """Returns the folder of SmolLM2-135M, which the variable SMOLLM2_START may name."""
+    return Path(os.environ.get("SMOLLM2_START") or "models/smollm2_start")
+
+
+ITEMS = {
+    "kernels": Item(
+        "gpu_kernels.kernels", 60, "drafting and acceptance against their numba bodies; microseconds of a launch", 4,
+        needs_vllm=False,
+    ),
+    "sampling": Item("gpu_kernels.sampling", 35, "sampling of rows and drafts against vLLM's functions", 4),
+    "tokens": Item("gpu_engines.tokens", 75, "tokens against plain decoding, float32, eager", environment=EXACT),
+    "graphs": Item("gpu_engines.graphs", 55, "the same with CUDA graphs", environment=EXACT),
+    "overhead": Item("gpu_speed.overhead", 90, "a step's ms against stock vLLM, launches, waits; shape of Qwen3-0.6B"),
+    "speed": Item("forced_acceptance.speed", 130, "what right drafts bring; shape of Qwen3-8B", 38),
+    "bf16": Item("gpu_engines.bf16", 50, "responses that differ in bfloat16"),
+    "syncs": Item(
+        "gpu_engines.syncs", 30, "places where the host waits for the GPU", environment={"VLLM_GPU_SYNC_CHECK": "warn"}
+    ),
+    "head": Item("gpu_engines.head", 45, "acceptance and drafting time of an EAGLE-3 head"),
+    "sleep": Item("gpu_engines.sleep", 35, "memory asleep, tokens after waking", environment=EXACT),
+    "real": Item(
+        "real_model.real", 60, "SmolLM2-135M with its head and text drafters, against stock vLLM", model=smollm2
+    ),
+    "speed_experts": Item("forced_acceptance.speed_experts", 150, "what right drafts bring; shape of Qwen3-30B-A3B", 74,
+                          has_experts=True),
+    "batch_invariant": Item(
+        "gpu_engines.bf16", 55, "bf16 with VLLM_BATCH_INVARIANT=1", environment={"VLLM_BATCH_INVARIANT": "1"},
+        not_on_cpu="vLLM's attention on a CPU has no such mode; `bf16` is the same code",
+    ),
+    "compiled": Item("gpu_engines.compiled", 90, "one engine with torch.compile and all graphs"),
+}  # fmt: skip
+
+
+def reason_to_skip(item: Item, left_s: float, machine: Machine) -> str:
+    """Returns why an item is not started; an empty string if it is."""
+    if item.needs_vllm and machine.vllm_problem:
+        return machine.vllm_problem
+    if item.has_experts and not machine.serves_experts:
+        return "this vLLM has no kernels for mixtures of experts"
+    if item.model is not None and not (item.model() / "config.json").is_file():
+        return f"{item.model()} is missing: run `make smollm2`"
+    if item.gib > machine.free_gib:
+        return f"needs {item.gib:g} GiB of GPU memory, {machine.free_gib:.0f} are free"
+    if left_s < GRACE * item.seconds:
+        return f"takes about {item.seconds:g} s, {max(left_s, 0):.0f} s are left"
+    return ""

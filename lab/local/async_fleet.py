@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous GRPO: a fleet that generates for coming steps, in a thread, while the policy is trained.
+
+After NeMo-RL's trajectory collector and replay buffer (nemo_rl/algorithms/async_utils). A target is the training step that a
+batch is for. A target is begun as soon as the current policy is at most `max_trajectory_age_steps` steps older than it.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lab.local.fleet import RolloutFleet
+from lab.local.run_config import RunConfig
+from lab.local.run_sections import AsyncGrpoConfig
+from lab.local.statistics import stock_stats
+from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
+from nemo_specrollout.racing.attempts import Response, Timeline
+from nemo_specrollout.racing.coordinator import Coordinator
+from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
+
+_LOOK_S = 0.005
+"""Seconds between two looks of a waiting thread."""
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """All responses for a target."""
+
+    target: int
+    prompts: StepPrompts
+    responses: list[Response]
+    timeline: Timeline
+    first_version: int
+    """Version of the policy when the target was begun: the oldest that made a token of it."""
+    seconds: float
+    """Seconds from the begin of the target to its last response."""
+
+    @property
+    def age(self) -> int:
+        """Training steps between the oldest policy that made a token of it and the policy that trains on it."""
+        return self.target - self.first_version
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A batch under way."""
+
+    prompts: StepPrompts
+    keys: list[int]
+    first_version: int
+    begun_s: float
+    waiting_for: set[int]
+
+
+class TrajectoryCollector:
+    """Generates for targets while the trainer trains. Owns the thread that alone uses the coordinator and its engines.
+
+    The thread passes trajectories to `on_ready` as soon as they are complete; the trainer takes the result.
+
+    States: collecting, then closed or failed. After a failure every call raises its error.
+
+    Invariant: a policy of version v begins no target beyond v + max_trajectory_age_steps.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        config: AsyncGrpoConfig,
+        prompts: Prompts,
+        on_ready: Callable[[Trajectories], Any],
+        targets: range,
+        task: str,
+    ) -> None:
+        self._coordinator, self._config, self._prompts, self._task = coordinator, config, prompts, task
+        self._on_ready = on_ready
+        self._targets, self._next_target, self._version = targets, targets.start, targets.start
+        self._under_way: dict[int, _Target] = {}
+        self._ready: dict[int, Any] = {}
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._failure: BaseException | None = None
+        self.idle_s = 0.0
+        """Seconds without a request under way, because no target could be begun."""
+        self._thread = threading.Thread(target=self._collect, daemon=True)
+        self._thread.start()
+
+    # In the trainer's thread
+
+    def take(self, target: int, on_finished: Callable[[int], None] = lambda done: None) -> Any:
+        """Returns the result of `on_ready` for a target; waits for it. `on_finished` gets the number of finished responses."""
+
+        def is_ready() -> bool:
+            if (batch := self._under_way.get(target)) is not None:
+                on_finished(len(batch.keys) - len(batch.waiting_for))
+            return target in self._ready
+
+        self._wait(is_ready)
+        return self._ready.pop(target)
+
+    def update_weights(
+        self, tensors: Iterable[tuple[str, Any]], version: int, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """Gives the engines the weights of `version`; returns when they have them.
+
+        With `in_flight_weight_updates` this happens while requests are under way, otherwise after they have ended. The
+        thread calls `before` just before.
+        """
+
+        def update() -> None:
+            while self._under_way and not self._config.in_flight_weight_updates:
+                self._advance()
+            before()
+            self._coordinator.load_weights(tensors, version)
+            self._version = version
+
+        self.call(update)
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Does `work` in the collector's thread, between two rounds, and returns its result."""
+        future: Future[Any] = Future()
+        self._calls.put((work, future))
+        self._wait(future.done)
+        return future.result()
+
+    def close(self) -> None:
+        """Ends the thread and abandons the requests under way."""
+        self._closed.set()
+        self._thread.join()
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            if self._failure is not None:
+                raise self._failure
+            time.sleep(_LOOK_S)
+
+    # In the collector's thread
+
+    def _collect(self) -> None:
+        try:
+            while not self._closed.is_set():
+                while not self._calls.empty():
+                    work, future = self._calls.get()
+                    future.set_result(work())
+                self._begin_targets()
+                self._advance()
+            self._coordinator.abandon()
+        except BaseException as error:
+            self._failure = error
+
+    def _begin_targets(self) -> None:
+        newest = min(self._version + self._config.max_trajectory_age_steps, self._targets.stop - 1)
+        while self._next_target <= newest:
+            prompts = self._prompts(self._next_target)
+            keys = self._coordinator.add(prompts.requests, self._task)
+            self._under_way[self._next_target] = _Target(prompts, keys, self._version, time.perf_counter(), set(keys))
+            self._next_target += 1
+
+    def _advance(self) -> None:
+        if not self._under_way:
+            self._closed.wait(_LOOK_S)
+            self.idle_s += _LOOK_S
+            return
+        finished = self._coordinator.advance()
+        for number, batch in list(self._under_way.items()):
+            batch.waiting_for.difference_update(finished)
+            if not batch.waiting_for:
+                responses, timeline = self._coordinator.take(batch.keys)
+                seconds = time.perf_counter() - batch.begun_s
+                found = Trajectories(number, batch.prompts, responses, timeline, batch.first_version, seconds)
+                assert 0 <= found.age <= self._config.max_trajectory_age_steps, f"a trajectory of age {found.age}"
+                self._ready[number] = self._on_ready(found)
+                del self._under_way[number]
+
+
+class AsyncFleet(RolloutFleet):
+    """A fleet that only the collector's thread may use, from `begin` on. Owns the collector.
+
+    Invariant: step s trains on samples that were begun by a policy of version s - max_trajectory_age_steps or newer, and no
+    sample is used twice.
+    """
+
+    def __init__(self, config: RunConfig, prompts: Prompts, known: LadderFile | None = None) -> None:
+        """Starts the engines, as `RolloutFleet` does."""
+        super().__init__(config, prompts, known)
+        self._collector: TrajectoryCollector | None = None
+        self._idle_s = 0.0
+
+    def begin(self, steps: range) -> None:
+        self.begin_counting()
+        config = self._config.grpo.async_grpo
+        self._collector = TrajectoryCollector(
+            self.coordinator, config, self._prompts, self._step_rollout, steps, self.task
+        )
+
+    def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
+        """Returns the trajectories for a step; waits for missing ones."""
+        assert self._collector is not None
+        started = time.perf_counter()
+        rollout: StepRollout = self._collector.take(step, on_finished)
+        waited_s = time.perf_counter() - started
+        return replace(rollout, figures={**rollout.figures, "exposed_generation_s": waited_s})
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        """Replaces the weights of all engines, while requests are under way or between them."""
+        if self._collector is None:
+            super().load_weights(tensors, policy_version)
+        else:
+            self._collector.update_weights(tensors, policy_version, before=self._count)
+
+    def complete(self, rollout: StepRollout) -> StepRollout:
+        """Returns the rollout with what the engines did between the last two weights, whichever steps it was for."""
+        return replace(rollout, stats=replace(self._worked, tail=rollout.stats.tail))
+
+    def take_deaths(self) -> list[str]:
+        return self._call(super().take_deaths)
+
+    def close(self) -> None:
+        if self._collector is not None:
+            self._collector.close()
+        super().close()
+
+    def _ask_each(self, *question: Any, drafting_by: str | None = None) -> dict[int, Any]:
+        ask = super()._ask_each
+        return self._call(lambda: ask(*question, drafting_by=drafting_by))
+
+    def _call(self, work: Callable[[], Any]) -> Any:
+        """Does work in the thread that the engines belong to."""
+        return work() if self._collector is None else self._collector.call(work)
+
+    # In the collector's thread
+
+    def _count(self) -> None:
+        self._worked = self.worked()
+        self.begin_counting()
+
+    def _step_rollout(self, found: Trajectories) -> StepRollout:
+        assert self._collector is not None
+        rollouts = [r.rollout for r in found.responses]
+        timeline = replace(found.timeline, saved_s=None)  # beside a trainer, decode speeds are not comparable
+        sample_stats = self.take_sample_stats(found.prompts.requests, found.timeline)
+        ages = [found.target - version for r in found.responses for version, _ in r.policy_spans]
+        before, self._idle_s = self._idle_s, self._collector.idle_s
+        return StepRollout(
+            found.prompts,
+            rollouts,
+            replace(stock_stats(rollouts, found.seconds, 0), tail=timeline.figures()),
+            [
+                {**(stats or {}), "policy_spans": _policy_spans(response)}
+                for stats, response in zip(sample_stats, found.responses, strict=True)
+            ],
+            figures={
+                "trajectory_age": {"begun": found.age, "mean": sum(ages) / len(ages), "max": max(ages)},
+                "num_updated_amid": sum(len(r.policy_spans) > 1 for r in found.responses),
+                "rollout_wall_s": found.seconds,
+                "collector_idle_s": self._idle_s - before,
+            },
+            num_older_B=[_num_older(r, found.target) for r in found.responses],
+            timeline=timeline.record(),
+        )
+
+
+def _policy_spans(response: Response) -> list[tuple[int, int]]:
+    """Returns version and first position of each policy, counted from the beginning of the prompt as in sample stats."""
+    return [(version, len(response.request.prompt_token_ids) + first) for version, first in response.policy_spans]
+
+
+def _num_older(response: Response, version: int) -> int:
+    """Returns the number of tokens before the first one of the policy of `version`."""
+    return next((first for v, first in response.policy_spans if v == version), len(response.tokens))

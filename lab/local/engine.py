@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine in this process: vLLM with our worker. Rollout requests go in, rollouts come out."""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lab.local.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
+from nemo_specrollout.config.model_folder import stop_token_ids, with_tied_lm_head
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest, rollout_extra_args
+from nemo_specrollout.sampling.seeds import request_seed
+from nemo_specrollout.telemetry.engine_stats import EngineStats
+
+if TYPE_CHECKING:
+    from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool
+    from nemo_specrollout.training.features.features import SequenceFeatures
+
+
+class HostedEngine:
+    """A `vllm.LLM` that is driven one step at a time. Owns its requests' ids.
+
+    Its requests are `ShardRequest`s, which carry their own sampling parameters.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.max_num_seqs = int(llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+        self.num_steps = self._num_requests = 0
+
+    def submit(self, requests: Sequence[Any], sampling: Mapping[str, Any]) -> list[str]:
+        """Queues requests and returns their ids. `sampling` overrides their sampling parameters."""
+        ids = [f"{type(self).__name__}-{self._num_requests + i}" for i in range(len(requests))]
+        self._num_requests += len(requests)
+        for request_id, request in zip(ids, requests, strict=True):
+            text, params = self._text_and_params(request, sampling)
+            self._llm.llm_engine.add_request(request_id, {"prompt_token_ids": text}, params)
+        return ids
+
+    def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:
+        """Returns tokens and log-probs that this engine sampled for an unfinished request, from token `start` on."""
+        outputs = self._llm.llm_engine.output_processor
+        (internal_id,) = outputs.external_req_ids[request_id]
+        state = outputs.request_states[internal_id]
+        tokens = state.detokenizer.output_token_ids[start:]
+        entries = state.logprobs_processor.logprobs[start:]
+        return tokens, [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
+
+    def step(self) -> dict[str, Rollout]:
+        """Runs one engine step. Returns the responses that it finished, by request id."""
+        finished = {o.request_id: Rollout.from_vllm(o) for o in self._llm.llm_engine.step() if o.finished}
+        self.num_steps += 1
+        return finished
+
+    def abort(self, ids: list[str]) -> None:
+        """Removes unfinished requests."""
+        self._llm.llm_engine.abort_request(ids)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises NotImplementedError: NeMo-RL updates the weights of its engines."""
+        raise NotImplementedError
+
+    def _text_and_params(self, request: Any, sampling: Mapping[str, Any]) -> tuple[list[int], Any]:
+        from nemo_specrollout.generation.vllm_requests import text_and_params
+
+        assert not sampling
+        return text_and_params(request, streams=False)
+
+
+class RolloutEngine(HostedEngine):
+    """vLLM in this process. Owns the engine and its weights.
+
+    States: running, then closed. Example: `engine.generate([RolloutRequest(ids, 0, 0)])[0].token_ids`.
+    """
+
+    drafters: "DrafterPool | None"
+    """The drafter processes that the block asks for."""
+
+    def __init__(self, model: Path, generation: GenerationConfig, seed: int, **overrides: Any) -> None:
+        """Starts an engine for the Hugging Face folder `model`; `overrides` are further arguments of vllm.LLM.
+
+        Raises ConfigError if vLLM refuses the configuration.
+        """
+        set_process_environment()
+        from nemo_specrollout.generation import compat
+
+        compat.check_version()
+        compat.check_drafters(generation.specrollout)
+        self._model, self._generation, self._seed = model, generation, seed
+        self._stop_token_ids = stop_token_ids(model)
+        self._has_our_worker = generation.specrollout.enabled
+        self.drafters = None
+        remote = generation.specrollout.remote
+        if self._has_our_worker and remote is not None and remote.workers:
+            from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec
+
+            # The drafter processes load while this engine does.
+            self.drafters = DrafterPool([drafter_spec(remote, generation.vllm_cfg)] * remote.workers)
+        try:
+            super().__init__(self._start(overrides))
+            if self.drafters is not None:
+                self.drafters.wait_until_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, overrides: Mapping[str, Any]) -> Any:
+        """Returns vLLM, started. Raises ConfigError."""
+        from vllm import LLM
+
+        from nemo_specrollout.generation import compat, process_state
+
+        generation = self._generation
+        arguments = {
+            "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
+            "logprobs_mode": PROCESSED_LOGPROBS,
+            **generation.vllm_kwargs,
+            **overrides,
+            "model": str(self._model),
+            "dtype": generation.vllm_cfg.precision,
+            "max_model_len": generation.vllm_cfg.max_model_len,
+            "enforce_eager": generation.vllm_cfg.enforce_eager,
+            "seed": self._seed,
+        }
+        if self._has_our_worker:
+            from nemo_specrollout.generation.older_runners import allow_text_drafters
+
+            allow_text_drafters()
+            block = generation.specrollout
+            if self.drafters is not None:
+                from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
+
+                block = with_addresses(block, self.drafters.addresses())
+            arguments = with_specrollout(arguments, block, compat.device_type(), compat.vllm_abilities(arguments))
+        compat.check_arguments(arguments)
+        try:
+            llm = LLM(**{**QUIET_START, **arguments})
+        except ValueError as error:
+            raise ConfigError(f"vLLM cannot start: {' '.join(str(error).split())}") from error
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+                raise
+            raise ConfigError(
+                "vLLM cannot start: there is not enough memory; lower policy.generation.vllm_kwargs.max_num_seqs or "
+                "kv_cache_memory_bytes"
+            ) from error
+        process_state.started(llm)
+        return llm
+
+    def generate(
+        self,
+        requests: Sequence[RolloutRequest],
+        on_finished: Callable[[int], None] = lambda done: None,
+        **sampling: Any,
+    ) -> list[Rollout]:
+        """Returns rollouts of `requests`, in their order. If interrupted, it leaves no request in the engine.
+
+        Args:
+            requests: The requests, all of which may run at the same time.
+            on_finished: Called with the number of finished requests when that number grows.
+            sampling: Sampling parameters that override the configuration.
+        """
+        generation = Generation(self, requests, on_finished, sampling)
+        generation.advance()
+        return generation.rollouts
+
+    def stood_still(self, seconds: float) -> None:
+        """Leaves `seconds` of a rollout, in which the engine waited for its caller, out of the next step's time."""
+        self._ask("stood_still", seconds)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replaces the weights, by Hugging Face names, and clears the prefix cache."""
+        tensors = with_tied_lm_head(self._model, tensors)
+        if self._has_our_worker:
+            self._ask("reload", tensors)
+        else:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+        self._llm.reset_prefix_cache()
+
+    def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
+        """Loads an EAGLE-3 head that was trained for the engine's present weights.
+
+        On held-out texts it made `expected_length` tokens a step, drafting `num_positions`.
+
+        Raises ValueError if `folder` does not hold a head like the one that the engine was started with.
+        """
+        if not self._has_our_worker:
+            raise ValueError("the block is disabled: this engine has no head")
+        self._ask("load_head", str(folder), None, expected_length, num_positions)
+
+    def take_sample_stats(self, requests: Sequence[RolloutRequest]) -> list[dict[str, Any] | None]:
+        """Returns `SampleStats` as a dict for each finished request; None for a request that no drafter saw."""
+        return self._ask("take_sample_stats", [self._seed_of(r) for r in requests]) or [None] * len(requests)
+
+    def take_features(self) -> list["SequenceFeatures"]:
+        """Returns the features that were captured since the last call, for the training of a head."""
+        return self._ask("take_features") or []
+
+    def capture_seconds(self) -> float:
+        """Returns the seconds of engine time that the capture of features has taken in all."""
+        stats = self.stats(1 << 60)
+        return 0.0 if stats is None else stats.capture_s
+
+    def take_alarms(self) -> list[dict[str, Any]]:
+        """Returns the alarms that the canary of a drafter with weights raised since the last call."""
+        return self._ask("take_alarms") or []
+
+    def take_deaths(self) -> list[str]:
+        """Returns a sentence for each drafter process that died since the last call."""
+        return [] if self.drafters is None else self.drafters.take_deaths()
+
+    def facts(self) -> dict[str, str | bool]:
+        """Returns the settings in force: vLLM's version, model runner, scheduling, CUDA graph mode."""
+        from nemo_specrollout.generation.compat import VLLM_VERSION
+
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "vllm": VLLM_VERSION,
+            "model_runner": "V2",
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
+        }
+
+    def device_facts(self) -> dict[str, Any]:
+        """Returns the names of the attention backends, vLLM's platform class, and its device."""
+        from vllm.platforms import current_platform
+
+        return {
+            "attention": self.run_in_worker(_attention_backends),
+            "platform": type(current_platform).__name__,
+            "device": str(current_platform.device_type),
+        }
+
+    def stats(self, first_step: int = 0) -> EngineStats | None:
+        """Returns counters, and the engine's steps from `first_step` on; None for an engine without our worker."""
+        return self._ask("stats", first_step)
+
+    def run_in_worker(self, function: Callable[[Any], Any]) -> Any:
+        """Returns `function(worker)`, for tools that look inside an engine."""
+        return self._llm.collective_rpc(function)[0]
+
+    def close(self) -> None:
+        """Stops the engine and its drafters, and frees its memory. Other engines of this process go on."""
+        if self.drafters is not None:
+            self.drafters.stop()
+        engine = self.__dict__.pop("_llm", None)
+        if engine is not None:
+            from nemo_specrollout.generation import process_state
+
+            process_state.stop(engine)
+            del engine
+            gc.collect()
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Returns our worker's reply to a method `specrollout_*`; None if the worker is vLLM's own."""
+        return self._llm.collective_rpc(f"specrollout_{method}", args=arguments)[0] if self._has_our_worker else None
+
+    def _text_and_params(self, request: RolloutRequest, sampling: Mapping[str, Any]) -> tuple[list[int], Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams
+
+        params_class = RolloutSamplingParams if self._has_our_worker else SamplingParams
+        params = params_class(**{**self._sampling(request), **sampling}, output_kind=RequestOutputKind.FINAL_ONLY)
+        return [*request.prompt_token_ids, *request.prefix_token_ids], params
+
+    def _sampling(self, request: RolloutRequest) -> dict[str, Any]:
+        generation, length, is_ours = self._generation, request.exact_length, self._has_our_worker
+        return {
+            "temperature": generation.temperature,
+            "top_p": generation.top_p,
+            "top_k": generation.top_k or 0,
+            "max_tokens": (length or generation.max_new_tokens) - len(request.prefix_token_ids),
+            "ignore_eos": length is not None,
+            "stop_token_ids": [] if length else self._stop_token_ids,
+            "logprobs": 0,
+            "detokenize": False,
+            "extra_args": rollout_extra_args(request) if is_ours else None,
+            "seed": None if is_ours else self._seed_of(request),
+        }
+
+    def _seed_of(self, request: RolloutRequest) -> int:
+        return request_seed(self._seed, request.prompt_index, request.sample_index, request.policy_version)
+
+
+class Generation:
+    """Requests that run in an engine. Owns their results. A caller may advance several generations in turns.
+
+    States: running, then done; or abandoned if a step is interrupted, and then none of its requests stays in the engine.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        requests: Sequence[RolloutRequest],
+        on_finished: Callable[[int], None] = lambda done: None,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        at_a_time: int | None = None,
+    ) -> None:
+        """Submits the requests, at most `at_a_time` at once. For the other arguments see `RolloutEngine.generate`."""
+        self._engine, self._on_finished, self._sampling = engine, on_finished, sampling
+        self._waiting = list(requests[at_a_time:]) if at_a_time else []
+        self._ids = engine.submit(requests[:at_a_time], sampling)
+        self._done: dict[str, Rollout] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._done) == len(self._ids) and not self._waiting
+
+    @property
+    def num_done(self) -> int:
+        """Finished requests."""
+        return len(self._done)
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The responses in the order of the requests, once all are done."""
+        return [self._done[i] for i in self._ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the responses so far."""
+        done = sum(len(r.token_ids) for r in self._done.values())
+        return done + sum(len(self._engine.progress(i)[0]) for i in self._ids if i not in self._done)
+
+    def advance(self, seconds: float = math.inf) -> None:
+        """Steps the engine at least once, until all requests are done or `seconds` have passed."""
+        until = time.perf_counter() + seconds
+        try:
+            while not self.is_done:
+                finished = self._engine.step()
+                self._done.update(finished)
+                if finished:
+                    self._ids += self._engine.submit(self._waiting[: len(finished)], self._sampling)
+                    del self._waiting[: len(finished)]
+                    self._on_finished(len(self._done))
+                if time.perf_counter() >= until:
+                    return
+        except BaseException:
+            self._engine.abort([i for i in self._ids if i not in self._done])
+            raise
+
+
+def _attention_backends(worker: Any) -> list[str]:
+    """Returns the backends' names; an empty list if this version's model runner does not tell them."""
+    groups = [group for layers in getattr(worker.model_runner, "attn_groups", ()) for group in layers]
+    return sorted({group.backend.get_name() for group in groups if hasattr(group, "backend")})

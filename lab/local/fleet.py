@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `RolloutSource` of a run with several engines: same weights, same requests, same tokens as one engine."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lab.local.rollout_pool import DEAD, RolloutPool
+from lab.local.run_config import RunConfig
+from lab.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
+from lab.local.step_rollout import Prompts, RolloutSource, StepRollout, check_tokens
+from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig
+from nemo_specrollout.config.versions import this_machine
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.racing.attempts import AttemptOutcome, Timeline
+from nemo_specrollout.racing.coordinator import Coordinator
+from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
+from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, in_shards
+from nemo_specrollout.telemetry.engine_stats import EngineStats
+
+if TYPE_CHECKING:
+    from nemo_specrollout.training.features.features import SequenceFeatures
+
+
+class RolloutFleet(RolloutSource):
+    """Owns the engine pool, the ladder, the length estimates and two coordinators.
+
+    The second coordinator serves `generate`: its requests stay where they are dealt, and teach nothing.
+    """
+
+    def __init__(self, config: RunConfig, prompts: Prompts, known: LadderFile | None = None) -> None:
+        """Starts the engines. The ladder begins as `known`, else as in the config's file. Raises ConfigError."""
+        generation, model = config.policy.generation, Path(config.policy.model_name)
+        racing = generation.specrollout.fastest_of_n or FastestOfNConfig(enabled=False)
+        file = known
+        if file is None and racing.ladder is not None:
+            file = LadderFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
+        asynchronous = config.grpo.async_grpo
+        recomputes = asynchronous.recompute_kv_cache_after_weight_updates or not asynchronous.in_flight_weight_updates
+        self.pool = RolloutPool(
+            model, generation, config.grpo.seed, config.cluster.rollout_workers, recompute_kv_cache=recomputes
+        )
+        self.ladder = Ladder(self.pool.method_names, file)
+        self.task = config.data.dataset_name
+        self._config, self._prompts = config, prompts
+        self._acceptance = {} if file is None else {rung.method: rung.acceptance for rung in file.rungs}
+        self._drafts = {method: (0, 0) for method in self.pool.method_names}
+        """Verified and accepted draft tokens by draft method."""
+        lengths = LengthEstimator(generation.max_new_tokens)
+        policy = FastestOfN(racing, self.ladder) if racing.enabled else None
+        self.coordinator = Coordinator(self.pool, policy, self.ladder, lengths)
+        self._plain = Coordinator(self.pool, None, Ladder(self.pool.method_names), LengthEstimator(1))
+
+    # Rollouts
+
+    def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
+        prompts = self._prompts(step)
+        rollouts, stats, timeline = self.measure(prompts.requests, on_finished)
+        sample_stats = self.take_sample_stats(prompts.requests, timeline)
+        rollout = StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline.record())
+        return check_tokens(rollout, self.generate, self._config)
+
+    def measure(
+        self, requests: Sequence[RolloutRequest], on_finished: Callable[[int], None]
+    ) -> tuple[list[Rollout], RolloutStats, Timeline]:
+        """Returns the responses, their statistics and the timeline."""
+        self.begin_counting()
+        started = time.perf_counter()
+        rollouts, timeline = self.coordinator.roll_out(requests, on_finished, self.task)
+        seconds = time.perf_counter() - started
+        self.pool.finish_turns()
+        before, after = self._stats_since()
+        shards = in_shards(len(rollouts), len(self.pool.methods))
+        stats = fleet_stats(before, after, rollouts, shards, seconds, self.pool.capacity)
+        return rollouts, replace(stats, tail=timeline.figures()), timeline
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Returns responses, each by the engine that it is dealt to."""
+        return self._plain.roll_out(requests)[0]
+
+    # Statistics
+
+    def begin_counting(self) -> None:
+        """Begins an interval for `measure` or `worked`."""
+        self._restarts = list(self.pool.num_restarts)
+        self._before = self.pool.ask_each("stats", 1 << 60)
+
+    def worked(self) -> RolloutStats:
+        """Returns the statistics of the interval where rollouts overlap: its seconds are the engines' own."""
+        before, after = self._stats_since()
+        return work_stats(before, after, self.pool.capacity)
+
+    def _stats_since(self) -> tuple[dict[int, EngineStats], dict[int, EngineStats]]:
+        """Returns the engine stats at both ends of the interval, of the engines that lived through it."""
+        alive = [e for e in self._before if self.pool.is_alive(e) and self.pool.num_restarts[e] == self._restarts[e]]
+        asked = {e: self.pool.ask(e, "stats", self._before[e].num_steps) for e in alive}
+        after = {e: stats for e, stats in asked.items() if stats is not DEAD}
+        before = {e: self._before[e] for e in after}
+        for engine, stats in after.items():
+            method, counts = self.pool.method_name(engine), draft_counts(before[engine], stats)
+            self._drafts[method] = self._drafts[method][0] + counts[0], self._drafts[method][1] + counts[1]
+        return before, after
+
+    def take_sample_stats(self, requests: Sequence[RolloutRequest], timeline: Timeline) -> list[dict[str, Any] | None]:
+        """Returns facts on each sample of a rollout: the winner's, with the drafts of all engines that had the sample."""
+        by_engine = self.pool.ask_each("take_sample_stats", list(requests))
+        found: list[dict[str, Any] | None] = []
+        for i in range(len(requests)):
+            spans = sorted((s for s in timeline.spans if s.request == i), key=lambda s: s.start_s)
+            winner = next(s.engine for s in spans if s.outcome == AttemptOutcome.WON)
+            stats = {e: of_engine[i] for e, of_engine in by_engine.items() if of_engine[i] is not None}
+            counts = {key: sum(s[key] for s in stats.values()) for key in ("num_drafted", "num_accepted") if stats}
+            workers = list(dict.fromkeys(s.engine for s in spans))
+            found.append({**stats.get(winner, {}), **counts, "won_by": winner, "workers": workers})
+        return found
+
+    def ladder_file(self) -> LadderFile | None:
+        """Returns the ladder as it is now; None before the first rollout. Asks no engine."""
+        shares = [
+            accepted / verified if verified else self._acceptance.get(method, 0.0)
+            for method, (verified, accepted) in self._drafts.items()
+        ]
+        return self.ladder.file(this_machine(), self._config.policy.model_name, shares)
+
+    # See `RolloutSource`
+
+    def _ask_each(self, *question: Any, drafting_by: str | None = None) -> dict[int, Any]:
+        return self.pool.ask_each(*question, drafting_by=drafting_by)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        self.coordinator.load_weights(tensors, policy_version)
+
+    def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
+        self._ask_each("load_head", folder, expected_length, num_positions, drafting_by="eagle3")
+
+    def take_features(self) -> list["SequenceFeatures"]:
+        return [f for features in self._ask_each("take_features", drafting_by="eagle3").values() for f in features]
+
+    def capture_seconds(self) -> float:
+        """Returns the capture seconds of the engine with most: engines work side by side."""
+        return max(self._ask_each("capture_seconds", drafting_by="eagle3").values(), default=0.0)
+
+    def facts(self) -> dict[str, str | bool]:
+        return next((facts for facts in self._ask_each("facts").values() if facts), {})
+
+    def take_alarms(self) -> list[dict[str, Any]]:
+        return [a for alarms in self._ask_each("take_alarms").values() for a in alarms]
+
+    def take_deaths(self) -> list[str]:
+        return self.pool.take_deaths()
+
+    def close(self) -> None:
+        self.pool.close()

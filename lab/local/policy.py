@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy of a local GRPO run: a Megatron-Core model, its optimizer, and its checkpoints.
+
+Shapes: B sequences of a global batch, b of a micro batch, T positions. Sequences are right-padded.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lab.local.grpo import LossInputs, clipped_policy_loss
+from lab.local.megatron_model import TokenBatch, build_model, export_hf, install, load_hf, token_logprobs
+from lab.local.run_sections import LossConfig, OptimizerConfig
+from nemo_specrollout.config.files import check_seal, seal_folder, sync_folder
+from nemo_specrollout.config.model_folder import read_object
+from nemo_specrollout.training.checkpoints.policy_folder import check_trainable
+from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
+
+MICRO_BATCH_TOKENS = 2048
+"""Padded tokens of one forward pass: few enough for a CPU's cache, enough to hide the overhead of a call."""
+STATE_FILE = "rank_0_of_1.pt"
+"""File of a checkpoint. The name says that one rank has the whole model."""
+
+
+class MegatronPolicy:
+    """The model being trained, with its optimizer and step count.
+
+    In bfloat16, the optimizer works on float32 copies, from which the model's weights are rounded.
+
+    Invariant: weights, optimizer state and learning rate are the result of exactly `step` optimizer steps. A step that fails
+    changes none of them.
+
+        policy = MegatronPolicy.from_pretrained(folder, optimizer=OptimizerConfig(lr=1e-4))
+        prev_BT = policy.logprobs(batch)
+        inputs = LossInputs(batch.response_mask_BT, advantages_B, prev_BT, generation_BT)
+        policy.train_step(batch, inputs, LossConfig())
+        engine.load_weights(policy.hf_tensors())
+    """
+
+    def __init__(self, model: GPTModel, shape: PolicyShape, optimizer: OptimizerConfig) -> None:
+        self.model = model
+        self.config = optimizer
+        self.step = 0
+        self._shape = shape
+        # What the optimizer changes: a float32 parameter itself, or a float32 copy of another.
+        self._masters = {
+            name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
+            for name, p in model.named_parameters()
+        }
+        self._copied = {name: p for name, p in model.named_parameters() if p is not self._masters[name]}
+        matrices, norms = (
+            [p for p in self._masters.values() if (p.dim() == 1) == is_norm] for is_norm in (False, True)
+        )
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(
+            groups,
+            lr=optimizer.lr,
+            betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+            eps=optimizer.adam_eps,
+            weight_decay=optimizer.weight_decay,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: Path, *, optimizer: OptimizerConfig, dtype: torch.dtype = torch.float32
+    ) -> "MegatronPolicy":
+        """Reads a Hugging Face folder of a Qwen3 or a Llama (config.json and *.safetensors) into a model of `dtype`.
+
+        Raises:
+            ValueError: The folder lacks a file or a tensor, or this trainer does not support the model.
+        """
+        install()
+        hf_config = read_object(folder / "config.json")
+        check_trainable(folder, hf_config)
+        shape = PolicyShape.from_hf(hf_config)
+        model = build_model(shape, dtype)
+        load_hf(model, shape, {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()})
+        return cls(model, shape, optimizer)
+
+    @torch.no_grad()
+    def logprobs(
+        self, batch: TokenBatch, temperature: float = 1.0, micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    ) -> Tensor:
+        """Returns log p(token | prefix) under logits / temperature, [B, T]; 0.0 at position 0 and at padding."""
+        install()
+        logprobs_BT = torch.zeros(batch.tokens_BT.shape)
+        for rows_b, longest in batch.micro_batches(micro_batch_tokens):
+            logprobs_BT[rows_b, :longest] = token_logprobs(self.model, batch.tokens_BT[rows_b, :longest], temperature)
+        return logprobs_BT.where(batch.valid_mask_BT, 0.0)
+
+    def train_step(
+        self,
+        batch: TokenBatch,
+        inputs: LossInputs,
+        loss_cfg: LossConfig,
+        *,
+        temperature: float = 1.0,
+        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+    ) -> tuple[dict[str, float], Tensor]:
+        """Takes one optimizer step on the whole batch. The gradient does not depend on the micro batches.
+
+        Returns:
+            The metrics of `clipped_policy_loss` with grad_norm (before clipping), lr and num_valid_tokens; and the result
+            that `logprobs` would have had before the step, [B, T].
+
+        Raises:
+            FloatingPointError: The gradient is not finite. The policy is unchanged.
+        """
+        install()
+        self._optimizer.zero_grad()
+        metrics: dict[str, float] = {}
+        logprobs_BT = torch.zeros(batch.tokens_BT.shape)
+        for rows_b, longest in batch.micro_batches(micro_batch_tokens):
+            logprobs_bT = token_logprobs(self.model, batch.tokens_BT[rows_b, :longest], temperature)
+            loss, figures = clipped_policy_loss(logprobs_bT, inputs.rows(rows_b, longest), loss_cfg, inputs.mask_BT)
+            loss.backward()
+            self._collect_gradients()
+            metrics = {name: metrics.get(name, 0.0) + value for name, value in figures.items()}
+            logprobs_BT[rows_b, :longest] = logprobs_bT.detach()
+        grad_norm, lr = self._clip_gradient(), self._learning_rate()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._round_copies()
+        self.step += 1
+        num_valid_tokens = float(inputs.mask_BT.sum())
+        totals = {**metrics, "grad_norm": grad_norm, "lr": lr, "num_valid_tokens": num_valid_tokens}
+        return totals, logprobs_BT.where(batch.valid_mask_BT, 0.0)
+
+    def _collect_gradients(self) -> None:
+        """Adds the gradients of a micro batch to the gradients of the float32 copies."""
+        for name, parameter in self._copied.items():
+            if parameter.grad is not None:
+                master, gradient = self._masters[name], parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _round_copies(self) -> None:
+        for name, parameter in self._copied.items():
+            parameter.copy_(self._masters[name])
+
+    def _clip_gradient(self) -> float:
+        """Scales the gradient to a norm of at most `clip_grad`; returns its norm before that."""
+        masters = list(self._masters.values())
+        total = torch.nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None])
+        if not math.isfinite(norm := float(total)):
+            raise FloatingPointError(f"the gradient norm is {norm} at optimizer step {self.step}, which is not taken")
+        if self.config.clip_grad > 0:
+            torch.nn.utils.clip_grads_with_norm_(masters, self.config.clip_grad, total)
+        return norm
+
+    def _learning_rate(self) -> float:
+        """Returns the rate of the next step: a linear warm-up, then constant."""
+        c = self.config
+        if self.step >= c.lr_warmup_iters:
+            return c.lr
+        return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * self.step / c.lr_warmup_iters
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (Hugging Face name, float32 tensor) for the engine: copies that later steps do not change."""
+        return export_hf(self.model, self._shape)
+
+    def save(self, folder: Path) -> None:
+        """Writes weights, optimizer state and step count to `folder` by one rename; replaces an older one.
+
+        With `checksums.json`, `load` can tell whether the files are undamaged. If the disk is full, the unfinished folder
+        is removed. Raises OSError.
+        """
+        state = {
+            "model": {name: p.detach() for name, p in self._masters.items()},
+            "optimizer": self._optimizer.state_dict(),
+            "step": self.step,
+            "optimizer_config": asdict(self.config),
+        }
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            _save(state, temporary / STATE_FILE)
+            seal_folder(temporary)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(temporary, folder)
+        sync_folder(folder.parent)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Continues from what `save` wrote. The next step gives bitwise the weights that it would have given there.
+
+        Raises:
+            DamagedFolder: A file is not what `save` wrote.
+            ValueError: The checkpoint has another model or optimizer config.
+        """
+        check_seal(folder)
+        state = torch.load(folder / STATE_FILE, weights_only=True)
+        for field in fields(self.config):
+            if (ours := getattr(self.config, field.name)) != state["optimizer_config"][field.name]:
+                raise ValueError(
+                    f"optimizer.{field.name}={ours}, but {folder} was trained with "
+                    f"{state['optimizer_config'][field.name]}: restore the old value, or start a new run"
+                )
+        ours, saved = ({(n, p.shape) for n, p in tensors.items()} for tensors in (self._masters, state["model"]))
+        if differing := sorted(name for name, _ in ours ^ saved):
+            raise ValueError(
+                f"{folder} holds another model: {differing[0]} differs; load the model it was trained from"
+            )
+        for name, parameter in self._masters.items():
+            parameter.copy_(state["model"][name])
+        self._round_copies()
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    """Calls `torch.save`, and raises the exception that interrupted a write: an OSError, or KeyboardInterrupt."""
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            raise (error.__context__ or error) from None

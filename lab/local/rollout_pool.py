@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout engines on this machine, each in a Ray actor of one core, and Ray for this run alone.
+
+Ray listens on the loopback interface, and is closed to processes without the run's token. The token is made here and inherited
+by child processes. Ray reads it when it is imported, so import `ray` from this module.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.local.engine import RolloutEngine
+from lab.local.run_sections import GenerationConfig
+from nemo_specrollout.racing.turn_engine import TurnEngine
+from nemo_specrollout.racing.turns import Orders, TurnResult
+from nemo_specrollout.scheduling.racing.draft_ladder import ladder_method
+
+if "ray" not in sys.modules:  # a program that has imported Ray has made its own choice
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # Ray's switch for systems whose firewalls ask about each listener. Without it, Ray listens on all addresses.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+
+HANG_S = 300.0
+"""Seconds without an answer after which an engine that has something to do is killed."""
+START_S = 1800.0
+"""Seconds after which an engine that is still starting is killed."""
+MOST_RESTARTS = 3
+"""Restarts of each engine."""
+_LONGEST_ERROR = 300
+"""Characters of a dead engine's last error that are shown."""
+DEAD = object()
+"""Answer of an engine that has died."""
+_OBJECT_STORE_BYTES = 512 << 20
+"""Shared memory of Ray's object store: it holds the weights."""
+_LONGEST_FOLDER = 40
+"""Characters of the folder that Ray may be given: its socket names may have 107 bytes, of which Ray adds 66."""
+
+Weights = tuple[dict[str, torch.Tensor], int]
+"""Tensors by Hugging Face name, and the version of the policy."""
+
+
+@contextmanager
+def _keeps_sigterm_handler() -> Iterator[None]:
+    """Restores the handler of SIGTERM, which Ray replaces when it starts and ends by one that aborts the process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+class OwnRay:
+    """Ray, started here unless it already runs. Owns its processes and its folder. States: running, then stopped."""
+
+    def __init__(self) -> None:
+        """Starts Ray. A Ray that already runs stays its starter's."""
+        self._folder: Path | None = None
+        if ray.is_initialized():
+            return
+        base = tempfile.gettempdir()
+        self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir=base if len(base) <= _LONGEST_FOLDER else "/tmp"))
+        with _keeps_sigterm_handler():
+            ray.init(
+                address="local",
+                num_gpus=0,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=str(self._folder),
+            )
+
+    def last_error(self, pid: int) -> str:
+        """Returns the last line of an actor process on stderr, or an empty string. Ray's own marks begin with a colon."""
+        files = [] if self._folder is None else self._folder.glob(f"session_latest/logs/worker-*-{pid}.err")
+        lines = [line.strip() for file in files for line in file.read_text(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line and not line.startswith(":")), "")
+
+    def stop(self) -> None:
+        """Ends Ray and removes its folder, if it was started here."""
+        if self._folder is not None:
+            with _keeps_sigterm_handler():
+                ray.shutdown()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+class RolloutActor:
+    """Content of an actor's process: an engine that works in turns."""
+
+    def start(self, model: str, generation: GenerationConfig, seed: int, weights: Weights | None) -> tuple[int, int]:
+        """Starts the engine; returns its `max_num_seqs` and the process id. Raises ConfigError for what vLLM refuses."""
+        self._engine = RolloutEngine(Path(model), generation, seed)
+        self._turns = TurnEngine(self._engine)
+        if weights is not None:
+            self.load_weights(weights, recompute_kv_cache=False)
+        return self._engine.max_num_seqs, os.getpid()
+
+    def turn(self, orders: Orders) -> TurnResult:
+        return self._turns.turn(orders)
+
+    def load_weights(self, weights: Weights, recompute_kv_cache: bool) -> None:
+        tensors, version = weights
+        self._turns.load_weights(tensors.items(), version, recompute_kv_cache=recompute_kv_cache)
+
+    def ask(self, method: str, arguments: Sequence[Any]) -> Any:
+        """Calls another method of the engine."""
+        return getattr(self._engine, method)(*arguments)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """An engine that is starting, and the weights that it starts with."""
+
+    engine: int
+    actor: Any
+    weights: Any
+
+
+class RolloutPool:
+    """The engines of a run. Owns their actors, the weights that a restarted engine gets, and Ray unless it ran before.
+
+    States of an engine: alive, dead, restarting. `results` reports each death once, however it was noticed. Until then the
+    engine takes no orders, even if it is alive again.
+
+    Example: `Coordinator(pool, policy, ladder, lengths).roll_out(requests)`.
+    """
+
+    def __init__(
+        self, model: Path, generation: GenerationConfig, seed: int, num_engines: int, *, recompute_kv_cache: bool = True
+    ) -> None:
+        """Starts `num_engines` engines, and Ray unless it runs. Raises ConfigError for what vLLM refuses.
+
+        `recompute_kv_cache` is what new weights do to requests under way (`TurnEngine.load_weights`).
+        """
+        blocks = [generation.specrollout.of_engine(engine) for engine in range(num_engines)]
+        names = list(map(ladder_method, blocks))
+        self.method_names = list(dict.fromkeys(names))
+        self.methods = [self.method_names.index(name) for name in names]
+        self.num_restarts = [0] * num_engines
+        self.capacity = 0
+        self.pids: dict[int, int] = {}
+        """Process of each engine; of a dead engine the last one."""
+        self._recompute_kv_cache = recompute_kv_cache
+        self._arguments = [(str(model), replace(generation, specrollout=block), seed) for block in blocks]
+        self._actors: dict[int, Any] = {}
+        self._starting: dict[Any, _Start] = {}
+        self._turns: dict[Any, int] = {}
+        self._deaths: dict[int, None] = {}
+        """Dead engines that `results` has not reported."""
+        self._untold: list[tuple[int, str]] = []
+        """Dead engines that `take_deaths` has not told of, each with its last error."""
+        self._last_error = ""
+        self._heard_s = [0.0] * num_engines
+        self._weights: Any = None
+        self._ray = OwnRay()
+        try:
+            for engine in range(num_engines):
+                self._start(engine)
+            while self._starting:
+                self._wait()
+                self.revive()
+            self._deaths.clear()
+        except BaseException:
+            self.close()
+            raise
+
+    # For a coordinator: see `Engines`
+
+    def is_alive(self, engine: int) -> bool:
+        return engine in self._actors and engine not in self._deaths
+
+    def send(self, engine: int, orders: Orders) -> None:
+        if not self.num_turns(engine):
+            self._heard_s[engine] = time.monotonic()
+        self._turns[self._actors[engine].turn.remote(orders)] = engine
+
+    def num_turns(self, engine: int) -> int:
+        return sum(e == engine for e in self._turns.values())
+
+    def results(self) -> list[tuple[int, TurnResult | None]]:
+        """Waits until a turn ends, an engine has restarted, or a death is known; returns results and deaths."""
+        ready = [] if self._deaths else self._wait()
+        answers = [(self._turns[turn], self._answer(self._turns[turn], turn)) for turn in ready if turn in self._turns]
+        for turn in ready:
+            self._turns.pop(turn, None)
+        deaths, self._deaths = self._deaths, {}
+        return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
+
+    def revive(self) -> None:
+        """Begins to restart dead engines with the newest weights, each at most `MOST_RESTARTS` times.
+
+        Raises RuntimeError if no engine is left.
+        """
+        restarting = {start.engine for start in self._starting.values()}
+        for engine in set(range(len(self.methods))) - self._actors.keys() - restarting:
+            if self.num_restarts[engine] < MOST_RESTARTS:
+                self.num_restarts[engine] += 1
+                self._start(engine)
+        if not self._actors and not self._starting:
+            raise RuntimeError(
+                f"all rollout workers have died {MOST_RESTARTS + 1} times; the last error of one: "
+                f"{self._last_error or 'unknown'}"
+            )
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        """Gives every live engine new weights, by Hugging Face name, after its queued turns; waits for them.
+
+        An engine that is restarting gets them before its first turn.
+        """
+        self._weights = ray.put(({name: tensor.contiguous() for name, tensor in tensors}, policy_version))
+        loads = {e: a.load_weights.remote(self._weights, self._recompute_kv_cache) for e, a in self._actors.items()}
+        for engine, load in loads.items():
+            self._answer(engine, load)
+
+    # For the run
+
+    def finish_turns(self) -> None:
+        """Waits for the turns that are left of an earlier rollout, and drops their results."""
+        while self._turns:
+            self.results()
+
+    def method_name(self, engine: int) -> str:
+        """Returns the name of the engine's draft method."""
+        return self.method_names[self.methods[engine]]
+
+    def ask(self, engine: int, method: str, *arguments: Any) -> Any:
+        """Calls a method of the engine, which must be alive. Returns its result, or DEAD if the engine has died."""
+        return self._answer(engine, self._actors[engine].ask.remote(method, arguments))
+
+    def ask_each(self, method: str, *arguments: Any, drafting_by: str | None = None) -> dict[int, Any]:
+        """Calls a method of every live engine, or of those with a drafter of that type; returns the results by engine."""
+        asked = {
+            engine: actor.ask.remote(method, arguments)
+            for engine, actor in sorted(self._actors.items())
+            if drafting_by in (None, *self.method_name(engine).split("+"))
+        }
+        return {engine: answer for engine, ref in asked.items() if (answer := self._answer(engine, ref)) is not DEAD}
+
+    def take_deaths(self) -> list[str]:
+        """Returns a sentence for each death of an engine, or of an engine's drafter process, since the last call."""
+        deaths = [sentence for sentences in self.ask_each("take_deaths").values() for sentence in sentences]
+        untold, self._untold = self._untold, []
+        return deaths + [
+            f"rollout worker {engine} died{f' ({error})' if error else ''}; the others take over its requests, and it "
+            + (
+                f"is restarted (at most {MOST_RESTARTS} times)"
+                if self.num_restarts[engine] < MOST_RESTARTS
+                else "has died too often to be restarted"
+            )
+            for engine, error in untold
+        ]
+
+    def close(self) -> None:
+        """Ends the engines, and Ray if it was started here."""
+        for actor in (*self._actors.values(), *(start.actor for start in self._starting.values())):
+            ray.kill(actor)
+        self._actors, self._starting, self._turns = {}, {}, {}
+        self._ray.stop()
+
+    # Inside
+
+    def _start(self, engine: int) -> None:
+        """Begins to start an engine. It asks Ray for no CPU: more engines than cores are slower, but none waits for a core."""
+        one_core = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+        actor: Any = ray.remote(RolloutActor).options(num_cpus=0, runtime_env=one_core).remote()
+        started = actor.start.remote(*self._arguments[engine], self._weights)
+        self._starting[started] = _Start(engine, actor, self._weights)
+        self._heard_s[engine] = time.monotonic()
+
+    def _wait(self) -> list[Any]:
+        """Returns turns that have ended: at least one, unless an engine has started or is to be killed."""
+        waiting = [*self._turns, *self._starting]
+        ready = self._ready(waiting)
+        patience_s = self._patience_s()
+        if not ready:
+            ray.wait(waiting, timeout=patience_s)
+            ready = self._ready(waiting)
+        for start in [ref for ref in ready if ref in self._starting]:
+            self._end_start(start)
+        return [ref for ref in ready if ref in self._turns]
+
+    def _end_start(self, started: Any) -> None:
+        """Makes an engine that has started alive, or dead if its start failed."""
+        start = self._starting.pop(started)
+        self._actors[start.engine] = start.actor
+        answer = self._answer(start.engine, started)
+        if answer is DEAD:
+            return
+        self.capacity, self.pids[start.engine] = answer
+        if start.weights is not self._weights:  # new weights came while it started
+            self._answer(start.engine, start.actor.load_weights.remote(self._weights, self._recompute_kv_cache))
+
+    def _ready(self, waiting: list[Any]) -> list[Any]:
+        """Returns which of the calls have ended, and notes that their engines were heard of."""
+        ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        for turn in ready:
+            if turn in self._turns:
+                self._heard_s[self._turns[turn]] = time.monotonic()
+        return ready
+
+    def _patience_s(self) -> float:
+        """Returns the seconds until an engine will have been silent for too long; kills engines that already have."""
+        busy = {engine: (self._actors[engine], HANG_S) for engine in self._turns.values()}
+        busy |= {start.engine: (start.actor, START_S) for start in self._starting.values()}
+        left_s = {engine: self._heard_s[engine] + limit_s - time.monotonic() for engine, (_, limit_s) in busy.items()}
+        for engine in [engine for engine, left in left_s.items() if left <= 0]:
+            ray.kill(busy[engine][0])
+        return max(min(left_s.values()), 1.0)
+
+    def _answer(self, engine: int, ref: Any) -> Any:
+        """Returns an engine's answer, or DEAD if it has died. Kills an engine that does not answer within `HANG_S`."""
+        try:
+            return ray.get(ref, timeout=HANG_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            actor = self._actors.pop(engine, None)
+            if isinstance(error, ray.exceptions.GetTimeoutError) and actor is not None:
+                ray.kill(actor)
+            self._turns = {turn: e for turn, e in self._turns.items() if e != engine}
+            self._deaths[engine] = None
+            self._last_error = self._ray.last_error(self.pids.get(engine, 0))[:_LONGEST_ERROR]
+            self._untold.append((engine, self._last_error))
+            return DEAD

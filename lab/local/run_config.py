@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole config of a local run, in the shape of a NeMo-RL config.
+
+NeMo-RL's keys that the local runner does not use are allowed and listed as ignored. Unknown keys of our block are errors.
+"""
+
+import copy
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lab.local.run_sections import (
+    DEFAULT_MAX_NUM_SEQS,
+    CheckpointingConfig,
+    ClusterConfig,
+    DataConfig,
+    GrpoConfig,
+    LoggerConfig,
+    LossConfig,
+    PolicyConfig,
+)
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join, refuse
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """An entry of `bench.workloads`: a task under a name."""
+
+    name: str
+    """The workload's name in tables and files."""
+    data: DataConfig
+    """The workload's problems, as `data` of the config."""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """`bench`: the comparison that `nemo-specrollout bench` makes."""
+
+    num_rounds: int = bounded(5, low=1)
+    """Interleaved rounds; figures are medians over them."""
+    fixed_k: tuple[int, ...] = bounded((1, 3, 5, 7), low=1, high=64)
+    """Draft tokens a step of the rows whose method and number of drafts are fixed."""
+    rows: tuple[str, ...] = ()
+    """The rows to measure, by how their names begin, e.g. [stock, ours]; empty is all. `plain` is always among them."""
+    deepen: int = bounded(1, low=1, high=64)
+    """Factor by which layers without effect multiply the policy's layers (`lab/policies/deep_policy.py`). A head then
+    costs as little relative to the policy as with a deep policy. 1 leaves the policy as it is."""
+    useless_batches: tuple[int, ...] = bounded((), low=1)
+    """Batch sizes at which to measure drafters that are always wrong; empty skips that."""
+    workloads: tuple[WorkloadConfig, ...] = ()
+    """Tasks to measure one after the other, each with its own tables; empty is the config's `data` alone."""
+    constant_batches: tuple[int, ...] = bounded((), low=1)
+    """Batch sizes at which to measure the rows while finished requests are replaced; empty skips that."""
+    rows_at_a_time: int = bounded(0, low=0)
+    """Rows whose engines are in memory at the same time, `plain` among them; 0 is all. Fewer need less memory; rows are
+    compared with the measurement of `plain` from the same time."""
+    acceptance_k: int = bounded(0, low=0, high=64)
+    """Draft tokens of the table that compares ways of drafting with weights; 0 skips the table."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if two workloads have one name, or `rows_at_a_time` leaves no room for a row."""
+        names = [workload.name for workload in self.workloads]
+        refuse(
+            path,
+            (len(set(names)) < len(names), "workloads", f"{names}; give each a name of its own"),
+            (self.rows_at_a_time == 1, "rows_at_a_time", "1 has no room beside plain; set 2 or more, or 0 for all"),
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run of the local runner."""
+
+    grpo: GrpoConfig
+    policy: PolicyConfig
+    logger: LoggerConfig
+    loss_fn: LossConfig = dataclasses.field(default_factory=LossConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    checkpointing: CheckpointingConfig = dataclasses.field(default_factory=CheckpointingConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    bench: BenchConfig = BenchConfig()
+    runtime: str = choice("local", default="local")
+    """`local`: this machine's CPU. A config with `nemo_rl` is never a `RunConfig` (`nemo_rl_config.py`)."""
+
+    @property
+    def workloads(self) -> dict[str, DataConfig]:
+        """The tasks that the bench measures, by name: `bench.workloads`, or the run's own task if there are none."""
+        return {w.name: w.data for w in self.bench.workloads} or {self.data.dataset_name: self.data}
+
+    @property
+    def most_in_flight(self) -> int:
+        """The most requests that the engine runs at a time."""
+        samples = self.grpo.samples_per_step
+        return min(samples, int(self.policy.generation.vllm_kwargs.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)))
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if sections contradict each other."""
+        self._check_lengths()
+        self._check_rollout_workers()
+        self._check_asynchrony()
+        samples, batch = self.grpo.samples_per_step, self.policy.train_global_batch_size
+        refuse(
+            path,
+            (samples % batch, "policy.train_global_batch_size",
+             f"{batch} does not divide the {samples} samples of a step; choose a divisor"),
+            (self.loss_fn.force_on_policy_ratio and samples != batch, "loss_fn.force_on_policy_ratio",
+             f"true, but a step has {samples} samples and policy.train_global_batch_size is {batch}: later optimizer steps "
+             f"would be off-policy; set it to {samples}"),
+        )  # fmt: skip
+
+    def _check_lengths(self) -> None:
+        generation, longest = self.policy.generation, self.policy.max_total_sequence_length
+        context, drafts = generation.vllm_cfg.max_model_len, generation.specrollout.num_speculative_tokens
+        refuse(
+            "policy",
+            (context != longest, "generation.vllm_cfg.max_model_len",
+             f"{context} differs from policy.max_total_sequence_length {longest}; set both to the same"),
+            (drafts >= context, "generation.specrollout.num_speculative_tokens",
+             f"{drafts} drafts do not fit a context of {context}; lower it"),
+            (generation.max_new_tokens >= context, "generation.max_new_tokens",
+             f"{generation.max_new_tokens} leaves no room for a prompt in a context of {context}; lower it"),
+        )  # fmt: skip
+
+    def _check_asynchrony(self) -> None:
+        asynchronous, block = self.grpo.async_grpo, self.policy.generation.specrollout
+        recomputes = asynchronous.recompute_kv_cache_after_weight_updates
+        in_flight, verified = asynchronous.in_flight_weight_updates, block.verify.requests_per_step
+        fastest = block.fastest_of_n
+        refuse("", (
+            not block.enabled and (asynchronous.enabled or self.cluster.rollout_workers > 1), f"{BLOCK_PATH}.enabled",
+            "false; several rollout workers, and asynchronous runs, need it true: set drafters: [] for no speculation",
+        ))  # fmt: skip
+        if not asynchronous.enabled:
+            return
+        kv_cache = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
+        refuse(
+            "",
+            (not self.loss_fn.use_importance_sampling_correction, "loss_fn.use_importance_sampling_correction",
+             "false; samples of an asynchronous run are of older policies: set it to true"),
+            (verified, f"{BLOCK_PATH}.verify.requests_per_step", f"{verified}; when a sample of an asynchronous run ends, the "
+             "weights that made it may be gone: set it to 0"),
+            (recomputes and not in_flight, kv_cache, "true without in_flight_weight_updates; no request is running when "
+             "weights change: set it to false, or in_flight_weight_updates to true"),
+            (fastest is not None and fastest.enabled and in_flight and not recomputes, kv_cache, "false with fastest_of_n; "
+             "after an update, a request that moved would have another KV cache than one that stayed: set it to true"),
+        )  # fmt: skip
+
+    def _check_rollout_workers(self) -> None:
+        workers, samples = self.cluster.rollout_workers, self.grpo.samples_per_step
+        text = f"{workers} workers for {samples} requests of a step; lower it"
+        refuse("cluster", (workers > samples, "rollout_workers", text))
+        fastest = self.policy.generation.specrollout.fastest_of_n
+        if fastest is None or not fastest.enabled:
+            return
+        refuse(
+            f"{BLOCK_PATH}.fastest_of_n",
+            (workers < 2, "", "there is only one rollout worker, so requests cannot move; set cluster.rollout_workers to 2 or "
+             "more, or remove the block"),
+            (fastest.max_racers > workers, "max_racers", f"{fastest.max_racers} racers for {workers} rollout workers; lower "
+             "it to at most the number of workers"),
+            (len(fastest.methods) > workers, "methods", f"{len(fastest.methods)} entries for {workers} rollout workers; the "
+             "last would never draft: list at most one per worker"),
+        )  # fmt: skip
+
+
+def check_prompt(num_tokens: int, context: int) -> None:
+    """Raises ConfigError for a prompt that leaves no room for a response in `context` tokens."""
+    text = f"{context}; a prompt has {num_tokens} tokens, and none is left for a response: raise it"
+    refuse("policy", (num_tokens >= context, "max_total_sequence_length", text))
+
+
+def read_run_config(tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+    """Returns the run that a config tree describes, and the paths of the keys that the local runner ignores.
+
+    Raises ConfigError with the field, the value and the fix.
+    """
+    ignored: list[str] = []
+    known = _keep_known(RunConfig, _with_scheduler_keys(tree), "", ignored)
+    return build(RunConfig, known, ""), ignored
+
+
+def _with_scheduler_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy in which the warm-up options are in the optimizer's block, where our trainer looks for them."""
+    result = copy.deepcopy(dict(tree))
+    policy = result.get("policy")
+    megatron = policy.get("megatron_cfg") if isinstance(policy, dict) else None
+    if not isinstance(megatron, dict) or "scheduler" not in megatron:
+        return result
+    scheduler, optimizer = megatron["scheduler"], megatron.get("optimizer")
+    if not isinstance(scheduler, dict):
+        raise ConfigError(f"policy.megatron_cfg.scheduler: expected a block of keys, got {scheduler!r}")
+    moved = {key: scheduler.pop(key) for key in ("lr_warmup_iters", "lr_warmup_init") if key in scheduler}
+    if isinstance(optimizer, dict):
+        optimizer.update(moved)
+    if not scheduler:
+        del megatron["scheduler"]
+    return result
+
+
+def _keep_known(cls: type, tree: Mapping[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
+    """Returns `tree` without the keys that the dataclass `cls` lacks, whose paths it adds to `ignored`."""
+    hints = typing.get_type_hints(cls)
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        here, hint = join(path, key), hints.get(key)
+        if hint is None:
+            ignored.append(here)
+        elif dataclasses.is_dataclass(hint) and hint is not SpecrolloutConfig and isinstance(value, Mapping):
+            kept[key] = _keep_known(typing.cast(type, hint), value, here, ignored)
+        else:
+            kept[key] = value
+    return kept

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO on one machine: engines roll out, Megatron-Core trains, weights go back by name, every step leaves a record."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lab.local.grpo import LossInputs, group_normalized_advantages
+from lab.local.megatron_model import TokenBatch
+from lab.local.policy import MegatronPolicy
+from lab.local.progress import Progress
+from lab.local.run_config import RunConfig
+from lab.local.run_directory import LADDER, RunDirectory
+from lab.local.step_rollout import (
+    LocalEngine,
+    RolloutSource,
+    StepRollout,
+    load_tokenizer,
+    step_prompts,
+)
+from lab.local.tasks import build_task
+from nemo_specrollout.config.files import write_atomically
+
+if TYPE_CHECKING:
+    from lab.local.head_refresh_step import LocalRefresher
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A rollout as the trainer sees it: B samples in request order, T positions."""
+
+    batch: TokenBatch
+    rewards_B: torch.Tensor
+    inputs: LossInputs
+    """`prev_logprobs_BT` is None before training if the training pass computes it."""
+    logprob_s: float
+    """Seconds of computing `prev_logprobs_BT`."""
+
+    @property
+    def gap_BT(self) -> torch.Tensor:
+        """|log p(engine) - log p(trainer)| of each token, [B, T], in nats; known after training."""
+        assert self.inputs.prev_logprobs_BT is not None
+        return (self.inputs.generation_logprobs_BT - self.inputs.prev_logprobs_BT).abs()
+
+
+class GrpoRunner:
+    """Runs GRPO from a config in a run directory. Owns the rollout source, the policy and the head refresher.
+
+    Invariant: before step s the policy has made s optimizer updates, and the engines have its weights. So a synchronous run
+    that is resumed at s generates the samples that it would have generated without the interruption.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress) -> None:
+        """Starts engines and policy where the run goes on. Raises ConfigError for what vLLM refuses."""
+        self.config = config
+        self.directory = directory
+        self.progress = progress
+        self.model = Path(config.policy.model_name)
+        self.tokenizer = load_tokenizer(self.model)
+        self.task = build_task(config.data, self.tokenizer)
+        # NeMo-RL trains on log-probs at the sampling temperature; greedy rollouts are scored at 1.
+        self._temperature = config.policy.generation.temperature or 1.0
+        self.refresher: LocalRefresher | None = None
+        with progress.phase("starting vLLM (the first start after an install compiles kernels, some 15 s)"):
+            self.source = self._start_source()
+        try:
+            self._start_policy()
+            self.source.begin(range(directory.next_step, config.grpo.max_num_steps))
+            self.refresher = self._build_refresher()
+        except BaseException:
+            self.source.close()
+            raise
+
+    def run(self, before_step: Callable[[], None] = lambda: None) -> None:
+        """Does the steps that are left. An exception of `before_step` ends the run between two steps."""
+        for step in range(self.directory.next_step, self.config.grpo.max_num_steps):
+            before_step()
+            record = self.step(step)
+            self.progress.step_done(record)
+
+    def step(self, step: int) -> dict[str, Any]:
+        """Does one GRPO step; returns its line of metrics."""
+        started = time.perf_counter()
+        rollout = self.roll_out(step)
+        if self.refresher is not None:
+            self.refresher.policy_moves(step, self.policy.hf_tensors())
+        with self.progress.phase(f"step {step}: log-probs"):
+            scored = self.score(rollout)
+        with self.progress.phase(f"step {step}: training"):
+            (trained, scored), train_s = timed(lambda: self.train(scored))
+        _, refit_s = timed(lambda: self.refit(step + 1))
+        rollout = self.source.complete(rollout)
+        record = _step_record(step, rollout, scored, trained, train_s, refit_s)
+        deaths = self.source.take_deaths()
+        record["alarms"] = [
+            *alarms(record, self.config.policy.generation.specrollout.logprob_gap_alarm),
+            *(alarm["sentence"] for alarm in self.source.take_alarms()),
+            *deaths,
+        ]
+        record["deaths"] = len(deaths)
+        if self.refresher is not None:
+            with self.progress.phase(f"step {step}: draft head"):
+                elapsed_s = time.perf_counter() - started
+                record["draft_refresh"] = self.refresher.after_step(step, rollout.stats, elapsed_s)
+        self._keep(step, record, rollout, scored)
+        return record
+
+    def roll_out(self, step: int) -> StepRollout:
+        """Returns the responses that a step trains on."""
+        with self.progress.rollout(step, self.config.grpo.samples_per_step) as on_finished:
+            return self.source.roll_out(step, on_finished)
+
+    def score(self, rollout: StepRollout) -> Scored:
+        """Computes rewards by rule, advantages within each group, and log-probs by the trainer's weights."""
+        requests, responses = rollout.prompts.requests, [r.token_ids for r in rollout.rollouts]
+        pad_id = self.tokenizer.pad_token_id
+        batch = TokenBatch.from_sequences([list(r.prompt_token_ids) for r in requests], responses, pad_id)
+        rewards_B = torch.tensor(
+            [self.task.reward(p, r) for p, r in zip(rollout.prompts.problems, responses, strict=True)]
+        )
+        group_B = torch.tensor([r.prompt_index for r in requests])
+        grpo = self.config.grpo
+        advantages_B = group_normalized_advantages(
+            rewards_B, group_B, grpo.use_leave_one_out_baseline, grpo.normalize_rewards
+        )
+        on_policy = self.config.loss_fn.force_on_policy_ratio
+        prev_BT, logprob_s = (None, 0.0) if on_policy else timed(lambda: self._logprobs(self.policy, batch))
+        reference_BT = None if self.reference is None else self._logprobs(self.reference, batch)
+        inputs = LossInputs(
+            batch.response_mask_BT, advantages_B, prev_BT, _generation_logprobs(rollout, batch), reference_BT
+        )
+        return Scored(batch, rewards_B, inputs, logprob_s)
+
+    def train(self, scored: Scored) -> tuple[dict[str, float], Scored]:
+        """Takes optimizer steps over the samples, `train_global_batch_size` at a time.
+
+        Returns:
+            Means of the steps' metrics, and the samples with log-probs by the weights before the steps.
+        """
+        policy = self.config.policy
+        results: list[dict[str, float]] = []
+        for rows in torch.arange(len(scored.rewards_B)).split(policy.train_global_batch_size):
+            figures, logprobs_BT = self.policy.train_step(
+                scored.batch.select(rows),
+                scored.inputs.rows(rows),
+                self.config.loss_fn,
+                temperature=self._temperature,
+                micro_batch_tokens=policy.train_micro_batch_size * policy.max_total_sequence_length,
+            )
+            results.append(figures)
+        means = {key: sum(r[key] for r in results) / len(results) for key in results[0]}
+        if scored.inputs.prev_logprobs_BT is None:  # one optimizer step: its log-probs are by the weights before it
+            scored = replace(scored, inputs=replace(scored.inputs, prev_logprobs_BT=logprobs_BT))
+        return means, scored
+
+    def refit(self, version: int) -> None:
+        """Gives the engines the policy's weights, whose version is `version`."""
+        self.source.load_weights(self.policy.hf_tensors(), version)
+
+    def close(self) -> None:
+        """Ends the engines and keeps what they learned about draft methods, for a run to start from."""
+        if self.refresher is not None:
+            self.refresher.close()
+        self.source.close()
+        ladder = self.source.ladder_file()
+        if ladder is not None and self.directory.path.is_dir():
+            try:
+                write_atomically(self.directory.path / LADDER, ladder.to_json())
+            except OSError as error:
+                self.progress.warn(f"ladder.json could not be written: {error.strerror}")
+
+    # Parts of the start
+
+    def _start_source(self) -> RolloutSource:
+        prompts = partial(step_prompts, self.config, task=self.task)
+        if self.config.cluster.rollout_workers == 1 and not self.config.grpo.async_grpo.enabled:
+            return LocalEngine(self.config, prompts)
+        from lab.local.async_fleet import AsyncFleet
+        from lab.local.fleet import RolloutFleet
+
+        kind = AsyncFleet if self.config.grpo.async_grpo.enabled else RolloutFleet
+        return kind(self.config, prompts, self.directory.ladder)
+
+    def _start_policy(self) -> None:
+        """Builds the policy, and loads the checkpoint that the run goes on from into policy and engines."""
+        self.directory.engine_facts = self.source.facts()
+        self.progress.engine_started(self.directory.engine_facts)
+        with self.progress.phase("building the Megatron-Core policy"):
+            self.policy = self._load_policy()
+            self.reference = self._load_policy() if self.config.loss_fn.reference_policy_kl_penalty > 0 else None
+        if self.directory.checkpoint is not None:
+            self.policy.load(self.directory.checkpoint)
+            self.source.load_weights(self.policy.hf_tensors(), self.directory.next_step)
+
+    def _load_policy(self) -> MegatronPolicy:
+        policy = self.config.policy
+        dtype = torch.bfloat16 if policy.precision == "bfloat16" else torch.float32
+        return MegatronPolicy.from_pretrained(self.model, optimizer=policy.megatron_cfg.optimizer, dtype=dtype)
+
+    def _build_refresher(self) -> "LocalRefresher | None":
+        if self.config.policy.generation.specrollout.draft_refresh is None:
+            return None
+        from lab.local.head_refresh_step import LocalRefresher
+
+        with self.progress.phase("loading the draft head"):
+            return LocalRefresher(self.config, self.source, self.directory.path)
+
+    # Parts of a step
+
+    def _logprobs(self, policy: MegatronPolicy, batch: TokenBatch) -> torch.Tensor:
+        config = self.config.policy
+        tokens = config.logprob_batch_size * config.max_total_sequence_length
+        return policy.logprobs(batch, self._temperature, micro_batch_tokens=tokens)
+
+    def _keep(self, step: int, record: dict[str, Any], rollout: StepRollout, scored: Scored) -> None:
+        """Writes the records first, then the checkpoint that makes them count."""
+        self.directory.append("metrics.jsonl", record)
+        self.directory.append("samples.jsonl", {"step": step, "samples": _sample_lines(rollout, scored)})
+        self.directory.append("trace.jsonl", {"step": step, **rollout.stats.trace})
+        if rollout.timeline is not None:
+            self.directory.append("timeline.jsonl", {"step": step, **rollout.timeline})
+        checkpointing = self.config.checkpointing
+        is_last = step + 1 == self.config.grpo.max_num_steps
+        if checkpointing.enabled and ((step + 1) % checkpointing.save_period == 0 or is_last):
+            self.directory.keep_checkpoint(step, self.policy.save)
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """Returns the result of `work()` and its seconds."""
+    started = time.perf_counter()
+    return work(), time.perf_counter() - started
+
+
+# Records
+
+
+def _generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tensor:
+    """Returns the engine's log-probs at the positions of the batch, [B, T]; 0 outside the responses."""
+    result_BT = torch.zeros(batch.tokens_BT.shape)
+    for row, (request, response) in enumerate(zip(rollout.prompts.requests, rollout.rollouts, strict=True)):
+        start = len(request.prompt_token_ids)
+        result_BT[row, start : start + len(response.token_ids)] = torch.tensor(response.logprobs)
+    return result_BT
+
+
+def _sample_lines(rollout: StepRollout, scored: Scored) -> list[dict[str, Any]]:
+    """Returns the samples of a line of `samples.jsonl`; docs/reference/metrics.md names every key."""
+    rows = zip(rollout.prompts.requests, rollout.rollouts, scored.rewards_B.tolist(), rollout.sample_stats, strict=True)
+    return [
+        {
+            "prompt": request.prompt_index,
+            "sample": request.sample_index,
+            "reward": reward,
+            "tokens": len(response.token_ids),
+            "finish": response.finish_reason,
+            **(stats or {}),
+        }
+        for request, response, reward, stats in rows
+    ]
+
+
+def _step_record(
+    step: int, rollout: StepRollout, scored: Scored, trained: dict[str, float], train_s: float, refit_s: float
+) -> dict[str, Any]:
+    """Returns a line of `metrics.jsonl`; docs/reference/metrics.md names every key."""
+    stats, gap = rollout.stats, scored.gap_BT[scored.batch.response_mask_BT]
+    lengths = sorted(len(r.token_ids) for r in rollout.rollouts)
+    return {
+        "step": step,
+        "reward": float(scored.rewards_B.mean()),
+        "num_samples": len(lengths),
+        "response_length": {
+            "mean": sum(lengths) / len(lengths),
+            "median": lengths[len(lengths) // 2],
+            "max": lengths[-1],
+        },
+        **stats.metrics(),
+        "logprob_s": scored.logprob_s,
+        "train_s": train_s,
+        "refit_s": refit_s,
+        "verify_s": rollout.verify_s,
+        "logprob_gap": {"mean": float(gap.mean()), "max": float(gap.max())},
+        **rollout.figures,
+        **_gap_on_policy(rollout, scored),
+        "tokens_checked": rollout.tokens_checked,
+        "tokens_equal": rollout.tokens_equal,
+        **trained,
+    }
+
+
+def _gap_on_policy(rollout: StepRollout, scored: Scored) -> dict[str, float | None]:
+    """Returns the mean gap over the tokens of the step's own policy, None without any; nothing in a synchronous step."""
+    if rollout.num_older_B is None:
+        return {}
+    gaps = []
+    for row, (request, num_older) in enumerate(zip(rollout.prompts.requests, rollout.num_older_B, strict=True)):
+        start = len(request.prompt_token_ids)
+        gaps.append(scored.gap_BT[row, start + num_older : start + len(rollout.rollouts[row].token_ids)])
+    own = torch.cat(gaps)
+    return {"logprob_gap_on_policy": float(own.mean()) if len(own) else None}
+
+
+def alarms(record: dict[str, Any], logprob_gap_bound: float) -> list[str]:
+    """Returns sentences about what must not happen in a sound run."""
+    found = []
+    gap = record.get("logprob_gap_on_policy", record["logprob_gap"]["mean"])
+    if gap is not None and not gap <= logprob_gap_bound:  # NaN is an alarm, too
+        found.append(
+            f"log-prob gap {gap:.4f} is above {logprob_gap_bound}: engine and trainer do not hold the same policy"
+        )
+    if record["tokens_equal"] != record["tokens_checked"]:
+        found.append(f"{record['tokens_checked'] - record['tokens_equal']} tokens differ from plain decoding")
+    return found

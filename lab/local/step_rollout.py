@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step's rollout: its prompts, its responses, what they took, the check of its tokens, and where it comes from."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from lab.local.engine import Generation, RolloutEngine
+from lab.local.run_config import RunConfig, check_prompt
+from lab.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
+from lab.local.tasks import Task
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
+
+if TYPE_CHECKING:
+    from nemo_specrollout.training.features.features import SequenceFeatures
+
+
+@dataclass(frozen=True)
+class StepPrompts:
+    """The problems of a step and the requests for them, one problem for each request."""
+
+    problems: list[Any]
+    requests: list[RolloutRequest]
+
+
+@dataclass(frozen=True)
+class StepRollout:
+    """The responses of a step, in the order of its requests, with raw counts."""
+
+    prompts: StepPrompts
+    rollouts: list[Rollout]
+    stats: RolloutStats
+    sample_stats: list[dict[str, Any] | None]
+    """Facts on each sample for `samples.jsonl` (`telemetry/sample_stats.py`)."""
+    tokens_checked: int = 0
+    """Tokens that were decoded again without speculation."""
+    tokens_equal: int = 0
+    """Checked tokens that came out the same."""
+    verify_s: float = 0.0
+    """Seconds of the check."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Further metrics of the step."""
+    num_older_B: list[int] | None = None
+    """Tokens of each response that were made by policies older than the step's; None where there are none."""
+    timeline: dict[str, Any] | None = None
+    """Line of `timeline.jsonl`; None where there is one engine."""
+
+
+def load_tokenizer(model: Path) -> Any:
+    """Returns the tokenizer in a Hugging Face folder."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(str(model))
+
+
+def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
+    """Returns the prompts of a step, which depend on the run's seed and the step only. The policy's version is the step."""
+    grpo = config.grpo
+    first = step * grpo.num_prompts_per_step
+    problems = task.problems(grpo.seed, grpo.num_prompts_per_step, first)
+    prompts = list(map(task.encode, problems))
+    check_prompt(max(map(len, prompts)), config.policy.max_total_sequence_length)
+    requests = [
+        RolloutRequest(ids, first + i, sample, policy_version=step)
+        for i, ids in enumerate(prompts)
+        for sample in range(grpo.num_generations_per_prompt)
+    ]
+    return StepPrompts([p for p in problems for _ in range(grpo.num_generations_per_prompt)], requests)
+
+
+def check_tokens(
+    rollout: StepRollout, generate: Callable[[list[RolloutRequest]], list[Rollout]], config: RunConfig
+) -> StepRollout:
+    """Decodes some requests again without speculation; returns the rollout with the counts of equal tokens."""
+    started = time.perf_counter()
+    block, requests = config.policy.generation.specrollout, rollout.prompts.requests
+    count = min(block.verify.requests_per_step if block.enabled else 0, len(requests))
+    chosen = [i * len(requests) // count for i in range(count)]  # spread evenly
+    again = generate([replace(requests[i], speculate=False) for i in chosen]) if chosen else []
+    equal, total = count_equal([rollout.rollouts[i] for i in chosen], again)
+    return replace(rollout, tokens_checked=total, tokens_equal=equal, verify_s=time.perf_counter() - started)
+
+
+class MeasuredRollout:
+    """A rollout by one engine with a clock, which runs while the rollout is advanced and stands still in between."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        requests: Sequence[RolloutRequest],
+        on_finished: Callable[[int], None] = lambda done: None,
+        at_a_time: int | None = None,
+    ) -> None:
+        self._engine = engine
+        self._before, self._num_steps = engine.stats(first_step=1 << 60), engine.num_steps
+        self._turn_since: float | None = None
+        started = time.perf_counter()
+        self._generation = Generation(engine, requests, on_finished, at_a_time=at_a_time)
+        self._rested_since = time.perf_counter()
+        self._seconds = self._rested_since - started
+
+    @property
+    def is_done(self) -> bool:
+        return self._generation.is_done
+
+    @property
+    def seconds(self) -> float:
+        """Seconds on the clock."""
+        return self._seconds + (0.0 if self._turn_since is None else time.perf_counter() - self._turn_since)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the responses so far. Slow: do not ask at every step."""
+        return self._generation.num_tokens
+
+    def advance(self, seconds: float = math.inf) -> None:
+        """Goes on for about `seconds`, or until all is done."""
+        self._engine.stood_still(time.perf_counter() - self._rested_since)
+        self._turn_since = time.perf_counter()
+        self._generation.advance(seconds)
+        self._rested_since = time.perf_counter()
+        self._seconds += self._rested_since - self._turn_since
+        self._turn_since = None
+
+    def result(self) -> tuple[list[Rollout], RolloutStats]:
+        """Returns the responses and their statistics."""
+        rollouts = self._generation.rollouts
+        if self._before is None:
+            return rollouts, stock_stats(rollouts, self._seconds, self._engine.num_steps - self._num_steps)
+        after = self._engine.stats(first_step=self._before.num_steps)
+        assert after is not None
+        return rollouts, rollout_stats(self._before, after, rollouts, self._seconds, self._engine.max_num_seqs)
+
+
+Prompts = Callable[[int], StepPrompts]
+"""Step to its prompts."""
+
+
+class RolloutSource(Protocol):
+    """Something that rolls out: one engine, a fleet of engines, or a fleet that works while the policy is trained."""
+
+    def facts(self) -> Mapping[str, str | bool]:
+        """Returns what is in force in the engines: vLLM's version, model runner, scheduling, CUDA graph mode."""
+
+    def begin(self, steps: range) -> None:
+        """Begins the steps of a run, when the engines have the policy's weights. By default a step begins when asked for."""
+        return None
+
+    def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
+        """Returns the responses that a step trains on. `on_finished` gets the number of finished ones as it grows."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        """Replaces the weights of all engines, by Hugging Face name."""
+
+    def complete(self, rollout: StepRollout) -> StepRollout:
+        """Returns the step's rollout with all statistics, after the new weights were loaded."""
+        return rollout
+
+    def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
+        """Replaces the EAGLE-3 head (`RolloutEngine.load_head`)."""
+
+    def take_features(self) -> "list[SequenceFeatures]":
+        """Returns the features captured since the last call, for the training of a head."""
+
+    def capture_seconds(self) -> float:
+        """Returns the engine's seconds that capturing features has taken since the start."""
+
+    def take_alarms(self) -> list[dict[str, Any]]:
+        """Returns the alarms of canaries since the last call."""
+
+    def take_deaths(self) -> list[str]:
+        """Returns a sentence for each process that died since the last call."""
+
+    def ladder_file(self) -> LadderFile | None:
+        """Returns the decode speeds that were learned; None where nothing was."""
+        return None
+
+    def close(self) -> None:
+        """Ends the engines."""
+
+
+class LocalEngine(RolloutEngine, RolloutSource):
+    """The `RolloutSource` of a run with one engine."""
+
+    def __init__(self, config: RunConfig, prompts: Prompts) -> None:
+        """Starts the engine. Raises ConfigError for what vLLM refuses."""
+        self._run_config, self._prompts = config, prompts
+        super().__init__(Path(config.policy.model_name), config.policy.generation, config.grpo.seed)
+
+    def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
+        prompts = self._prompts(step)
+        measured = MeasuredRollout(self, prompts.requests, on_finished)
+        measured.advance()
+        rollout = StepRollout(prompts, *measured.result(), self.take_sample_stats(prompts.requests))
+        return check_tokens(rollout, self.generate, self._run_config)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int = 0) -> None:
+        """Replaces the weights, by Hugging Face name. Each request says itself which version it is for."""
+        super().load_weights(tensors)

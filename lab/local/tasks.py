@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of a local run: their interface, the one that a config names, problems of `reasoning-gym`, and free text.
+
+The demo's task is in `step_addition`.
+"""
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lab.local.step_addition import Grammar, StepAddition, Writer
+from nemo_specrollout.config.strict import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from lab.local.run_sections import DataConfig, TaskConfig
+
+ENDLESS = 2**31
+"""Size of most datasets of `reasoning-gym`. They make a problem only when it is asked for."""
+PART = 500
+"""Problems of a part, for tasks whose list is made of many datasets, one after another."""
+TASKS_IN_PARTS = ("acre", "gsm_symbolic", "list_functions", "pool_matrix", "word_ladder")
+"""Tasks that a dataset of size `ENDLESS` does not suit.
+
+Three of them do something for every problem when a dataset is made. `word_ladder` refuses more than 20,000 problems, and
+`pool_matrix` needs seeds below 2**32.
+"""
+
+
+class Task(Protocol):
+    """A source of problems with its reward. A problem depends on the seed and its index only. Only its task reads it."""
+
+    def problems(self, seed: int, num: int, start: int = 0) -> list[Any]:
+        """Returns problems `start` to `start + num - 1` of the seed's endless list; the same in every process."""
+        ...
+
+    def encode(self, problem: Any) -> list[int]:
+        """Returns the prompt's token ids. The first token of a response follows the last of them."""
+        ...
+
+    def reward(self, problem: Any, response_ids: Sequence[int]) -> float:
+        """Returns the reward of a response, 0 to 1. Any token ids have one."""
+        ...
+
+
+def build_task(data: "DataConfig", tokenizer: "PreTrainedTokenizerFast") -> Task:
+    """Returns the task that `data` names."""
+    if data.dataset_name == "reasoning_gym":
+        return ReasoningGymTask(tokenizer, data.tasks, data.system_prompt)
+    if data.dataset_name == "free_text":
+        return FreeText(tokenizer)
+    return StepAddition(tokenizer, data.max_terms)
+
+
+def encode_chat(tokenizer: "PreTrainedTokenizerFast", user: str, system: str | None = None) -> list[int]:
+    """Returns the token ids of one user message by the model's chat template, ready for a response.
+
+    `system` is the system prompt. With None the template uses its own, if it has one.
+    """
+    messages = [{"role": "user", "content": user}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+# reasoning-gym
+
+
+def check_tasks(tasks: "Sequence[TaskConfig]", path: str) -> None:
+    """Makes one problem of each task. Raises ConfigError if a task or option is unknown, or if the package is missing."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: the package reasoning-gym cannot be imported ({error}); `make smollm2` installs it"
+        ) from error
+    for i, task in enumerate(tasks):
+        if task.name not in DATASETS:
+            raise ConfigError(
+                f"{path}[{i}].name: {task.name!r} is no task of reasoning_gym{nearest(task.name, DATASETS)}"
+            )
+        try:
+            _create_dataset(task, 0)[0]
+        except Exception as error:  # each task has checks of its own: assertions, type errors, value errors
+            reason = str(error) or type(error).__name__
+            raise ConfigError(
+                f"{path}[{i}].options: {dict(task.options)} does not suit {task.name}: {reason}"
+            ) from error
+
+
+def _create_dataset(task: "TaskConfig", seed: int) -> Any:
+    """Returns a dataset of `task`: all problems of the seed, or one part of them."""
+    import reasoning_gym
+
+    size = PART if task.name in TASKS_IN_PARTS else ENDLESS
+    return reasoning_gym.create_dataset(task.name, size=size, seed=seed, **task.options)
+
+
+@dataclass(frozen=True)
+class GymProblem:
+    """One problem of the task `task`, with the dataset that scores it and its entry there."""
+
+    task: str
+    dataset: Any
+    entry: Mapping[str, Any]
+
+    @property
+    def prompt(self) -> str:
+        return str(self.entry["question"])
+
+
+class ReasoningGymTask:
+    """Problems of `reasoning-gym` mixed by weight, in the chat template, with its scorers as the reward."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerFast", tasks: "Sequence[TaskConfig]", system_prompt: str | None = None
+    ) -> None:
+        """`system_prompt` is a text, the name of a prompt of `reasoning-gym`, or None for the chat template's own."""
+        from reasoning_gym.utils import SYSTEM_PROMPTS
+
+        self._tokenizer, self._tasks = tokenizer, {task.name: task for task in tasks}
+        self._system_prompt = SYSTEM_PROMPTS.get(system_prompt or "", system_prompt)
+        self._datasets: dict[tuple[int, str], tuple[int, Any]] = {}
+        """Number of the latest part by seed and task, with its dataset."""
+
+    def problems(self, seed: int, num: int, start: int = 0) -> list[GymProblem]:
+        weights = [task.weight for task in self._tasks.values()]
+        found = []
+        for index in range(start, start + num):
+            name = random.Random(f"{seed}-{index}").choices(list(self._tasks), weights)[0]
+            part, index_in_part = divmod(index, PART) if name in TASKS_IN_PARTS else (0, index)
+            dataset = self._dataset(seed, name, part)
+            found.append(GymProblem(name, dataset, dataset[index_in_part]))
+        return found
+
+    def encode(self, problem: GymProblem) -> list[int]:
+        return encode_chat(self._tokenizer, problem.prompt, self._system_prompt)
+
+    def reward(self, problem: GymProblem, response_ids: Sequence[int]) -> float:
+        """Returns the task's own score, 0 to 1, of the text in the last `<answer>...</answer>`; 0 without one."""
+        from reasoning_gym.utils import extract_answer
+
+        text = str(self._tokenizer.decode(list(response_ids), skip_special_tokens=True))
+        try:
+            return float(problem.dataset.score_answer(extract_answer(text), problem.entry))
+        except Exception:  # some scorers raise at an answer that is not of their form, e.g. prime_factorization's
+            return 0.0
+
+    def _dataset(self, seed: int, name: str, part: int) -> Any:
+        if (latest := self._datasets.get((seed, name))) is not None and latest[0] == part:
+            return latest[1]
+        # A dataset makes problem i from seed + i. So the lists of close seeds would overlap.
+        if name in TASKS_IN_PARTS:
+            far = _hashed(f"{seed}-{name}-{part}", num_bytes=4) // 2
+        else:
+            far = _hashed(f"{seed}-{name}", num_bytes=5)
+        dataset = _create_dataset(self._tasks[name], far)
+        self._datasets[seed, name] = part, dataset
+        return dataset
+
+
+def _hashed(words: str, num_bytes: int) -> int:
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:num_bytes], "big")
+
+
+# Free text
+
+PROMPTS: Grammar = {
+    "prompt": {
+        "Write a short story about <person> who <deed>.": 4, "Write a poem about <thing>.": 2,
+        "Explain to a child why <question>.": 3, "Write a letter to <person> about <thing>.": 2,
+        "Describe a day in the life of <person>.": 2, "Give me some advice: how can I <aim>?": 3,
+        "What are the good and the bad sides of <thing>?": 3, "Tell me about the history of <thing>.": 2,
+        "Write a dialogue between <person> and <person>.": 2, "Summarize what you know about <thing>.": 2,
+    },
+    "person": {
+        "a lighthouse keeper": 1, "an old sailor": 1, "a young baker": 1, "a curious robot": 1, "a shy teacher": 1,
+        "a retired astronaut": 1, "a village doctor": 1, "a street musician": 1, "a lonely dragon": 1, "a night nurse": 1,
+        "a mountain guide": 1, "a clever fox": 1, "a small town mayor": 1, "a tired detective": 1, "a beekeeper": 1,
+        "the captain of a submarine": 1,
+    },
+    "deed": {
+        "finds a map": 1, "loses a key": 1, "learns to sing": 1, "misses the last train": 1, "builds a boat": 1,
+        "discovers a secret garden": 1, "forgets a name": 1, "wins a strange contest": 1, "cannot sleep": 1,
+        "gets a letter from the future": 1, "teaches a bird to talk": 1, "has to keep a promise": 1,
+    },
+    "thing": {
+        "the sea in winter": 1, "coffee": 1, "bicycles": 1, "working at night": 1, "bridges": 1, "the railway": 1,
+        "living in a big city": 1, "old books": 1, "chess": 1, "the telephone": 1, "gardens": 1, "wind power": 1,
+        "writing by hand": 1, "the first snow": 1, "bread": 1, "maps": 1, "glass": 1, "school uniforms": 1,
+    },
+    "question": {
+        "the sky is blue": 1, "we dream": 1, "leaves fall in autumn": 1, "the moon changes its shape": 1, "bread rises": 1,
+        "cats purr": 1, "it rains": 1, "ice floats": 1, "we need to sleep": 1, "magnets attract iron": 1,
+        "birds fly south": 1, "we have different languages": 1,
+    },
+    "aim": {
+        "learn to cook": 1, "sleep better": 1, "make new friends": 1, "read more books": 1, "save money": 1,
+        "stop being late": 1, "speak in front of people": 1, "grow tomatoes": 1, "write a good letter": 1,
+        "plan a long walk": 1, "remember names": 1, "get up earlier": 1,
+    },
+}  # fmt: skip
+
+
+class FreeText:
+    """Prompts for stories, letters and explanations, for the bench and the training of draft heads: without a reward."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        self._tokenizer = tokenizer
+
+    def problems(self, seed: int, num: int, start: int = 0) -> list[str]:
+        writers = (Writer(PROMPTS, random.Random(f"{seed}-{i}"), habit=0.0) for i in range(start, start + num))
+        return [writer.write("prompt") for writer in writers]
+
+    def encode(self, problem: str) -> list[int]:
+        return encode_chat(self._tokenizer, problem)
+
+    def reward(self, problem: str, response_ids: Sequence[int]) -> float:
+        """Raises NotImplementedError: there is no rule for the worth of a free text."""
+        raise NotImplementedError("free_text has no reward; train on another data.dataset_name")

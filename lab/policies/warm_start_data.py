@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worked responses for the warm start, in batches of equal size, short problems first.
+
+Shapes: B requests, T positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lab.local.step_addition import MAX_TERMS, demonstration, encode_prompt, make_problems
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+DEFAULT_STEPS = 6000
+BATCH_TOKENS = 768
+"""Positions of a training batch, padding included."""
+POOL_PROBLEMS = 256
+"""Batches are cut from pools of problems sorted by length, which keeps padding small."""
+POOL_STEPS = 64
+"""About the number of batches in a pool; only the pace of the curriculum depends on it."""
+IGNORED = -100
+Example = tuple[list[int], int]
+"""Token ids of a prompt with its response, and the length of the prompt."""
+FIRST_MAX_TERMS = 3
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Settings that determine the policy's weights."""
+
+    steps: int = DEFAULT_STEPS
+    seed: int = 0
+    learning_rate: float = 2e-3
+    warm_up_steps: int = 100
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    digit_weight: float = 3.0
+    """Loss weight of a digit against a word. Digits are what is hard; the optimum of each position is the same."""
+    curriculum: float = 0.4
+    """Share of the steps over which the longest problem grows from 3 terms to 16."""
+    quick_from: float = 0.8
+    """Share of the steps after which every second response is a quick writer's, who slips: what RL is to unlearn."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; give at least 1 (default {DEFAULT_STEPS})")
+
+
+def make_batches(
+    tokenizer: PreTrainedTokenizerFast, settings: WarmStart
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless (ids_BT, labels_BT) of about `BATCH_TOKENS` positions each, examples of similar length together."""
+    rng = random.Random(f"batches-{settings.seed}")
+    for pool in itertools.count():
+        step = pool * POOL_STEPS
+        has_quick = step >= settings.quick_from * settings.steps
+        longest = longest_problem(step, settings)
+        examples = _make_examples(tokenizer, settings.seed, pool * POOL_PROBLEMS, longest, has_quick)
+        batches = cut_batches(examples, BATCH_TOKENS)
+        rng.shuffle(batches)
+        for batch in batches:
+            yield pad_batch(batch, int(tokenizer.pad_token_id))
+
+
+def longest_problem(step: int, settings: WarmStart) -> int:
+    """The most terms a training problem has at `step`: small sums are learned first, and carry over."""
+    progress = min(1.0, step / max(1.0, settings.curriculum * settings.steps))
+    return FIRST_MAX_TERMS + int(progress * (MAX_TERMS - FIRST_MAX_TERMS))
+
+
+def _make_examples(
+    tokenizer: PreTrainedTokenizerFast, seed: int, start: int, max_terms: int, has_quick: bool
+) -> list[Example]:
+    """Returns worked responses to the problems of one pool."""
+    examples = []
+    for index, problem in enumerate(make_problems(seed, POOL_PROBLEMS, start, max_terms), start):
+        prompt = encode_prompt(problem, tokenizer)
+        is_quick = has_quick and index % 2 == 1
+        text = demonstration(problem, random.Random(f"demonstration-{seed}-{index}"), is_quick)
+        response = tokenizer(text, add_special_tokens=False)["input_ids"]
+        examples.append(([*prompt, *response, int(tokenizer.eos_token_id)], len(prompt)))
+    return examples
+
+
+def cut_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[Example]]:
+    """The examples, by length, in batches whose padded size stays within `batch_tokens` (one example at least)."""
+    batches: list[list[Example]] = [[]]
+    for example in sorted(examples, key=lambda example: len(example[0])):
+        if batches[-1] and (len(batches[-1]) + 1) * len(example[0]) > batch_tokens:
+            batches.append([])
+        batches[-1].append(example)
+    return batches
+
+
+def pad_batch(batch: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids_BT, labels_BT), padded on the right; prompt and padding carry no label."""
+    width = max(len(ids) for ids, _ in batch)
+    ids_BT = torch.full((len(batch), width), pad_id)
+    labels_BT = torch.full((len(batch), width), IGNORED)
+    for row, (ids, prompt_length) in enumerate(batch):
+        ids_BT[row, : len(ids)] = torch.tensor(ids)
+        labels_BT[row, prompt_length : len(ids)] = ids_BT[row, prompt_length : len(ids)]
+    return ids_BT, labels_BT

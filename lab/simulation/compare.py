@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated RL steps, and comparisons of variants: features added one by one, or a run as configured, against plain.
+
+A step is synchronous, or asynchronous with a lag and separate GPUs for each side.
+
+Shapes: R requests, T steps, B requests of a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lab.simulation.event_loop import Rollout, RolloutResult
+from lab.simulation.scenario import Scenario
+from lab.simulation.setting import APART, AUTO, FIXED, PLAIN, Fleet, Setting, Variant
+from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
+from nemo_specrollout.scheduling.racing.straggler_policy import in_shards
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of an RL step, in steady state if steps overlap."""
+
+    variant: str
+    parts_s: dict[str, float]
+    """Seconds of a step by part. In asynchronous training, generation counts only as far as training waits for it."""
+    rollout_s: float
+    """Seconds from the start of a batch until its last request ended."""
+    idle_share: float
+    """Idle share of all GPUs over a step."""
+    rollout: RolloutResult
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.parts_s.values())
+
+
+def simulate_step(setting: Setting) -> StepResult:
+    """Simulates a step of the setting."""
+    return _synchronous(setting) if setting.fleet.scenario.training.mode == "sync" else _asynchronous(setting)
+
+
+def _synchronous(setting: Setting) -> StepResult:
+    requests = setting.requests(1)
+    num_requests = len(requests.length_R)
+    rollout = setting.rollout(requests)
+    rollout.start(np.arange(num_requests), in_shards(num_requests, len(rollout.engines)))
+    rollout.run()
+    result = rollout.result()
+    parts_s = setting.parts_s(requests.num_tokens, num_requests) | {"generate": result.seconds}
+    idle_share = result.idle_share * result.seconds / sum(parts_s.values())
+    return StepResult(setting.variant.name, parts_s, result.seconds, idle_share, result)
+
+
+def _asynchronous(setting: Setting) -> StepResult:
+    """Simulates overlapping steps, and returns the means over the later half of them.
+
+    The last few do not count, because they have no generation beside them. Batches that began together end together, so
+    steps differ in a cycle of that many batches. Whole cycles count.
+    """
+    cluster, training = setting.fleet.scenario.cluster, setting.fleet.scenario.training
+    requests = setting.requests(training.num_steps)
+    rollout = setting.rollout(requests)
+    length_TB = requests.length_R.reshape(training.num_steps, -1)
+    parts_T = [setting.parts_s(int(length_B.sum()), len(length_B)) for length_B in length_TB]
+    ahead = min(training.lag, (training.buffer_batches or training.lag + 1) - 1)
+    generated_s_T, waited_s_T, trained_s_T = _train_all(rollout, [sum(parts.values()) for parts in parts_T], ahead)
+    cycle, last = ahead + 1, training.num_steps - ahead
+    first = last - max(1, last // 2 // cycle) * cycle
+    parts_s = {name: float(np.mean([parts[name] for parts in parts_T[first:last]])) for name in parts_T[0]}
+    waited_s = float(waited_s_T[first:last].mean())
+    result = rollout.result()
+    idle_training = waited_s / (waited_s + sum(parts_s.values()))
+    idle_generating = result.idle_share_between(float(trained_s_T[first - 1]), float(trained_s_T[last - 1]))
+    idle_gpus = cluster.generating_gpus * idle_generating + cluster.training_gpus * idle_training
+    rollout_s = float(generated_s_T[first:last].mean())
+    parts_s["generate"] = waited_s
+    return StepResult(setting.variant.name, parts_s, rollout_s, idle_gpus / cluster.num_gpus, result)
+
+
+def _train_all(rollout: Rollout, train_s_T: list[float], ahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Trains batch after batch, while up to `ahead` later ones generate: batch j starts with policy version j - `ahead`.
+
+    Returns for each batch the seconds of its generation, the seconds that training waited for it, and the moment when it was
+    trained.
+    """
+    requests_TB = np.arange(len(rollout.end_R)).reshape(len(train_s_T), -1)
+    engine_B = in_shards(requests_TB.shape[1], len(rollout.engines))
+    generated_s_T, waited_s_T, trained_s_T = np.zeros((3, len(train_s_T)))
+    began_s: list[float] = []
+    for requests_B in requests_TB[: 1 + ahead]:
+        rollout.start(requests_B, engine_B)
+        began_s.append(0.0)
+    free_s = 0.0
+    for step, requests_B in enumerate(requests_TB):
+        rollout.run(until_ended=requests_B)
+        complete_s = float(rollout.end_R[requests_B].max())
+        begin_s = max(free_s, complete_s)
+        generated_s_T[step], waited_s_T[step] = complete_s - began_s[step], begin_s - free_s
+        free_s = trained_s_T[step] = begin_s + train_s_T[step]
+        rollout.run(free_s)
+        if len(began_s) < len(requests_TB):
+            rollout.start(requests_TB[len(began_s)], engine_B)
+            began_s.append(rollout.now_s)
+    return generated_s_T, waited_s_T, trained_s_T
+
+
+DECOUPLED, MOVING, RACING = "decoupled", "moving", "racing"
+TAIL = "fastest_of_n"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Variants of a scenario, plain first."""
+
+    scenario: Scenario
+    steps: tuple[StepResult, ...]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Response lengths of all simulated steps, int64."""
+        return self.plain.rollout.length_R
+
+    @property
+    def plain(self) -> StepResult:
+        return self.steps[0]
+
+    @property
+    def best(self) -> StepResult:
+        """The variant with the shortest step. Ties are broken by the shortest rollout."""
+        return min(self.steps, key=lambda step: (round(step.step_s, 3), step.rollout_s))
+
+    def speedup(self, step: StepResult) -> float:
+        """Returns the speedup of the whole step over plain."""
+        return self.plain.step_s / step.step_s
+
+    def rollout_speedup(self, step: StepResult) -> float:
+        """Returns the speedup of the rollout over plain."""
+        return self.plain.rollout_s / step.rollout_s
+
+    def peak_share(self, step: StepResult) -> float | None:
+        """Returns the share of peak arithmetic spent on response tokens; None without a data sheet."""
+        policy, rollout = Fleet(self.scenario).policy, step.rollout
+        if policy is None:
+            return None
+        gpus_s = self.scenario.cluster.generating_gpus * rollout.seconds
+        return policy.ideal_s(rollout.num_tokens) * policy.num_gpus / gpus_s
+
+
+def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison:
+    """Simulates plain, fixed and `auto` drafting, separate drafters, and moving and racing with the better of these."""
+    fleet = Fleet(scenario)
+
+    def simulated(name: str, kind: str, tail: FastestOfNConfig | None = None) -> StepResult:
+        return simulate_step(Setting(fleet, Variant(name, kind, tail), tuple(traced)))
+
+    steps = [simulated(kind, kind) for kind in (PLAIN, FIXED, AUTO)]
+    kind = AUTO
+    if fleet.placement is not None:
+        steps.append(simulated(DECOUPLED, APART))
+        kind = APART if steps[-1].step_s < steps[-2].step_s else AUTO
+    if fleet.num_engines(kind) > 1:
+        steps.append(simulated(MOVING, kind, FastestOfNConfig(max_racers=1)))
+        if len(scenario.drafting.methods) > 1:
+            steps.append(simulated(RACING, kind, FastestOfNConfig()))
+    return Comparison(scenario, tuple(steps))
+
+
+def as_configured(scenario: Scenario, block: SpecrolloutConfig) -> Comparison:
+    """Simulates plain, drafting as configured, and the configured `fastest_of_n` if there are several engines."""
+    fleet = Fleet(scenario)
+    kind, tail = drafting_kind(fleet, block), block.fastest_of_n
+    is_split = bool(scenario.drafting.methods_of_workers)
+    variants = [Variant(PLAIN, PLAIN)] + ([Variant(kind, kind, is_split=is_split)] if kind != PLAIN else [])
+    if tail is not None and tail.enabled and fleet.num_engines(kind) > 1:
+        variants.append(Variant(TAIL, kind, tail, is_split))
+    return Comparison(scenario, tuple(simulate_step(Setting(fleet, variant)) for variant in variants))
+
+
+def drafting_kind(fleet: Fleet, block: SpecrolloutConfig) -> str:
+    """Returns the kind of drafting of a block, as in `Fleet.speculation`."""
+    if not block.enabled or not block.drafters:
+        return PLAIN
+    if block.remote is not None and fleet.placement is not None:
+        return APART
+    return FIXED if block.budget.policy == "fixed" else AUTO
+
+
+def onset(step: StepResult) -> tuple[float, float] | None:
+    """Returns the second of a step's first move or race, and the share of requests that have ended by then.
+
+    Returns None if there is none.
+    """
+    if not step.rollout.changes:
+        return None
+    at_s = step.rollout.changes[0].at_s
+    return at_s, float(np.mean(step.rollout.end_R <= at_s))
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Drafts of an engine's typical requests in a step, for one number of requests."""
+
+    num_requests: int
+    drafts: float
+    tokens: float
+    speedup: float
+    """Speedup over plain at the same number of requests."""
+
+
+def drafted(scenario: Scenario, block: SpecrolloutConfig) -> list[Drafted]:
+    """Returns the drafts of the first method with 1, 4, 16, ... requests in an engine, up to its share of a step."""
+    fleet = Fleet(scenario)
+    kind = drafting_kind(fleet, block)
+    if kind == PLAIN:
+        return []
+    share = -(-scenario.batch.num_requests // fleet.num_engines(kind))
+    most = min(share, fleet.num_slots)
+    context = scenario.batch.prompt_tokens + scenario.lengths.median / 2
+    speculation, plain = fleet.speculation(kind, 0), fleet.speculation(PLAIN, 0)
+    rows = []
+    for size in sorted({4**i for i in range(12) if 4**i < most} | {most}):
+        p_B = np.full(size, scenario.drafting.methods[0].centre)
+        step = speculation.decode_step(p_B, context)
+        speedup = speculation.tokens_per_s(p_B, context) / plain.tokens_per_s(p_B, context)
+        rows.append(Drafted(size, step.num_rows / size - 1.0, float(step.tokens_B.mean()), speedup))
+    return rows

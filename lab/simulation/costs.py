@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost models of an engine: three with given numbers, and a roofline of a transformer on GPUs.
+
+`nemo-specrollout profile` measures `TabledCosts`. `RoundCosts` and `LinearCosts` have the forms of the two papers. The
+roofline follows from the model's shape, the GPU's data sheet and a few calibrated shares.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lab.placement.cost_tables import CostCurve
+from lab.simulation.data_sheets import Device, ModelShape
+from nemo_specrollout.config.strict import bounded, check_columns
+
+Rows = np.ndarray | float
+_BYTES = {"bf16": 2.0, "fp8": 1.0}
+_ACTIVATION_BYTES = 2.0
+
+
+class Costs(ABC):
+    """Seconds of an engine's work."""
+
+    @abstractmethod
+    def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
+        """Returns the seconds of a step with `num_rows` rows, including drafts, at a mean length of `context` tokens."""
+
+    def draft_s(self, num_requests: float, context: float) -> float:
+        """Returns the seconds in which this engine makes one draft token for each request."""
+        return 0.0
+
+    def prefill_s(self, num_tokens: float) -> float:
+        """Returns the seconds of a prefill of `num_tokens` tokens: by default, of a step of as many rows."""
+        return float(self.step_s(1, num_tokens, num_tokens / 2))
+
+
+@dataclass(frozen=True)
+class TabledCosts(Costs):
+    """Costs from measured tables, independent of the context."""
+
+    verify: CostCurve
+    drafting: CostCurve | None = None
+
+    def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
+        if isinstance(num_rows, np.ndarray):
+            return np.array([self.verify.at(float(n)) for n in num_rows])
+        return self.verify.at(num_rows)
+
+    def draft_s(self, num_requests: float, context: float) -> float:
+        return self.drafting.at(num_requests) if self.drafting else 0.0
+
+
+@dataclass(frozen=True)
+class RoundCosts(Costs):
+    """Costs from the figures of Paper B (arXiv 2604.26779): the cost of a round of k drafts in plain steps.
+
+    It is the acceptance length over the speedup, interpolated linearly from 1 at no drafts and extrapolated beyond the last
+    figure. A plain step takes equally long for all batch sizes, because the paper gives no more.
+    """
+
+    plain_step_s: float = bounded(above=0.0)
+    """Seconds of a plain decode step."""
+    num_drafts: tuple[int, ...] = bounded(low=1)
+    """Drafts of each request, ascending."""
+    plain_steps: tuple[float, ...] = bounded(low=1.0)
+    """Cost of a round with each number of drafts, in plain steps."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if the lists differ in length, are empty or not ascending."""
+        check_columns(path, num_drafts=self.num_drafts, plain_steps=self.plain_steps)
+
+    def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
+        k = np.asarray(num_rows, float) / num_requests - 1.0
+        ks, rounds = np.array([0, *self.num_drafts]), np.array([1.0, *self.plain_steps])
+        slope = (rounds[-1] - rounds[-2]) / (ks[-1] - ks[-2])
+        seconds = self.plain_step_s * (np.interp(k, ks, rounds) + slope * np.maximum(k - ks[-1], 0.0))
+        return seconds if isinstance(num_rows, np.ndarray) else float(seconds)
+
+    def prefill_s(self, num_tokens: float) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class LinearCosts(Costs):
+    """Costs in the form of SpecActor (arXiv 2511.16193): `b * D' + alpha` to draft a token, `b * V' + beta` to verify a
+    window.
+
+    Here V' counts for each row, so that windows of all lengths lie on one line. The paper's coefficients are not public.
+    """
+
+    verify_fixed_s: float = bounded(above=0.0)
+    """Seconds of a step without rows: beta."""
+    verify_row_s: float = bounded(low=0.0)
+    """Seconds of each row: V' of a window of one."""
+    draft_fixed_s: float = bounded(0.0, low=0.0)
+    """Seconds of a draft token without requests: alpha."""
+    draft_request_s: float = bounded(0.0, low=0.0)
+    """Seconds of a draft token for each request: D'."""
+
+    def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
+        return self.verify_fixed_s + self.verify_row_s * num_rows
+
+    def draft_s(self, num_requests: float, context: float) -> float:
+        return self.draft_fixed_s + self.draft_request_s * num_requests
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Calibrated figures, each for all batch sizes, contexts and draft lengths."""
+
+    memory_share: float = bounded(0.75, above=0.0, high=1.0)
+    """Achieved share of the HBM bandwidth in decoding."""
+    compute_share: float = bounded(0.6, above=0.0, high=1.0)
+    """Achieved share of the dense peak in matrix products."""
+    layer_s: float = bounded(2e-5, low=0.0)
+    """Seconds of a layer without rows: launches and the latency of collectives."""
+    host_s: float = bounded(1.5e-3, low=0.0)
+    """Seconds of the host in each step: scheduling, sampling, detokenising."""
+    draft_host_s: float = bounded(2e-4, low=0.0)
+    """Seconds of the host for each draft token in the policy's engine."""
+    speculation_s: float = bounded(0.0, low=0.0)
+    """Constant seconds of a step with drafts: rejection, bookkeeping, unsuitable graphs."""
+    train_share: float = bounded(0.35, above=0.0, high=1.0)
+    """Achieved share of the dense bf16 peak in training."""
+    logprob_share: float = bounded(0.35, above=0.0, high=1.0)
+    """Achieved share of the dense bf16 peak in forward passes for log-probs."""
+
+
+@dataclass(frozen=True)
+class RooflineCosts(Costs):
+    """Costs of a model's engine on some GPUs. `drafter` has the costs of its own drafting.
+
+    A step takes the maximum of reading the weights and computing its rows. For a mixture of experts, only the experts that
+    get a row are read. It adds the maximum of reading the KV cache and computing attention, the exchange of activations,
+    and the time for launches and the host. Sources: Williams et al. 2009 ("Roofline"); ring all-reduce for the collectives.
+    """
+
+    shape: ModelShape
+    device: Device
+    precision: str
+    kv_precision: str
+    calibration: Calibration
+    num_gpus: int = 1
+    """GPUs of an engine."""
+    expert_parallel: bool = False
+    """Whether each expert is on one GPU, to which an all-to-all sends its tokens. Otherwise all GPUs share each expert."""
+    drafter: Costs | None = None
+
+    def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
+        calibration = self.calibration
+        fixed_s = self.shape.num_hidden_layers * calibration.layer_s + calibration.host_s
+        speculation_s = calibration.speculation_s * (np.asarray(num_rows) > num_requests)
+        attention_s = self._attention_s(num_requests, num_rows, context)
+        total = fixed_s + speculation_s + (self._linear_s(num_rows) + attention_s + self._exchange_s(num_rows))
+        return total if isinstance(num_rows, np.ndarray) else float(total)
+
+    def draft_s(self, num_requests: float, context: float) -> float:
+        return float(self.drafter.step_s(num_requests, num_requests, context)) if self.drafter else 0.0
+
+    def ideal_s(self, num_tokens: float) -> float:
+        """Returns the seconds of the arithmetic of `num_tokens` tokens at the data sheet's peak."""
+        return 2.0 * self.shape.active_params * num_tokens / self._peak
+
+    @property
+    def kv_tokens(self) -> float:
+        """Capacity of the KV cache in tokens, with 90 % of the memory in use."""
+        weights = self.shape.params * _BYTES[self.precision] / self.num_gpus
+        return (0.9 * self.device.hbm_bytes - weights) / self._kv_bytes
+
+    @property
+    def _peak(self) -> float:
+        return self.device.flops(self.precision) * self.num_gpus
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.device.hbm_bytes_per_s * self.calibration.memory_share
+
+    @property
+    def _kv_bytes(self) -> float:
+        """KV cache bytes of a token on each GPU. With more GPUs than KV heads, heads are replicated."""
+        copies = max(1.0, self.num_gpus / self.shape.num_key_value_heads)
+        return self.shape.kv_values_per_token * _BYTES[self.kv_precision] * copies / self.num_gpus
+
+    def _linear_s(self, num_rows: Rows) -> Rows:
+        weights_s = self.shape.params_read(num_rows) * _BYTES[self.precision] / self.num_gpus / self._bandwidth
+        compute_s = 2.0 * self.shape.active_params * num_rows / (self._peak * self.calibration.compute_share)
+        return np.maximum(weights_s, compute_s)
+
+    def _attention_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
+        read_s = num_requests * context * self._kv_bytes / self._bandwidth
+        peak = self.device.bf16_flops * self.num_gpus * self.calibration.compute_share
+        return np.maximum(read_s, self.shape.attention_flops(num_rows, context) / peak)
+
+    def _exchange_s(self, num_rows: Rows) -> Rows:
+        """Returns the seconds of communication: two all-reduces a layer, or one and two all-to-alls with expert
+        parallelism."""
+        n, shape = self.num_gpus, self.shape
+        if n == 1:
+            return 0.0 * num_rows
+        link = self.device.link_bytes_per_s(n)
+        row_bytes = _ACTIVATION_BYTES * shape.hidden_size * num_rows
+        all_reduce_s = 2.0 * (n - 1) / n * row_bytes / link
+        if not (self.expert_parallel and shape.num_experts):
+            return shape.num_hidden_layers * 2.0 * all_reduce_s
+        to_experts_s = 2.0 * (n - 1) / n * shape.num_experts_per_tok * row_bytes / n / link
+        return shape.num_hidden_layers * (all_reduce_s + to_experts_s)
+
+
+def drafter_costs(engine: RooflineCosts, shape: ModelShape, num_gpus: int | None = None) -> RooflineCosts:
+    """Returns the costs of a bf16 drafter on the policy's GPUs, or on `num_gpus` separate GPUs."""
+    calibration = engine.calibration
+    if num_gpus is None:
+        calibration = replace(calibration, host_s=calibration.draft_host_s)
+    return RooflineCosts(shape, engine.device, "bf16", "bf16", calibration, num_gpus or engine.num_gpus)

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated engine, and the production straggler policy that observes such engines.
+
+Between two events, all requests of an engine advance at constant decode speed.
+
+Shapes: B requests of an engine, R requests under way, M draft methods, A attempts, E engines.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lab.simulation.speculation import DecodeStep, Speculation
+from lab.simulation.workload import Workload
+from nemo_specrollout.config.block import FastestOfNConfig
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator, RequestSpeeds
+from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision
+from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
+
+_CLOSE = 1e-6
+"""Missing tokens at which a request counts as ended, because sums of many steps are inexact."""
+_NO_STEP = DecodeStep(np.ones(0), 0.0)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work of an engine over a stretch of time. `num_requests` is 0 for a prefill."""
+
+    begin_s: float
+    end_s: float
+    engine: int
+    num_requests: int
+    num_tokens: float
+    num_steps: float = 0.0
+
+
+class SimulatedEngine:
+    """Owns the requests of an engine, those that wait for a slot, and the progress of each.
+
+    `advance` brings the engine to a moment. Changes of its requests follow, and `plan` after all changes.
+    Invariant: a request is in `requests_B` at most once, and its tokens never exceed its length.
+    """
+
+    def __init__(self, index: int, speculation: Speculation, method: int, num_slots: int) -> None:
+        self.index, self.speculation, self.method, self.num_slots = index, speculation, method, num_slots
+        self.waiting: deque[int] = deque()
+        self.requests_B = np.zeros(0, np.int64)
+        self.tokens_B = np.zeros(0)
+        self.lengths_B = np.zeros(0)
+        self.p_B = np.zeros(0)
+        self.spans: list[Span] = []
+        self.after_idle: tuple[Speculation, int] | None = None
+        """Speculation and method once the engine has been idle; None if they stay the same."""
+        self._step, self._num_steps = _NO_STEP, 0.0
+        self.begin_s = self.end_s = 0.0
+        self.plan_number = 0
+        """Number of plans so far. An event of an earlier plan is outdated."""
+
+    @property
+    def load(self) -> int:
+        """Number of requests, including waiting ones."""
+        return len(self.requests_B) + len(self.waiting)
+
+    def tokens_at(self, now_s: float) -> np.ndarray:
+        """Returns the tokens of each request, float64 [B], at a moment of the current plan."""
+        done_B = self.tokens_B + self._step.tokens_B * self._num_steps * self._share(now_s)
+        return np.minimum(done_B, self.lengths_B)
+
+    def advance(self, now_s: float) -> None:
+        """Brings all requests to `now_s`, which lies within the current plan."""
+        if now_s <= self.begin_s or not len(self.requests_B):
+            return
+        before, share = self.tokens_B, self._share(now_s)
+        self.tokens_B = self.tokens_at(now_s)
+        num_tokens = float((self.tokens_B - before).sum())
+        num_steps = self._num_steps * share
+        self.spans.append(Span(self.begin_s, now_s, self.index, len(self.requests_B), num_tokens, num_steps))
+        self._num_steps *= 1.0 - share
+        self.begin_s = now_s
+
+    def plan(self, now_s: float, prompt_tokens: int) -> float:
+        """Plans the decode steps from now on. Returns when the next request ends; infinity if there is none."""
+        self.plan_number += 1
+        self.begin_s = max(self.begin_s, now_s)
+        if not len(self.requests_B):
+            self._step, self.end_s = _NO_STEP, np.inf
+            return self.end_s
+        context = prompt_tokens + float(self.tokens_B.mean())
+        self._step = self.speculation.decode_step(self.p_B, context)
+        self._num_steps = max(float(((self.lengths_B - self.tokens_B) / self._step.tokens_B).min()), 0.0)
+        # Costs are nearly linear in the context, so the middle represents all steps.
+        middle = context + 0.5 * self._num_steps * float(self._step.tokens_B.mean())
+        self.end_s = self.begin_s + self._num_steps * self.speculation.step_s(self._step, len(self.requests_B), middle)
+        return self.end_s
+
+    def prefill(self, now_s: float, num_tokens: float) -> None:
+        """Computes texts of `num_tokens` tokens first; other requests wait."""
+        begin_s = max(self.begin_s, now_s)
+        self.begin_s = begin_s + self.speculation.costs.prefill_s(num_tokens)
+        if self.begin_s > begin_s:
+            self.spans.append(Span(begin_s, self.begin_s, self.index, 0, 0.0))
+
+    def take(self, requests_b: np.ndarray, tokens_b: np.ndarray, lengths_b: np.ndarray, p_b: np.ndarray) -> None:
+        """Adds requests that begin or continue here."""
+        self.requests_B = np.concatenate([self.requests_B, requests_b])
+        self.tokens_B = np.concatenate([self.tokens_B, tokens_b])
+        self.lengths_B = np.concatenate([self.lengths_B, lengths_b])
+        self.p_B = np.concatenate([self.p_B, p_b])
+
+    def became_idle(self) -> None:
+        """Switches to the method for engines that have been idle, if there is one."""
+        if self.after_idle is not None:
+            (self.speculation, self.method), self.after_idle = self.after_idle, None
+
+    def ended(self) -> np.ndarray:
+        """Returns the requests that have all their tokens, int64."""
+        return self.requests_B[self.tokens_B >= self.lengths_B - _CLOSE]
+
+    def drop(self, requests_b: np.ndarray) -> float:
+        """Removes requests. Returns the sum of their tokens."""
+        stays_B = (self.requests_B[:, None] != requests_b).all(axis=1)
+        num_tokens = float(self.tokens_B[~stays_B].sum())
+        self.requests_B, self.tokens_B = self.requests_B[stays_B], self.tokens_B[stays_B]
+        self.lengths_B, self.p_B = self.lengths_B[stays_B], self.p_B[stays_B]
+        return num_tokens
+
+    def _share(self, now_s: float) -> float:
+        if now_s >= self.end_s or self.end_s <= self.begin_s:
+            return 1.0
+        return max(now_s - self.begin_s, 0.0) / (self.end_s - self.begin_s)
+
+
+_TYPICAL_K = 4
+"""Draft length at which acceptances are converted to relative speeds."""
+
+
+@dataclass(frozen=True)
+class SimulatedSpeeds:
+    """Speed model for the policy, from the cost model at typical acceptance and one context length."""
+
+    methods: tuple[Speculation, ...]
+    typical_p: tuple[float, ...]
+    context: float
+
+    def tokens_per_s(self, method: int, batch: int) -> float:
+        """Returns the tokens a second of each of `batch` typical requests."""
+        p_B = np.full(batch, self.typical_p[method])
+        return self.methods[method].tokens_per_s(p_B, self.context)
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Returns the seconds of a prefill of `num_tokens` tokens."""
+        return self.methods[0].costs.prefill_s(num_tokens)
+
+
+class TailPolicy:
+    """The production policy and its length estimates. Owns both.
+
+    The policy is asked when a request ends while an engine is idle, at most once in `every_s` seconds.
+    """
+
+    def __init__(
+        self, config: FastestOfNConfig, speeds: SimulatedSpeeds, estimator: LengthEstimator, every_s: float
+    ) -> None:
+        self.policy, self.speeds, self.estimator = FastestOfN(config, speeds), speeds, estimator
+        self.every_s = every_s
+        self._next_s = 0.0
+
+    def is_due(self, engines: Sequence[SimulatedEngine], now_s: float) -> bool:
+        """Returns whether to ask the policy now that a request has ended."""
+        return now_s >= self._next_s and any(not engine.load for engine in engines)
+
+    def decide(self, workload: Workload, engines: Sequence[SimulatedEngine], now_s: float) -> TailDecision:
+        """Returns the policy's decision, by the numbers of requests and engines."""
+        self._next_s = now_s + self.every_s
+        # Requests that wait in an engine have no text yet, and stay there.
+        requests_R = np.unique(np.concatenate([e.requests_B for e in engines]))
+        if not len(requests_R):
+            return TailDecision()
+        decision = self.policy.decide(self._observation(workload, engines, requests_R, now_s))
+        starts, stops = (
+            tuple((int(requests_R[r]), e) for r, e in pairs) for pairs in (decision.starts, decision.stops)
+        )
+        return TailDecision(starts, stops)
+
+    def _observation(
+        self, workload: Workload, engines: Sequence[SimulatedEngine], requests_R: np.ndarray, now_s: float
+    ) -> TailObservation:
+        request_A = np.searchsorted(requests_R, np.concatenate([e.requests_B for e in engines]))
+        engine_A = np.repeat([e.index for e in engines], [len(e.requests_B) for e in engines])
+        tokens_A = np.concatenate([e.tokens_at(now_s) for e in engines])
+        tokens_R = np.zeros(len(requests_R))
+        np.maximum.at(tokens_R, request_A, tokens_A)
+        groups = workload.prompt_R[requests_R].tolist()
+        remaining_R = self.estimator.remaining(groups, tokens_R.astype(np.int64))
+        method_E = np.array([e.method for e in engines])
+        speeds = self._speeds(workload.acceptance_RM[requests_R], request_A, method_E[engine_A], tokens_A)
+        return TailObservation(
+            workload.prompt_tokens + tokens_R.astype(np.int64), remaining_R, speeds.speeds(), speeds.doubts(), request_A,
+            engine_A, (tokens_R[request_A] - tokens_A).astype(np.int64), method_E,
+            np.array([e.num_slots - len(e.waiting) for e in engines]),
+        )  # fmt: skip
+
+    def _speeds(
+        self, p_RM: np.ndarray, request_A: np.ndarray, method_A: np.ndarray, tokens_A: np.ndarray
+    ) -> RequestSpeeds:
+        """Returns the request speeds that follow from the attempts under way."""
+        typical_p_M = np.array(self.speeds.typical_p)
+        speeds = RequestSpeeds(np.ones_like(p_RM))
+        for method in range(len(typical_p_M)):
+            attempts_a = np.flatnonzero(method_A == method)
+            relative_a = _tokens(typical_p_M[method]) / _tokens(p_RM[request_A[attempts_a], method])
+            speeds.observe(request_A[attempts_a], method, tokens_A[attempts_a], tokens_A[attempts_a] * relative_a)
+        return speeds
+
+
+def _tokens(p: np.ndarray) -> np.ndarray:
+    """Returns the tokens of a step, as `coupled_tokens` does."""
+    return (1.0 - p ** (_TYPICAL_K + 1)) / (1.0 - p)

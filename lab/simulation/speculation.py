@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated speculation: production policies decide the drafts of an engine, with the seconds of a cost model.
+
+Shapes: B requests of an engine, K draft positions.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from lab.placement.pipeline import SteadyState, coupled_tokens, steady_state
+from lab.simulation.costs import Costs
+from nemo_specrollout.config.block import BudgetConfig
+from nemo_specrollout.scheduling.speculation.budget import build_budget
+from nemo_specrollout.scheduling.speculation.draft_plan import PlanObservation, build_planner
+from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts
+from nemo_specrollout.scheduling.speculation.step_time import StepCosts
+
+_EXACT_BATCH = 8
+"""Largest batch size for which each size has its own cached decision."""
+_BATCH_STEP = 1.1
+"""Ratio of larger batch sizes that share a decision."""
+_CONTEXT_STEP = 1.25
+"""Ratio of context lengths that share a decision."""
+_ACCEPTANCE_STEP = 0.02
+"""Difference of acceptances that share a decision."""
+_KS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Draft lengths that a decoupled pair tries."""
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One engine step."""
+
+    tokens_B: np.ndarray
+    """Mean tokens that each request emits, float64."""
+    num_rows: float
+    """Rows of the verifier."""
+    depth: float = 0.0
+    """Draft tokens that the engine itself makes for each request before the step."""
+
+
+class Speculation(ABC):
+    """Drafting of one kind of engine."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+
+    @abstractmethod
+    def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
+        """Returns the step for requests with acceptances `p_B` and a mean length of `context` tokens."""
+
+    def step_s(self, step: DecodeStep, num_requests: int, context: float) -> float:
+        """Returns the seconds of a step."""
+        seconds = float(self.costs.step_s(num_requests, step.num_rows, context))
+        return seconds + step.depth * self.costs.draft_s(num_requests, context) if step.depth else seconds
+
+    def tokens_per_s(self, p_B: np.ndarray, context: float) -> float:
+        """Returns the mean tokens a second of a request."""
+        step = self.decode_step(p_B, context)
+        return float(step.tokens_B.mean()) / self.step_s(step, len(p_B), context)
+
+
+class NoSpeculation(Speculation):
+    """Emits one token in each step."""
+
+    def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
+        return DecodeStep(np.ones(len(p_B)), float(len(p_B)))
+
+
+class CoupledSpeculation(Speculation):
+    """The policy's engine drafts with a model or looks drafts up in text, as `budget` says.
+
+    Under `auto`, `AutoPlanner` plans the depth of a draft model, and `AutoBudget` decides how many drafts are verified.
+    """
+
+    def __init__(self, costs: Costs, budget: BudgetConfig, max_k: int, has_weights: bool) -> None:
+        super().__init__(costs)
+        self.config, self.max_k, self.has_weights = budget, max_k, has_weights
+        self.budget = build_budget(budget)
+        self._known: dict[tuple[int, int, int], tuple[int, float]] = {}
+
+    def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
+        key = _key(p_B, context)
+        if key not in self._known:
+            self._known[key] = self._decide(p_B, context)
+        depth, least_survival = self._known[key]
+        counts_B = _counts(p_B, depth, least_survival)
+        if not counts_B.any():
+            return DecodeStep(np.ones(len(p_B)), float(len(p_B)))
+        tokens_B = (1.0 - p_B ** (counts_B + 1)) / (1.0 - p_B)
+        return DecodeStep(tokens_B, float(len(p_B) + counts_B.sum()), float(depth) if self.has_weights else 0.0)
+
+    def _decide(self, p_B: np.ndarray, context: float) -> tuple[int, float]:
+        """Returns the draft depth, and the survival below which a draft token is not verified."""
+        if self.config.policy == "fixed":
+            return self.config.k, 0.0
+        costs = self._step_costs(len(p_B), context)
+        caps_B = np.full(len(p_B), self.max_k, np.int64)
+        survival_BK = p_B[:, None] ** np.arange(1, self.max_k + 1)
+        depth = self.max_k
+        if self.has_weights:
+            draft_costs = self._draft_costs(len(p_B), context)
+            observed = PlanObservation(np.zeros_like(survival_BK), survival_BK, costs, draft_costs)
+            depth = build_planner(self.config).plan(observed).depth
+        if depth == 0:
+            return 0, math.inf
+        survival_BK[:, depth:] = 0.0
+        decision = self.budget.allocate(survival_BK, caps_B, costs)
+        return (depth, decision.least_survival) if decision.counts_B.any() else (0, math.inf)
+
+    def _step_costs(self, num_requests: int, context: float) -> StepCosts:
+        rows = np.arange(num_requests * (self.max_k + 1) + 1, dtype=float)
+        return StepCosts(np.asarray(self.costs.step_s(num_requests, np.maximum(rows, num_requests), context), float))
+
+    def _draft_costs(self, num_requests: int, context: float) -> DraftCosts:
+        """Returns the line through this batch size and twice that. A drafter that does not pay is dormant and reads
+        nothing."""
+        once_s, twice_s = (self.costs.draft_s(n, context) for n in (num_requests, 2 * num_requests))
+        token_s = max(0.0, min(twice_s - once_s, once_s)) / num_requests
+        pass_s = once_s - num_requests * token_s
+        return DraftCosts(fixed_s=pass_s, pass_s=pass_s, token_s=token_s, read_share=0.0)
+
+
+class DecoupledSpeculation(Speculation):
+    """A drafter on separate GPUs runs ahead, in steady state at the draft length with the highest speed.
+
+    If no draft length is faster than plain decoding, there are no drafts. A request whose acceptance differs from the batch
+    mean gains as much as it would by as many drafts in its own engine.
+    """
+
+    def __init__(self, costs: Costs, drafter: Costs, max_k: int) -> None:
+        super().__init__(costs)
+        self.drafter, self.ks = drafter, tuple(k for k in _KS if k <= max_k)
+        self._known: dict[tuple[int, int, int], tuple[int, SteadyState]] = {}
+
+    def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
+        key = _key(p_B, context)
+        if key not in self._known:
+            self._known[key] = self._find_steady(float(p_B.mean()), len(p_B), context)
+        k, steady = self._known[key]
+        if k == 0:
+            return DecodeStep(np.ones(len(p_B)), float(len(p_B)))
+        gain_B = (1.0 - p_B ** (k + 1)) / (1.0 - p_B)
+        tokens_B = steady.rates.num_tokens * gain_B / coupled_tokens(float(p_B.mean()), k)
+        return DecodeStep(np.maximum(tokens_B, 1.0), len(p_B) * (1.0 + steady.rates.num_submitted))
+
+    def _find_steady(self, p: float, num_requests: int, context: float) -> tuple[int, SteadyState]:
+        def step_s(num_rows: float) -> float:
+            return float(self.costs.step_s(num_requests, num_rows, context))
+
+        # A drafter step has one row for each request and makes one token for it.
+        draft_s = float(self.drafter.step_s(num_requests, float(num_requests), context))
+        # While k drafts and the token after them are verified, k more are drafted.
+        options = [(k, steady_state(p, k, 2 * k + 1, draft_s, step_s, num_requests)) for k in self.ks]
+        best = max(options, key=lambda option: option[1].tokens_per_s)
+        gains = best[1].tokens_per_s > 1.0 / step_s(num_requests)
+        return best if gains else (0, best[1])
+
+
+def _counts(p_B: np.ndarray, depth: int, least_survival: float) -> np.ndarray:
+    """Returns the draft tokens of each request whose survival is at least `least_survival`, at most `depth`; int64."""
+    if depth == 0 or least_survival <= 0.0:
+        return np.full(len(p_B), depth, np.int64)
+    most_B = np.log(least_survival) / np.log(np.clip(p_B, 1e-12, 1 - 1e-12))
+    return np.clip(np.floor(most_B + 1e-9), 0, depth).astype(np.int64)
+
+
+def _key(p_B: np.ndarray, context: float) -> tuple[int, int, int]:
+    batch = len(p_B)
+    size = batch if batch <= _EXACT_BATCH else round(_EXACT_BATCH + math.log(batch / _EXACT_BATCH, _BATCH_STEP))
+    return size, round(math.log(max(context, 1.0), _CONTEXT_STEP)), round(float(p_B.mean()) / _ACCEPTANCE_STEP)

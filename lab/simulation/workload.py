@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workload of a rollout: response lengths, drawn or read from a trace, and the acceptance of each draft method.
+
+Shapes: R requests, P prompts, S samples of a prompt, M draft methods, N lengths.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+
+from lab.placement.pipeline import coupled_tokens
+from nemo_specrollout.config.files import read_regular
+from nemo_specrollout.config.strict import ConfigError, bounded, build
+
+_SURE = 1.0 - 1e-6
+"""Maximum acceptance."""
+_KV_BLOCK = 16
+"""Default tokens of a block of vLLM's KV cache. Samples of a prompt share its full blocks."""
+_LOW_QUANTILE = 0.02
+_HIGH_QUANTILE = 0.98
+"""Range of quantiles by which a length distribution is fitted, because the ends of a sample are unreliable."""
+
+
+@dataclass(frozen=True)
+class LengthConfig:
+    """Capped log-normal distribution of response lengths in tokens."""
+
+    median: float = bounded(above=0.0)
+    """Median before the cap."""
+    sigma: float = bounded(low=0.0, high=3.0)
+    """Standard deviation of the logarithm before the cap."""
+    max_tokens: int = bounded(low=1)
+    """Maximum length, like `max_new_tokens`."""
+    group_share: float = bounded(0.5, low=0.0, high=1.0)
+    """Share of the variance between prompts; the rest is between samples of a prompt."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if the median is above the cap."""
+        if self.median > self.max_tokens:
+            raise ConfigError(
+                f"{path}.median: {self.median:g} is above max_tokens {self.max_tokens}; lower it, or raise that"
+            )
+
+    def draw(self, num_prompts: int, num_samples: int, rng: np.random.Generator) -> np.ndarray:
+        """Draws lengths, int64 [P, S]."""
+        of_prompt_P1 = rng.standard_normal((num_prompts, 1))
+        own_PS = rng.standard_normal((num_prompts, num_samples))
+        score_PS = np.sqrt(self.group_share) * of_prompt_P1 + np.sqrt(1.0 - self.group_share) * own_PS
+        tokens_PS = np.round(self.median * np.exp(self.sigma * score_PS))
+        return np.clip(tokens_PS, 1, self.max_tokens).astype(np.int64)
+
+
+def fitted(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> LengthConfig:
+    """Fits a distribution to observed lengths. Lengths of `max_tokens` count as at least that long.
+
+    Fits a line through the quantiles below the cap, against the same quantiles of the normal distribution.
+    """
+    known_N = np.sort(np.asarray(lengths, float))
+    ranks_N = (np.arange(len(known_N)) + 0.5) / len(known_N)
+    use_N = (known_N < max_tokens) & (ranks_N > _LOW_QUANTILE) & (ranks_N < _HIGH_QUANTILE)
+    if len(np.unique(known_N[use_N])) < 2:
+        return LengthConfig(float(np.median(known_N)), 0.0, max_tokens)
+    scores = np.array([NormalDist().inv_cdf(rank) for rank in ranks_N[use_N]])
+    sigma, log_median = np.polyfit(scores, np.log(known_N[use_N]), 1)
+    return LengthConfig(float(np.exp(log_median)), float(sigma), max_tokens)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in the order of their prompts."""
+
+    prompt_R: np.ndarray
+    """Prompt of each request, int64."""
+    length_R: np.ndarray
+    """Response tokens, int64."""
+    acceptance_RM: np.ndarray
+    """P(a draft token is right | those before it were), float64."""
+    prompt_tokens: int
+    """Tokens of each prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all responses."""
+        return int(self.length_R.sum())
+
+    def tokens_to_prefill(self, requests_b: np.ndarray) -> int:
+        """Returns the prompt tokens that an engine computes when these requests begin.
+
+        The shared full blocks of a prompt count once, the rest for each request. Each request computes its last token.
+        """
+        shared = (self.prompt_tokens - 1) // _KV_BLOCK * _KV_BLOCK
+        num_prompts = len(np.unique(self.prompt_R[requests_b]))
+        return num_prompts * shared + len(requests_b) * (self.prompt_tokens - shared)
+
+
+def workload(
+    lengths_PS: np.ndarray, prompt_tokens: int, centres_M: np.ndarray, spreads_M: np.ndarray, shared: float,
+    rng: np.random.Generator,
+) -> Workload:  # fmt: skip
+    """Returns requests of these lengths. The acceptance of a method is normal in log-odds.
+
+    `centres_M` is the acceptance of the typical request, and `spreads_M` the standard deviation of the log-odds. `shared` is
+    the correlation of two methods' log-odds on the same request.
+    """
+    num_prompts, num_samples = lengths_PS.shape
+    num = lengths_PS.size
+    common_R1, own_RM = rng.standard_normal((num, 1)), rng.standard_normal((num, len(centres_M)))
+    score_RM = np.sqrt(shared) * common_R1 + np.sqrt(1.0 - shared) * own_RM
+    acceptance_RM = _from_odds(_log_odds(centres_M) + spreads_M * score_RM)
+    return Workload(np.repeat(np.arange(num_prompts), num_samples), lengths_PS.ravel(), acceptance_RM, prompt_tokens)
+
+
+def acceptance_for(length: float, k: int, spread: float = 0.0) -> float:
+    """Returns the typical acceptance at which k drafts a step emit `length` tokens over all requests.
+
+    The length includes the verifier's own token. It is tokens over rounds, so over requests it is a harmonic mean.
+    """
+    # Midpoints of equal shares of the normal distribution
+    scores = np.array([NormalDist().inv_cdf((i + 0.5) / 64) for i in range(64)]) if spread else np.zeros(1)
+    low, high = 1e-9, _SURE
+    for _ in range(60):
+        middle = (low + high) / 2
+        shares = _from_odds(_log_odds(np.array([middle])) + spread * scores)
+        emitted = 1.0 / float(np.mean([1.0 / coupled_tokens(p, k) for p in shares]))
+        low, high = (middle, high) if emitted < length else (low, middle)
+    return (low + high) / 2
+
+
+def _log_odds(p: np.ndarray) -> np.ndarray:
+    p = np.clip(p, 1e-9, _SURE)
+    return np.log(p / (1.0 - p))
+
+
+def _from_odds(log_odds: np.ndarray) -> np.ndarray:
+    return np.minimum(1.0 / (1.0 + np.exp(-log_odds)), _SURE)
+
+
+_FIX = "give each prompt the same samples, from 0, as in a run's samples.jsonl"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One line of a trace, or one sample of a line."""
+
+    prompt: int = bounded(low=0)
+    sample: int = bounded(low=0)
+    tokens: int = bounded(low=1, high=1 << 24)
+    step: int = bounded(0, low=0)
+
+
+def read_trace(path: Path, field: str) -> list[np.ndarray]:
+    """Returns the lengths of each step in order, int64 [P, S].
+
+    Reads a run's `samples.jsonl`, or lines of {prompt, sample, tokens}. Raises ConfigError with field, value and fix.
+    """
+    try:
+        lines = read_regular(path).decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{field}: {path} cannot be read ({type(error).__name__}); name a run's samples.jsonl"
+        ) from error
+    steps: dict[int, dict[tuple[int, int], int]] = {}
+    for number, line in enumerate(lines, 1):
+        where = f"{field}: {path}, line {number}"
+        for sample in _samples(line, where) if line.strip() else ():
+            tokens, key = steps.setdefault(sample.step, {}), (sample.prompt, sample.sample)
+            if key in tokens:
+                raise ConfigError(f"{where}: prompt {sample.prompt}, sample {sample.sample} occurs twice; {_FIX}")
+            tokens[key] = sample.tokens
+    if not steps:
+        raise ConfigError(f"{field}: {path} has no samples; name a run's samples.jsonl")
+    return [_whole(steps[step], f"{field}: {path}, step {step}") for step in sorted(steps)]
+
+
+def _samples(line: str, where: str) -> Iterator[Sample]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{where}: not JSON ({error}); each line is an object with prompt, sample and tokens"
+        ) from error
+    records, step = [record], {}
+    if isinstance(record, Mapping) and isinstance(record.get("samples"), list):
+        records, step = record["samples"], {"step": record.get("step", 0)}
+    keys = ("prompt", "sample", "tokens", "step")
+    for one in records:
+        known = {k: v for k, v in {**one, **step}.items() if k in keys} if isinstance(one, Mapping) else one
+        yield build(Sample, known, where)
+
+
+def _whole(tokens: Mapping[tuple[int, int], int], where: str) -> np.ndarray:
+    prompts = sorted({prompt for prompt, _ in tokens})
+    num_samples = 1 + max(sample for _, sample in tokens)
+    for prompt, sample in itertools.product(prompts, range(num_samples)):
+        if (prompt, sample) not in tokens:
+            raise ConfigError(f"{where}: prompt {prompt} has no sample {sample}, others have {num_samples}; {_FIX}")
+    return np.array([[tokens[p, s] for s in range(num_samples)] for p in prompts], np.int64)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numba bodies for the Triton kernels of vLLM's V2 model runner, which let the runner work on a CPU at a CPU's speed.
+
+vLLM's interface for such bodies is `vllm.triton_utils.dispatcher`. A body has its kernel's parameters, in the kernel's order.
+It does in one call what all programs of a launch do (`kernel_launch.numba_body`).
+"""
+
+import functools
+import importlib
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lab.vllm_on_cpu.kernels.kernel_launch import BODIES, parameters
+
+
+def bodies() -> dict[str, Callable[..., None]]:
+    """Returns the bodies of all modules of this package by the full name of their kernel."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return BODIES
+
+
+@functools.cache
+def register() -> int:
+    """Replaces vLLM's kernels by the bodies, once in a process. Returns the number of replaced kernels.
+
+    Kernels that this vLLM does not have are skipped. Raises RuntimeError if a kernel has other parameters than its body.
+    """
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    found = {name: body for name, body in bodies().items() if _matches(name, body)}
+    with _hidden("llvmlite"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about deprecated names that vLLM's search touches
+        register_kernels(found)
+    return len(found)
+
+
+def _matches(name: str, body: Callable[..., Any]) -> bool:
+    """Returns whether vLLM has the kernel. Imports its module, so that the registration finds all references to it."""
+    module_name, attribute = name.rsplit(".", 1)
+    try:
+        kernel = getattr(importlib.import_module(module_name), attribute, None)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("vllm.v1.worker.gpu"):
+            raise
+        return False
+    if kernel is not None and parameters(kernel) != parameters(body):
+        raise RuntimeError(
+            f"the kernel {name} of this vLLM takes ({', '.join(parameters(kernel))}), but its body for a CPU was written "
+            f"for ({', '.join(parameters(body))}): vLLM's V2 model runner cannot run on a CPU here"
+        )
+    return kernel is not None
+
+
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Hides a package's modules from the registration, which searches all modules and fails on llvmlite's objects."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == package}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's sampling noise for numba: murmur3 of (seed, position, token id), and uniform and Gumbel numbers from it.
+
+The integers and the uniform number have the same bits as vLLM's Triton functions (`v1/worker/gpu/sample/gumbel.py`). The
+Gumbel number differs from vLLM's by the rounding of two logarithms. Murmur3: Appleby 2011, public domain.
+
+Integer arithmetic uses ufuncs: numba widens uint32 operators to 64 bits, which makes multiplications three times slower.
+"""
+
+import numpy as np
+from numba import njit
+
+from lab.vllm_on_cpu.kernels.floats import F32, I32, U32, log
+
+DRAFT_SALT = 1 << 30
+"""Offset of the position in a draft's noise if the draft must not share the noise of the target."""
+
+_KEY_1, _KEY_2, _STATE = U32(0xCC9E2D51), U32(0x1B873593), U32(0xE6546B64)
+_FINAL_1, _FINAL_2 = U32(0x85EBCA6B), U32(0xC2B2AE35)
+_NUM_BYTES = U32(16)
+_LOW_32 = 0xFFFFFFFF
+_SECOND_DOMAIN = U32(0x9E3779B9)
+_SMALLEST_REST = F32(2.0**-24)
+_2ND, _3RD, _4TH, _5TH, _6TH, _7TH, _8TH = (F32(1 / n) for n in range(2, 9))
+
+
+@njit(cache=True)
+def _rotated(value, left, right):  # type: ignore[no-untyped-def]
+    return np.bitwise_or(np.left_shift(value, U32(left)), np.right_shift(value, U32(right)))
+
+
+@njit(cache=True)
+def _mixed(state, key):  # type: ignore[no-untyped-def]
+    key = np.multiply(_rotated(np.multiply(key, _KEY_1), 15, 17), _KEY_2)
+    state = _rotated(np.bitwise_xor(state, key), 13, 19)
+    return np.add(np.multiply(state, U32(5)), _STATE)
+
+
+@njit(cache=True)
+def _state_of(domain, seed, position):  # type: ignore[no-untyped-def]
+    state = _mixed(domain, U32(seed & _LOW_32))
+    state = _mixed(state, U32((seed >> 32) & _LOW_32))
+    return _mixed(state, U32(position & _LOW_32))
+
+
+@njit(cache=True)
+def row_state(seed, position):  # type: ignore[no-untyped-def]
+    """Returns the uint32 that determines a row's noise, from an int64 seed and position."""
+    return _state_of(U32(0), np.int64(seed), np.int64(position))
+
+
+@njit(cache=True)
+def token_bits(state, token):  # type: ignore[no-untyped-def]
+    """Returns 32 random bits for a uint32 token id, different for every token of a row."""
+    h = np.bitwise_xor(_mixed(state, token), _NUM_BYTES)
+    h = np.multiply(np.bitwise_xor(h, np.right_shift(h, U32(16))), _FINAL_1)
+    h = np.multiply(np.bitwise_xor(h, np.right_shift(h, U32(13))), _FINAL_2)
+    return np.bitwise_xor(h, np.right_shift(h, U32(16)))
+
+
+@njit(cache=True)
+def uniform_of(bits):  # type: ignore[no-untyped-def]
+    """Returns (bits + 1/2) / 2^32, rounded once to float32: from 2^-33 to 1."""
+    high = F32(np.right_shift(bits, U32(16)))
+    low = F32(np.bitwise_and(bits, U32(0xFFFF)))
+    return high * F32(2.0**-16) + (low + F32(0.5)) * F32(2.0**-32)
+
+
+@njit(cache=True, error_model="numpy")
+def gumbel_of(uniform):  # type: ignore[no-untyped-def]
+    """Returns -log(-log(1 - uniform)) in float32. It is largest for small `uniform`, and a series below 1/4 as in vLLM."""
+    series = _5TH + uniform * (_6TH + uniform * (_7TH + uniform * _8TH))
+    series = F32(1) + uniform * (_2ND + uniform * (_3RD + uniform * (_4TH + uniform * series)))
+    rest = F32(1) - uniform
+    rest = rest if rest > _SMALLEST_REST else _SMALLEST_REST
+    small, large = uniform * series, -log(rest)  # both are computed, so that a loop has no branch
+    return -log(small if uniform < F32(0.25) else large)
+
+
+@njit(cache=True, error_model="numpy")
+def gumbel_bound(bits):  # type: ignore[no-untyped-def]
+    """Returns a float32 bound that `gumbel_of(uniform_of(bits))` never exceeds, at a third of its cost.
+
+    -log(1 - u) >= u, so the noise is at most -log(u). And log2(2^n (1 + f)) >= n + f, which is the bits of a float. The bound
+    is at most 0.6 above the noise, in a tail.
+    """
+    as_float = np.float32(F32(bits) + F32(0.5)).view(np.int32)
+    return F32(I32(I32(0x4F800000) - as_float)) * F32(0.693148 / 2**23) + F32(1e-5)
+
+
+@njit(cache=True)
+def uniform32(seed, position, token):  # type: ignore[no-untyped-def]
+    """Returns the uniform float32 of an int64 seed, an int64 position and a token id."""
+    return uniform_of(token_bits(row_state(seed, position), U32(token)))
+
+
+@njit(cache=True, error_model="numpy")
+def gumbel(seed, position, token):  # type: ignore[no-untyped-def]
+    """Returns the Gumbel float32 of an int64 seed, an int64 position and a token id."""
+    return gumbel_of(uniform32(seed, position, token))
+
+
+@njit(cache=True, error_model="numpy")
+def gumbel64(seed, position, token):  # type: ignore[no-untyped-def]
+    """Returns the float64 noise of `use_fp64_gumbel`: -log(-log(u)), with u from the upper 53 of 64 bits."""
+    seed, position = np.int64(seed), np.int64(position)
+    low = token_bits(_state_of(U32(0), seed, position), U32(token))
+    high = token_bits(_state_of(_SECOND_DOMAIN, seed, position), U32(token))
+    bits = ((np.uint64(high) << np.uint64(32)) | np.uint64(low)) >> np.uint64(11)
+    uniform = (np.float64(bits) + 0.5) * 2.0**-53
+    uniform = uniform - 2.0**-53 if uniform == 1.0 else uniform
+    return -np.log(-np.log(uniform))
