@@ -10,10 +10,8 @@ Shapes: B requests of the batch, N known texts, L longest text, K draft position
 """
 
 import gc
-import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib import util
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 from lab.gpu.geometries import VOCAB_SIZE, model_folder
 from lab.gpu.gpu_speed import PROMPT_LENGTH, plain_step_ms, random_requests, start_random
 from lab.gpu.gpu_stage import GIB, QUICK_GRAPHS, SEED, STOCK, Findings, block
+from lab.gpu.prediction import predicted
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.text import TextDrafter
@@ -30,7 +29,7 @@ from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.sampling.seeds import request_seed
 from nemo_specrollout.scheduling.speculation.budget import DraftingPause, build_budget, build_pause
 
-MOST_DRAFTS = 7
+MAX_DRAFTS = 7
 AUTO = BudgetConfig("auto")
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512]
 """Sizes of CUDA graphs. vLLM's default has 51 up to the same bound."""
@@ -69,7 +68,7 @@ class OracleDrafter(TextDrafter):
         """Knows no text yet; `longest` is the number of tokens of the longest."""
         self._device, self._longest = device, longest
         self._text_of_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._columns_K = torch.arange(MOST_DRAFTS, device=device)
+        self._columns_K = torch.arange(MAX_DRAFTS, device=device)
         self._number_of: dict[int, int] = {}
         self.know([], [])
 
@@ -77,7 +76,7 @@ class OracleDrafter(TextDrafter):
         """Replaces the known texts by these responses of a plain run."""
         texts = [[*r.prompt_token_ids, *out.token_ids] for r, out in zip(requests, rollouts, strict=True)]
         self._number_of = {_seed(request): i for i, request in enumerate(requests, 1)}
-        texts_NL = np.zeros((len(texts) + 1, self._longest + MOST_DRAFTS), np.int32)  # text 0 is empty
+        texts_NL = np.zeros((len(texts) + 1, self._longest + MAX_DRAFTS), np.int32)  # text 0 is empty
         for row, text in zip(texts_NL[1:], texts, strict=True):
             row[: len(text)] = text
         self._texts_NL = torch.from_numpy(texts_NL)
@@ -103,7 +102,7 @@ class OracleDrafter(TextDrafter):
         start_B = texts.total_len_S[slots_B].long().clamp_(max=self._longest)
         out.tokens_BK[:num_requests] = self._drafts_NL[text_of_B[:, None], start_B[:, None] + self._columns_K]
         out.levels_BK[:num_requests] = NUM_LEVELS - 1
-        out.found_B[:num_requests] = (self._lengths_N[text_of_B] - start_B).clamp_(0, MOST_DRAFTS)
+        out.found_B[:num_requests] = (self._lengths_N[text_of_B] - start_B).clamp_(0, MAX_DRAFTS)
 
 
 def _seed(request: RolloutRequest) -> int:
@@ -122,7 +121,7 @@ class ForcedEngine:
 
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         """Starts the engine with the options of `start_engine`."""
-        self.engine = start_random(folder, replace(block("suffix"), num_speculative_tokens=MOST_DRAFTS), **options)
+        self.engine = start_random(folder, replace(block("suffix"), num_speculative_tokens=MAX_DRAFTS), **options)
         self._drafting = self.engine.run_in_worker(lambda worker: worker.specrollout_drafting)
         device = self._drafting.board.tables.limit_S.device
         self.oracle = OracleDrafter(options["max_num_seqs"], options["length"], device)
@@ -244,12 +243,10 @@ def _cell(
 
 
 def _predicted(geometry: str, rate: float, batch: int) -> dict[str, float]:
-    """Returns the simulator's figures of a cell, which were computed before any run; none for a rehearsal's geometry."""
-    if geometry.startswith("tiny") or util.find_spec("lab.gpu.prediction") is None:
+    """Returns the speed-up that the simulator predicted before any run; empty for a rehearsal's geometry."""
+    if geometry.startswith("tiny"):
         return {}
-    module: Any = importlib.import_module("lab.gpu.prediction")
-    figures = asdict(module.predicted(geometry, rate, batch))
-    return {f"predicted {name}": value for name, value in figures.items() if isinstance(value, int | float)}
+    return {"predicted over plain": predicted(geometry, rate, batch).over_plain}
 
 
 def _noted(findings: Findings, name: str, figures: dict[str, float], plain_tokens_per_s: float) -> dict[str, float]:

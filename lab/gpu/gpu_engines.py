@@ -29,7 +29,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=1": {"temperature": 1.0},
     "T=1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
 }
-MOST_PARTED = 1e-4
+MAX_PARTED = 1e-4
 """Share of tokens at which a response may part from plain decoding in float32: near ties go either way by rounding."""
 PLAIN, TEXT, EAGLE3 = block(), block("suffix", "ngram"), block("eagle3")
 RANDOM = block("suffix", "ngram", "eagle3", budget=BudgetConfig("random"))
@@ -56,7 +56,7 @@ def _compare_tokens(findings: Findings, ways: dict[str, SpecrolloutConfig], eage
             parted, compared = divergence(rollouts, expected.setdefault(name, rollouts))
             findings.note(f"{way}, {name}", {"parted": parted, **figures})
             text = f"{way}, {name}: {parted} of {len(requests)} responses part from plain decoding, {compared} tokens"
-            findings.check(parted <= MOST_PARTED * compared, text)
+            findings.check(parted <= MAX_PARTED * compared, text)
         findings.check(not specrollout.drafters or verified(engine)[1] > 0, f"{way}: no draft was accepted")
         findings.note(way, {**engine.facts(), **_as_text(engine.device_facts())}, "engines")
         engine.close()
@@ -138,7 +138,7 @@ def sleep(findings: Findings) -> None:
         parted, compared = divergence(engine.generate(requests), before)
         findings.note(f"level {level}", {**figures, "parted": parted, "tokens compared": compared})
         text = f"level {level}: {parted} of {len(requests)} responses differ after waking"
-        findings.check(parted <= MOST_PARTED * compared, text)
+        findings.check(parted <= MAX_PARTED * compared, text)
     engine.close()
 
 

@@ -14,8 +14,8 @@ from nemo_specrollout.config.versions import checkout_commit, installed_versions
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
 BEGIN, END = "<!-- figures of gpu_check -->", "<!-- end of figures -->"
-MOST_ROWS = 60
-"""Rows of the longest table that is shown. Longer ones are in the JSON file only."""
+MAX_ROWS, MAX_ROWS_OF_PAGE = 60, 16
+"""Rows of the longest table that the terminal shows, and the page. Longer ones are in the JSON file only."""
 Result = Mapping[str, Any]
 """An item's `outcome` (done, failed, stopped, skipped), `seconds`, `reason`, `problems` and `tables`, as far as known."""
 
@@ -82,11 +82,11 @@ def summary(items: Mapping[str, Result]) -> Table:
     return Table("", ["item", "what", "expected, s", "outcome", "s", "remarks"], rows)
 
 
-def tables(result: Result) -> Iterator[Table]:
-    """Yields the tables of an item's figures."""
+def tables(result: Result, max_rows: int = MAX_ROWS) -> Iterator[Table]:
+    """Yields the tables of an item's figures that have at most `max_rows` rows."""
     for title, rows in result.get("tables", {}).items():
         columns = list(dict.fromkeys(name for row in rows.values() for name in row))
-        if len(rows) <= MOST_ROWS:
+        if len(rows) <= max_rows:
             yield Table(
                 title, ["", *columns], [[n, *(number(row.get(c, "")) for c in columns)] for n, row in rows.items()]
             )
@@ -123,7 +123,7 @@ def figures_of(report: Mapping[str, Any] | None) -> str:
     parts = [kind, ", ".join(f"{name} {value}" for name, value in facts.items()) + "."]
     parts.append(as_markdown(summary(report["items"])))
     for name in ITEMS:
-        shown = list(tables(report["items"].get(name, {})))
+        shown = list(tables(report["items"].get(name, {}), MAX_ROWS_OF_PAGE))
         parts += [f"### {name}"] * bool(shown) + [as_markdown(table) for table in shown]
     return "\n\n".join(filter(None, parts))
 

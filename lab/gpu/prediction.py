@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulator's prediction for one H100, before any run: what drafts bring that are right with probability p.
 
-    python -m lab.gpu.prediction [--out FILE] [--page]
+    python -m lab.gpu.prediction [--out FILE]
 
 `gpu_check speed` and `speed_experts` measure the same cells (`forced_acceptance.py`). Seconds of a step are the likely ones of
 `step_floor.py`. Drafts come from text drafters, and each request's are right with the same probability.
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.gpu.gpu_report import Table, as_markdown, as_text
-from lab.gpu.step_floor import BATCHES, NAMES, NUM_POSITIONS, TYPICAL, Step, likely_s, write_page
+from lab.gpu.gpu_report import Table, as_text
+from lab.gpu.step_floor import BATCHES, NAMES, NUM_POSITIONS, TYPICAL, Step, likely_s
 from lab.simulation.costs import Costs, Rows
 from lab.simulation.data_sheets import DEVICES, MODELS, ModelShape
 from lab.simulation.speculation import CoupledSpeculation, NoSpeculation, Speculation
@@ -40,7 +40,7 @@ NEAR = 0.97
 """Share of the best fixed number's speed that the automatic budget should reach."""
 PLAIN_STEPS, LEARNING_STEPS, JUDGED_STEPS = 128, 64, 64
 """Steps of the learning budget: plain ones of each number of requests, its own, and its own that count."""
-MOST_ROWS = 8192
+MAX_ROWS = 8192
 """Rows that the engine's table of step times holds: its tokens in a step."""
 
 
@@ -111,7 +111,7 @@ def _drafting(costs: Costs, budget: BudgetConfig) -> CoupledSpeculation:
 
 def _learning_tokens_per_s(costs: Costs, p: float, requests: int) -> float:
     """Returns the tokens a second of a request under the production policies, with seconds that they learn."""
-    table, policy, pause = StepTimeTable(MOST_ROWS), build_budget(AUTO), build_pause(AUTO)
+    table, policy, pause = StepTimeTable(MAX_ROWS), build_budget(AUTO), build_pause(AUTO)
     for batch in np.repeat(BATCHES, PLAIN_STEPS).tolist():
         table.observe(batch, batch, float(costs.step_s(batch, batch, CONTEXT)), batch)
     survival_BK = np.tile(p ** np.arange(1.0, NUM_POSITIONS + 1), (requests, 1))
@@ -154,12 +154,6 @@ def tables(predictions: Predictions) -> list[Table]:
             for name in NAMES]  # fmt: skip
 
 
-def tables_of_page(predictions: Predictions) -> dict[str, str]:
-    """Returns the predictions as Markdown, by the name between their markers of the page."""
-    parts = [*map(as_markdown, tables(predictions)), shortfalls(predictions)]
-    return {"predictions": "\n\n".join(parts)}
-
-
 def shortfalls(predictions: Predictions) -> str:
     """Returns a sentence about the cells in which the learning budget misses the best fixed number of drafts."""
     missed = [
@@ -182,16 +176,15 @@ def _row(requests: int, p: float, found: Prediction) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints all predictions, and writes them as asked."""
+    """Prints all predictions, and writes them if asked."""
     parser = argparse.ArgumentParser(description="The simulator's prediction for one H100, before any run.")
-    parser.add_argument("--out", type=Path, help="a file for the predictions as JSON")
-    parser.add_argument("--page", action="store_true", help="write docs/benchmarks/gpu-step.md and its JSON file")
+    parser.add_argument(
+        "--out", type=Path, help=f"a file for the predictions as JSON, such as docs/benchmarks/{STORED.name}"
+    )
     args = parser.parse_args(arguments)
     predictions = all_predictions()
-    for file in filter(None, (args.out, STORED if args.page else None)):
-        write_atomically(file, as_json(predictions))
-    if args.page:
-        write_page(tables_of_page(predictions))
+    if args.out is not None:
+        write_atomically(args.out, as_json(predictions))
     print("\n\n".join([*map(as_text, tables(predictions)), shortfalls(predictions)]))
 
 

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decode step on one GPU, on paper: bytes and operations of each part, their floor, and a likely time.
 
-    python -m lab.gpu.step_floor [--page]
+    python -m lab.gpu.step_floor
 
-prints the tables of docs/benchmarks/gpu-step.md, or writes them there. The floor of a part is the longest of three: its bytes
+prints the tables; docs/benchmarks/gpu-step.md compares them with a run. The floor of a part is the longest of three: its bytes
 at the data sheet's bandwidth, its products at the dense peak, its other instructions at the peak of ordinary cores. The likely
 time follows from `Assumptions`, which nothing here measures. Weights, logits and KV cache are bfloat16. Passes, launches and
 dependent loads were counted in vLLM 0.32 and in this package, and instructions in their machine code for a Hopper GPU.
-`tests/test_gpu_on_paper.py` holds the sizes of blocks to the sources.
+`tests/lab/test_gpu_on_paper.py` holds the sizes of blocks to the sources.
 """
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from lab.gpu.gpu_report import Table, as_markdown, as_text
+from lab.gpu.gpu_report import Table, as_text
 from lab.simulation.data_sheets import DEVICES, MODELS, Device, ModelShape, eagle3_head
-from nemo_specrollout.config.files import write_atomically
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu-step.md"
 NAMES = ("Qwen3-8B", "Qwen3-30B-A3B")
 BATCHES = (1, 8, 32, 128, 256)
 DRAFTS = (0, 1, 3, 7)
@@ -305,39 +301,10 @@ def head_table() -> Table:
     return Table("a pass of the head, ms", ["requests", *columns], rows)
 
 
-def tables_of_page() -> dict[str, str]:
-    """Returns the tables of the page as Markdown, by the name between their markers."""
-    steps = [step_table(name, 2048, (0, 3)) for name in NAMES]
-    tables = {"steps": steps, "sampling": [sampling_table()], "drafting": [drafting_table()], "head": [head_table()]}
-    return {name: "\n\n".join(map(as_markdown, some)) for name, some in tables.items()}
-
-
-def with_tables(text: str, tables: dict[str, str]) -> str:
-    """Returns a page's text with these tables between their markers. Raises ValueError if a marker is missing."""
-    for name, table in tables.items():
-        before, begin, rest = text.partition(f"<!-- {name} -->")
-        _, end, after = rest.partition(f"<!-- end of {name} -->")
-        if not (begin and end):
-            raise ValueError(f"{PAGE.name} needs the lines <!-- {name} --> and <!-- end of {name} -->")
-        text = f"{before}{begin}\n{table}\n{end}{after}"
-    return text
-
-
-def write_page(tables: dict[str, str]) -> None:
-    """Writes tables to the page."""
-    write_atomically(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), tables))
-
-
 def main() -> None:
-    """Prints all tables, or writes some of them to the page."""
-    parser = argparse.ArgumentParser(description="A decode step on one GPU, on paper.")
-    parser.add_argument("--page", action="store_true", help="write the tables of docs/benchmarks/gpu-step.md")
-    if parser.parse_args().page:
-        write_page(tables_of_page())
-        return
+    """Prints all tables."""
     steps = [step_table(name, context, DRAFTS) for name in NAMES for context in (2048, 8192)]
-    others = [sampling_table(), drafting_table(), head_table()]
-    print("\n\n".join(map(as_text, [*steps, *others])))
+    print("\n\n".join(map(as_text, [*steps, sampling_table(), drafting_table(), head_table()])))
 
 
 if __name__ == "__main__":
