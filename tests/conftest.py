@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared fixtures and settings: the environment of in-process CPU engines, tiny random models, the shipped policy."""
 
-import gc
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 # OpenMP's barriers spin, so that two threads are very slow beside another process. Numba sets OpenMP's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,15 +14,17 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
+from lab.vllm_on_cpu import own_kernels
 from nemo_specrollout.generation.arguments import set_process_environment
 
 set_process_environment()  # before any test imports vllm
+own_kernels.register()
 
 # The first call of a compiled kernel takes seconds.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
 
-pytest_plugins = ["nemo_rl_host", "kernel_runs"]
+pytest_plugins = ["nemo_rl_host", "engines", "ledger"]
 
 ROOT = Path(__file__).parent.parent
 if os.environ.get("TRITON_INTERPRET") == "1":  # `make test-oldest`
@@ -42,6 +41,15 @@ TINY_ROLLOUTS = {
     "data.max_terms": 3,
 }
 """Overrides of the quickstart with fast steps: few requests, short answers, short additions."""
+
+
+LONGEST = ("kernels", "run", "model_drafters", "decoupled", "doctor_cli", "racing", "worker", "exchange", "equality")
+"""Modules that take longest. They begin first, so that no process waits for another at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +95,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def changed_vllm(tmp_path: Path) -> Callable[..., Path]:
     """Makes a copy of the installed vLLM with changes of the form (file, old text, new text); other files are links."""
-    from nemo_specrollout.config.python_source import installed_source
+    from nemo_specrollout.installed.python_source import installed_source
 
     def change(*changes: tuple[str, str, str]) -> Path:
         source, copy = installed_source("vllm"), tmp_path / "changed_vllm"
@@ -108,29 +116,3 @@ def changed_vllm(tmp_path: Path) -> Callable[..., Path]:
 def _copy_tokenizer(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(STEP_ADDER / name, folder / name)
-
-
-@pytest.fixture(scope="module")
-def start_engine() -> Iterator[Callable[..., Any]]:
-    """Starts engines for a model and a `specrollout` block, and closes them after the module's tests."""
-    from lab.local.engine import RolloutEngine
-    from lab.local.run_sections import GenerationConfig, VllmConfig
-    from nemo_specrollout.config.block import SpecrolloutConfig
-
-    engines = []
-    gc.collect()
-    gc.freeze()  # excludes all imported modules from the collections below
-
-    def start(model: Path, block: SpecrolloutConfig, max_new_tokens: int = 64, **vllm_kwargs: Any) -> RolloutEngine:
-        kwargs = {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 28, **vllm_kwargs}
-        generation = GenerationConfig(
-            VllmConfig(max_model_len=512), max_new_tokens, vllm_kwargs=kwargs, specrollout=block
-        )
-        engines.append(RolloutEngine(model, generation, seed=7))
-        return engines[-1]
-
-    yield start
-    with mock.patch("gc.collect"):  # each engine would collect garbage three times
-        for engine in engines:
-            engine.close()
-    gc.collect()

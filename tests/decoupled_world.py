@@ -20,7 +20,7 @@ from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRe
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.sampling.seeds import combine
 
-VOCAB, MAX_LEN, NUM_SLOTS, MOST_AHEAD, SHADOWS, MOST_DRAFTS = 41, 96, 4, 6, 16, 4
+VOCAB, MAX_LEN, NUM_SLOTS, MAX_AHEAD, SHADOWS, MAX_DRAFTS = 41, 96, 4, 6, 16, 4
 STOP, ACCEPTANCE = 0, 0.8
 
 
@@ -103,7 +103,7 @@ class FakeDrafter:
         drafter = combine(hash(self.name) & 0xFFFF, self.num_starts) >> 1
         num_shadows = self.rng.choice([SHADOWS, SHADOWS, 3])  # 3 are too few for all requests
         self.texts: dict[int, tuple[int, list[int]]] = {}
-        self.side = DrafterSide(self, drafter, num_shadows, MOST_AHEAD)
+        self.side = DrafterSide(self, drafter, num_shadows, MAX_AHEAD)
         self.version = 0
 
     def publish(self) -> None:
@@ -178,8 +178,8 @@ class FakeVerifier:
         self.running = {}
         model = PolicyModel(VOCAB, "", (STOP,))
         session = combine(hash(self.name) & 0xFFFF, self.num_starts) >> 1
-        self.side = VerifierSide(session, NUM_SLOTS, self.num_drafters, MOST_AHEAD, model)
-        table_SX = np.zeros((NUM_SLOTS, DraftStream.columns(MOST_AHEAD)), np.int32)
+        self.side = VerifierSide(session, NUM_SLOTS, self.num_drafters, MAX_AHEAD, model)
+        table_SX = np.zeros((NUM_SLOTS, DraftStream.columns(MAX_AHEAD)), np.int32)
         self.stream = DraftStream(table_SX, lambda: torch.from_numpy(table_SX))
         self.token_ids_SL, self.known_SL = np.zeros((2, NUM_SLOTS, MAX_LEN), np.int32)
         self.known_S = np.zeros(NUM_SLOTS, np.int64)
@@ -219,7 +219,7 @@ class FakeVerifier:
                 self.side.open(StreamRequest(slot, request.seed, 1.0, 0, 1.0, request.limit))
 
     def _decode(self, slots_B: np.ndarray) -> None:
-        tokens_BK = torch.zeros(NUM_SLOTS, MOST_DRAFTS, dtype=torch.int32)
+        tokens_BK = torch.zeros(NUM_SLOTS, MAX_DRAFTS, dtype=torch.int32)
         found_B, total_len_S = torch.zeros(2, NUM_SLOTS, dtype=torch.int32)
         for slot, request in self.running.items():
             self.token_ids_SL[slot, : len(request.text)] = request.text

@@ -189,6 +189,11 @@ class Run:
         return path
 
 
+def num_drafts(step: Mapping[str, Any], drafter: str, kind: str = "proposed") -> int:
+    """Draft tokens of a drafter that were proposed, or `accepted`, in a step."""
+    return sum(step.get("acceptance", {}).get(drafter, {}).get(kind, []))
+
+
 def run_all(host: Host, name: str, base: str, scenarios: Mapping[str, Any], scratch: Path) -> dict[str, Run]:
     """Runs `scenarios` on the config `base`, one after another in one process; their folders, by name.
 

@@ -4,11 +4,13 @@
 from typing import Any
 
 PLAIN = ["policy.generation.specrollout.drafters=[]"]
-# Drafts of random number in every step, so that much is drafted, accepted and refused in a short run.
-DRAFTED = ["policy.generation.specrollout.budget.policy=random"]
+# Drafts of random number in every step, so that much is drafted, accepted and refused in a short run: a fixed budget of this
+# number is drawn at random on the host (cpu_host/nemo_rl_cpu/random_budgets.py).
+AT_RANDOM = "policy.generation.specrollout.budget={policy: fixed, k: 8}"
+DRAFTED = [AT_RANDOM]
 OFF = ["policy.generation.specrollout.enabled=false"]
 # Without it NeMo-RL alone cannot start with vLLM 0.32: docs/upstream/nemo-rl-synchronize-device.md.
-RENAMED = {"NEMO_RL_CPU_SYNCHRONIZE_RENAMED": "1"}
+RENAMED = {"NEMO_RL_CPU_SYNCHRONIZE_RENAMED": "1", "NEMO_SPECROLLOUT_V2_ON_CPU": "0"}
 EAGLE3 = [
     "policy.draft.enabled=true",
     "policy.draft.model_name=${oc.env:TINY}/eagle3",
@@ -18,7 +20,7 @@ EAGLE3 = [
 ]
 ROUTED_HEAD = [
     "policy.generation.specrollout.drafters=[{type: eagle3, model: '${oc.env:TINY}/eagle3'}, {type: ngram}]",
-    "policy.generation.specrollout.budget.policy=random",
+    AT_RANDOM,
 ]
 # A candidate can only be judged on eight held-out prompts, which the third step completes; any that is judged passes.
 REFRESHED_HEAD = [
@@ -79,7 +81,7 @@ ASYNC = [
 # Each engine drafts in its own way. `WILD` has requests move and race at random: whatever a policy does, no token may change.
 MOVING = [
     "policy.generation.specrollout.fastest_of_n={methods: [[suffix, ngram], [ngram]]}",
-    "policy.generation.specrollout.budget.policy=random",
+    AT_RANDOM,
 ]
 WILD = {"NEMO_RL_CPU_WILD_TAIL": "1"}
 IN_FLIGHT = ["grpo.async_grpo.in_flight_weight_updates=true"]
@@ -112,7 +114,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "overrides": SHORT + REMOTE + TWELVE_STEPS,
         "kill_after": 2,
         "kill": "SpecrolloutDrafter",
-        "kill_its": "nemo_specrollout.remote.drafter.drafter_service",
     },
     "sync_eagle3": {"overrides": SHORT + EAGLE3},
     "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF, "environment": RENAMED},

@@ -14,11 +14,14 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
+from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.nemo_rl import engine_workers, generation, installation, ray_workers, single_controller
+from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 
 PASSED = "passed on"
-FACTS = {"seed": 1, "first_version": 0, "last_version": 1, "heads": "none"}
+CONFIG: dict[str, Any] = {}
+put_run(CONFIG, SpecrolloutConfig(), RunFacts(seed=1, first_version=0, last_version=1, heads="none"))
 found: dict[str, str] = {}
 
 
@@ -79,7 +82,7 @@ def check_actors() -> None:
 
 def check_logger() -> None:
     ours = generation.SpecrolloutLogger
-    made = bare(ours, _report=SimpleNamespace(close=lambda: None))
+    made = bare(ours, _record=SimpleNamespace(finish_step=lambda: None), _report=SimpleNamespace(close=lambda: None))
     judge(
         "log_metrics",
         made.log_metrics({}, 1, "other", step_metric=None, step_finished=False, added=1),
@@ -98,18 +101,18 @@ def check_constructors() -> None:
     for native in (single_controller.ControlledGeneration.__mro__[2], generation.SpecrolloutLogger.__mro__[2]):
         native.__init__ = construct  # type: ignore[misc]
     with suppress(AttributeError):  # what a real constructor has set is missing
-        single_controller.ControlledGeneration("cluster", {installation._RUN_KEY: FACTS}, added=1)
+        single_controller.ControlledGeneration("cluster", CONFIG, added=1)
     with TemporaryDirectory() as folder:
-        facts = {"gap_alarm": 1.0, "causes": (), "facts": {}, "last_step": 1}
+        facts = {"gap_alarm": 1.0, "facts": {}, "last_step": 1}
         generation.SpecrolloutLogger({"log_dir": folder}, **facts, added=1)
     found["VllmGeneration"] = PASSED if received["ControlledGeneration"] == 1 else "lost"
     found["Logger"] = PASSED if received["SpecrolloutLogger"] == 1 else "lost"
 
 
 def check_engine_actors() -> None:
-    ray_workers.engine_arguments = lambda arguments, config: arguments
+    ray_workers.engine_arguments = lambda arguments, config, block: arguments
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-    config = {"specrollout": {"http_seeds": "any"}, installation._RUN_KEY: FACTS, "vllm_cfg": sizes}
+    config = {**CONFIG, "vllm_cfg": sizes}
     for ours in (ray_workers.SpecrolloutVllmWorkerImpl, ray_workers.SpecrolloutVllmAsyncWorkerImpl):
         made = bare(ours, cfg=config, llm=SimpleNamespace())
         judge("_create_engine", made._create_engine({}, added=1), native_calls(ours))
@@ -127,7 +130,7 @@ def check_controller() -> None:
     judge("_run_single_rollout", asyncio.run(bare(ours)._run_single_rollout(prompt, 0, added=1)), native_calls(ours))
     gym = single_controller.SeededGymRollouts
     single_controller.gym_row_with_seed = lambda row, seed: row
-    rows = bare(gym, _generation_config={installation._RUN_KEY: FACTS})._build_inputs(prompt, added=1)
+    rows = bare(gym, _generation_config=CONFIG)._build_inputs(prompt, added=1)
     judge("_build_inputs", "".join(rows), native_calls(gym))
     native = SimpleNamespace(sync_weights=lambda added=None: ("sync_weights", added))
     generation_ = SimpleNamespace(

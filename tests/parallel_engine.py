@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rolls out eight requests in a tensor-parallel engine, and prints their tokens as a line of JSON.
 
-Usage: parallel_engine.py MODEL RANKS BLOCK, with the block as JSON.
+Usage: parallel_engine.py MODEL RANKS BLOCK, with the block as JSON. The budget
+`random` stands for the policies of `lab.local.random_budgets`.
 """
 
 import json
@@ -9,13 +10,14 @@ import sys
 
 from vllm import LLM, SamplingParams
 
+from lab.local.random_budgets import randomise
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.requests import RolloutRequest, rollout_extra_args
 
 
-def main(model: str, ranks: int, block: SpecrolloutConfig) -> None:
+def main(model: str, ranks: int, block: SpecrolloutConfig, *, at_random: bool) -> None:
     llm = LLM(
         model=model,
         distributed_executor_backend="mp" if ranks > 1 else "uni",
@@ -27,6 +29,8 @@ def main(model: str, ranks: int, block: SpecrolloutConfig) -> None:
         tensor_parallel_size=ranks,
         **with_specrollout({}, block, "cpu"),
     )
+    if at_random:
+        llm.collective_rpc(randomise)
     params = [
         SamplingParams(
             temperature=1.0,
@@ -48,4 +52,7 @@ def main(model: str, ranks: int, block: SpecrolloutConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), build(SpecrolloutConfig, json.loads(sys.argv[3]), BLOCK_PATH))
+    given = json.loads(sys.argv[3])
+    at_random = given.get("budget") == {"policy": "random"}
+    block = build(SpecrolloutConfig, given | ({"budget": {"policy": "fixed", "k": 8}} if at_random else {}), BLOCK_PATH)
+    main(sys.argv[1], int(sys.argv[2]), block, at_random=at_random)

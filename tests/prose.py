@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST_WORDS = 25
+MAX_WORDS = 25
 """The longest sentence, in words. A code span, a link or a number counts as one word."""
 
 BANNED = re.compile(
@@ -85,8 +85,8 @@ def sentences(text: str) -> Iterator[str]:
 def findings_of_text(line: int, text: str) -> Iterator[Finding]:
     """Yields what breaks the rules on words and on the length of sentences."""
     for sentence in sentences(text):
-        if len(re.findall(r"[\w'./-]+", sentence)) > MOST_WORDS:
-            yield Finding(line, f"more than {MOST_WORDS} words", sentence)
+        if len(re.findall(r"[\w'./-]+", sentence)) > MAX_WORDS:
+            yield Finding(line, f"more than {MAX_WORDS} words", sentence)
         for match in BANNED.finditer(sentence):
             yield Finding(line, f"says {match.group()!r}", sentence)
 

@@ -1,22 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines in the test's own process: turns of random length, deaths on order, and a random policy."""
+"""Real engines in the test's own process: turns of random length, deaths on order, a clock of steps, and a random policy."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from lab.local.engine import RolloutEngine
-from nemo_specrollout.racing.turn_engine import TurnEngine
-from nemo_specrollout.racing.turns import Orders, TurnResult
+from lab.local.turn_engine import ReloadingTurnEngine
+from nemo_specrollout.racing import attempts, coordinator, turn_engine
+from nemo_specrollout.racing.turns import TurnOrders, TurnResult
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
 from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
 
 
+def drive_clock(monkeypatch: pytest.MonkeyPatch, engines: Sequence[Any], step_s: Sequence[float]) -> None:
+    """Gives the coordinator and the engines a clock that only steps move, whatever else the machine does.
+
+    `step_s` are the seconds of a step of each engine, or of a class of engines. Reading the clock takes a microsecond.
+    """
+    now_s = 0.0
+
+    def perf_counter() -> float:
+        nonlocal now_s
+        now_s += 1e-6
+        return now_s
+
+    def stepped(engine: Any, seconds: float) -> Any:
+        step = engine.step
+
+        def take(*arguments: Any) -> Any:
+            nonlocal now_s
+            now_s += seconds
+            return step(*arguments)
+
+        return take
+
+    for module in (attempts, coordinator, turn_engine):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
+    for engine, seconds in zip(engines, step_s, strict=True):
+        monkeypatch.setattr(engine, "step", stepped(engine, seconds))
+
+
 class EnginesInTurn:
-    """`racing.turns.Engines` without processes. Engines take their turns when results are asked for, in random order.
+    """`racing.turns.EngineFleet` without processes. Engines take their turns when results are asked for, in random order.
 
     `deaths` is the number of turns after which each engine dies, again and again; 0 means never.
     """
@@ -38,12 +69,12 @@ class EnginesInTurn:
         self._engines, self._sampling = engines, sampling
         self._rng = np.random.default_rng(seed)
         self._deaths = list(deaths) or [0] * len(engines)
-        self._workers: dict[int, TurnEngine] = {}
+        self._workers: dict[int, ReloadingTurnEngine] = {}
         self._left: dict[int, int] = {}
-        self._turns: dict[int, deque[Orders]] = {w: deque() for w in self.methods}
+        self._turns: dict[int, deque[TurnOrders]] = {w: deque() for w in self.methods}
         self._revive(self.methods)
 
-    def send(self, worker: int, orders: Orders) -> None:
+    def send(self, worker: int, orders: TurnOrders) -> None:
         self._turns[worker].append(orders)
 
     def num_turns(self, worker: int) -> int:
@@ -94,7 +125,7 @@ class EnginesInTurn:
 
     def _revive(self, workers: Sequence[int]) -> None:
         for worker in workers:
-            self._workers[worker] = TurnEngine(self._engines[worker], **self._sampling)
+            self._workers[worker] = ReloadingTurnEngine(self._engines[worker], **self._sampling)
             self._left[worker] = self._deaths[worker]
             if self._weights is not None:
                 self._workers[worker].load_weights(self._weights, self._policy_version, recompute_kv_cache=False)

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from lab.local.engine import HostedEngine, RolloutEngine
+from lab.local.engine import RolloutEngine
+from nemo_specrollout.generation.hosted_engine import HostedEngine
 from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
 from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams, shard_request, text_and_params
 from nemo_specrollout.racing.exchange import StragglerExchange
@@ -44,13 +45,20 @@ class ThreadLink:
     worker: int
     dies_after: int = 1 << 60
     num_exchanges: int = 0
+    _event: tuple[int, Callable[[], None]] = (0, lambda: None)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def __call__(self, method: str, *arguments: Any) -> Callable[[], Any]:
         self.num_exchanges += method == "exchange"
+        if self.num_exchanges == self._event[0]:
+            self._event[1]()
         if self.num_exchanges > self.dies_after:
             raise ExchangeFailed("it died")
         return self._pool.submit(getattr(self.exchange_, method), self.worker, *arguments).result
+
+    def when_exchanged(self, number: int, event: Callable[[], None]) -> None:
+        """Has `event` called at the exchange of that number."""
+        self._event = (number, event)
 
 
 @dataclass
@@ -159,7 +167,7 @@ def rolled_out(
     def run(i: int) -> list[Rollout]:
         delay = delays[i]
         if delay is not None:
-            assert delay.wait(60)
+            delay.wait()
         return rollouts[i].run(shards[i])
 
     with ThreadPoolExecutor(len(shards)) as pool:

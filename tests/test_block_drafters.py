@@ -16,6 +16,7 @@ from test_equality import NGRAM, assert_equal, requests
 from test_model_drafters import LONG, assert_same_drafts, recorded, worker_of
 
 from lab.local.engine import RolloutEngine
+from lab.local.random_budgets import RANDOM
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
@@ -23,11 +24,11 @@ from nemo_specrollout.config.drafter_configs import (
     DflashDrafterConfig,
     DsparkDrafterConfig,
 )
-from nemo_specrollout.config.model_folder import misfit_of_block_drafter
 from nemo_specrollout.config.strict import ConfigError, build_tagged
 from nemo_specrollout.generation import compat, model_drafter
 from nemo_specrollout.generation.arguments import VllmAbilities, with_specrollout
 from nemo_specrollout.generation.requests import Rollout
+from nemo_specrollout.training.head.block_heads import misfit_of_block_drafter
 
 pytestmark = pytest.mark.integration
 
@@ -139,7 +140,7 @@ def test_a_block_drafter_reads_the_text_of_skipped_steps(
     busy = recorded(busy_engine)
     assert_equal(busy_engine.generate(asked(), **SAMPLED), expected["T=1"])
     drafts = (NGRAM, drafters[name])
-    block = SpecrolloutConfig(num_speculative_tokens=4, drafters=drafts, budget=BudgetConfig("random"))
+    block = SpecrolloutConfig(num_speculative_tokens=4, drafters=drafts, budget=RANDOM)
     engine = start_engine(policy, block)
     lazy, speculator = recorded(engine), worker_of(engine).model_runner.speculator
     passes, run_model = [], speculator._run_model
@@ -153,7 +154,7 @@ def test_each_layer_norms_the_context_by_its_own_weights(
     start_engine: Callable[..., RolloutEngine], policy: Path, drafters: dict[str, BlockDrafterConfig]
 ) -> None:
     """Also, zero or shared weights of a sound DFlash are not reported as faults."""
-    from nemo_specrollout.generation.head_watch import head_health
+    from nemo_specrollout.generation.head_service import head_health
 
     engine = start_engine(policy, SpecrolloutConfig(drafters=(drafters["dflash"],), budget=FOUR))
     runner = worker_of(engine).model_runner
@@ -165,7 +166,7 @@ def test_each_layer_norms_the_context_by_its_own_weights(
         [torch.nn.functional.rms_norm(k, (32,), w, 1e-6) for k, w in zip(keys_L, weights_L, strict=True)]
     )
     assert torch.allclose(model._normalize_context_k(keys_L), wanted_L, atol=1e-5)
-    health = head_health(runner, None, None)
+    health = head_health(runner, None)
     assert not (health.all_zero or health.non_finite or health.shares_target_tensors)
 
 

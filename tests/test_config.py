@@ -14,7 +14,7 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import TEXT_DRAFTERS
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.config.versions import unsupported_version
+from nemo_specrollout.installed.versions import unsupported_version
 
 pytestmark = pytest.mark.unit
 

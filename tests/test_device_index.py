@@ -28,8 +28,8 @@ from nemo_specrollout.drafters.device_index import (
     FEWEST_SLOTS,
     MAX_COUNT,
     MAX_LEAD,
-    MOST_LISTED,
-    MOST_SLOTS,
+    MAX_LISTED,
+    MAX_SLOTS,
     NUM_CANDIDATES,
     RANK_MASK,
     ContextIndex,
@@ -38,6 +38,9 @@ from nemo_specrollout.drafters.device_index import (
 )
 
 pytestmark = pytest.mark.unit
+
+# The scripts name what their processes import (tests/ledger.py).
+PROCESSES_SEE = ()
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -178,7 +181,7 @@ def test_tokens_beyond_the_bound_wait_for_the_next_call():
 
 
 def test_what_all_texts_have_beyond_the_bound_waits():
-    half = MOST_LISTED // 2 + 8
+    half = MAX_LISTED // 2 + 8
     requests = Requests(new_index(), [[], [], []], [5, 6, 7], longest=half)
     requests.total_len_S.fill_(half)
     lengths = []
@@ -339,7 +342,7 @@ def test_contexts_spread_over_all_buckets(log2_slots):
 
 def test_the_index_has_the_size_that_requests_need_within_memory():
     assert slots_for(512, 16384, ORDERS) == 1 << 24
-    assert slots_for(10_000, 10_000, ORDERS) == MOST_SLOTS
+    assert slots_for(10_000, 10_000, ORDERS) == MAX_SLOTS
     assert slots_for(64, 512, ORDERS) == 1 << 16
     assert slots_for(65, 512, ORDERS) == 1 << 17
     assert slots_for(1, 1, (1,)) == FEWEST_SLOTS
@@ -461,11 +464,6 @@ def test_counts_that_fade_still_rank_continuations():
 
 # Triton
 
-INTERPRETED = """
-from tests.test_device_index import check_bodies_agree
-check_bodies_agree()
-"""
-
 
 def run_script(script: str, **environment: str) -> str:
     command, env = [sys.executable, "-c", script], {**os.environ, **environment}
@@ -475,8 +473,10 @@ def run_script(script: str, **environment: str) -> str:
 
 
 def pair_of_bodies(num_slots: int, orders: tuple[int, ...]) -> tuple[ContextIndex, ContextIndex]:
+    from lab.vllm_on_cpu import own_kernels
     from nemo_specrollout.drafters import step_triton
 
+    own_kernels.register()
     ours, theirs = new_index(num_slots, orders), new_index(num_slots, orders)
     theirs.use_kernels(step_triton)
     return ours, theirs
@@ -560,7 +560,7 @@ def check_a_full_list() -> None:
 
     from nemo_specrollout.drafters import index_triton
 
-    index_triton._MOST_LISTED = language.constexpr(32)
+    index_triton._MAX_LISTED = language.constexpr(32)
     _, index = pair_of_bodies(1 << 10, (1,))
     requests = Requests(index, [[1] * 20, [2] * 20, [3] * 20], [5, 6, 7])
     lengths = []
@@ -572,7 +572,7 @@ def check_a_full_list() -> None:
 
 
 def check_bodies_agree() -> None:
-    """Runs in Triton's interpreter."""
+    """Runs in Triton's interpreter (`test_interpreted_drafters.py`)."""
     check_blocks(ORDERS, rows=[3, -1, 0, 5, 2, 1, 9])
     check_blocks((2, 4, 6, 8, 10, 12, 14, 16), rows=[0, 2])
     check_single_tokens(64, (1, 2, 4), vocabulary=12, lift=0)
@@ -582,14 +582,10 @@ def check_bodies_agree() -> None:
     check_a_full_list()
 
 
-@needs_triton
-def test_interpreted_triton_body_writes_and_reads_the_same():
-    run_script(INTERPRETED, TRITON_INTERPRET="1")
-
-
 def test_a_cpu_needs_no_triton():
     run_script(
         "import sys, torch; from nemo_specrollout.drafters.device_index import ContextIndex as Index;"
+        " from lab.vllm_on_cpu import own_kernels; own_kernels.register();"
         " Index(64, (1, 2), torch.device('cpu')); sys.exit('triton' in sys.modules)"
     )
 

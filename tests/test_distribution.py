@@ -9,7 +9,8 @@ import pytest
 from scipy.stats import chisquare
 
 from lab.local.engine import RolloutEngine
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from lab.local.random_budgets import RANDOM
+from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RandomDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.generation.requests import RolloutRequest
 
@@ -53,7 +54,7 @@ def p_value(tokens: list[int], probabilities: np.ndarray) -> float:
 def test_first_three_tokens_follow_the_exact_marginals(
     start_engine: Callable[..., RolloutEngine], tiny_model: Path
 ) -> None:
-    block = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), RandomDrafterConfig()), budget=BudgetConfig("random"))
+    block = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), RandomDrafterConfig()), budget=RANDOM)
     engine = start_engine(tiny_model, block)
     asked = [RolloutRequest(PROMPT, 0, sample) for sample in range(NUM_REQUESTS)]
     rollouts = engine.generate(asked, max_tokens=3, stop_token_ids=[], ignore_eos=True)

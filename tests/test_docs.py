@@ -10,6 +10,8 @@ import yaml
 from conftest import ROOT
 from prose import findings_of_page
 
+from lab.cli.main import PROGRAM as LAB
+from nemo_specrollout.cli.commands import PROGRAM as PRODUCT
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 
@@ -18,7 +20,10 @@ pytestmark = pytest.mark.unit
 README = ROOT / "README.md"
 BLOCK_PAGE = ROOT / "docs" / "reference" / "block.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-READ_ON_GITHUB = [README, ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md", *PAGES]
+MAX_WORDS = 25_000
+READ_ON_GITHUB = [
+    README, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "slurm/README.md", "lab/README.md")), *PAGES,
+]  # fmt: skip
 
 
 def names(path: Path) -> str:
@@ -50,6 +55,12 @@ def test_the_block_page_shows_the_defaults_and_every_field() -> None:
         assert any(name in drafter for drafter in block["drafters"])
 
 
+def test_the_documentation_is_short() -> None:
+    """README, CONTRIBUTING and the pages count, but not the proposals to other projects in docs/upstream."""
+    pages = [README, ROOT / "CONTRIBUTING.md", *(page for page in PAGES if "upstream" not in page.parts)]
+    assert sum(len(page.read_text().split()) for page in pages) <= MAX_WORDS
+
+
 def test_the_readme_is_short_and_its_block_builds() -> None:
     assert len(README.read_text().splitlines()) <= 120
     build(SpecrolloutConfig, block_of(README), BLOCK_PATH)
@@ -72,6 +83,24 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     for name in re.findall(rf"`((?:{'|'.join(packages)})/[a-z0-9_/]+\.py)`", page.read_text()):
         is_theirs = page.name == "nemo-rl-patch-points.md" and name.startswith("nemo_rl/models")
         assert is_theirs or (ROOT / "nemo_specrollout" / name).exists(), name
+
+
+@pytest.mark.parametrize("page", READ_ON_GITHUB, ids=names)
+def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
+    if "upstream" in page.parts:
+        return  # these pages name files of other projects
+    for name in re.findall(r"`((?:lab|tests|examples/configs)/[a-z0-9_/.-]+\.(?:py|yaml))[`:]", page.read_text()):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"python -m (lab[a-z0-9_.]+[a-z0-9_])", page.read_text()):
+        assert (ROOT / (name.replace(".", "/") + ".py")).exists(), name
+
+
+@pytest.mark.parametrize("page", READ_ON_GITHUB, ids=names)
+def test_commands_that_a_page_names_exist(page: Path) -> None:
+    for program in (PRODUCT, LAB):
+        known = {command.name for command in program.commands}
+        found = set(re.findall(rf"{program.name} +([a-z][a-z-]+)", page.read_text()))
+        assert found <= known, found - known
 
 
 def test_every_page_is_in_the_menu() -> None:

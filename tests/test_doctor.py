@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import QUICKSTART, ROOT
+from test_nemo_rl_config import CLEAN
 
 from nemo_specrollout.cli.doctor import diagnose_config
 from nemo_specrollout.doctor import environment
@@ -23,7 +23,6 @@ from nemo_specrollout.doctor.self_test import (
     diagnose_engine,
     diagnose_environment,
     diagnose_self_test,
-    platform_plugin,
 )
 
 pytestmark = pytest.mark.unit
@@ -89,7 +88,8 @@ def test_a_missing_name_of_vllm_fails(changed_vllm: Callable[..., Path]) -> None
     folder = changed_vllm(("vllm/v1/worker/gpu/sample/gumbel.py", "def gumbel_sample(", "def gumbel_samples("))
     failed = [d for d in diagnose_vllm(folder) if d.state is State.FAIL]
     assert {(d.name, d.found) for d in failed} == {("vllm.v1.worker.gpu.sample.gumbel.gumbel_sample", "absent")}
-    assert any(d.found == "19 of 20 present" for d in diagnose_vllm(folder))
+    present, total = next(d.found for d in diagnose_vllm(folder) if d.state is State.OK).split()[::2][:2]
+    assert int(present) == int(total) - 1
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,10 @@ def test_every_end_of_a_child_is_an_outcome(child: Child, text: str, failure: st
 def test_a_time_out_ends_the_children_of_a_child(child: Child, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     starts = f"open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
-    run_child(child(f"import subprocess, time\n{starts}\ntime.sleep(60)"), None, 3)
+    timeout_s = 2.0
+    while not (pid.exists() and pid.read_text()):  # a busy machine may need longer to start the child
+        run_child(child(f"import subprocess, time\n{starts}\ntime.sleep(60)"), None, timeout_s)
+        timeout_s *= 2
     status = Path(f"/proc/{pid.read_text()}/status")
     while status.exists() and "zombie" not in status.read_text():  # killed, and about to end; else pytest's time-out
         time.sleep(0.05)
@@ -167,7 +170,7 @@ def test_the_first_differing_token_is_named() -> None:
     assert compared([[1, 2], [3, 4]], [[1, 2], [3, 4]]) == {"equal": 4, "total": 4, "first": None}
     told = compared([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 6, 7]])
     assert told == {"equal": 4, "total": 6, "first": [1, 1, 5, 6]}
-    drafts = {"drafters": ["suffix"], "proposed": [[0, 0]], "accepted": [[0, 0]]}
+    drafts = {"proposed": {"suffix": 0}, "accepted": {"suffix": 0}}
     tokens, none, seconds = diagnose_self_test(Outcome({"T=1": told, "drafts": drafts}, "", (), 1.0))
     assert tokens.state is State.FAIL and "--json" in tokens.to_do
     assert tokens.found == ("4 of 6 tokens equal; first difference: response 1, position 1, plain 5, drafted 6")
@@ -186,26 +189,23 @@ def test_a_known_cause_in_a_log_names_its_fix(sign: str, to_do: str) -> None:
 def test_settings_that_prevent_the_v2_model_runner_fail() -> None:
     found = {d.name: d for d in diagnose_environment({"VLLM_USE_V2_MODEL_RUNNER": "0"})}
     assert found["VLLM_USE_V2_MODEL_RUNNER"].to_do == "Unset VLLM_USE_V2_MODEL_RUNNER."
-    assert platform_plugin("lora_resolver").state is State.FAIL
-    assert platform_plugin("lora_resolver,nemo_specrollout_cpu").state is State.OK
-    assert {d.state for d in diagnose_environment({})} == {State.OK}
+    assert not list(diagnose_environment({}))
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("policy.generation.specrollout.budjet=1", "did you mean 'budget'?"),
-        ("policy.model_name=none", "policy.model_name: folder none does not exist"),
+        ("policy.generation.quant_cfg=NVFP4", "policy.generation.quant_cfg: "),
         ("not an override", "not an override"),
+        ("runtime=local", "use `specrollout-lab`"),
     ],
 )
-def test_a_config_that_cannot_run_fails_with_checks_message(
-    monkeypatch: pytest.MonkeyPatch, override: str, words: str
-) -> None:
-    monkeypatch.chdir(ROOT)
-    (error,) = diagnose_config(QUICKSTART, [override])
-    assert error.state is State.FAIL and words in error.found
-    assert {d.state for d in diagnose_config(QUICKSTART, [])} == {State.OK}
+def test_a_config_that_cannot_run_fails_with_checks_message(tmp_path: Path, override: str, words: str) -> None:
+    (tmp_path / "config.yaml").write_text(CLEAN)
+    failed = [d for d in diagnose_config(tmp_path / "config.yaml", [override]) if d.state is State.FAIL]
+    assert [words in d.found for d in failed] == [True]
+    assert State.FAIL not in {d.state for d in diagnose_config(tmp_path / "config.yaml", [])}
 
 
 def test_a_nemo_rl_config_and_a_missing_file_fail(tmp_path: Path) -> None:

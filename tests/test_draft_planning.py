@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.local.random_budgets import RandomPlanner
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.scheduling.speculation.best_depth import SurvivalSpread, bin_of
 from nemo_specrollout.scheduling.speculation.draft_plan import (
@@ -20,12 +21,11 @@ from nemo_specrollout.scheduling.speculation.draft_plan import (
     PLANNED_STEPS,
     WATCH_SHARE,
     AutoPlanner,
+    Dormancy,
     DraftPlan,
     DraftPlanner,
     FixedPlanner,
-    Following,
     PlanObservation,
-    RandomPlanner,
     build_planner,
 )
 from nemo_specrollout.scheduling.speculation.draft_time import ENOUGH, REMEMBERED, WARM_UP, DraftCosts, DraftTimes
@@ -196,7 +196,7 @@ def test_a_model_that_follows_no_request_only_costs_reading() -> None:
 def test_each_depth_is_tried_until_drafting_times_are_known() -> None:
     planner, depths = AutoPlanner(0.03), []
     for _ in range(2 * K):
-        assert planner.should_plan(4)
+        assert planner.count_step(4)
         depths.append(planner.plan(observe(0.9, 0.1, FLAT, None)).depth)
     assert set(depths[:K]) == set(depths[K:]) == set(range(1, K + 1))
 
@@ -208,9 +208,9 @@ def test_nothing_is_drafted_until_step_times_are_known() -> None:
 
 def test_a_plan_lasts_some_steps_while_the_batch_keeps_its_size() -> None:
     planner = AutoPlanner(0.03)
-    planned = [planner.should_plan(40 - step) for step in range(16)]  # 32 to 63 have the same bit length.
+    planned = [planner.count_step(40 - step) for step in range(16)]  # 32 to 63 have the same bit length.
     assert np.flatnonzero(planned).tolist() == [0, *range(PLANNED_STEPS, 9, PLANNED_STEPS), 9, 13]
-    assert planner.should_plan(90) and not planner.should_plan(70)
+    assert planner.count_step(90) and not planner.count_step(70)
 
 
 # Fixed and random planners
@@ -220,13 +220,13 @@ def test_a_fixed_planner_drafts_equally_deep_and_follows_all() -> None:
     planner = build_planner(BudgetConfig("fixed", k=3))
     assert isinstance(planner, FixedPlanner)
     for draft in (None, DraftCosts(fixed_s=9.0)):
-        assert planner.should_plan(4) and planner.follows
+        assert planner.count_step(4) and planner.follows
         assert planner.plan(observe(0.9, 0.0, FLAT, draft)) == DraftPlan(3)
 
 
 def test_a_random_planner_tries_all_depths_and_stops_following() -> None:
-    planner = build_planner(BudgetConfig("random"))
-    assert isinstance(planner, RandomPlanner) and planner.follows
+    planner = RandomPlanner()
+    assert planner.follows
     seen = []
     for _ in range(500):
         plan = planner.plan(observe(0.0, 0.5, None, None))
@@ -304,59 +304,59 @@ def test_the_spread_of_survival_keeps_a_request_s_mean(mean: float, latest: list
 # Following requests
 
 
-def follow(following: Following, won_s: float, cost_s: float, steps: range) -> float:
+def follow(dormancy: Dormancy, won_s: float, cost_s: float, steps: range) -> float:
     """Runs steps of 10 ms with 8 requests, one of which ends in each. Returns the share of steps that follow requests."""
     num_followed = 0
     for n in steps:
-        if following.is_on:
+        if dormancy.is_awake:
             num_followed += 1
-            following.ended(1)
-        following.step(8, won_s, cost_s, 0.010 * n)
+            dormancy.ended(1)
+        dormancy.step(8, won_s, cost_s, 0.010 * n)
     return num_followed / len(steps)
 
 
 def test_a_model_that_does_not_pay_is_tried_now_and_then() -> None:
-    following, cost_s = Following(), 2e-4
+    dormancy, cost_s = Dormancy(), 2e-4
     first = GENERATIONS * 8 - 1
-    assert follow(following, 1e-4, cost_s, range(first)) == 1.0 and following.is_on
-    share = follow(following, 1e-4, cost_s, range(first, 50_000))
+    assert follow(dormancy, 1e-4, cost_s, range(first)) == 1.0 and dormancy.is_awake
+    share = follow(dormancy, 1e-4, cost_s, range(first, 50_000))
     assert 0.8 * WATCH_SHARE < share * cost_s / 0.010 < 1.1 * WATCH_SHARE
-    assert follow(following, 3e-4, cost_s, range(50_000, 100_000)) > 0.95 and following.is_on
+    assert follow(dormancy, 3e-4, cost_s, range(50_000, 100_000)) > 0.95 and dormancy.is_awake
 
 
-def until_dormant(following: Following, won_s: float, now_s: float) -> float:
+def until_dormant(dormancy: Dormancy, won_s: float, now_s: float) -> float:
     """Runs steps of 10 ms, each of which ends a request. Returns the time when following stops."""
-    while following.is_on:
-        following.ended(1)
-        following.step(1, won_s, 0.010, now_s)
+    while dormancy.is_awake:
+        dormancy.ended(1)
+        dormancy.step(1, won_s, 0.010, now_s)
         now_s += 0.010
     return now_s
 
 
-def wait_s(following: Following, now_s: float) -> float:
+def wait_s(dormancy: Dormancy, now_s: float) -> float:
     """Returns the seconds from `now_s` until requests are followed again."""
     started_s = now_s
-    while not following.is_on:
-        following.step(1, 0.0, 0.0, now_s)
+    while not dormancy.is_awake:
+        dormancy.step(1, 0.0, 0.0, now_s)
         now_s += 0.010
     return now_s - started_s
 
 
 def test_trials_become_rarer_each_time_that_a_model_fails() -> None:
     """A model that has paid is tried again soon: other tasks may have come for a while."""
-    following, waits_s, now_s, look_s = Following(), [], 0.0, GENERATIONS * 0.010
+    dormancy, waits_s, now_s, look_s = Dormancy(), [], 0.0, GENERATIONS * 0.010
     for _ in range(6):
-        now_s = until_dormant(following, 0.0, now_s)
-        waits_s.append(wait_s(following, now_s))
+        now_s = until_dormant(dormancy, 0.0, now_s)
+        waits_s.append(wait_s(dormancy, now_s))
         now_s += waits_s[-1]
     shares = [max(WATCH_SHARE, FIRST_WATCH_SHARE / 2**n) for n in range(6)]
     assert waits_s == pytest.approx([look_s / share for share in shares], abs=0.03)
     for _ in range(GENERATIONS):
-        following.ended(1)
-        following.step(1, 0.020, 0.010, now_s)
+        dormancy.ended(1)
+        dormancy.step(1, 0.020, 0.010, now_s)
         now_s += 0.010
-    now_s = until_dormant(following, 0.0, now_s)
-    assert wait_s(following, now_s) == pytest.approx(look_s / FIRST_WATCH_SHARE, abs=0.03)
+    now_s = until_dormant(dormancy, 0.0, now_s)
+    assert wait_s(dormancy, now_s) == pytest.approx(look_s / FIRST_WATCH_SHARE, abs=0.03)
 
 
 def work(planner: DraftPlanner, observed: PlanObservation, num_steps: int, now_s: float = 0.0) -> list[bool]:
@@ -438,12 +438,12 @@ def test_requests_that_are_not_followed_do_not_reduce_hope(
 
 @given(st.lists(st.booleans(), max_size=400))
 def test_requests_are_given_up_exactly_after_the_hopeless_steps(hopeless: list[bool]) -> None:
-    following, num_hopeless = Following(), 0
+    dormancy, num_hopeless = Dormancy(), 0
     for n, is_hopeless in enumerate(hopeless):
-        following.step(4, 1.0, 0.1, 0.010 * n, is_hopeless)
+        dormancy.step(4, 1.0, 0.1, 0.010 * n, is_hopeless)
         num_hopeless = num_hopeless % HOPELESS_STEPS + 1 if is_hopeless else 0
-        assert following.gives_up == (num_hopeless == HOPELESS_STEPS)
-        assert following.is_on, "the model won more than it cost"
+        assert dormancy.gives_up == (num_hopeless == HOPELESS_STEPS)
+        assert dormancy.is_awake, "the model won more than it cost"
 
 
 def test_the_best_of_many_forecasts_gives_no_hope_for_a_tail() -> None:
@@ -462,7 +462,7 @@ def test_a_model_on_trial_drafts_despite_a_bad_forecast() -> None:
     planner.model_changed()
     plans = []
     for n in range(2 * HOPELESS_STEPS):
-        if planner.should_plan(4):
+        if planner.count_step(4):
             plans.append(planner.plan(useless))
         planner.observe_step(plans[-1], 4, 0.010 * n)
         if not planner.follows:

@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft stream: drafts that the host wrote for an older text, aligned with the text on the device."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 
 from nemo_specrollout.drafters.base import Proposals, Texts
-from nemo_specrollout.remote.protocol.draft_buffers import WRONG, DraftBuffers, text_hash
-from nemo_specrollout.remote.verifier.draft_stream import BASE, COUNT, TOKENS, DraftStream
+from nemo_specrollout.remote.protocol.draft_buffers import BASE, COUNT, TOKENS, WRONG, DraftBuffers, text_hash
+from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 
 pytestmark = pytest.mark.unit
 
 NUM_SLOTS, LONGEST, ROOM, K = 6, 40, 5, 3
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 class World:
@@ -85,45 +78,3 @@ def test_wrong_drafts_shorten_the_window_of_their_request() -> None:
         buffers.add(slots, np.array([position, position]), prefix, drafts, np.zeros(2, np.int8))
     assert buffers.windows(slots).tolist() == [24, 8]
     assert buffers.counts[WRONG] == 29
-
-
-INTERPRETED = """
-import numpy as np
-import torch
-from nemo_specrollout.remote.verifier import draft_stream, draft_stream_triton
-
-rng, seen = np.random.default_rng(0), 0
-for num_requests, room, width in ((1, 1, 1), (9, 5, 3), (30, 24, 8)):
-    num_slots, longest = num_requests + 3, 60
-    for _ in range(8):
-        ints = lambda low, high, *shape: torch.from_numpy(rng.integers(low, high, shape)).int()
-        token_ids_SL = ints(0, 2, num_slots, longest + 9)[:, :longest]
-        total_len_S = ints(1, longest, num_slots)
-        table_SX = ints(0, 2, num_slots, draft_stream.DraftStream.columns(room))
-        table_SX[:, 0] = total_len_S - ints(-2, 5, num_slots)
-        table_SX[:, 1] = ints(-1, room + 3, num_slots)
-        for s in range(num_slots):
-            base, room_left = int(table_SX[s, 0]), max(0, min(room, longest - int(table_SX[s, 0])))
-            if rng.random() < 0.7 and base >= 0:
-                table_SX[s, 2 : 2 + room_left] = token_ids_SL[s, base : base + room_left]
-        slots_B = torch.from_numpy(rng.permutation(num_slots)[:num_requests])
-        slots_B[rng.random(num_requests) < 0.1] = -1
-        results = []
-        for align in (draft_stream._align, draft_stream_triton.align):
-            out = [torch.full((num_requests, width + 2), 77, dtype=t) for t in (torch.int32, torch.int8)]
-            found_B, counts_3 = torch.full((num_requests,), 77).int(), torch.zeros(3, dtype=torch.int64)
-            align(slots_B, total_len_S, token_ids_SL, table_SX, out[0][:, :width], out[1][:, :width], found_B, counts_3)
-            results.append([*out, found_B, counts_3])
-        assert all(map(torch.equal, *results)), results
-        seen += int(results[0][3][1])
-assert seen > 30
-"""
-
-
-@needs_triton
-def test_the_interpreted_triton_kernel_equals_numba() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr

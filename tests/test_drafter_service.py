@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of a drafter process, driven by hand: its answers, and the messages that it refuses."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -10,6 +10,7 @@ import pytest
 
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.remote.drafter.drafter_service import DrafterService
+from nemo_specrollout.remote.drafter.drafter_spec import DrafterSpec
 from nemo_specrollout.remote.protocol.messages import (
     COMMIT_COLUMNS,
     PROTOCOL,
@@ -25,8 +26,7 @@ from nemo_specrollout.remote.protocol.messages import (
     decode,
     encode,
 )
-from nemo_specrollout.remote.protocol.transport import VerifierSocket
-from nemo_specrollout.remote.verifier.drafter_pool import DrafterSpec
+from nemo_specrollout.remote.protocol.transport import DrafterSocket, VerifierSocket
 
 pytestmark = pytest.mark.integration
 
@@ -52,12 +52,22 @@ def socket(service: DrafterService) -> Iterator[VerifierSocket]:
 
 def ask(service: DrafterService, socket: VerifierSocket, message: Message, turns: int = 4) -> list[Message]:
     """Sends a message, lets the service take some turns, and returns its answers."""
+    sent = []
+
+    def send(peer: Hashable, answer: Message) -> None:
+        sent.append(answer)
+        DrafterSocket.send(service._socket, peer, answer)
+
     socket.send(message)
-    service._socket.wait(5.0)
-    for _ in range(turns):
-        service.turn()
+    assert service._socket.wait(600.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service._socket, "send", send)
+        for _ in range(turns):
+            service.turn()
+    num_ours = sum(answer.session == message.session for answer in sent)
     answers: list[Message] = []
-    while socket.wait(0.2 if answers else 2.0):  # frames arrive one by one
+    while len(answers) < num_ours:  # frames arrive one by one
+        assert socket.wait(600.0)
         answers += socket.receive()
     return answers
 

@@ -3,6 +3,7 @@
 
 import pytest
 
+from lab.local.random_budgets import RandomPause
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.scheduling.speculation.budget import (
     LOOKS,
@@ -22,7 +23,7 @@ def steps(pause: DraftingPause, num_steps: int, num_requests: int = 8, num_draft
     for _ in range(num_steps):
         if not is_paused:
             pause.drafts_decided(num_drafts)
-        is_paused = pause.should_pause(num_requests)
+        is_paused = pause.count_step(num_requests)
         paused.append(is_paused)
     return paused
 
@@ -36,7 +37,7 @@ def long_paused() -> AutoPause:
     """Returns a policy within a long pause."""
     pause = AutoPause()
     steps(pause, 1000)
-    while not pause.should_pause(8):
+    while not pause.count_step(8):
         pause.drafts_decided(0)
     return pause
 
@@ -69,14 +70,14 @@ def test_drafts_that_pay_end_a_pause_and_reset_the_count() -> None:
 def test_a_batch_with_half_new_requests_ends_a_pause(num_new: int, ends: bool) -> None:
     pause = long_paused()
     pause.requests_arrived(num_new)
-    assert pause.should_pause(8) != ends
+    assert pause.count_step(8) != ends
 
 
 def test_each_batch_size_class_has_its_own_pauses() -> None:
     pause = long_paused()
     few = steps(pause, 20, num_requests=2)
     assert not any(few[: PATIENCE - 1]) and max(lengths_of(few, True)) < 5
-    assert not pause.should_pause(8), "another size is tried first"
+    assert not pause.count_step(8), "another size is tried first"
     assert max(lengths_of(steps(pause, 300), True)) > 50, "the history of a size is kept"
 
 
@@ -85,5 +86,5 @@ def test_budgets_that_ignore_costs_never_pause() -> None:
 
 
 def test_random_pauses_begin_and_end() -> None:
-    paused = steps(build_pause(BudgetConfig(policy="random")), 200)
+    paused = steps(RandomPause(), 200)
     assert len(lengths_of(paused, True)) > 10 and len(lengths_of(paused, False)) > 10

@@ -173,7 +173,7 @@ def test_vllm_warms_its_own_speculator_up(
     warm_up, proposed = CPUWorker.compile_or_warm_up_model, []
 
     def warm_up_like_a_gpu(worker: Any) -> Any:
-        drafting = worker.specrollout_drafting
+        drafting = worker.specrollout_router
         native, before = drafting._native_propose, [table.clone() for table in drafting.board.tables]
         levels_DBK = drafting.board.tables._fields.index("levels_DBK")  # a model that samples grades its drafts
         drafting._native_propose = lambda *args, **options: proposed.append(args) or native(*args, **options)

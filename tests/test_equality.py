@@ -9,6 +9,7 @@ import pytest
 from conftest import STEP_ADDER
 
 from lab.local.engine import RolloutEngine
+from lab.local.random_budgets import RANDOM, RandomBudget
 from lab.local.statistics import count_equal
 from lab.local.step_addition import encode_prompt, make_problems
 from lab.local.step_rollout import load_tokenizer
@@ -28,7 +29,7 @@ BLOCKS = {
     "suffix": SpecrolloutConfig(drafters=(SUFFIX,), budget=BudgetConfig("fixed", k=5)),
     "ngram": SpecrolloutConfig(drafters=(NGRAM,), budget=BudgetConfig("fixed", k=3)),
     "auto": SpecrolloutConfig(),
-    "mixed drafters, random budgets": SpecrolloutConfig(drafters=(WRONG, SUFFIX, NGRAM), budget=BudgetConfig("random")),
+    "mixed drafters, random budgets": SpecrolloutConfig(drafters=(WRONG, SUFFIX, NGRAM), budget=RANDOM),
     "wrong drafts": SpecrolloutConfig(drafters=(WRONG,), budget=BudgetConfig("fixed", k=4)),
 }
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -78,6 +79,8 @@ def test_tokens_do_not_depend_on_the_drafter(
     start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], block: SpecrolloutConfig
 ) -> None:
     engine = start_engine(STEP_ADDER, block)
+    policy = engine.run_in_worker(lambda worker: worker.specrollout_router._policy)
+    assert isinstance(policy, RandomBudget) == (block.budget == RANDOM)
     for name, sampling in SAMPLINGS.items():
         assert_equal(engine.generate(requests(8, 4), **sampling), expected[name])
     assert engine.stats().num_proposed > 200, "too few drafts for this test to show anything"
@@ -91,7 +94,7 @@ def test_the_samples_are_worth_comparing(expected: dict[str, list[Rollout]]) -> 
 
 
 def test_preemption_changes_nothing(start_engine: Callable[..., RolloutEngine], plain: RolloutEngine) -> None:
-    block = SpecrolloutConfig(drafters=(WRONG, SUFFIX), budget=BudgetConfig("random"))
+    block = SpecrolloutConfig(drafters=(WRONG, SUFFIX), budget=RANDOM)
     engine = start_engine(STEP_ADDER, block, max_new_tokens=300, kv_cache_memory_bytes=20 << 20)
     asked = requests(6, 4, first=100)
     sampling = {"max_tokens": 300, "ignore_eos": True, "stop_token_ids": []}

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.local.speed_table_file import table_file
+from lab.simulation.dealing import in_shards, longest_first
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder, LadderFile, Rung
 from nemo_specrollout.scheduling.racing.request_estimates import HALF_TOKENS, SPREAD, LengthEstimator, RequestSpeeds
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision, in_shards, longest_first
+from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, DecodeSpeedTable, SpeedRow, SpeedTableFile
+from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision
 from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation, expected_first
 
 pytestmark = pytest.mark.unit
@@ -238,7 +240,7 @@ def test_the_expected_end_of_a_race_matches_simulated_races() -> None:
 
 
 def test_the_ladder_keeps_measurements_and_guesses_the_rest() -> None:
-    ladder = Ladder(["plain", "suffix"])
+    ladder = DecodeSpeedTable(["plain", "suffix"])
     assert ladder.tokens_per_s(0, 4) / ladder.tokens_per_s(0, 1) == 0.5 and ladder.prefill_s(1000) == 0.0
     ladder.observe(ANY_TASK, 0, 1, 300, 2.0)
     ladder.observe(ANY_TASK, 0, 16, 500, 10.0)
@@ -248,7 +250,7 @@ def test_the_ladder_keeps_measurements_and_guesses_the_rest() -> None:
     ladder.observe(ANY_TASK, 1, 1, 900, 3.0)
     assert ladder.tokens_per_s(1, 1) == pytest.approx(300)
     ladder.observe_prefill(1000, 1.0)
-    file = ladder.file("a machine", "a policy", (0.0, 0.4))
+    file = table_file(ladder, "a machine", "a policy", (0.0, 0.4))
     assert file is not None and [(rung.method, rung.acceptance) for rung in file.rungs] == [
         ("suffix", 0.4),
         ("plain", 0.0),
@@ -256,7 +258,7 @@ def test_the_ladder_keeps_measurements_and_guesses_the_rest() -> None:
 
 
 def test_ladder_speeds_never_rise_with_the_batch_size() -> None:
-    ladder = Ladder(["plain"])
+    ladder = DecodeSpeedTable(["plain"])
     ladder.observe(ANY_TASK, 0, 1, 100, 1.0)
     ladder.observe(ANY_TASK, 0, 8, 1360, 8.0)
     both = ladder.tokens_per_s(0, 1), ladder.tokens_per_s(0, 8)
@@ -265,7 +267,7 @@ def test_ladder_speeds_never_rise_with_the_batch_size() -> None:
 
 def test_one_stall_does_not_make_a_method_slow() -> None:
     """While a kernel compiles or another process has the core, the whole batch waits, but only once."""
-    ladder = Ladder(["suffix"])
+    ladder = DecodeSpeedTable(["suffix"])
     ladder.observe(ANY_TASK, 0, 64, 64, 64.0)
     for _ in range(30):
         ladder.observe(ANY_TASK, 0, 64, 64 * 10, 64 * 0.1)
@@ -276,7 +278,7 @@ def test_one_stall_does_not_make_a_method_slow() -> None:
 
 
 def test_the_ladder_follows_new_measurements() -> None:
-    ladder = Ladder(["plain"])
+    ladder = DecodeSpeedTable(["plain"])
     for _ in range(50):
         ladder.observe(ANY_TASK, 0, 1, 100, 1.0)
     for _ in range(50):
@@ -285,7 +287,7 @@ def test_the_ladder_follows_new_measurements() -> None:
 
 
 def test_each_task_has_its_own_speed() -> None:
-    ladder = Ladder(["plain", "suffix"])
+    ladder = DecodeSpeedTable(["plain", "suffix"])
     ladder.observe("code", 1, 1, 400, 1.0)
     ladder.observe("chat", 1, 1, 100, 1.0)
     assert ladder.task_speed("code", 1) == pytest.approx(1.6) and ladder.task_speed("chat", 1) == pytest.approx(0.4)
@@ -293,10 +295,10 @@ def test_each_task_has_its_own_speed() -> None:
 
 
 def test_a_ladder_file_round_trips(tmp_path: Path) -> None:
-    rung = Rung(ANY_TASK, "suffix", (1, 4), (200.0, 90.0), (5.0, 5.0), 0.6)
+    rung = SpeedRow(ANY_TASK, "suffix", (1, 4), (200.0, 90.0), (5.0, 5.0), 0.6)
     path = tmp_path / "ladder.json"
-    path.write_text(LadderFile("a CPU", "a policy", 1e-4, (rung,)).to_json())
-    ladder = Ladder(["plain", "suffix"], LadderFile.read(path, "ladder"))
+    path.write_text(SpeedTableFile("a CPU", "a policy", 1e-4, (rung,)).to_json())
+    ladder = DecodeSpeedTable(["plain", "suffix"], SpeedTableFile.read(path, "ladder"))
     assert ladder.tokens_per_s(1, 4) == pytest.approx(90) and ladder.prefill_s(1000) == pytest.approx(0.1)
 
 
@@ -312,10 +314,10 @@ def test_a_ladder_file_round_trips(tmp_path: Path) -> None:
 def test_a_bad_ladder_file_is_refused_with_a_reason(tmp_path: Path, change: dict[str, object], words: str) -> None:
     path = tmp_path / "ladder.json"
     path.write_text(json.dumps({"device": "d", "policy": "p", "prefill_s_per_token": 1e-4, "rungs": [], **change}))
-    with pytest.raises(ConfigError, match=f"fastest_of_n.ladder: .*{words}.*nemo-specrollout ladder"):
-        LadderFile.read(path, "fastest_of_n.ladder")
+    with pytest.raises(ConfigError, match=f"fastest_of_n.ladder: .*{words}.*specrollout-lab ladder"):
+        SpeedTableFile.read(path, "fastest_of_n.ladder")
     with pytest.raises(ConfigError, match="No such file"):
-        LadderFile.read(tmp_path / "none.json", "fastest_of_n.ladder")
+        SpeedTableFile.read(tmp_path / "none.json", "fastest_of_n.ladder")
 
 
 # Request speeds

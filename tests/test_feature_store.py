@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.training.features.feature_store import (
     FeatureReader,
     FeatureSource,
@@ -62,7 +62,7 @@ def stored(reader: FeatureReader) -> list[SequenceFeatures]:
 
 
 def assert_whole(folder: Path) -> list[SequenceFeatures]:
-    """Asserts that every listed shard has the written contents, and returns them; [] if there is no index yet."""
+    """Asserts that every shard has the written contents, and returns them; [] if there is no index yet."""
     try:
         found = stored(FeatureReader(folder))
     except FileNotFoundError:
@@ -172,7 +172,7 @@ def test_the_hash_depends_on_the_contents_alone(tmp_path: Path) -> None:
             store.append(features(version, 0))
             store.flush()
         store.close()
-        return data_hash([store])
+        return data_hash(stored(store))
 
     assert hash_of("a", [1, 2]) == hash_of("b", [2, 1]) != hash_of("c", [1, 3])
 
@@ -221,7 +221,7 @@ def test_a_folder_without_a_valid_index_is_refused(tmp_path: Path) -> None:
         FeatureReader(tmp_path).index()
 
 
-def test_readers_skip_dropped_shards_but_not_lost_ones(tmp_path: Path) -> None:
+def test_readers_skip_dropped_shards(tmp_path: Path) -> None:
     store, reader = FeatureStore(tmp_path, MAX_BYTES, SOURCE, held_out_share=0.0), FeatureReader(tmp_path)
     for version in range(5):
         store.append(features(version, 0))
@@ -232,18 +232,21 @@ def test_readers_skip_dropped_shards_but_not_lost_ones(tmp_path: Path) -> None:
         store.append(features(version, 0))
         store.flush()
     assert 0 < len(list(reading)) < 4
-    (tmp_path / store.shards()[0].name).unlink()
-    with pytest.raises(FileNotFoundError):
-        list(reader.sequences(False))
-    num_listed = len(store.shards())
-    store.close()
-    assert len(FeatureStore(tmp_path, MAX_BYTES, SOURCE, held_out_share=0.0).shards()) == num_listed - 1
+
+
+def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path, 1 << 20, SOURCE)
+    for version in (3, 5, 4):
+        store.append(features(version, 0))
+    store.flush()
+    store.forget_after(4)
+    assert [f.policy_version for f in stored(store)] == [4, 3] and store.num_sequences() == 2
 
 
 def test_a_full_disk_is_reported_and_leaves_the_store_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A flush replaces three files: index, shard, index. A failed sync of their folder is harmless.
-    fatal = {*(("replace", step) for step in range(3)), *(("fsync", step) for step in (0, 2, 4))}
-    for function, step in itertools.product(("fsync", "replace"), range(7)):
+    # A flush writes one file. A failed sync of its folder is harmless.
+    fatal = {("replace", 0), ("fsync", 0)}
+    for function, step in itertools.product(("fsync", "replace"), range(3)):
         folder = tmp_path / f"{function}{step}"
         store = FeatureStore(folder, MAX_BYTES, SOURCE)
         for version in range(12):
@@ -345,7 +348,7 @@ def crash_everywhere(tmp_path: Path) -> None:
         assert 50 in {f.policy_version for f in assert_whole(folder)}
         if status == 0:
             print(f"{crash_at} crashes")
-            assert crash_at > 50
+            assert crash_at > 20
             return
         assert status == 9
 
@@ -353,7 +356,7 @@ def crash_everywhere(tmp_path: Path) -> None:
 def kill_often(tmp_path: Path) -> None:
     """Kills the writer of one store many times, while the store is read, until enough was written."""
     rng, seen, round_ = random.Random(0), 0, 0
-    while round_ < 25 or seen <= 10:
+    while round_ < 12 or seen <= 10:
         child = os.fork()
         if child == 0:
             store = FeatureStore(tmp_path, 40 * MAX_BYTES, SOURCE)

@@ -15,7 +15,8 @@ import pytest
 from conftest import ROOT
 
 from lab.local.engine import RolloutEngine
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from lab.local.random_budgets import RANDOM
+from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.generation.requests import RolloutRequest
 
 pytest.importorskip("triton")
@@ -27,6 +28,8 @@ import torch
 parts = {name: getattr(torch.cuda, name) for name in ("Event", "Stream", "current_stream", "synchronize")}
 pin_memory = torch.Tensor.pin_memory
 
+from nemo_specrollout.generation import compat
+compat.device_type = lambda: "cuda"
 import nemo_specrollout.drafters, nemo_specrollout.generation, nemo_specrollout.sampling
 for package in (nemo_specrollout.drafters, nemo_specrollout.generation, nemo_specrollout.sampling):
     for module in pkgutil.iter_modules(package.__path__):
@@ -54,7 +57,7 @@ def test_host_and_device_need_not_share_memory(start_engine: Callable[..., Rollo
     from vllm.v1.worker.gpu import buffer_utils
 
     with mock.patch.object(buffer_utils, "UvaBuffer", buffer_utils.NonUvaBuffer):
-        drafting = start_engine(tiny_model, SpecrolloutConfig(budget=BudgetConfig("random")))
+        drafting = start_engine(tiny_model, SpecrolloutConfig(budget=RANDOM))
         drafted = drafting.generate(requests, temperature=0.3)
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
     stats = drafting.stats()

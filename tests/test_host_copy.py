@@ -53,7 +53,7 @@ def test_a_stage_is_timed_and_returned_once() -> None:
         time.sleep(0.01)
         timer.stop(tag)
     (first, seconds), (second, _) = timer.finished()
-    assert (first, second) == ("first", (2, 3)) and 0.01 <= seconds < 5.0
+    assert (first, second) == ("first", (2, 3)) and seconds >= 0.01
     assert timer.finished() == []
 
 

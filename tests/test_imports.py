@@ -1,118 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The import rules of the packages (docs/architecture.md), read from the source: lazy and type-checking imports count too."""
+"""The import rules of files and packages, read from the source: imports in functions and for type checks count too.
 
-import ast
+The tables of docs/architecture.md are the rules: a package imports what its row names, and no row below it.
+"""
+
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from sources import PACKAGES, circles, imported_names, imports, strings
 
 pytestmark = pytest.mark.unit
 
-PACKAGE = ROOT / "nemo_specrollout"
-# Which package may import which, lowest first. A subpackage that is named here has rules of its own.
-SCHEDULING = {"scheduling.speculation", "scheduling.heads", "scheduling.racing", "scheduling.placement"}
-HEADS = {"training.features", "training.head", "training.checkpoints"}
-ENGINE = {"config", "sampling", *SCHEDULING, "drafters", "telemetry", "remote.protocol", "remote.verifier", *HEADS}
-BELOW_LOCAL = {*ENGINE, "generation", "training.refresh", "remote.drafter", "racing", "simulation", "reports"}
-ALLOWED = {
-    "config": set(),
-    "sampling": set(),
-    "scheduling.speculation": {"config"},
-    "scheduling.heads": {"config"},
-    "scheduling.racing": {"config"},
-    "scheduling.placement": {"config"},
-    "simulation": {"config", *SCHEDULING},
-    "reports": {"config"},
-    "drafters": {"config", "sampling"},
-    "telemetry": set(),
-    "remote.protocol": {"config", "sampling", "drafters"},
-    "remote.verifier": {"config", "sampling", "drafters", "remote.protocol"},
-    "training.features": {"config"},
-    "training.checkpoints": {"config"},
-    "training.head": {"config", "training.features"},
-    "training.refresh": {"config", "sampling", "scheduling.heads", *HEADS},
-    "generation": ENGINE,
-    "remote.drafter": {"config", "remote.protocol", "remote.verifier", "telemetry", "generation"},
-    "racing": {"config", *SCHEDULING, "generation"},
-    "local": BELOW_LOCAL,
-    "nemo_rl": BELOW_LOCAL - {"simulation"},
-    "doctor": {"config", "remote.verifier", "generation", "nemo_rl"},
-    "cli": BELOW_LOCAL | {"local", "nemo_rl", "doctor"},
-}
-# The packages that alone may import a heavy one. `lab.vllm_on_cpu` is our other package, which imports nothing of this one.
+PRODUCT, LABORATORY = ROOT / "nemo_specrollout", ROOT / "lab"
+PAGE = ROOT / "docs" / "architecture.md"
+# The laboratory's folders, lowest first: each imports folders before it.
+LABORATORY_FOLDERS = (
+    "vllm_on_cpu", "placement", "simulation", "local", "policies", "heads", "gpu", "bench", "cli"
+)  # fmt: skip
+# The packages that alone may import a heavy one.
 OWNERS = {
     "vllm": {"generation", "remote.drafter"},
-    "lab.vllm_on_cpu": {"generation", "nemo_rl", "cli"},
-    "megatron": {"local", "training.checkpoints"},
+    "megatron": set(),
     "speculators": {"training.head"},
     "nemo_rl": {"nemo_rl"},
     "ray": {"nemo_rl", "racing"},
     "zmq": {"remote.protocol"},
 }
-TORCH_FREE = ("config", *sorted(SCHEDULING), "simulation", "reports", "doctor", "cli")
+HEAVY = {"torch", "vllm", "ray", "megatron", "transformers"}
 
 
-def imported_modules(file: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def holds_code(folder: Path) -> bool:
+    return any(path.name != "__init__.py" for path in folder.glob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    """Returns a file's folder below the product, with dots; empty for the product's own files."""
+    return ".".join(path.relative_to(PRODUCT).parts[:-1])
+
+
+CODE = {package_of(path) for path in files_of(PRODUCT) if holds_code(path.parent)} - {""}
+
+
+def within(name: str) -> set[str]:
+    """Returns the packages that a name of the page stands for: `scheduling` and `training.*` stand for several."""
+    stem = name.removesuffix(".*")
+    return {package for package in CODE if package == stem or package.startswith(f"{stem}.")}
+
+
+def rules() -> dict[str, set[str]]:
+    """Returns the packages that each package may import, as the first table of the page says, in its order."""
+    found: dict[str, set[str]] = {}
+    table = PAGE.read_text().split("imports (of ours) |\n")[1].split("\n\n")[0]
+    for line in table.splitlines()[1:]:
+        names, _, allowed = (cell.strip() for cell in line.strip("|").split(" | "))
+        stem, above = "", set(found)
+        listed = set().union(*(within(name) for name in re.findall(r"`([\w.*]+)`", allowed)))
+        if allowed.startswith("all"):
+            listed = above - listed
+        for name in re.findall(r"`([\w.]+)`", names):
+            stem = name.partition(".")[0] or stem
+            for package in sorted(within(f"{stem}{name}" if name.startswith(".") else name)):
+                found[package] = listed | (set(found) - above)
     return found
 
 
-def sources(package: str) -> list[Path]:
-    return sorted((PACKAGE / package.replace(".", "/")).rglob("*.py"))
+RULES = rules()
 
 
-def package_of(module: str) -> str:
-    """Returns the entry of ALLOWED that a module of ours belongs to, or an empty string."""
-    parts = module.split(".")[1:]
-    return next((name for n in (2, 1) if (name := ".".join(parts[:n])) in ALLOWED), "")
+def test_every_package_has_a_row_and_imports_rows_above_it() -> None:
+    assert set(RULES) == CODE
+    order = list(RULES)
+    for package, allowed in RULES.items():
+        assert all(order.index(other) < order.index(package) for other in allowed - {package}), package
 
 
-def test_every_package_has_a_rule() -> None:
-    folders = {str(file.parent.relative_to(PACKAGE)).replace("/", ".") for file in PACKAGE.rglob("*.py")}
-    holds_code = {
-        f for f in folders if {p.name for p in (PACKAGE / f.replace(".", "/")).glob("*.py")} != {"__init__.py"}
-    }
-    assert holds_code - {"."} == set(ALLOWED)
+@pytest.mark.parametrize("package", RULES)
+def test_packages_import_what_their_row_names(package: str) -> None:
+    for file in files_of(PRODUCT / package.replace(".", "/")):
+        if package_of(file) == package:
+            found = {package_of(other) for other in imports(file) if other.is_relative_to(PRODUCT)} - {package, ""}
+            assert found <= RULES[package], f"{file.name} imports {found - RULES[package]}"
 
 
-@pytest.mark.parametrize("package", ALLOWED)
-def test_packages_import_downward_only(package: str) -> None:
-    for file in sources(package):
-        imported = {package_of(m) for m in imported_modules(file) if m.startswith("nemo_specrollout.")} - {""}
-        assert imported <= ALLOWED[package] | {package}, f"{file.name} imports {imported - ALLOWED[package]}"
+@pytest.mark.parametrize("folder", PACKAGES)
+def test_no_files_import_each_other(folder: str) -> None:
+    graph = {path: imports(path) for path in files_of(ROOT / folder)}
+    assert [[str(path.relative_to(ROOT)) for path in group] for group in circles(graph)] == []
+
+
+def test_circles_are_found() -> None:
+    a, b, c, d = map(Path, "abcd")
+    assert circles({a: [b], b: [c], c: [a], d: [a]}) == [[a, b, c]]
+    assert circles({a: [b], b: [c], c: [], d: [a, b]}) == []
+
+
+def test_the_product_neither_imports_nor_names_the_laboratory() -> None:
+    for file in files_of(PRODUCT):
+        assert "lab" not in {name.partition(".")[0] for name in imported_names(file)}, file
+        assert not [text for text in strings(file) if re.search(r"\blab(\.|/)\w", text)], file
+
+
+def test_folders_of_the_laboratory_import_those_before_them() -> None:
+    folders = {path.relative_to(LABORATORY).parts[0] for path in files_of(LABORATORY) if path.parent != LABORATORY}
+    assert folders == set(LABORATORY_FOLDERS)
+    for file in files_of(LABORATORY):
+        others = [other.relative_to(LABORATORY).parts[0] for other in imports(file) if LABORATORY in other.parents]
+        own = file.relative_to(LABORATORY).parts[0]
+        assert [f for f in others if LABORATORY_FOLDERS.index(f) > LABORATORY_FOLDERS.index(own)] == [], file
+
+
+def test_the_page_names_every_folder_of_the_laboratory() -> None:
+    section = PAGE.read_text().split("## Packages\n")[1].split("\n## ")[0]
+    assert set(LABORATORY_FOLDERS) <= set(re.findall(r"`(\w+)`", section))
+
+
+def test_bodies_of_vllm_s_kernels_import_nothing_of_ours() -> None:
+    for file in files_of(LABORATORY / "vllm_on_cpu" / "kernels"):
+        assert not [other for other in imports(file) if PRODUCT in other.parents], file.name
 
 
 @pytest.mark.parametrize("heavy", OWNERS)
 def test_heavy_packages_have_few_owners(heavy: str) -> None:
-    for package in set(ALLOWED) - OWNERS[heavy]:
-        for file in sources(package):
-            assert heavy not in {m.split(".")[0] for m in imported_modules(file)}, (
-                f"{package}/{file.name} imports {heavy}"
-            )
+    for file in files_of(PRODUCT):
+        heads = {name.partition(".")[0] for name in imported_names(file)}
+        assert heavy not in heads or package_of(file) in OWNERS[heavy], f"{file} imports {heavy}"
 
 
-@pytest.mark.parametrize("package", TORCH_FREE)
-def test_light_packages_load_without_torch(package: str) -> None:
-    modules = [f"nemo_specrollout.{package}.{p.stem}" for p in sources(package) if p.stem != "__init__"]
-    heavy = "{'torch', 'vllm', 'ray', 'megatron', 'transformers'}"
-    code = f"import sys; import {', '.join(modules)}; sys.exit(bool({heavy} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_light_packages_load_without_torch() -> None:
+    """Each module is loaded after the modules before it: the first one that loads a heavy package is named."""
+    light = ("config", "scheduling", "reports", "doctor", "cli")
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for package in light
+        for path in files_of(PRODUCT / package)
+        if path.stem != "__init__"
+    ]
+    code = f"import importlib, sys\nfor name in {modules}:\n  importlib.import_module(name)\n"
+    code += f"  found = {HEAVY} & set(sys.modules)\n  if found: sys.exit(f'{{name}} loads {{found}}')"
+    done = subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
-def test_there_is_no_import_cycle_between_packages() -> None:
-    order = list(ALLOWED)
-    for package, allowed in ALLOWED.items():
-        assert all(order.index(other) < order.index(package) for other in allowed), package
-
-
-def test_the_cpu_kernels_import_nothing_of_ours() -> None:
-    for file in (ROOT / "lab.vllm_on_cpu").rglob("*.py"):
-        assert not any(m.startswith("nemo_specrollout") for m in imported_modules(file)), file.name
+def test_an_import_in_a_function_counts(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text("def f():\n    from nemo_specrollout.config import block\n    import lab.local.engine\n")
+    names = [PRODUCT / "config" / "block.py", LABORATORY / "local" / "engine.py"]
+    assert imports(file) == set(names)
+    assert [a < b for a, b in pairwise(list(imported_names(file)))] == [False]

@@ -4,44 +4,55 @@
 Those processes set up Triton and torch in ways that this one cannot. The tests themselves are in `interpreted` and `fake_gpu`.
 """
 
-import json
 import os
 import subprocess
 import sys
-from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from kernel_runs import MODULES
 
 pytest.importorskip("triton")
 vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.integration
 
+# The test files that MODULES names say what their processes import (tests/ledger.py).
+PROCESSES_SEE = ()
+
+INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
+CHECKS = [
+    "step_checks", "whole_steps", "row_checks", "wait_checks", "warm_up_checks", "graph_checks", "compiled_kernels"
+]  # fmt: skip
+FAKE_GPU = [f"fake_gpu/{name}.py" for name in CHECKS]
+MODULES = {
+    "vllm's, for batches and drafters": (["interpreted/batch_kernels.py"], INTERPRETED),
+    "vllm's, for sampling": (["interpreted/sampling_kernels.py"], INTERPRETED),
+    "ours": (["interpreted/own_kernels.py", "interpreted/row_kernels.py"], INTERPRETED),
+    "ours, in any order": (["interpreted/program_orders.py"], INTERPRETED),
+    "ours, on a GPU that is not there": (FAKE_GPU, COMPILED),
+}
+"""Test modules and environment by name.
+
+`ours, in any order` interleaves the programs of our kernels, and finds races between them.
+`ours, on a GPU that is not there` checks that no step waits for the device, compiles a kernel, or has more launches than
+recorded. It also checks that vLLM replays full CUDA graphs for decode steps, and that our kernels, compiled for an H100, have
+not grown."""
+
+
+def run(modules: list[str], environment: dict[str, str], cache: Path) -> subprocess.CompletedProcess[str]:
+    """Runs pytest on test modules of this folder in a process of their own, and returns the finished process."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest"]
+    command += [f"tests/{module}" for module in modules]
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1", "TRITON_CACHE_DIR": str(cache)}
+    settings = {**os.environ, **quiet, **environment}
+    return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=600, check=False)
+
 
 @pytest.mark.parametrize("name", MODULES)
-def test_kernels(kernel_runs: dict[str, "Future[subprocess.CompletedProcess[str]]"], name: str) -> None:
+def test_kernels(tmp_path: Path, name: str) -> None:
     if name == "vllm's, for batches and drafters" and not vllm.__version__.startswith("0.32."):
         pytest.skip("compared with vLLM 0.32's kernels")
     if name == "vllm's, for sampling":
         pytest.importorskip("vllm.triton_utils.dispatcher")
-    done = kernel_runs[name].result()
+    done = run(*MODULES[name], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_an_engine_makes_the_same_tokens_with_either_kernels() -> None:
-    """Compares more than a thousand tokens, with a head, text drafts and random budgets."""
-    command = [sys.executable, "tests/interpreted/engine_tokens.py"]
-    said = []
-    for interpret in ("1", "0"):
-        settings = {**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=1500, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        said.append({name: rest for name, _, rest in (line.partition(" ") for line in done.stdout.splitlines())})
-    tokens = json.loads(said[0]["TOKENS"])
-    assert said[0]["TOKENS"] == said[1]["TOKENS"]
-    assert sum(len(ids) for rollouts in tokens.values() for ids in rollouts) > 1000
-    assert int(said[0]["ACCEPTED"]) > 200

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from lab.local.engine import RolloutEngine
+from lab.local.random_budgets import RANDOM
 from lab.local.statistics import count_equal
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     Eagle3DrafterConfig,
     NgramDrafterConfig,
@@ -43,7 +44,7 @@ def test_tokens_equal_those_of_plain_decoding(
 ) -> None:
     plain = start_engine(tiny_llama, SpecrolloutConfig(drafters=())).generate(requests(), **sampling)
     drafters = (SUFFIX, NGRAM, Eagle3DrafterConfig(model=str(head)))
-    engine = start_engine(tiny_llama, SpecrolloutConfig(drafters=drafters, budget=BudgetConfig("random")))
+    engine = start_engine(tiny_llama, SpecrolloutConfig(drafters=drafters, budget=RANDOM))
     equal, total = count_equal(engine.generate(requests(), **sampling), plain)
     assert equal == total > 400, f"{total - equal} of {total} tokens differ"
     assert engine.stats().num_accepted > 0, "no draft was right, so the test shows little"

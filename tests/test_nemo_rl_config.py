@@ -2,6 +2,7 @@
 """Findings about NeMo-RL configs with the block `specrollout`."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,17 @@ import pytest
 from conftest import QUICKSTART, STEP_ADDER
 from omegaconf import OmegaConf
 
+from lab.cli.main import main as lab
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config import nemo_rl_config, versions
+from nemo_specrollout.config import nemo_rl_config
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block, prepare_nemo_rl
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config, prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import SPECULATIVE_CONFIG as SPECULATIVE
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG
-from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.installed import versions
+from nemo_specrollout.nemo_rl.installation import with_absolute_paths
+from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of, put_run
 
 pytestmark = pytest.mark.unit
 
@@ -89,16 +94,30 @@ def found(*overrides: str) -> dict[str, list[str]]:
 # The block for the vLLM workers.
 
 
-def test_the_effective_block_is_complete_and_plain() -> None:
-    block = effective_block(tree())
-    assert block is not None and [d["type"] for d in block["drafters"]] == ["suffix", "ngram"]
-    assert json.loads(json.dumps(block)) == block
-    assert build(SpecrolloutConfig, block, BLOCK_PATH) == SpecrolloutConfig()
+def test_nemo_rl_carries_the_complete_block_as_plain_values() -> None:
+    block, carried = effective_config(tree()), dict[str, Any]()
+    assert block == SpecrolloutConfig() and [d.type for d in block.drafters] == ["suffix", "ngram"]
+    put_run(carried, block, RunFacts(1, 2, 3, "heads"))
+    assert json.loads(json.dumps(carried)) == carried and RunFacts.of(carried) == RunFacts(1, 2, 3, "heads")
+    assert block_of(carried) == block
+
+
+def test_actors_in_other_folders_find_the_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "draft").mkdir()
+    monkeypatch.chdir(tmp_path)
+    drafters = "[{type: suffix}, {type: remote, model: draft, workers: 1}]"
+    racing = f"{BLOCK_PATH}.fastest_of_n={{ladder: speeds.json}}"
+    block = effective_config(tree(f"{BLOCK_PATH}.drafters={drafters}", racing))
+    assert block is not None
+    found = with_absolute_paths(block)
+    assert found.remote is not None and found.remote.model == str(tmp_path / "draft")
+    assert found.fastest_of_n is not None and found.fastest_of_n.ladder == str(tmp_path / "speeds.json")
+    assert found.drafters[0] == block.drafters[0] and with_absolute_paths(SpecrolloutConfig()) == SpecrolloutConfig()
 
 
 @pytest.mark.parametrize("override", [f"{BLOCK_PATH}.enabled=false", f"{BLOCK_PATH}=null", "policy.generation=null"])
 def test_a_disabled_block_is_none(override: str) -> None:
-    assert effective_block(tree(override)) is None
+    assert effective_config(tree(override)) is None
 
 
 def test_a_disabled_block_has_no_findings() -> None:
@@ -124,22 +143,22 @@ def test_a_vllm_with_which_nemo_rl_alone_does_not_start_is_named(
 
 def test_a_speculative_config_replaces_our_drafters() -> None:
     config = tree(EAGLE3)
-    block = effective_block(config)
-    assert block is not None and block["drafters"] == []
-    config["policy"]["generation"]["specrollout"] = block
-    assert effective_block(config) == block
+    block = effective_config(config)
+    assert block is not None and block.drafters == ()
+    put_run(config["policy"]["generation"], block, RunFacts(1, 2, 3, "heads"))
+    assert effective_config(config) == block
 
 
 def test_a_disabled_speculative_config_leaves_our_drafters() -> None:
-    block = effective_block(tree(EAGLE3.replace("tokens: 3", "tokens: 0")))
-    assert block is not None and len(block["drafters"]) == 2
+    block = effective_config(tree(EAGLE3.replace("tokens: 3", "tokens: 0")))
+    assert block is not None and len(block.drafters) == 2
 
 
 def test_drafters_beside_a_speculative_config_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"drafters: named beside policy\..*speculative_config; remove `drafters` to keep"
     ):
-        effective_block(tree(EAGLE3, f"{BLOCK_PATH}.drafters=[{{type: ngram}}]"))
+        effective_config(tree(EAGLE3, f"{BLOCK_PATH}.drafters=[{{type: ngram}}]"))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +167,7 @@ def test_drafters_beside_a_speculative_config_are_refused() -> None:
 )
 def test_the_block_is_strict(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        effective_block(tree(f"{BLOCK_PATH}.{override}"))
+        effective_config(tree(f"{BLOCK_PATH}.{override}"))
     (error,) = found(f"{BLOCK_PATH}.{override}")["error"]
     assert error.startswith(f"{BLOCK_PATH}.") and sentence in error
 
@@ -175,20 +194,11 @@ def test_a_sound_config_has_no_findings() -> None:
         (("grpo=null",), "grpo: missing"),
         (("policy.generation=null",), "policy.generation: missing"),
         (("policy.generation.backend=sglang",), 'policy.generation.backend: "sglang"; '),
-        ((*ASYNC_PPO, "ppo.use_dynamic_sampling=true"), "ppo.use_dynamic_sampling: true; NeMo-RL refuses it"),
-        ((*CONTROLLER, "grpo.async_grpo.enabled=false"), "grpo.async_grpo: {"),
-        ((*CONTROLLER, "data_plane.enabled=false"), "data_plane.enabled: false; "),
-        ((*CONTROLLER, "policy.generation.vllm_cfg.async_engine=false"), "policy.generation.vllm_cfg.async_engine: false; "),
-        ((*CONTROLLER, "policy.generation.colocated.enabled=true"), "policy.generation.colocated.enabled: true; "),
-        ((*CONTROLLER, "grpo.val_period=5"), "grpo.val_period: 5; the SingleController has no validation"),
-        ((*CONTROLLER, "policy.train_global_batch_size=4"), "policy.train_global_batch_size: 4; a step has 8 rows"),
-        ((*CONTROLLER, "checkpointing={enabled: true, metric_name: 'val:accuracy'}"), 'checkpointing.metric_name: "val:acc'),
         (("data_plane.enabled=true", f"{BLOCK_PATH}.fastest_of_n={{}}"), f"{BLOCK_PATH}.fastest_of_n: with data_plane.enab"),
         (("policy.generation.quant_cfg=NVFP4",), 'policy.generation.quant_cfg: "NVFP4"; '),
         (("policy.generation.vllm_kwargs.worker_cls=a.B",), 'policy.generation.vllm_kwargs.worker_cls: "a.B"; '),
         (("policy.generation.worker_extension_cls_fqn=a.B",), 'policy.generation.worker_extension_cls_fqn: "a.B"; '),
         (("policy.generation.vllm_kwargs.speculative_config=eagle3",), "policy.generation.vllm_kwargs.speculative_config: "),
-        (("policy.generation.vllm_kwargs.seed=1",), "policy.generation.vllm_kwargs.seed: NeMo-RL passes it itself"),
         (("policy.generation.vllm_cfg.env_vars.VLLM_USE_V2_MODEL_RUNNER=0",),
          "policy.generation.vllm_cfg.env_vars.VLLM_USE_V2_MODEL_RUNNER: 0; "),
         ((NATIVE.format("method: suffix"),), f'{SPECULATIVE}.method: "suffix"; vLLM\'s V2 model runner does not have it: re'),
@@ -198,18 +208,8 @@ def test_a_sound_config_has_no_findings() -> None:
          f"{SPECULATIVE}.disable_padded_drafter_batch: true; "),
         ((f"{VLLM_CFG}.pipeline_parallel_size=2",), f"{VLLM_CFG}.pipeline_parallel_size: 2 with drafters (suffix, ngram); "),
         ((f"{VLLM_CFG}.pipeline_parallel_size=2", EAGLE3), f"{VLLM_CFG}.pipeline_parallel_size: 2 with drafters (eagle3); "),
-        ((f"{VLLM_CFG}.pipeline_parallel_size=2", f"{BLOCK_PATH}.drafters=[]"),
-         f"{VLLM_CFG}.pipeline_parallel_size: 2; NeMo-RL needs async_engine: true"),
         ((f"{VLLM_CFG}.expert_parallel_size=2", f"{BLOCK_PATH}.drafters=[{{type: mtp}}]"),
          f"{VLLM_CFG}.expert_parallel_size: 2 with tensor_parallel_size 1 and a drafter with weights (mtp); "),
-        (("policy.generation.vllm_cfg.expert_parallel_size=3", "policy.generation.vllm_cfg.tensor_parallel_size=2"),
-         "policy.generation.vllm_cfg.expert_parallel_size: 3"),
-        ((*ASYNC, "policy.generation.vllm_cfg.async_engine=false"), "policy.generation.vllm_cfg.async_engine: false"),
-        ((*ASYNC, "policy.generation.colocated.enabled=true"), "policy.generation.colocated.enabled: true"),
-        ((*ASYNC, "loss_fn.use_importance_sampling_correction=false"), "loss_fn.use_importance_sampling_correction: false"),
-        ((*ASYNC, "grpo.use_dynamic_sampling=true"), "grpo.use_dynamic_sampling: true"),
-        ((*DRAFT, "policy.megatron_cfg.enabled=false"), "policy.megatron_cfg.enabled: false"),
-        ((*DRAFT, "policy.sequence_packing.enabled=true"), "policy.sequence_packing.enabled: true"),
     ],
 )  # fmt: skip
 def test_a_config_that_cannot_run_has_an_error(overrides: tuple[str, ...], sentence: str) -> None:
@@ -242,18 +242,13 @@ def test_an_environment_with_the_v1_model_runner_is_refused(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("kind", "overrides", "words"),
     [
-        ("warning", ("policy.generation.vllm_cfg.max_model_len=32",), "differs from policy.max_total_sequence_length 64"),
         ("warning", (f"{BLOCK_PATH}.verify.requests_per_step=4",), "only the local runner decodes requests again"),
         ("warning", ("policy.draft.enabled=true", "policy.sequence_packing.enabled=false"), "no engine drafts with it"),
         ("warning", (*DRAFT, "policy.draft.aux_layer_indices=[1,2,3]"), "policy.draft.aux_layer_indices: [1, 2, 3]"),
-        ("warning", ("policy.megatron_cfg.tensor_model_parallel_size=4",), "NRL_IGNORE_TP_ACCURACY_CHECK"),
         ("warning", ("policy.router_replay.enabled=true",), "not tested with drafts"),
         ("note", (REMOTE + "}]",), "only vLLM's CPU build can use"),
         ("note", (REMOTE + ", gpus: 0.5}]",), "Ray places the drafters on GPUs in addition to the GPUs of `cluster`"),
         ("note", (EAGLE3,), "4 tokens before max_model_len"),
-        ("note", ("policy.generation.vllm_kwargs.async_scheduling=false",), "an estimated 3 to 5 ms at 256 requests"),
-        ("note", (*ASYNC, "grpo.async_grpo.in_flight_weight_updates=true"), "KV of older weights"),
-        ("note", ASYNC_PPO, "ppo.async_ppo.in_flight_weight_updates: true; running requests keep KV of older weights"),
         ("note", ("policy.generation.vllm_cfg.precision=bfloat16",), "VLLM_BATCH_INVARIANT"),
         ("note", ("policy.generation.vllm_cfg.tensor_parallel_size=2",), "several GPUs were tested only on a CPU"),
         ("note", ("policy.generation.vllm_cfg.expert_parallel_size=2",), "expert_parallel_size: engines of several GPUs"),
@@ -266,20 +261,11 @@ def test_surprising_options_have_a_warning_or_note(kind: str, overrides: tuple[s
     assert sum(words in text for text in findings[kind]) == 1
 
 
-def test_a_policy_too_shallow_for_eagle3_is_warned_of(tmp_path: Path) -> None:
-    assert json.loads((STEP_ADDER / "config.json").read_text())["num_hidden_layers"] < 7
-    assert any(
-        "captures the states of layers" in t for t in found(*DRAFT, f"policy.model_name={STEP_ADDER}")["warning"]
-    )
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 28}')
-    assert found(*DRAFT, f"policy.model_name={tmp_path}")["warning"] == []
-
-
 def test_errors_come_first_and_are_counted() -> None:
     config = tree(
         "policy.generation.worker_extension_cls_fqn=a.B",
         "policy.generation.quant_cfg=NVFP4",
-        "policy.generation.vllm_cfg.max_model_len=32",
+        "policy.router_replay.enabled=true",
     )
     kinds = [finding.kind for finding in check_nemo_rl(config)]
     assert kinds == sorted(kinds, key=["error", "warning", "note"].index)
@@ -299,7 +285,7 @@ def test_a_release_of_nemo_rl_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     assert (versions.nemo_rl_version(), versions.nemo_rl_is_a_release()) == ("0.7.0", True)
     (error,) = (f for f in check_nemo_rl(tree(*DRAFT)) if f.kind == "error")
-    assert error.subject == "nemo-rl" and "gradient clip" in error.text
+    assert error.subject == "nemo-rl" and "pin a vLLM (0.20 or older)" in error.text
 
 
 @pytest.mark.parametrize(("nemo_rl", "kind"), [(None, "warning"), ("0.6.0", "error")])
@@ -314,7 +300,7 @@ def test_an_unsupported_vllm_is_an_error_beside_nemo_rl(
 def test_missing_packages_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nemo_rl_config, "nemo_rl_version", lambda: None)
     monkeypatch.setattr(nemo_rl_config, "vllm_version", lambda: None)
-    assert next(str(f) for f in prepare_nemo_rl(tree())).startswith("nemo-rl: not installed here")
+    assert next(str(f) for f in prepare_nemo_rl(tree())[1]).startswith("nemo-rl: not installed here")
 
 
 HEAD = f"{BLOCK_PATH}.drafters=[{{type: eagle3, model: a/head}}, {{type: suffix}}]"
@@ -370,9 +356,23 @@ def test_check_explains_and_lists_all_errors(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.count("nemo-specrollout: ") == 2
 
 
-def test_bench_refuses_a_config_of_nemo_rl(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", str(QUICKSTART), "runtime=nemo_rl"]) == 2
-    assert "runtime: " in capsys.readouterr().err
+def test_check_names_the_known_faults_that_a_config_meets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(CLEAN)
+    trained = ["policy.draft.enabled=true", f"{BLOCK_PATH}.draft_refresh=null"]
+    assert main(["check", str(tmp_path / "config.yaml"), *trained]) == 0
+    assert re.search(r"^avoided +nemo-rl, .*overwrites it in the engine", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_laboratory_refuses_a_config_of_nemo_rl(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lab(["bench", str(QUICKSTART), "runtime=nemo_rl"]) == 2
+    assert "runtime: 'nemo_rl'; this command works with configs for one machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_config_of_the_laboratory_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(QUICKSTART)]) == 2
+    said = capsys.readouterr().err
+    assert "use `specrollout-lab`, or set runtime=nemo_rl" in said and said.count("\n") == 1
 
 
 def test_check_loads_nothing_heavy(tmp_path: Path) -> None:

@@ -22,16 +22,18 @@ from nemo_specrollout.config.drafter_configs import (
     secret_of_run,
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
-from nemo_specrollout.nemo_rl.logger import StepLog
-from nemo_specrollout.nemo_rl.ray_calls import ActorLink, WorkerClient
+from nemo_specrollout.nemo_rl.metrics import metrics_below
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient
 from nemo_specrollout.nemo_rl.remote_drafters import (
+    HANG_S,
+    START_S,
     DrafterStatus,
     RemoteDrafters,
-    drafter_metrics,
     stats_between,
 )
+from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.remote.drafter.drafter_spec import GPU_MEMORY_SHARE, drafter_spec
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
-from nemo_specrollout.remote.verifier.drafter_pool import GPU_MEMORY_SHARE, drafter_spec, shared_vllm_config
 
 pytestmark = pytest.mark.unit
 
@@ -39,18 +41,30 @@ HERE, THERE = "tcp://127.0.0.1:5570", "tcp://10.0.0.7:5571"
 
 
 class ScriptedLink(ActorLink):
-    """A link without an actor: it returns the status that a test sets."""
+    """A link without an actor: it returns the status, or raises the failure, that a test sets."""
 
     def __init__(self) -> None:
-        self.next: DrafterStatus | None = None
+        self.next: DrafterStatus | ActorFailed | None = None
+        self.waits_s = 0.0
+        self.num_ended = 0
+        """Times that the driver has ended the actor's process."""
         self.is_closed = False
+
+    @property
+    def waited_s(self) -> float:
+        return self.waits_s
 
     def answer(self) -> DrafterStatus | None:
         told, self.next = self.next, None
+        if isinstance(told, ActorFailed):
+            raise told
         return told
 
     def call(self, method: str, *arguments: Any) -> None:
         assert (method, arguments) == ("status", ())
+
+    def restart(self) -> None:
+        self.num_ended += 1
 
     def close(self) -> None:
         self.is_closed = True
@@ -75,7 +89,7 @@ class Driver:
         self.log = StepLog()
         self.drafters = RemoteDrafters(self._start, "known to few", self.log, starts_later=starts_later)
 
-    def look(self, *news: DrafterStatus | None) -> list[list[str]]:
+    def look(self, *news: DrafterStatus | ActorFailed | None) -> list[list[str]]:
         """Sets the status of each drafter, and returns the addresses that the engines then get."""
         for link, said in zip(self.links, news, strict=False):
             link.next = said
@@ -97,32 +111,51 @@ class Driver:
         return [None]
 
 
+def at(address: str, actor: int, *, silence_s: float = 0.0) -> DrafterStatus:
+    return DrafterStatus(actor, address, is_up=True, silence_s=silence_s)
+
+
 def test_engines_get_new_addresses_of_drafters_without_waiting() -> None:
     driver = Driver()
     assert driver.look(None, None) == []
-    assert driver.look(DrafterStatus(HERE, actor=1), None) == [[HERE, ""]]
-    assert driver.look(DrafterStatus(HERE, actor=1), DrafterStatus(THERE, actor=2)) == [[HERE, THERE]]
-    assert driver.look(DrafterStatus(HERE, actor=1), DrafterStatus(THERE, actor=2)) == []
+    assert driver.look(at(HERE, 1), DrafterStatus(2)) == [[HERE, ""]]
+    assert driver.look(at(HERE, 1), at(THERE, 2)) == [[HERE, THERE]]
+    assert driver.look(at(HERE, 1), at(THERE, 2)) == []
     assert driver.log.alarms == [] and driver.num_restarts == 0
 
 
-def test_a_process_that_was_started_again_has_its_address() -> None:
+def test_a_drafter_that_was_started_again_has_another_address() -> None:
+    """Ray starts the actor again by itself; until then its calls fail."""
     driver = Driver()
-    driver.look(DrafterStatus(HERE, actor=1), DrafterStatus(THERE, actor=2))
-    for _ in range(2):
-        assert driver.look(DrafterStatus(HERE, 1, 1, "out of memory"), None) == []
-    (alarm,) = driver.log.alarms
-    assert "out of memory" in alarm and HERE in alarm and driver.num_restarts == 1
-
-
-def test_an_actor_that_was_started_again_has_another_address() -> None:
-    driver = Driver()
-    driver.look(DrafterStatus(HERE, actor=1), DrafterStatus(THERE, actor=2, num_restarts=3))
-    assert driver.look(None, DrafterStatus(last_output="node died")) == [[HERE, ""]]
-    assert driver.look(None, DrafterStatus(last_output="node died")) == []
+    driver.look(at(HERE, 1), at(THERE, 2))
+    assert driver.look(None, ActorFailed("node died")) == [[HERE, ""]]
+    assert driver.look(None, ActorFailed("it is not available yet")) == []
     elsewhere = "tcp://10.0.0.8:5572"
-    assert driver.look(None, DrafterStatus(elsewhere, actor=3)) == [[HERE, elsewhere]]
-    assert driver.num_restarts == 4 and len(driver.log.alarms) == 1
+    assert driver.look(None, at(elsewhere, 3)) == [[HERE, elsewhere]]
+    (alarm,) = driver.log.alarms
+    assert "drafter 1" in alarm and THERE in alarm and "node died" in alarm
+    assert driver.num_restarts == 1 and [link.num_ended for link in driver.links] == [0, 0]
+
+
+def test_a_drafter_that_failed_or_hangs_is_ended() -> None:
+    """A failure leaves the actor alive; a hang is a loop that stands still, or an actor that does not answer."""
+    driver = Driver()
+    driver.look(at(HERE, 1), at(THERE, 2))
+    assert driver.look(ActorFailed("out of memory", is_alive=True), at(THERE, 2, silence_s=HANG_S + 1)) == [["", ""]]
+    assert [link.num_ended for link in driver.links] == [1, 1]
+    driver.look(at(HERE, 3), at(THERE, 4))
+    for link in driver.links:
+        link.waits_s = HANG_S + 1
+    driver.look(None, None)
+    assert [link.num_ended for link in driver.links] == [2, 2] and len(driver.log.alarms) == 4
+    driver.look(None, None)
+    assert [link.num_ended for link in driver.links] == [2, 2] and driver.num_restarts == 2
+
+
+def test_a_drafter_that_loads_may_be_silent_for_longer() -> None:
+    driver = Driver()
+    driver.look(DrafterStatus(1, silence_s=HANG_S + 1), DrafterStatus(2, silence_s=START_S + 1))
+    assert [link.num_ended for link in driver.links] == [0, 1]
 
 
 def test_drafters_on_gpus_start_after_all_workers_and_all_end() -> None:
@@ -140,7 +173,7 @@ def test_an_engine_that_cannot_be_told_does_not_end_the_run() -> None:
     def fails(method: str, arguments: Sequence[Any]) -> list[Any]:
         raise RuntimeError("the engine is gone")
 
-    driver.links[0].next = DrafterStatus(HERE, actor=1)
+    driver.links[0].next = at(HERE, 1)
     driver.drafters.update(Engines(fails))
     assert ["the engine is gone" in alarm for alarm in driver.log.alarms] == [True]
 
@@ -163,13 +196,9 @@ def test_drafter_stats_are_summed_before_they_are_divided() -> None:
     before = workers.drafter_stats()
     figures = stats_between(before, workers.drafter_stats())
     assert (figures["num_request_steps"], figures["num_supplied"], figures["num_kept"]) == (40, 10, 40)
-    names = drafter_metrics(figures)
-    assert names["specrollout/draft_occupancy"] == 0.25 and names["specrollout/draft_run_ahead"] == 1.0
-    assert names["specrollout/draft_waste"] == 0.25
-    assert (names["specrollout/drafters"], names["specrollout/drafters_ready"]) == (2, 0), (
-        "for the engine that has least"
-    )
-    assert names["specrollout/drafter_failures"] == 0
+    assert (figures["occupancy"], figures["run_ahead"], figures["waste"]) == (0.25, 1.0, 0.25)
+    assert (figures["num_drafters"], figures["num_ready"]) == (2, 0), "for the engine that has least"
+    assert figures["num_failures"] == 0
 
 
 def test_what_is_dropped_may_have_come_before_the_step() -> None:
@@ -177,17 +206,21 @@ def test_what_is_dropped_may_have_come_before_the_step() -> None:
 
 
 def test_a_step_without_wanted_drafts_has_no_ratios() -> None:
-    names = drafter_metrics(DrafterStats.together([DrafterStats(num_drafters=1)]).figures())
-    assert "specrollout/draft_occupancy" not in names and names["specrollout/drafters_ready"] == 0
+    names = metrics_below("draft_supply", DrafterStats.together([DrafterStats(num_drafters=1)]).figures())
+    assert "specrollout/draft_supply/occupancy" not in names and names["specrollout/draft_supply/num_ready"] == 0
+    assert "specrollout/draft_supply/bottleneck" not in names, "NeMo-RL logs numbers"
 
 
 def test_drafter_stats_reach_the_record_and_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stats = stats_between([BEFORE], [AFTER])
     logger = watching_logger(tmp_path, log=StepLog(entries={"draft_supply": stats}))
-    logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.1, **drafter_metrics(stats)}, 1, prefix="train")
+    logger.log_metrics(
+        {"token_mult_prob_error": 1.0, "loss": 0.1, **metrics_below("draft_supply", stats)}, 1, prefix="train"
+    )
+    logger.finish()
     (line,) = (tmp_path / "specrollout" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["specrollout/draft_supply"]["bottleneck"] == "the drafters"
-    assert json.loads(line)["specrollout/draft_occupancy"] == 0.5
+    assert json.loads(line)["draft_supply"]["bottleneck"] == "the drafters"
+    assert json.loads(line)["draft_supply"]["occupancy"] == 0.5
     assert "2 of 2 drafters; drafts in time for 50% of request steps" in capsys.readouterr().out
 
 
@@ -221,7 +254,7 @@ def test_gpus_are_of_drafters_that_ray_places(fields: dict[str, Any], sentence: 
 
 
 def test_a_drafter_that_shares_a_gpu_takes_its_share_of_it() -> None:
-    engine = shared_vllm_config({"max_model_len": 64, "precision": "bfloat16", "async_engine": True})
+    engine = {"max_model_len": 64, "precision": "bfloat16", "async_engine": True}
     drafter = RemoteDrafterConfig(model="DRAFT", workers=2, gpus=0.5)
     kwargs = drafter_spec(drafter, engine, on_cpu=False).vllm_kwargs
     assert kwargs["gpu_memory_utilization"] == GPU_MEMORY_SHARE / 2

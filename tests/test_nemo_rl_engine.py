@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER, RequestSeeds, engine_arguments
+from nemo_specrollout.nemo_rl.run_facts import block_of
 
 pytestmark = pytest.mark.integration
 
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.integration
 
 def arguments(drafters: list[dict[str, Any]], **known: Any) -> dict[str, Any]:
     native = {"worker_extension_cls": "a.VllmInternalWorkerExtension", "load_format": "dummy"}
-    return engine_arguments(native, {"specrollout": {"drafters": drafters}, "vllm_cfg": {}, **known})
+    config = {"specrollout": {"drafters": drafters}, "vllm_cfg": {}, **known}
+    return engine_arguments(native, config, block_of(config))
 
 
 def test_with_text_drafters_the_first_refit_brings_all_weights() -> None:

@@ -10,10 +10,10 @@ import pytest
 from conftest import ROOT
 from test_launch import BASE, CONFIG, STUBS
 
-from nemo_specrollout.config.code_folder import code_folder, copy_code, is_on_pythonpath
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.doctor.actors import diagnose_actors
 from nemo_specrollout.doctor.diagnosis import State
+from nemo_specrollout.nemo_rl.code_folder import code_folder, copy_code, is_on_pythonpath
 from nemo_specrollout.nemo_rl.ray_calls import ENGINE_ACTOR, python_of
 
 pytestmark = pytest.mark.unit
@@ -69,7 +69,7 @@ def test_run_becomes_the_same_command_in_the_drivers_python(checkout: Path, tmp_
     assert (record / "uv").read_text().splitlines() == started
     assert (record / "uv.folder").read_text().strip() == str(tmp_path), "relative paths keep their meaning"
     (code,) = (tmp_path / "logs").glob("addon-*")
-    assert {path.name for path in code.iterdir()} == {"nemo_specrollout", "lab.vllm_on_cpu"}
+    assert {path.name for path in code.iterdir()} == {"nemo_specrollout"}
     environment = (record / "uv.environment").read_text().splitlines()
     assert f"PYTHONPATH={code}:/already/there" in environment and f"NEMO_RL_DIR={checkout}" in environment
     assert not [line for line in environment if line.startswith("VIRTUAL_ENV=")]

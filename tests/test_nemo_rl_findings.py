@@ -29,14 +29,13 @@ PROMPTS = (
 
 @pytest.mark.parametrize("backend", ["megatron", "sglang", "trtllm"])
 def test_another_engine_is_the_only_finding_about_engines(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop, the trainer and the data are still checked."""
+    """The trainer and the data are still checked."""
     monkeypatch.setattr(nemo_rl_config, "vllm_version", lambda: "0.20.0")
     faults_in_vllm = (
         f"{VLLM_CFG}={{async_engine: false, precision: bfloat16, max_model_len: 32, tensor_parallel_size: 2, "
         "expert_parallel_size: 3, expose_http_server: true, env_vars: {VLLM_USE_V2_MODEL_RUNNER: 0}}",
         NATIVE.format("method: suffix"),
-        "policy.generation.vllm_kwargs.seed=1",
-        "policy.generation.top_p=0.9",
+        "policy.generation.top_p=3",
         "policy.router_replay.enabled=true",
         f"{BLOCK_PATH}.fastest_of_n={{max_racers: 9}}",
     )
@@ -48,8 +47,8 @@ def test_another_engine_is_the_only_finding_about_engines(backend: str, monkeypa
         assert "vLLM" not in str(describe_nemo_rl(tree(f"policy.generation.backend={backend}"))[3:])
         assert all(f.subject != "vllm" for f in check_nemo_rl(tree(f"policy.generation.backend={backend}")))
         assert len(found(*with_faults)["error"]) > 2
-    both = found(*ASYNC, f"policy.generation.backend={backend}", "grpo.use_dynamic_sampling=true")["error"]
-    assert len(both) == 2 and both[1].startswith("grpo.use_dynamic_sampling")
+    both = found(*DRAFT, f"policy.generation.backend={backend}", "policy.draft.aux_layer_indices=[1]")
+    assert len(both["error"]) == 1 and both["warning"][0].startswith("policy.draft.aux_layer_indices")
 
 
 @pytest.mark.parametrize("is_imported", [False, True])

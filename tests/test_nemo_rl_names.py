@@ -15,10 +15,10 @@ import pytest
 from conftest import ROOT
 from nemo_rl_standin import POINTS, make_nemo_rl, write_torchdata
 
-from nemo_specrollout.config.python_source import PythonSource
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.doctor.diagnosis import State
 from nemo_specrollout.doctor.patch_point_check import imports_of_nemo_rl, patch_points_of_nemo_rl
+from nemo_specrollout.installed.python_source import PythonSource
 from nemo_specrollout.nemo_rl.patch_points import (
     ALL_PATCH_POINTS,
     EXTENSION_PATCH_POINTS,

@@ -23,7 +23,8 @@ from nemo_specrollout.generation.head_loading import part_from_policy, shared_mo
 from nemo_specrollout.generation.requests import resolve_identity
 from nemo_specrollout.generation.vllm_requests import REFUSAL
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, header_seed
-from nemo_specrollout.nemo_rl.logger import RunRecord, StepLog, gap_causes, in_a_line, logprob_gap
+from nemo_specrollout.nemo_rl.logger import in_a_line
+from nemo_specrollout.nemo_rl.logprob_gap import gap_causes, logprob_gap
 from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
 from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint
 from nemo_specrollout.nemo_rl.row_seeds import (
@@ -34,6 +35,8 @@ from nemo_specrollout.nemo_rl.row_seeds import (
     current_sample,
     gym_row_with_seed,
 )
+from nemo_specrollout.nemo_rl.run_record import RunRecord
+from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
 pytestmark = pytest.mark.unit
@@ -92,7 +95,7 @@ def test_threads_never_share_a_seed() -> None:
 def test_every_patch_point_is_on_the_page(point: PatchPoint) -> None:
     page = (ROOT / "docs" / "reference" / "nemo-rl-patch-points.md").read_text()
     file = point.module.removeprefix("nemo_rl.").removeprefix("models.generation.vllm.").replace(".", "/")
-    assert re.search(rf"^\| `([\w.]+\.)?{point.name}` \| {file}(/\w+)?\.py:\d", page, re.MULTILINE)
+    assert re.search(rf"^\| {file}(/\w+)?\.py \|.* `{point.name}` \d+ ", page, re.MULTILINE)
 
 
 def test_requests_get_seed_and_first_prompt_length_of_their_row() -> None:
@@ -274,7 +277,10 @@ def test_step_metrics_are_ratios_of_differences() -> None:
     )  # fmt: skip
     figures = step_metrics((before + done) - before, 1)
     assert figures["specrollout/speedup_estimate"] == pytest.approx(2.0)
-    assert figures["specrollout/tokens_per_request_step"] == pytest.approx(1.5)
+    assert (figures["specrollout/rollout_s"], figures["specrollout/plain_estimate_s"]) == (4.0, 8.0)
+    assert step_metrics(done, 2)["specrollout/rollout_s"] == 2.0, "engines work side by side"
+    assert figures["specrollout/acceptance_length"] == pytest.approx(1.5)
+    assert (figures["specrollout/num_tokens"], figures["specrollout/request_steps"]) == (12, 8)
     assert figures["specrollout/draft_tokens_per_request_step"] == pytest.approx(0.75)
     assert figures["specrollout/steps_with_drafts"] == 0.5
     assert figures["specrollout/suffix/acceptance"] == pytest.approx(4 / 6)
@@ -296,7 +302,7 @@ def test_an_idle_step_has_no_ratios() -> None:
 
 
 def test_logger_raises_the_alarm_and_keeps_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logger = watching_logger(tmp_path, causes=["weights that did not arrive"], facts={"versions": {}})
+    logger = watching_logger(tmp_path, causes=["weights that did not arrive"])
     logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.5, "specrollout/engine_steps": 3.0}, 1, prefix="train")
     logger.log_metrics({"token_mult_prob_error": 1.2, "loss": 0.4}, 2, prefix="train")
     logger.log_metrics({"accuracy": 0.1}, 2, prefix="validation")
@@ -305,13 +311,19 @@ def test_logger_raises_the_alarm_and_keeps_a_record(tmp_path: Path, capsys: pyte
     assert logger.logged[2] == ({"accuracy": 0.1}, "validation")
     said = " ".join(capsys.readouterr().err.split())
     assert "ALARM, step 2" in said and "0.1823 nats" in said and "weights that did not arrive" in said
+    logger.finish()
     summary = json.loads((tmp_path / "specrollout" / "summary.json").read_text())
-    assert summary["num_steps"] == 2 and summary["num_alarms"] == 1
-    assert len((tmp_path / "specrollout" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert summary["steps"] == 2 and summary["alarms"] == 1
+    first, second = (json.loads(line) for line in (tmp_path / "specrollout" / "metrics.jsonl").read_text().splitlines())
+    assert first["engine_steps"] == 3.0 and "alarms" not in first
+    assert (
+        "weights that did not arrive" in second["alarms"][0]
+        and "vllm" in json.loads((tmp_path / "specrollout" / "run.json").read_text())["versions"]
+    )
 
 
 def test_a_step_in_a_line_says_what_there_is() -> None:
-    metrics = {"specrollout/logprob_gap": 1e-6, "specrollout/tokens_per_request_step": 1.5, "loss": 0.1}
+    metrics = {"specrollout/logprob_gap": 1e-6, "specrollout/acceptance_length": 1.5, "loss": 0.1}
     metrics |= {"specrollout/suffix/share_of_drafts": 0.75, "specrollout/ngram/share_of_drafts": 0.25}
     line = "1.50 tokens a request and step; log-prob gap 1.0e-06; drafted by suffix 75%, ngram 25%"
     assert in_a_line(metrics) == line
@@ -325,10 +337,12 @@ def test_gap_is_zero_for_equal_log_probs_and_absent_if_unlogged() -> None:
 
 
 def test_a_run_that_goes_on_keeps_its_record(tmp_path: Path) -> None:
-    RunRecord(tmp_path, {}).add(1, {"specrollout/logprob_gap": 0.01}, StepLog())
-    RunRecord(tmp_path, {}).add(2, {"specrollout/logprob_gap": 0.03}, StepLog())
+    for step, gap in ((1, 0.01), (2, 0.03)):
+        record = RunRecord(tmp_path, {})
+        record.add(step, {"specrollout/logprob_gap": gap, "specrollout/tail/moves": 3.0}, StepLog())
+        record.finish_step()
     summary = json.loads((tmp_path / "specrollout" / "summary.json").read_text())
-    assert summary["num_steps"] == 2 and summary["logprob_gap_max"] == 0.03
+    assert summary["steps"] == 2 and summary["largest_logprob_gap"] == 0.03
 
 
 @pytest.mark.parametrize("block", ["grpo.async_grpo", "ppo.async_ppo"])

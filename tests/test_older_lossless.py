@@ -62,7 +62,7 @@ def first_tokens(*, by_equality: bool) -> tuple[torch.Tensor, float]:
 def test_vllms_own_rule_was_inexact_before_0_29() -> None:
     import vllm
 
-    from nemo_specrollout.config.versions import version_numbers
+    from nemo_specrollout.installed.versions import version_numbers
 
     tokens_B, accepted = first_tokens(by_equality=False)
     found, numbers = chi_square(tokens_B), version_numbers(vllm.__version__)

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The budget of older runners: drafts left out of a step, and the output that the scheduler reads later."""
 
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.generation.drafting import Drafting
-from nemo_specrollout.generation.model_drafter import AgreedCosts
+from nemo_specrollout.generation import compat, older_runners
+from nemo_specrollout.generation.draft_router import DraftRouter
+from nemo_specrollout.generation.model_drafter import SharedCosts
 from nemo_specrollout.generation.older_runners import HostBudget
+from nemo_specrollout.generation.verification import SwappingVerifier
 from nemo_specrollout.scheduling.speculation.budget import DraftingPause, build_budget
 
 pytestmark = pytest.mark.integration
@@ -31,9 +38,9 @@ def budget_with(rates_BK: list[list[float]], k: int = 3) -> HostBudget:
     rates_SK = torch.zeros(4, 3)
     rates_SK[list(SLOTS.values())] = torch.tensor(rates_BK)
     runner: Any = SimpleNamespace(req_states=SimpleNamespace(req_id_to_index=SLOTS))
-    drafting = Drafting.__new__(Drafting)
+    drafting = DraftRouter.__new__(DraftRouter)
     drafting._policy, drafting._pause = build_budget(BudgetConfig("fixed", k=k)), DraftingPause()
-    drafting.costs = AgreedCosts()
+    drafting.costs = SharedCosts()
     drafting.board = SimpleNamespace(tables=SimpleNamespace(rates_SK=rates_SK))
     budget = HostBudget(runner, drafting)
     budget.record()
@@ -55,3 +62,48 @@ def test_steps_without_drafts_or_with_masks_stay_as_they_are() -> None:
     budget = budget_with([[0.0] * 3] * 3)
     for scheduled in (Scheduled(scheduled_spec_decode_tokens={}), Scheduled(has_structured_output_requests=True)):
         assert budget.trimmed(scheduled) is scheduled
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(VllmConfig, "_get_v2_model_runner_unsupported_features"), (model_runner, "init_speculator")],
+)
+def test_an_older_vllm_without_such_a_name_is_refused(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(older_runners, "HAS_TEXT_METHOD", False)
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(RuntimeError, match=rf"vLLM {re.escape(vllm.__version__)}: .* has no {name}; this version"):
+        older_runners.allow_text_drafters()
+    assert not older_runners._is_text_allowed
+
+
+def test_an_older_vllm_without_its_rule_of_acceptance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "CHOOSES_ON_DEVICE", False)
+    compat.verify_names()
+    monkeypatch.delattr(rejection_sampler, "rejection_sample")
+    with pytest.raises(RuntimeError, match="rejection_sampler has no rejection_sample; this version"):
+        compat.verify_names()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "missing"),
+    [
+        (SimpleNamespace(), "the sampler has no bad_words_state"),
+        (SimpleNamespace(bad_words_state=object()), "has no apply_bad_words"),
+    ],
+)
+def test_an_older_vllm_that_keeps_bad_words_elsewhere_is_refused(
+    sampler: Any, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older_runners.fix_bad_words(sampler)  # vLLM 0.32 repaired them
+    monkeypatch.setattr(compat, "CHOOSES_ON_DEVICE", False)
+    monkeypatch.setattr(older_runners, "bad_words", re)  # a module without the repair
+    with pytest.raises(RuntimeError, match=missing):
+        older_runners.fix_bad_words(sampler)
+
+
+def test_an_older_rejection_sampler_that_does_not_ask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule of vLLM is replaced in its module, but the sampler does not look it up there."""
+    monkeypatch.setattr(rejection_sampler.RejectionSampler, "__call__", lambda *_: "accepted by another rule")
+    verifier = SwappingVerifier.__new__(SwappingVerifier)
+    with pytest.raises(RuntimeError, match="verification is not in force"):
+        verifier()

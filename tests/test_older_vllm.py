@@ -10,6 +10,7 @@ from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
 
 from lab.local.engine import RolloutEngine
+from lab.local.random_budgets import RANDOM
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
@@ -27,7 +28,7 @@ pytestmark = [
 ]
 HEAD_FOLDER = STEP_ADDER.parent / "step_adder_eagle3"
 HEAD, SUFFIX, NGRAM = Eagle3DrafterConfig(model=str(HEAD_FOLDER)), SuffixDrafterConfig(), NgramDrafterConfig()
-FIXED, RANDOM = BudgetConfig("fixed", k=3), BudgetConfig("random")
+FIXED = BudgetConfig("fixed", k=3)
 BLOCKS = {
     "a head": SpecrolloutConfig(drafters=(HEAD,), budget=FIXED),
     "a greedy head": SpecrolloutConfig(

@@ -14,6 +14,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER
@@ -24,33 +25,35 @@ from nemo_specrollout.cli.commands import COMMANDS
 from nemo_specrollout.cli.examples import RECIPES
 from nemo_specrollout.cli.main import main
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGES = ("nemo_specrollout", "lab.vllm_on_cpu")
+PROJECTS = {"nemo_specrollout": ROOT / "pyproject.toml", "lab": ROOT / "lab" / "pyproject.toml"}
+"""The project file of each package: each is a distribution of its own."""
+PRODUCT, LABORATORY = (tomllib.loads(path.read_text())["project"] for path in PROJECTS.values())
 DISTRIBUTIONS = {
     "yaml": "PyYAML", "zmq": "pyzmq", "huggingface_hub": "huggingface-hub", "megatron": "megatron-core",
     "reasoning_gym": "reasoning-gym",
 }  # fmt: skip
 """Distributions whose names differ from their modules' names."""
-NEVER_INSTALLED = {"nemo_rl", "benchmarks"}
-"""NeMo-RL is no distribution, and the benchmarks are run from the checkout."""
+NEVER_INSTALLED = {"nemo_rl"}
+"""NeMo-RL is no distribution."""
 EXTRAS = {
-    "config": set(), "scheduling": set(), "simulation": set(), "reports": set(), "telemetry": {"engine"},
-    "doctor": {"engine"}, "sampling": {"engine"}, "drafters": {"engine"}, "generation": {"engine"}, "remote": {"engine"},
-    "racing": {"engine", "local", "nemo-rl"}, "training": {"engine", "heads", "local"}, "nemo_rl": {"engine", "nemo-rl"},
-    "local": {"engine", "heads", "local", "real-model"}, "cli": {"heads"}, "lab.vllm_on_cpu": {"engine"},
+    "config": set(), "installed": set(), "storage": set(), "scheduling": {"engine", "heads"}, "reports": set(),
+    "racing": {"engine"},
+    "telemetry": {"engine"}, "doctor": {"engine"}, "sampling": {"engine"}, "drafters": {"engine"},
+    "generation": {"engine"}, "remote": {"engine"}, "training": {"heads"}, "nemo_rl": {"engine", "nemo-rl"},
+    "cli": {"heads"},
 }  # fmt: skip
-"""Extras that each package may use beside the dependencies of all."""
-LOGIN_NODE = ("config", "scheduling", "simulation", "reports")
+"""Extras that each package of the product may use beside the dependencies of all."""
+LOGIN_NODE = ("config", "installed", "storage", "reports", "cli")
 """Packages that the dependencies of all are for."""
 PYTHONS = ("3.11", "3.12", "3.13")
 """Versions of Python with which the commands must work; NeMo-RL asks for 3.13."""
 CONFIG = RECIPES / "grpo-qwen3-8b-1n8g-megatron-specrollout.yaml"
 
 
-def declared(extra: str = "") -> set[str]:
+def declared(project: dict[str, Any], extra: str = "") -> set[str]:
     """Returns the names of the distributions of an extra, without versions; of all without an extra."""
-    lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
-    return {re.split(r"[<>=\[; ]", line)[0] for line in lines} - {PROJECT["name"]}
+    lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    return {re.split(r"[<>=\[; ]", line)[0] for line in lines} - {PRODUCT["name"]}
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -64,44 +67,55 @@ def imports(file: Path) -> Iterator[str]:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             modules = {name.partition(".")[0] for name in names} - {
                 *sys.stdlib_module_names,
-                *PACKAGES,
+                *PROJECTS,
                 *NEVER_INSTALLED,
             }
             yield from (DISTRIBUTIONS.get(module, module) for module in modules)
 
 
-def folder_of(package: str) -> Path:
-    return ROOT / package if package in PACKAGES else ROOT / "nemo_specrollout" / package
+def all_imports(folder: Path) -> set[str]:
+    return set().union(*(imports(file) for file in folder.rglob("*.py")))
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("package", EXTRAS)
 def test_imports_are_declared(package: str) -> None:
-    allowed = declared().union(*map(declared, EXTRAS[package]))
-    for file in folder_of(package).rglob("*.py"):
+    allowed = declared(PRODUCT).union(*(declared(PRODUCT, extra) for extra in EXTRAS[package]))
+    for file in (ROOT / "nemo_specrollout" / package).rglob("*.py"):
         assert set(imports(file)) <= allowed, file
+
+
+@pytest.mark.unit
+def test_imports_of_the_laboratory_are_declared() -> None:
+    """The laboratory asks for the product with two extras, and has what these bring."""
+    (product,) = (line for line in LABORATORY["dependencies"] if line.startswith(PRODUCT["name"]))
+    extras = re.findall(r"[\w-]+", product.removeprefix(PRODUCT["name"]))
+    brought = declared(PRODUCT).union(*(declared(PRODUCT, extra) for extra in extras))
+    own = declared(LABORATORY).union(*(declared(LABORATORY, extra) for extra in LABORATORY["optional-dependencies"]))
+    found = all_imports(ROOT / "lab")
+    assert found <= brought | own
+    assert own - declared(LABORATORY, "real-model") <= found
 
 
 @pytest.mark.unit
 def test_every_package_is_compared() -> None:
     folders = {folder.name for folder in (ROOT / "nemo_specrollout").iterdir() if list(folder.glob("**/*.py"))}
-    assert folders - {"__pycache__"} == set(EXTRAS) - set(PACKAGES)
+    assert folders - {"__pycache__"} == set(EXTRAS)
 
 
 @pytest.mark.unit
 def test_declared_distributions_are_imported() -> None:
-    """The extras `real-model` and `dev` are for benchmarks and tests."""
-    found = {p: set().union(*(imports(f) for f in folder_of(p).rglob("*.py"))) for p in EXTRAS}
-    on_login_node = set().union(*(found[p] for p in LOGIN_NODE), *(imports(f) for f in folder_of("cli").rglob("*.py")))
-    assert declared() <= on_login_node
-    for extra in ("engine", "heads", "local", "nemo-rl"):
-        users = (found[p] for p, extras in EXTRAS.items() if extra in extras)
-        assert declared(extra) <= set().union(*users), extra
+    """The extra `dev` is for tests."""
+    found = {package: all_imports(ROOT / "nemo_specrollout" / package) for package in EXTRAS}
+    assert declared(PRODUCT) <= set().union(*(found[package] for package in LOGIN_NODE))
+    for extra in ("engine", "heads", "nemo-rl"):
+        users = (found[package] for package, extras in EXTRAS.items() if extra in extras)
+        assert declared(PRODUCT, extra) <= set().union(*users), extra
 
 
 @pytest.mark.unit
 def test_every_extra_of_a_command_exists() -> None:
-    assert {command.extra for command in COMMANDS} - {""} <= set(PROJECT["optional-dependencies"])
+    assert {command.extra for command in COMMANDS} - {""} <= set(PRODUCT["optional-dependencies"])
 
 
 @pytest.mark.unit
@@ -126,19 +140,21 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.integration
-def test_wheel_and_source_archive_are_complete(source: Path, tmp_path: Path) -> None:
-    """The wheel is built from the source archive, so both have what it has."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(source)]
-    subprocess.run(command, capture_output=True, check=True)
+@pytest.mark.parametrize("package", PROJECTS)
+def test_wheel_and_source_archive_are_complete(source: Path, tmp_path: Path, package: str) -> None:
+    """The wheel is built from the source archive, so both have what it has. It holds one package, and no test."""
+    folder = source / PROJECTS[package].parent.relative_to(ROOT)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     (wheel,), (_,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     files = set(zipfile.ZipFile(wheel).namelist())
     wanted = {
-        str(p.relative_to(ROOT)) for name in PACKAGES for p in (ROOT / name).rglob("*") if p.suffix in (".py", ".yaml")
+        str(p.relative_to(ROOT)) for p in (ROOT / package).rglob("*") if p.suffix in (".py", ".yaml", ".template")
     }
-    local = {f"nemo_specrollout/recipes/{p.name}" for p in (ROOT / "examples" / "configs").glob("*_cpu.yaml")}
-    assert wanted - local <= files
-    assert [name for name in files if name.endswith("licenses/LICENSE")]
-    assert not [name for name in files if name.startswith(("tests", "benchmarks", "examples"))]
+    assert wanted <= files
+    assert {name.partition("/")[0] for name in files if ".dist-info/" not in name} == {package}
+    assert [name for name in files if name.endswith("licenses/LICENSE")] or package == "lab"
 
 
 def python_of(version: str) -> str | None:
@@ -209,15 +225,14 @@ def use_as_a_newcomer(bin_: Path, folder: Path) -> None:
     assert "sbatch" in run(command, folder, *launch)
     assert (folder / "first" / "addon" / "nemo_specrollout" / "__main__.py").is_file()
     (folder / "logs" / "specrollout").mkdir(parents=True)
-    step = '{"step": 1, "loss": 0.5, "reward": 0.5, "specrollout/speedup_estimate": 1.5}\n'
+    (folder / "logs" / "specrollout" / "run.json").write_text('{"records": 1}')
+    step = '{"step": 1, "loss": 0.5, "reward": 0.5, "speedup_estimate": 1.5}\n'
     (folder / "logs" / "specrollout" / "metrics.jsonl").write_text(step)
     assert "report.html" in run(command, folder, "report", "logs")
     assert "uv is not on PATH" in run(command, folder, "run", recipe, code=2)
     model = f"policy.model_name={STEP_ADDER}"
-    for local in ("check", "explain", "run"):
-        assert "`make setup` installs the CPU build" in run(command, folder, local, str(QUICKSTART), model, code=2)
-    assert "for one machine only" in run(command, folder, "bench", recipe, code=2)
-    assert "prediction" in run(command, folder, "simulate", "nvidia-8b-zero")
+    for name in ("check", "run"):
+        assert "use `specrollout-lab`" in run(command, folder, name, str(QUICKSTART), model, code=2)
 
 
 @pytest.mark.slow

@@ -22,7 +22,9 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for a function that all ranks call
 }
+RANDOM = {"policy": "random"}
 
 
 PLAIN = '{"drafters": []}'
@@ -75,7 +77,7 @@ def same_tokens(model: Path, block: dict[str, Any], count: str = "accepted") -> 
 
 @pytest.mark.parametrize("drafts", ["plain", "drafts"])
 def test_two_tensor_parallel_ranks_sample_the_tokens_of_one(two_heads: Path, drafts: str) -> None:
-    block = {"budget": {"policy": "random"}} if drafts == "drafts" else {"drafters": []}
+    block = {"budget": RANDOM} if drafts == "drafts" else {"drafters": []}
     assert (sum(same_tokens(two_heads, block)) > 0) == (drafts == "drafts")
 
 
@@ -83,6 +85,6 @@ def test_two_tensor_parallel_ranks_sample_the_tokens_of_one(two_heads: Path, dra
 def test_two_tensor_parallel_ranks_hold_a_part_of_the_head_each(two_heads: Path, head: Path, policy: str) -> None:
     """Only the first rank plans which drafter drafts and how deep; the other rank follows."""
     drafters = [{"type": "eagle3", "model": str(head)}, {"type": "ngram"}]
-    block = {"drafters": drafters, "budget": {"policy": policy}}
+    block = {"drafters": drafters, "budget": RANDOM if policy == "random" else {"policy": policy}}
     count = "accepted" if policy == "random" else "proposed"  # by measured times few drafts may pay
     assert same_tokens(two_heads, block, count)[0] > 0, "the head had no part in it, so that nothing was shown"

@@ -16,30 +16,31 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import STEP_ADDER
-from rollout_world import EnginesInTurn, WildPolicy
+from rollout_world import EnginesInTurn, WildPolicy, drive_clock
 from safetensors.torch import load_file
 from test_equality import assert_equal, requests
 
 from lab.local import rollout_pool
+from lab.local.coordinator import DealingCoordinator
 from lab.local.engine import RolloutEngine
-from lab.local.rollout_pool import DEAD, MOST_RESTARTS, RolloutPool, ray
+from lab.local.rollout_pool import DEAD, MAX_RESTARTS, RolloutPool, ray
 from lab.local.run_sections import GenerationConfig, VllmConfig
+from lab.local.speed_table_file import table_file
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.racing.attempts import AttemptOutcome, Response, Timeline
-from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.turn_engine import TurnEngine
-from nemo_specrollout.racing.turns import Orders
-from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
+from nemo_specrollout.racing.turns import TurnOrders
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
+from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 pytestmark = pytest.mark.integration
 
 DRAFTING = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), budget=BudgetConfig("fixed", k=3))
-MOST_TOKENS = 120
+MAX_TOKENS = 120
 SAMPLINGS: dict[str, dict[str, Any]] = {"T=1": {"temperature": 1.0}, "T=0": {"temperature": 0.0}}
 
 
@@ -51,7 +52,7 @@ def six_prompts() -> list[RolloutRequest]:
 def engine_pair(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
     """Starts an engine that drafts and one that does not, each for six requests at a time."""
     blocks = DRAFTING, SpecrolloutConfig(drafters=())
-    return [start_engine(STEP_ADDER, block, MOST_TOKENS, max_num_seqs=6) for block in blocks]
+    return [start_engine(STEP_ADDER, block, MAX_TOKENS, max_num_seqs=6) for block in blocks]
 
 
 def plain_rollouts(plain: RolloutEngine) -> dict[str, list[Rollout]]:
@@ -64,9 +65,15 @@ def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
     return engine_pair(start_engine)
 
 
+@pytest.fixture
+def clock(engines: list[RolloutEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only engine steps move: a drafting engine's take longer."""
+    drive_clock(monkeypatch, engines, (0.012, 0.01))
+
+
 @pytest.fixture(scope="module")
 def plain(start_engine: Callable[..., RolloutEngine]) -> RolloutEngine:
-    return start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), MOST_TOKENS)
+    return start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +81,8 @@ def expected(plain: RolloutEngine) -> dict[str, list[Rollout]]:
     return plain_rollouts(plain)
 
 
-def coordinator(workers: Any, policy: Any) -> Coordinator:
-    return Coordinator(workers, policy, Ladder(["drafting", "plain"]), LengthEstimator(MOST_TOKENS))
+def coordinator(workers: Any, policy: Any) -> DealingCoordinator:
+    return DealingCoordinator(workers, policy, DecodeSpeedTable(["drafting", "plain"]), LengthEstimator(MAX_TOKENS))
 
 
 def rolled_out(workers: EnginesInTurn, policy: Any, work: list[RolloutRequest]) -> tuple[list[Rollout], Timeline]:
@@ -89,6 +96,7 @@ def rolled_out(workers: EnginesInTurn, policy: Any, work: list[RolloutRequest]) 
 # Any schedule
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("deaths", [(), (7, 0), (9, 5)], ids=["no death", "one dies", "both die"])
 def test_no_decision_and_no_death_changes_a_token(
@@ -110,11 +118,12 @@ def assert_sound(timeline: Timeline, made: list[Rollout]) -> None:
     assert all(s.last_token == len(made[s.request].token_ids) for s in won)
 
 
+@pytest.mark.usefixtures("clock")
 def test_the_policy_moves_and_races_a_tail(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
-    ladder = Ladder(["drafting", "plain"])
+    ladder = DecodeSpeedTable(["drafting", "plain"])
     eager = FastestOfN(FastestOfNConfig(min_gain=0.0), ladder)
     workers = EnginesInTurn(engines, 5)
-    rollout = Coordinator(workers, eager, ladder, LengthEstimator(MOST_TOKENS))
+    rollout = DealingCoordinator(workers, eager, ladder, LengthEstimator(MAX_TOKENS))
     outcomes: Counter[str] = Counter()
     for _ in range(3):
         made, timeline = rollout.roll_out(six_prompts())
@@ -122,7 +131,7 @@ def test_the_policy_moves_and_races_a_tail(engines: list[RolloutEngine], expecte
         assert_equal(made, expected["T=1"])
         outcomes.update(s.outcome for s in timeline.spans)
     assert outcomes[AttemptOutcome.MOVED] + outcomes[AttemptOutcome.BEATEN] > 0
-    written = ladder.file("device", "policy", (0.5, 0.0))
+    written = table_file(ladder, "device", "policy", (0.5, 0.0))
     assert written is not None and {r.method for r in written.rungs} == {"drafting", "plain"}
     assert ladder.prefill_s(100) > 0
 
@@ -136,6 +145,7 @@ def test_without_a_policy_a_request_stays_where_it_is_dealt(
     assert [s.engine for s in sorted(timeline.spans, key=lambda s: s.request)] == [0] * 12 + [1] * 12
 
 
+@pytest.mark.usefixtures("clock")
 def test_an_interrupted_rollout_leaves_nothing_behind(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
@@ -157,6 +167,7 @@ def test_an_interrupted_rollout_leaves_nothing_behind(
 # New weights amid requests
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("deaths", [(), (11, 0)], ids=["no death", "one dies"])
 def test_each_token_is_that_of_the_weights_recorded_for_it(
     engines: list[RolloutEngine], plain: RolloutEngine, deaths: tuple[int, ...]
@@ -165,7 +176,7 @@ def test_each_token_is_that_of_the_weights_recorded_for_it(
     policies += [noisy(policies[0], seed) for seed in (1, 2)]
     workers = EnginesInTurn(engines, 10, deaths, policies[0])
     rollout = coordinator(workers, WildPolicy(11))
-    keys = rollout.add(six_prompts())
+    keys = rollout.deal(six_prompts())
     num_done = 0
     for version, most in enumerate((6, 14, 24)):
         while num_done < most:
@@ -251,13 +262,13 @@ def test_an_engine_goes_on_from_any_prefix(engines: list[RolloutEngine], expecte
 
 def test_an_engine_reports_every_token_once(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
     worker, told, finished = TurnEngine(engines[0]), {}, {}
-    orders = Orders(tuple(enumerate(six_prompts())), seconds=0.002)
+    orders = TurnOrders(tuple(enumerate(six_prompts())), seconds=0.002)
     while len(finished) < len(six_prompts()):
         result = worker.turn(orders)
         for key, (tokens, _) in result.parts.items():
             told[key] = told.get(key, []) + tokens
         finished.update(result.finished)
-        orders = Orders(seconds=0.002)
+        orders = TurnOrders(seconds=0.002)
     assert [told[i] for i in range(len(told))] == [r.token_ids for r in expected["T=1"]]
     assert [finished[i] for i in range(len(told))] == [r.finish_reason for r in expected["T=1"]]
 
@@ -269,7 +280,7 @@ def test_an_engine_reports_every_token_once(engines: list[RolloutEngine], expect
 def pool() -> Iterator[RolloutPool]:
     tail = FastestOfNConfig(methods=(("suffix", "ngram"), ("ngram",)))
     generation = GenerationConfig(
-        VllmConfig(max_model_len=512), MOST_TOKENS, vllm_kwargs={"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 28},
+        VllmConfig(max_model_len=512), MAX_TOKENS, vllm_kwargs={"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 28},
         specrollout=replace(DRAFTING, fastest_of_n=tail),
     )  # fmt: skip
     workers = RolloutPool(STEP_ADDER, generation, seed=7, num_engines=2)
@@ -280,8 +291,8 @@ def pool() -> Iterator[RolloutPool]:
 def test_two_processes_make_the_same_tokens(pool: RolloutPool, expected: dict[str, list[Rollout]]) -> None:
     assert pool.method_names == ["suffix+ngram", "ngram"] and pool.methods == [0, 1] and pool.capacity == 8
     assert len(set(pool.pids.values())) == 2
-    ladder = Ladder(pool.method_names)
-    rollout = Coordinator(pool, FastestOfN(FastestOfNConfig(), ladder), ladder, LengthEstimator(MOST_TOKENS))
+    ladder = DecodeSpeedTable(pool.method_names)
+    rollout = DealingCoordinator(pool, FastestOfN(FastestOfNConfig(), ladder), ladder, LengthEstimator(MAX_TOKENS))
     made, timeline = rollout.roll_out(six_prompts())
     assert_equal(made, expected["T=1"])
     assert {s.engine for s in timeline.spans} == {0, 1}
@@ -318,7 +329,14 @@ def test_a_killed_process_costs_no_token(pool: RolloutPool, expected: dict[str, 
     assert pool.pids[0] != victim and {s.engine for s in timeline.spans} == {0, 1}
 
 
-def roll_out_with_all(pool: RolloutPool, rollout: Coordinator, expected: list[Rollout]) -> Timeline:
+def kill(pid: int) -> None:
+    """Kills a process, and waits until it runs no longer."""
+    os.kill(pid, signal.SIGKILL)
+    while (status := Path(f"/proc/{pid}/status")).exists() and "State:\tZ" not in status.read_text():
+        time.sleep(0.01)
+
+
+def roll_out_with_all(pool: RolloutPool, rollout: DealingCoordinator, expected: list[Rollout]) -> Timeline:
     """Rolls out until no engine is missing, and once more; checks all tokens."""
     while True:
         all_alive = all(map(pool.is_alive, (0, 1)))
@@ -339,8 +357,7 @@ def test_new_weights_do_not_wait_for_a_restarting_engine(
     engines[0].load_weights(old.items())
     assert [r.token_ids for r in wanted] != [r.token_ids for r in expected["T=1"]]
     rollout = coordinator(pool, WildPolicy(11))
-    os.kill(pool.pids[0], signal.SIGKILL)  # the engine has no request now
-    time.sleep(1.0)
+    kill(pool.pids[0])  # the engine has no request now
     assert pool.ask(0, "capture_seconds") is DEAD
     (sentence,) = pool.take_deaths()
     assert sentence.startswith("rollout worker 0 died")
@@ -356,7 +373,7 @@ def test_new_weights_do_not_wait_for_a_restarting_engine(
 def test_an_engine_that_hangs_on_new_weights_is_killed(
     pool: RolloutPool, expected: dict[str, list[Rollout]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_pool, "HANG_S", 3.0)
+    monkeypatch.setattr(rollout_pool, "HANG_S", 10.0)
     rollout = coordinator(pool, WildPolicy(12))
     os.kill(pool.pids[1], signal.SIGSTOP)
     rollout.load_weights(load_file(STEP_ADDER / "model.safetensors").items(), 0)
@@ -370,12 +387,11 @@ def test_an_engine_that_hangs_on_new_weights_is_killed(
 def test_a_death_noticed_outside_turns_costs_no_token(pool: RolloutPool, expected: dict[str, list[Rollout]]) -> None:
     """One death is noticed by a question, one by new weights, both while requests are under way."""
     rollout, restarts, old = coordinator(pool, WildPolicy(10)), list(pool.num_restarts), dict(pool.pids)
-    keys = rollout.add(six_prompts())
+    keys = rollout.deal(six_prompts())
     while not all(rollout.responses[key].tokens for key in keys[:4]):
         rollout.advance()
     for worker in (0, 1):
-        os.kill(old[worker], signal.SIGKILL)
-    time.sleep(1.0)
+        kill(old[worker])
     assert pool.ask(0, "capture_seconds") is DEAD and pool.is_alive(1)
     rollout.load_weights(load_file(STEP_ADDER / "model.safetensors").items(), 0)
     assert not pool.is_alive(0) and not pool.is_alive(1)
@@ -392,9 +408,9 @@ def test_a_death_noticed_outside_turns_costs_no_token(pool: RolloutPool, expecte
 def test_a_silent_engine_is_killed_while_others_work(
     pool: RolloutPool, expected: dict[str, list[Rollout]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_pool, "HANG_S", 2.0)
+    monkeypatch.setattr(rollout_pool, "HANG_S", 10.0)
     rollout, restarts = coordinator(pool, None), pool.num_restarts[1]
-    keys = rollout.add(six_prompts())
+    keys = rollout.deal(six_prompts())
     while not all(rollout.responses[key].tokens for key in keys[:4]):
         rollout.advance()
     os.kill(pool.pids[1], signal.SIGSTOP)
@@ -411,10 +427,9 @@ def test_a_silent_engine_is_killed_while_others_work(
 
 
 def test_an_engine_that_dies_too_often_is_given_up(pool: RolloutPool) -> None:
-    pool.num_restarts = [MOST_RESTARTS] * 2
+    pool.num_restarts = [MAX_RESTARTS] * 2
     for worker in (1, 0):
-        os.kill(pool.pids[worker], signal.SIGKILL)
-        time.sleep(0.2)
+        kill(pool.pids[worker])
         assert worker not in pool.ask_each("capture_seconds")
         if worker:
             pool.revive()

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import QUICKSTART, STEP_ADDER
+from conftest import QUICKSTART, ROOT, STEP_ADDER
 from safetensors.torch import load_file, save_file
 
-from lab.local.prompt_rollouts import task_prompts
+from lab.cli.main import main as lab
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config.model_folder import tokenizer_fingerprint
+from nemo_specrollout.storage.model_folder import tokenizer_fingerprint
 from nemo_specrollout.training.features.features import is_held_out
-from nemo_specrollout.training.features.rollout_files import held_out_share, read_prompts, read_rollouts
+from nemo_specrollout.training.features.rollout_files import held_out_share, read_rollouts
 from nemo_specrollout.training.head import head as head_module
 from nemo_specrollout.training.head.head_facts import check_head
 from nemo_specrollout.training.refresh import offline_data, offline_refresh
@@ -142,7 +142,7 @@ def test_a_worse_head_is_refused_and_the_old_one_stays(
 KILLED = """
 import os, signal, sys
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config.model_folder import tokenizer_fingerprint
+from nemo_specrollout.storage.model_folder import tokenizer_fingerprint
 from nemo_specrollout.training.head.trainer import HeadTrainer
 from nemo_specrollout.training.refresh import offline_data, offline_refresh
 
@@ -276,10 +276,8 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "give --rollouts PATH, or --prompts FILE"),
+        ([], "--rollouts: nothing to learn from"),
         (["--rollouts", "no/such.jsonl"], "--rollouts no/such.jsonl: no such file or folder"),
-        (["--prompts", "no/such.txt"], "--prompts no/such.txt: no such file"),
-        (["--rollouts", "x", "--prompts", "y"], "leave out one of them"),
         (["--rollouts", "{rollouts}", "--policy", "no/policy"], "--policy no/policy is not a folder"),
         (["--rollouts", "{rollouts}", "--draft", "no/head"], "--draft no/head is not a folder"),
         (["--rollouts", "{rollouts}", "--steps", "0"], "--steps: 0 is out of range; it must be at least 1"),
@@ -291,13 +289,11 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         (["--rollouts", "{rollouts}", "--layer-ids", "1,x"], "--layer-ids[1]: expected int, got 'x'"),
         (["--rollouts", "{rollouts}", "--draft-vocab", "97"], "--draft-vocab 97: the policy has 96 tokens"),
         (["--rollouts", "{rollouts}", "--loss", "nlla"], "nlla"),
-        (["--rollouts", "{rollouts}", "--hf-config", "x"], "has a config.json of its own"),
         (["--rollouts", "{rollouts}", "--out", "{rollouts}"], "exists and is not a draft head"),
         (["--rollouts", "{rollouts}", "--out", "{rollouts}/x"], "cannot be written to"),
         (["--rollouts", "{rollouts}", "--out", "{head}"], "give --replace"),
         (["--rollouts", "{rollouts}", "--device", "tpu"], "--device: 'tpu' is not available; did you mean 'cpu'?"),
         (["--rollouts", "{rollouts}", "--dtype", "int8"], "--dtype: 'int8' is not available; known: bfloat16, float32"),
-        (["--rollouts", "{rollouts}", "--rollout-dtype", "fp8"], "--rollout-dtype: 'fp8' is not available"),
         (["--rollouts", "{rollouts}", "--tv-after", "2"], "--tv-after: 2.0 is out of range"),
         (["--rollouts", "{rollouts}", "--max-length", "8"], "prompts fill the context of 8 tokens"),
         (["--rollouts", "{rollouts}", "--store-gb", "0.0001"], "are too few to train and judge a head"),
@@ -424,26 +420,6 @@ def test_long_texts_are_cut_and_long_prompts_skipped(tmp_path: Path) -> None:
     assert sentences[1:] == ["2 prompts fill the context of 6 tokens and were skipped", "1 texts were cut at 6 tokens"]
 
 
-def test_prompts_are_lines_or_json(tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("please add 1 + 2\n\nplease add 1 + 2\nplease add 3 + 4\n")
-    plain = read_prompts(tmp_path / "p.txt", STEP_ADDER, 96)
-    file = write_lines(tmp_path / "p.jsonl", [{"prompt": "please add 1 + 2"}, {"prompt_token_ids": plain[1]}])
-    assert read_prompts(file, STEP_ADDER, 96) == plain and len(plain) == 2
-    with pytest.raises(ValueError, match="a prompt has prompt"):
-        read_prompts(write_lines(tmp_path / "q.jsonl", [{"text": "x"}]), STEP_ADDER, 96)
-
-
-def test_the_tasks_of_a_config_make_prompts(tmp_path: Path) -> None:
-    workloads = "[{name: sums, data: {dataset_name: step_addition}}, {name: short, data: {max_terms: 3}}]"
-    config = f"defaults: {QUICKSTART}\nbench: {{workloads: {workloads}}}\n"
-    (tmp_path / "two.yaml").write_text(config)
-    alone, both = task_prompts(QUICKSTART, 20, 0), task_prompts(tmp_path / "two.yaml", 21, 0)
-    assert len(alone) == 20 and len(both) == 21 and all(both)
-    assert both[::2] == task_prompts(QUICKSTART, 11, 0), "every second prompt is of the first workload"
-    assert max(map(len, both[1::2])) < max(map(len, both[::2]))
-    assert alone != task_prompts(QUICKSTART, 20, 1)
-
-
 def test_enough_prompts_are_held_out(examples: list[tuple[list[int], int]]) -> None:
     prompts = [[i, i + 1, i + 2] for i in range(20)]
     share = held_out_share(prompts, 0.1)
@@ -469,18 +445,20 @@ def test_the_tokenizer_hash_depends_on_the_vocabulary_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_engine_accepts_drafts_of_a_head_made_from_prompts(
-    start_engine: Callable[..., Any], tmp_path: Path
+def test_an_engine_accepts_drafts_of_a_head_of_its_rollouts(
+    start_engine: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from test_equality import requests
 
-    from lab.local.step_addition import make_problems
     from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
 
-    (tmp_path / "prompts.txt").write_text("\n".join(p.prompt for p in make_problems(3, 64, 0, 5)))
+    monkeypatch.chdir(ROOT)
+    made = tmp_path / "rollouts.jsonl"
+    short = ["policy.generation.max_new_tokens=200", "data.max_terms=5"]
+    assert lab(["rollouts", str(QUICKSTART), "--out", str(made), "--num", "64", *short]) == 0
     command = ["refresh-draft", "--policy", str(STEP_ADDER), "--out", str(tmp_path / "head"), "--steps", "150"]
-    assert main([*command, "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "200"]) == 0
+    assert main([*command, "--rollouts", str(made)]) == 0
     drafter = Eagle3DrafterConfig(model=str(tmp_path / "head"))
     block = SpecrolloutConfig(drafters=(drafter,), budget=BudgetConfig("fixed", k=3))
     engine = start_engine(STEP_ADDER, block, max_new_tokens=200)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of a draft head: refresh triggers, the publish gate, and the canaries."""
+"""Policies of a draft head: refresh triggers, the publish gate, and the canary."""
 
 import dataclasses
 import math
@@ -14,15 +14,13 @@ from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.scheduling.heads.canary import (
     Alarm,
     Canary,
-    ContextCanary,
     HeadHealth,
-    context_edges,
     geometric_rates,
     likely_cause,
 )
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
 from nemo_specrollout.scheduling.heads.refresh_schedule import (
-    LEAST_SHARE,
+    MIN_SHARE,
     DecodeCosts,
     HeadUse,
     RefreshObservation,
@@ -167,7 +165,7 @@ def test_only_a_worse_candidate_lowers_the_learning_rate() -> None:
     assert rate.share == pytest.approx(1 / 3)
     for _ in range(100):
         rate.judged(-1.0, published=False)
-    assert rate.share == LEAST_SHARE
+    assert rate.share == MIN_SHARE
     for _ in range(100):
         rate.judged(1.0, published=True)
     assert rate.share == 1.0
@@ -327,81 +325,18 @@ def test_age_alone_raises_an_alarm_if_configured() -> None:
 
 
 def test_causes_are_named_in_order_of_certainty() -> None:
-    everything = HeadHealth(True, True, ("lm_head.weight",), True, True, True, True, 4096, "its rope_theta is 5", 3)
+    everything = HeadHealth(True, True, ("lm_head.weight",), True, True, "its rope_theta is 5, not 7", 3)
     blank = HeadHealth()
     order = []
     for change in (
         {}, {"non_finite": False}, {"all_zero": False}, {"shares_target_tensors": ()}, {"differs_from_published": False},
-        {"layer_ids_wrong": False}, {"qkv_interleaved": False}, {"fails_in_long_contexts": False},
-        {"rope_difference": ""}, {"age_in_versions": 0},
+        {"layer_ids_wrong": False}, {"rope_difference": ""}, {"age_in_versions": 0},
     ):  # fmt: skip
         everything = dataclasses.replace(everything, **change)
         order.append(likely_cause(everything)[0])
-    names = ["non_finite", "all_zero", "shared", "differs", "layer_ids", "qkv", "context", "rope", "stale", "unknown"]
+    names = ["non_finite", "all_zero", "shared", "differs", "layer_ids", "rope", "stale", "unknown"]
     assert order == names and likely_cause(blank)[0] == "unknown"
     assert Alarm("wake", 0.1, 0.6, 300, HeadHealth(all_zero=True)).cause == "all_zero"
-    far = HeadHealth(fails_in_long_contexts=True, head_context=4096, rope_difference="its rope_theta is 5, not 7")
-    assert all(part in likely_cause(far)[1] for part in ("context limit or RoPE", "4096 tokens", "rope_theta is 5"))
     own_rope = HeadHealth(rope_difference="its rope_theta is 5, not 7", age_in_versions=3)
     assert [likely_cause(own_rope, event)[0] for event in ("publish", "refit")] == ["rope", "stale"]
-
-
-def long_rollout(
-    rng: np.random.Generator, canary: ContextCanary, right_C: list[float], num_steps: int = 400, num_requests: int = 64
-) -> Alarm | None:
-    """Runs requests whose contexts grow from 20 to 1,000 tokens, fewer and fewer; `right_C` is the acceptance by class."""
-    edges = context_edges(1024, None)
-    spread_B = rng.normal(size=num_requests) * 0.05
-    lengths_B, ends_B = np.full(num_requests, 20.0), rng.uniform(300, 1000, num_requests)
-    for _ in range(num_steps):
-        alive_B = lengths_B < ends_B
-        if not alive_B.any():
-            break
-        chances_B = np.clip(np.array(right_C)[np.searchsorted(edges, lengths_B, side="right")] + spread_B, 0.0, 0.98)
-        accepted_B = np.cumprod(rng.random((num_requests, 3)) < chances_B[:, None], axis=1).sum(axis=1)
-        of_class_CB = np.searchsorted(edges, lengths_B, side="right") == np.arange(3)[:, None]
-        reached_BK = accepted_B[:, None] > np.arange(3)
-        drafted_CK = np.repeat((of_class_CB & alive_B).sum(axis=1)[:, None], 3, axis=1)
-        alarm = canary.observe(drafted_CK, (of_class_CB & alive_B).astype(int) @ reached_BK.astype(int))
-        if alarm is not None:
-            return alarm
-        lengths_B += np.where(alive_B, accepted_B + 1, 0)
-    return None
-
-
-def test_context_classes_follow_the_head_s_own_context() -> None:
-    assert context_edges(1024, None).tolist() == [128, 512]
-    assert context_edges(1024, 300).tolist() == [150, 300]
-
-
-def test_a_healthy_drafter_raises_no_context_alarm() -> None:
-    """Longer contexts may be harder from the beginning, and all classes may get worse together."""
-    for seed, ratio in enumerate((1.0, 0.85, 0.75)):
-        rng, canary, right = np.random.default_rng(seed), ContextCanary(), 0.75
-        for step in range(8):
-            canary.begin("refit")
-            right = float(np.clip(right * (1 + 0.04 * rng.normal()), 0.5, 0.9))
-            fall = 0.3 if step > 6 else 1.0
-            assert long_rollout(rng, canary, [fall * right, fall * right * ratio, fall * right * ratio]) is None
-
-
-@pytest.mark.parametrize("is_from_the_start", [True, False])
-@pytest.mark.parametrize("failing", [1, 2])
-def test_a_failure_in_long_contexts_raises_one_alarm(is_from_the_start: bool, failing: int) -> None:
-    rng, canary = np.random.default_rng(failing), ContextCanary()
-    good, bad = [0.75, 0.7, 0.7], [0.75, *([0.2, 0.2] if failing == 1 else [0.7, 0.15])]
-    if not is_from_the_start:
-        assert all(long_rollout(rng, canary, good) is None for _ in range(3))
-    canary.begin("wake")
-    alarms = [long_rollout(rng, canary, bad) for _ in range(3)]
-    (alarm,) = filter(None, alarms)
-    assert alarm.cause == "context" and alarm.event == "wake" and alarm.seen < 0.5 * alarm.expected
-    assert canary.fails_in_long_contexts and "context limit or RoPE" in alarm.sentence
-
-
-def test_a_failure_in_all_contexts_raises_no_context_alarm() -> None:
-    rng, canary = np.random.default_rng(0), ContextCanary()
-    assert all(long_rollout(rng, canary, [0.75, 0.7, 0.7]) is None for _ in range(3))
-    canary.begin("publish")
-    assert all(long_rollout(rng, canary, [0.15, 0.15, 0.15]) is None for _ in range(3))
-    assert not canary.fails_in_long_contexts
+    assert "RoPE; its rope_theta is 5, not 7" in likely_cause(own_rope, "publish")[1]

@@ -15,15 +15,21 @@ import pytest
 from matplotlib.image import imread
 
 from lab.bench.bench_charts import bench_chart
+from lab.local.rollout_charts import drain_chart
 from lab.local.run_report import write_pages, write_results
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.reports import charts, records
-from nemo_specrollout.reports.panels import head_acceptance, head_summary
+from nemo_specrollout.reports import records
+from nemo_specrollout.reports.charts import charts_of
+from nemo_specrollout.reports.records import FORMAT, Run, accepted_shares
+from nemo_specrollout.reports.summary import summary_of
 
 pytestmark = pytest.mark.unit
 
-CHARTS = ("speedup", "drain", "time", "acceptance", "reward", "gap")
+CHARTS = (
+    "Rollout time", "Where a step's time goes", "Tokens and drafts", "Acceptance by position", "Acceptance, step by step",
+    "Reward", "Engine against trainer", "How a batch drains",
+)  # fmt: skip
 COLUMNS = ["time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s"]
 
 
@@ -33,16 +39,17 @@ def metrics(step: int, rng: random.Random, **changes: Any) -> dict[str, Any]:
     proposed = [int(900 * 0.62**k) + rng.randrange(9) for k in range(5)]
     line = {
         "step": step, "reward": 0.52 + 0.012 * step + rng.uniform(-0.03, 0.03), "num_samples": 64,
-        "response_length": {"mean": rng.uniform(65, 80), "median": 55, "max": rng.randrange(250, 320)},
-        "num_tokens": rng.randrange(4300, 4800), "rollout_s": rollout_s, "plain_estimate_s": rollout_s * speedup,
-        "rollout_speedup": speedup, "logprob_s": 1.2, "train_s": rng.uniform(3.1, 3.5), "refit_s": 0.1, "verify_s": 0.3,
-        "target_steps": rng.randrange(160, 200), "request_steps": 2700, "acceptance_length": rng.uniform(1.6, 1.8),
+        "mean_gen_tokens_per_sample": rng.uniform(65, 80), "max_gen_tokens_per_sample": rng.randrange(250, 320),
+        "num_tokens": 4590, "rollout_s": rollout_s, "plain_estimate_s": rollout_s * speedup, "speedup_estimate": speedup,
+        "generation_s": rollout_s, "logprob_s": 1.2, "train_s": 3.3, "refit_s": 0.1, "verify_s": 0.3,
+        "step_s": rollout_s + 5.0, "engine_steps": rng.randrange(160, 200), "request_steps": 2700,
+        "acceptance_length": rng.uniform(1.6, 1.8),
         "acceptance": {
             "suffix": {"proposed": proposed, "accepted": [int(p * 0.7 * 0.95**k) for k, p in enumerate(proposed)]},
             "ngram": {"proposed": [210, 90, 31], "accepted": [80, 30, 9]},
         },
-        "num_draft_tokens": 1400, "share_of_steps_with_drafts": 0.7, "host_share": 0.011,
-        "logprob_gap": {"mean": rng.uniform(0.8e-7, 1.5e-7), "max": rng.uniform(1e-6, 4e-6)},
+        "draft_tokens_per_request_step": 0.5, "steps_with_drafts": 0.7, "host_share": 0.011,
+        "logprob_gap": rng.uniform(0.8e-7, 1.5e-7), "logprob_gap_max": rng.uniform(1e-6, 4e-6),
         "tokens_checked": 300, "tokens_equal": 300, "loss": 0.01, "approx_kl": 0.0, "approx_entropy": 0.4, "grad_norm": 0.7,
         "lr": 2e-4, "alarms": [],
     }  # fmt: skip
@@ -70,8 +77,10 @@ def write_run(run_dir: Path, steps: list[dict[str, Any]], traces: list[dict[str,
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
     (run_dir / "trace.jsonl").write_text("".join(json.dumps(t) + "\n" for t in traces))
     (run_dir / "config.yaml").write_text("grpo:\n  num_prompts_per_step: 8  # <b>&\n  seed: 42\n")
-    about = {"command": "nemo-specrollout run 'a<b>.yaml'", "versions": {"vllm": "0.32.0", "torch": "2.13.0"},
-             "commit": "0123abc", "started": "2025-01-01T00:00:00"}  # fmt: skip
+    about = {
+        "records": FORMAT, "command": "specrollout-lab run 'a<b>.yaml'", "commit": "0123abc", "started": "2025-01-01T00:00:00",
+        "versions": {"vllm": "0.32.0", "torch": "2.13.0"}, "block": {"logprob_gap_alarm": 0.02},
+    }  # fmt: skip
     (run_dir / "run.json").write_text(json.dumps(about))
     if summary:
         (run_dir / "summary.json").write_text(json.dumps(summary))
@@ -82,12 +91,8 @@ def write_full_run(run_dir: Path, num_steps: int = 16) -> Path:
     """A completed run, in which one step has no plain estimate."""
     rng = random.Random(0)
     steps = [metrics(i, rng) for i in range(num_steps)]
-    steps[0] |= {"plain_estimate_s": None, "rollout_speedup": None}
-    return write_run(
-        run_dir, steps, [trace(i, rng) for i in range(num_steps)], rollout_speedup_vs_plain_estimate=1.634,
-        tokens_checked=4800, tokens_equal=4800, reward_first=0.5, reward_last=0.71, acceptance_length=1.7,
-        wall_s=140.1, completed=True,
-    )  # fmt: skip
+    steps[0] |= {"plain_estimate_s": None, "speedup_estimate": None}
+    return write_run(run_dir, steps, [trace(i, rng) for i in range(num_steps)], wall_s=140.1, completed=True)
 
 
 def bench_rows() -> list[dict[str, Any]]:
@@ -95,7 +100,7 @@ def bench_rows() -> list[dict[str, Any]]:
     speedups = {"stock": 1.07, "plain": 1.0, "ngram k=1": 1.04, "ngram k=3": 0.86, "vLLM's ngram k=3": 0.61,
                 "eagle3 greedy k=3": 1.31, "vLLM's eagle3 probabilistic k=3": 1.12, "ours": 1.62}  # fmt: skip
     return [
-        {"mode": mode, "seconds": 3.1 / x, "tokens": 4556, "tokens_per_s": 1470 * x, "target_steps": 310,
+        {"mode": mode, "seconds": 3.1 / x, "tokens": 4556, "tokens_per_s": 1470 * x, "engine_steps": 310,
          "acceptance_length": 1.0, "speedup_vs_plain": x, "speedup_low": x - 0.05, "speedup_high": x + 0.04,
          "tokens_equal": None if mode.startswith("vLLM's") else 4556, "tokens_total": 4556}
         for mode, x in speedups.items()
@@ -106,6 +111,7 @@ def with_head(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same steps with a head, refreshed after every fourth, published every other time."""
     for step in steps:
         at = step["step"]
+        step["head_age"] = at % 4
         step["acceptance"] |= {"eagle3": {"proposed": [400, 200], "accepted": [300, 120]}} if at else {}
         step["draft_refresh"] = {"decision": f"skipped: <{at}>", "gain_s": 0.1, "capture_s": 0.01}
         if at % 4 == 3:
@@ -149,6 +155,11 @@ class Page(HTMLParser):
     def text(self) -> str:
         return " ".join(" ".join(self.words).split())
 
+    @property
+    def charts(self) -> list[str]:
+        """Titles of the charts, in order."""
+        return [value for name, value in self.attributes if name == "aria-label"]
+
 
 def test_page_is_self_contained(tmp_path: Path) -> None:
     page = Page(write_pages(write_full_run(tmp_path / "demo"))[0])
@@ -165,12 +176,16 @@ def test_page_is_self_contained(tmp_path: Path) -> None:
 
 
 def test_page_has_the_figures(tmp_path: Path) -> None:
-    page = Page(write_pages(write_full_run(tmp_path))[0])
-    for figure in ("1.63x", "4,800", "of 4,800 checked", "0.50 → 0.71", "1.70", "16 finished steps, completed, 140 s"):
+    run = write_full_run(tmp_path)
+    page, steps = Page(write_pages(run)[0]), records.read_lines(run / "metrics.jsonl")
+    known = [step for step in steps if step["plain_estimate_s"] is not None]
+    speedup = sum(s["plain_estimate_s"] for s in known) / sum(s["rollout_s"] for s in known)
+    first, last = (sum(s["reward"] for s in part) / 3 for part in (steps[:3], steps[-3:]))
+    for figure in (f"{speedup:.2f}x", "4,800", "of 4,800 checked", f"{first:.2f} → {last:.2f}", "1.70",
+                   "16 finished steps: steps 0 to 15, completed, 140 s in all"):  # fmt: skip
         assert figure in page.text
-    assert page.source.count("<svg") == len(CHARTS)
-    assert "none raised" in page.text and "not recorded" not in page.text
-    assert page.source.count("<tr>") == 2 * (16 + 1)
+    assert page.charts == list(CHARTS) and page.source.count("<svg") == len(CHARTS)
+    assert "none raised" in page.text and page.source.count("<tr>") == 16 + 1
 
 
 def test_what_the_user_wrote_is_escaped(tmp_path: Path) -> None:
@@ -200,7 +215,7 @@ def test_an_interrupted_run_is_summed_from_its_steps(tmp_path: Path) -> None:
         file.write('{"step": 3, "reward": 0.')
     page = Page(write_pages(run_dir)[0])
     assert "2.00x" in page.text and "900" in page.text
-    assert "3 finished steps, not completed" in page.text
+    assert "3 finished steps: steps 0 to 2" in page.text and "completed" not in page.text
     assert "nan" not in page.text.split()
 
 
@@ -209,41 +224,38 @@ def test_an_interrupted_run_is_summed_from_its_steps(tmp_path: Path) -> None:
 )
 def test_a_damaged_record_is_a_sentence(tmp_path: Path, damage: Any) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics(0, random.Random(0), acceptance=damage)) + "\n")
-    with pytest.raises(ConfigError, match=r"a line of metrics\.jsonl, trace\.jsonl or timeline\.jsonl is damaged"):
+    with pytest.raises(ConfigError, match="a line of its records is damaged"):
         write_results(tmp_path, 1.0, completed=True)
 
 
-@pytest.mark.parametrize("missing", [None, "metrics.jsonl", "trace.jsonl", "config.yaml", "run.json"])
+@pytest.mark.parametrize("missing", [None, "metrics.jsonl", "trace.jsonl", "config.yaml"])
 def test_no_finished_step(tmp_path: Path, missing: str | None) -> None:
     run_dir = write_run(tmp_path, [], [])
     if missing:
         (run_dir / missing).unlink()
-    page = Page(write_pages(run_dir)[0])
-    assert "no finished step yet" in page.text
-    assert "<svg" not in page.source
-    charts.run_picture(run_dir, tmp_path / "run.png")
-    assert imread(tmp_path / "run.png").shape[:2] == (420, 1200)
+    report, picture = write_pages(run_dir)
+    assert "no finished step yet" in Page(report).text and "<svg" not in Page(report).source
+    assert imread(picture).shape[:2] == (420, 1200)
 
 
 def test_any_key_may_be_missing(tmp_path: Path) -> None:
     full = metrics(0, random.Random(0))
     steps = [{k: v for k, v in full.items() if k != key} | {"step": i} for i, key in enumerate(full)]
-    page = Page(write_pages(write_run(tmp_path, steps, []))[0])
-    assert page.text.count("not recorded") == 1
-    page = Page(write_pages(write_run(tmp_path, [{"step": 0}], [{"step": 0, "columns": COLUMNS, "rows": []}]))[0])
-    assert page.text.count("not recorded") == len(CHARTS)
-    charts.run_picture(tmp_path, tmp_path / "run.png")
+    assert Page(write_pages(write_run(tmp_path, steps, []))[0]).charts == list(CHARTS[:-1])
+    empty = [{"step": 0, "columns": COLUMNS, "rows": []}]
+    assert Page(write_pages(write_run(tmp_path, [{"step": 0}], empty))[0]).charts == []
 
 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("config.yaml", "", "config.yaml is no config of a run"),
-        ("config.yaml", "hello", "config.yaml is no config of a run"),
-        ("config.yaml", "a: [", "config.yaml is no config of a run"),
-        ("config.yaml", "\x00", "config.yaml is no config of a run"),
+        ("run.json", "", "by another version of nemo-specrollout, or run.json is damaged"),
+        (
+            "run.json",
+            '{"command": "run", "versions": {}, "started": "today"}',
+            "by another version of nemo-specrollout",
+        ),
         ("metrics.jsonl", "hello\n", "metrics.jsonl holds no record of a step"),
-        ("metrics.jsonl", '{"reward": 1.0}\n', "metrics.jsonl holds no record of a step"),
     ],
 )
 def test_a_report_of_junk_is_refused(
@@ -266,11 +278,6 @@ def test_a_run_killed_in_its_first_line_has_a_report(tmp_path: Path) -> None:
     assert "no finished step yet" in (tmp_path / "report.html").read_text()
 
 
-def test_missing_directory_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="log_dir"):
-        write_pages(tmp_path / "nowhere")
-
-
 def test_a_resumed_step_replaces_the_first_try(tmp_path: Path) -> None:
     write_run(tmp_path, [{"step": 1, "reward": 0.1}, {"step": 0, "reward": 0.2}, {"step": 1, "reward": 0.3}], [])
     assert records.series(records.read_lines(tmp_path / "metrics.jsonl"), "reward").tolist() == [0.2, 0.3]
@@ -285,49 +292,49 @@ def test_acceptance_totals_add_positions_of_any_length() -> None:
 
 def test_charts_are_svg_and_repeatable(tmp_path: Path) -> None:
     run_dir = write_full_run(tmp_path)
-    steps, traces = (records.read_lines(run_dir / name) for name in ("metrics.jsonl", "trace.jsonl"))
-    drawn = [charts.speedup_chart, charts.time_chart, charts.acceptance_chart, charts.reward_chart, charts.gap_chart]
-    for chart in drawn:
-        assert ElementTree.fromstring(chart(steps)).tag.endswith("svg")
-        assert chart([]) == ""
-        assert ElementTree.fromstring(chart(steps[1:2])).tag.endswith("svg")
-    assert charts.reward_chart(steps) == charts.reward_chart(steps)
+    run, traces = Run.read(run_dir), records.read_lines(run_dir / "trace.jsonl")
+    assert [title for title, *_ in charts_of(run)] == list(CHARTS[:-1]) and list(charts_of(run)) == list(charts_of(run))
+    one = Run(run.folder, run.about, run.steps[1:2], {})
+    for _, svg, *_ in [*charts_of(run), *charts_of(one)]:
+        assert ElementTree.fromstring(svg).tag.endswith("svg")
     for shown in (traces[0], trace(0, random.Random(0), drafters=())):
-        assert ElementTree.fromstring(charts.drain_chart(shown)).tag.endswith("svg")
-    assert "pale: rejected" in charts.drain_chart(traces[0])
+        assert ElementTree.fromstring(drain_chart(shown)).tag.endswith("svg")
+    assert "pale: rejected" in drain_chart(traces[0])
 
 
-def test_a_gap_of_zero_is_drawn() -> None:
-    assert charts.gap_chart([{"step": i, "logprob_gap": {"mean": 0.0, "max": 0.0}} for i in range(3)])
+def test_a_gap_of_zero_is_drawn(tmp_path: Path) -> None:
+    run = Run(tmp_path, {}, [{"step": i, "logprob_gap": 0.0} for i in range(3)], {})
+    assert [title for title, *_ in charts_of(run)] == ["Engine against trainer"]
 
 
 def test_a_head_has_its_section(tmp_path: Path) -> None:
     rng = random.Random(0)
-    run = write_run(tmp_path / "run", with_head([metrics(i, rng) for i in range(16)]), [])
+    run = write_run(tmp_path / "run", with_head([metrics(i, rng) for i in range(15)]), [])
     page = Page(write_pages(run)[0])
-    assert "Draft heads 2 of 4" in page.text and "Time of refreshes, of the run so far" in page.text
-    assert "step 7: refreshed: 7; gate: better & so" in page.text and "skipped: <14>" not in page.text
+    assert "Draft heads 1 of 3" in page.text and "Age of the head (policy versions)" in page.text
+    assert "step 7: refreshed: 7; gate: better & so" in page.text and "skipped: <13>" not in page.text
+    assert "step 14: skipped: <14>" in page.text, "the latest decision"
     assert "Draft head" not in Page(write_pages(write_full_run(tmp_path / "without"))[0]).text
 
 
 def test_figures_of_a_head() -> None:
     rng = random.Random(0)
     steps = with_head([metrics(i, rng) for i in range(16)])
-    figures = head_summary(steps)
-    run_s = sum(s[k] for s in steps for k in ("rollout_s", "logprob_s", "train_s", "refit_s", "verify_s"))
+    figures = summary_of(steps)
+    run_s = sum(s[k] for s in steps for k in ("generation_s", "logprob_s", "train_s", "refit_s", "verify_s"))
     assert (figures["refreshes"], figures["heads_published"], figures["refresh_s"]) == (4, 2, 4.0)
     assert figures["refresh_share"] == pytest.approx(4.0 / (run_s + 4.0))
-    assert figures["capture_share"] == pytest.approx(0.16 / sum(s["rollout_s"] for s in steps))
-    assert head_acceptance(steps)[1:] == pytest.approx(0.7) and math.isnan(head_acceptance(steps)[0])
-    assert head_summary([metrics(0, rng)]) == {}
+    shares = accepted_shares(steps, ("eagle3",))
+    assert shares[1:] == pytest.approx(0.7) and math.isnan(shares[0])
+    assert "refreshes" not in summary_of([metrics(0, rng)])
 
 
 def test_pictures(tmp_path: Path) -> None:
     bench_chart(bench_rows(), tmp_path / "bench.png")
     assert ElementTree.parse(tmp_path / "bench.svg").getroot().tag.endswith("svg")
     assert imread(tmp_path / "bench.png").shape[1] == 1200
-    charts.run_picture(write_full_run(tmp_path), tmp_path / "run.png")
-    assert imread(tmp_path / "run.png").shape[:2] == (420, 1200)
+    _, picture = write_pages(write_full_run(tmp_path))
+    assert imread(picture).shape[:2] == (840, 1200)
 
 
 def test_bench_chart_of_a_row_without_numbers(tmp_path: Path) -> None:

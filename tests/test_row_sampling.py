@@ -12,11 +12,12 @@ from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, SUFFIX, WRONG, requests
 
 from lab.local.engine import RolloutEngine
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from lab.local.random_budgets import RANDOM
+from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.generation.requests import Rollout
 
 pytestmark = pytest.mark.integration
-BLOCK = SpecrolloutConfig(drafters=(WRONG, SUFFIX), budget=BudgetConfig("random"))
+BLOCK = SpecrolloutConfig(drafters=(WRONG, SUFFIX), budget=RANDOM)
 WAYS = ("T=1", "T=0", "T=0.7", "T=1, top-k, top-p", "T=0.7, penalties")
 
 

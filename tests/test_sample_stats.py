@@ -99,7 +99,7 @@ def test_ended_requests_are_returned_once_and_in_order(sample_stats: SampleStats
 
 
 def test_untaken_sequences_are_dropped_oldest_first(counts_S2: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_KEPT", 3)
+    monkeypatch.setattr(module, "MAX_KEPT", 3)
     sample_stats = SampleStatsLog(counts_S2)
     for seed in range(8):
         sample_stats.open(0, seed, prompt_length=4, num_tokens=4)

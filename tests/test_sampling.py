@@ -24,9 +24,9 @@ from torch import Tensor, tensor
 from lab.vllm_on_cpu import kernels as cpu_kernels
 from lab.vllm_on_cpu.kernels import floats
 from lab.vllm_on_cpu.kernels.noise import gumbel
-from nemo_specrollout.drafters.base import NUM_LEVELS
+from nemo_specrollout.drafters.base import NUM_LEVELS, SCORE_GAP_EDGES
 from nemo_specrollout.generation.arguments import set_process_environment
-from nemo_specrollout.generation.draft_sampling import SCORE_GAP_EDGES, sample_with_score_gap
+from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
 from nemo_specrollout.generation.model_drafter import share_noise
 from nemo_specrollout.generation.requests import RequestIdentity, RolloutRequest, resolve_identity, rollout_extra_args
 from nemo_specrollout.sampling.equality import accept_by_equality

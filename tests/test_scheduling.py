@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.local.random_budgets import RandomBudget
 from nemo_specrollout.config.block import BUDGET_POLICIES, BudgetConfig
 from nemo_specrollout.scheduling.speculation.budget import (
     AutoBudget,
@@ -67,11 +68,14 @@ def observations(draw: st.DrawFn) -> Observed:
     return Observed(survival(rates), np.array(caps), table)
 
 
-@pytest.mark.parametrize("name", BUDGET_POLICIES)
+BUDGETS = {**{name: build_budget(BudgetConfig(policy=name)) for name in BUDGET_POLICIES}, "random": RandomBudget()}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
 @given(observed=observations())
 def test_budgets_respect_caps_and_proposals(name: str, observed: Observed) -> None:
     available = np.count_nonzero(observed.survival_BK, axis=1)
-    counts = observed.decide(build_budget(BudgetConfig(policy=name))).counts_B
+    counts = observed.decide(BUDGETS[name]).counts_B
     assert (counts >= 0).all()
     assert (counts <= np.minimum(observed.caps_B, available)).all()
 

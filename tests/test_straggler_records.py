@@ -17,14 +17,16 @@ from rich.console import Console
 from test_fastest_of_n import EvenSpeeds
 from test_report import COLUMNS, Page, metrics, trace, write_run
 
+from lab.cli.main import main
+from lab.local.coordinator import describe, timeline_record
 from lab.local.progress import Progress
+from lab.local.rollout_charts import MAX_ENGINES, MAX_ROWS, shown_requests, shown_timeline, tail_chart
 from lab.local.run_report import write_pages
-from nemo_specrollout.cli.main import main
+from lab.local.traces import can_drain, whole_trace
 from nemo_specrollout.generation.requests import RolloutRequest
-from nemo_specrollout.racing.attempts import Attempt, AttemptOutcome, AttemptSpan, Response, Timeline, describe
+from nemo_specrollout.racing.attempts import Attempt, AttemptOutcome, AttemptSpan, Response, Timeline
 from nemo_specrollout.racing.estimates import DecodeSpeeds, Savings
-from nemo_specrollout.reports import charts, records
-from nemo_specrollout.reports.tail_panels import MOST_ENGINES, MOST_ROWS, shown_requests, shown_timeline, tail_summary
+from nemo_specrollout.reports.summary import summary_of
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
 from nemo_specrollout.scheduling.racing.tail_forecast import Assignment, drain, undisturbed_end_s
 
@@ -49,7 +51,7 @@ SPANS = (
 
 def timeline(step: int = 4, saved_s: float | None = 1.5, num_workers: int = 2) -> dict[str, Any]:
     """Returns a line of `timeline.jsonl`."""
-    return {"step": step, **Timeline(METHODS * (num_workers // 2), SPANS, saved_s).record()}
+    return {"step": step, **timeline_record(Timeline(METHODS * (num_workers // 2), SPANS, saved_s))}
 
 
 def with_tail(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -186,11 +188,13 @@ def test_an_alarm_and_a_folder_are_printed_as_they_are(tmp_path: Path) -> None:
 
 def test_a_run_s_summary_adds_tails_up() -> None:
     steps = with_tail([metrics(i, random.Random(i)) for i in range(4)])
-    summary = tail_summary(steps)
+    summary = summary_of(steps)
     assert (summary["tail_moves"], summary["tail_races"], summary["tail_won_by_racer"]) == (4, 8, 4)
     assert summary["tail_saved_s"] == pytest.approx(0.75) and summary["tail_deaths"] == 4
     assert summary["tail_idle_share"] == pytest.approx(steps[0]["tail"]["idle_share"])
-    assert tail_summary(steps[:1])["tail_saved_s"] is None and tail_summary([metrics(0, random.Random(0))]) == {}
+    assert summary_of(steps[:1])["tail_saved_s"] is None and "tail_moves" not in summary_of(
+        [metrics(0, random.Random(0))]
+    )
 
 
 # Charts
@@ -207,24 +211,23 @@ def test_the_rollout_shown_is_the_one_where_most_was_saved() -> None:
 
 
 def test_rows_are_for_requests_that_several_had_and_for_the_last() -> None:
-    spans = Timeline(METHODS, SPANS).record()["spans"]
+    spans = timeline_record(Timeline(METHODS, SPANS))["spans"]
     assert shown_requests(spans) == [3, 1, 0, 2]
-    many = Timeline(METHODS, tuple(AttemptSpan(r, 0, 0.0, 0, 10.0 + r, 9, "won") for r in range(10, 60))).record()[
-        "spans"
-    ]
-    assert shown_requests([*many, *spans]) == [1, 0, 2, *range(60 - MOST_ROWS + 3, 60)]
+    late = tuple(AttemptSpan(r, 0, 0.0, 0, 10.0 + r, 9, "won") for r in range(10, 60))
+    many = timeline_record(Timeline(METHODS, late))["spans"]
+    assert shown_requests([*many, *spans]) == [1, 0, 2, *range(60 - MAX_ROWS + 3, 60)]
 
 
-@pytest.mark.parametrize("num_workers", [2, 6, 2 * MOST_ENGINES])
+@pytest.mark.parametrize("num_workers", [2, 6, 2 * MAX_ENGINES])
 def test_the_tail_s_chart_is_svg_and_repeatable(num_workers: int) -> None:
     lines = [timeline(num_workers=num_workers)]
-    svg = charts.tail_chart(lines)
-    assert ElementTree.fromstring(svg).tag.endswith("svg") and svg == charts.tail_chart(lines)
+    svg = tail_chart(lines)
+    assert ElementTree.fromstring(svg).tag.endswith("svg") and svg == tail_chart(lines)
     for word in ("worker 1: ngram", "saved 1.50 s, by estimate", "gave up", "beaten", "died", "moved", "request 3"):
         assert word in svg
     assert "diverged" not in svg, "a legend of what is there"
-    assert ("more workers are left out" in svg) == (num_workers > MOST_ENGINES)
-    assert charts.tail_chart([]) == "" and "by estimate" not in charts.tail_chart([timeline(saved_s=None)])
+    assert ("more workers are left out" in svg) == (num_workers > MAX_ENGINES)
+    assert tail_chart([]) == "" and "by estimate" not in tail_chart([timeline(saved_s=None)])
 
 
 def test_a_run_over_two_workers_has_its_section(tmp_path: Path) -> None:
@@ -232,18 +235,17 @@ def test_a_run_over_two_workers_has_its_section(tmp_path: Path) -> None:
     steps, traces = with_tail([metrics(i, rng) for i in range(4)]), [trace_of_two(i, rng) for i in range(4)]
     run = write_run(tmp_path / "run", steps, traces)
     (run / "timeline.jsonl").write_text("".join(json.dumps(timeline(i)) + "\n" for i in range(4)))
-    page = Page(write_pages(run)[0])
+    report, picture = write_pages(run)
+    page = Page(report)
     for words in ("The tail", "Saved in the tail +0.8 s", "estimate; moves: 4, races: 8, won by the racer: 4",
                   "Running requests of all 2 workers", "all workers' present engine steps",
-                  "Tails, step by step"):  # fmt: skip
+                  "Moves and races"):  # fmt: skip
         assert words in page.text
-    assert "not recorded" not in page.text
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
-    charts.run_picture(run, tmp_path / "run.png")
-    assert imread(tmp_path / "run.png").shape[:2] == (420, 1200)
+    assert imread(picture).shape[:2] == (840, 1200)
     alone = Page(write_pages(write_run(tmp_path / "alone", [metrics(0, rng)], []))[0])
-    assert "The tail" not in alone.text and "Tails" not in alone.text
+    assert "The tail" not in alone.text and "Moves and races" not in alone.text
 
 
 def test_traces_of_workers_are_put_together() -> None:
@@ -252,15 +254,15 @@ def test_traces_of_workers_are_put_together() -> None:
     names = [COLUMNS[:3], [*COLUMNS[:3], "drafted_ngram"]]
     workers = [{"worker": 0, "columns": names[0], "rows": rows[0]},
                {"worker": 1, "columns": names[1], "rows": [[*r, 5] for r in rows[1]]}]  # fmt: skip
-    whole = records.whole_trace({"step": 3, "columns": [], "rows": [], "workers": workers})
+    whole = whole_trace({"step": 3, "columns": [], "rows": [], "workers": workers})
     assert whole["columns"] == ["time_s", "num_requests", "drafted_ngram"] and whole["step"] == 3
     assert whole["rows"] == [[1.0, 12, 5], [1.5, 11, 5], [2.0, 5, 5], [5.0, 1, 0], [6.0, 2, 5], [6.5, 1, 0]]
     one = trace(0, random.Random(0))
-    assert records.whole_trace(one) is one and not records.can_drain(records.whole_trace({"step": 0, "workers": []}))
+    assert whole_trace(one) is one and not can_drain(whole_trace({"step": 0, "workers": []}))
     assert math.isclose(whole["rows"][-1][0], 6.5)
 
 
-# `check`
+# `explain`
 
 
 @pytest.mark.parametrize(
@@ -280,6 +282,6 @@ def test_check_says_what_happens_to_the_tail(
     override: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert main(["check", str(TWO_WORKERS), f"{BLOCK}.{override}"]) == 0
+    assert main(["explain", str(TWO_WORKERS), f"{BLOCK}.{override}"]) == 0
     output = capsys.readouterr().out
     assert words in output and "vLLM in 2 others, which are Ray actors" in output and "one process" not in output

@@ -24,9 +24,9 @@ from nemo_specrollout.training.head.acceptance import (
     overlap,
     probabilities,
 )
-from nemo_specrollout.training.head.draft_loss import PADDING, Piece, pack, plan_batches, row_loss, training_loss
 from nemo_specrollout.training.head.head import create_head, default_layer_ids, load_eagle3_head, save_head
 from nemo_specrollout.training.head.head_facts import LAYER_IDS_FIELD, check_head
+from nemo_specrollout.training.head.packing import PADDING, Piece, pack, plan_batches
 from nemo_specrollout.training.head.trainer import Budget, HeadTrainer, TrainingSettings
 
 pytestmark = pytest.mark.integration
@@ -325,7 +325,7 @@ def test_every_row_is_packed_once_with_little_waste() -> None:
     rows = sorted((p.sequence, t) for batch in batches for p in batch for t in range(p.start, p.stop - 1))
     assert rows == sorted((i, t) for i, length in enumerate(lengths) for t in range(length - 1))
     assert max(sum(p.num_rows for p in batch) for batch in batches) <= 512
-    assert len(rows) > 0.97 * 512 * len(batches)
+    assert len(rows) > 0.95 * 512 * len(batches)
     assert plan_batches(lengths, 512, torch.Generator().manual_seed(0)) == batches
     assert plan_batches(lengths, 512, torch.Generator().manual_seed(1)) != batches
 
@@ -337,38 +337,14 @@ def test_padding_belongs_to_no_document() -> None:
     assert batch["loss_mask"].sum() == 5
 
 
-@pytest.mark.parametrize("loss", ['{"kl_div": 0.5, "tv": 0.5}', "tv", "nla"])
-def test_the_loss_on_a_cpu_equals_the_loss_of_speculators(
-    head_folder: Path, sequences: list[SequenceFeatures], loss: str
-) -> None:
-
-    model, config = load_eagle3_head(head_folder, STEP_ADDER).model, resolve_loss_config(loss, "eager")
-    pieces = [
-        Piece(0, 0, sequences[0].num_tokens),
-        Piece(1, 9, sequences[1].num_tokens),
-        Piece(2, 0, sequences[2].num_tokens),
-    ]
-    batch = pack(sequences, pieces, TTT_STEPS)
-
-    def gradients(value: torch.Tensor) -> list[torch.Tensor]:
-        learned = [p for p in model.parameters() if p.requires_grad]
-        return list(torch.autograd.grad(value, learned, allow_unused=True))
-
-    _, expected, _ = model(**batch, ttt_steps=TTT_STEPS, loss_config=config)
-    found = training_loss(model, batch, TTT_STEPS, row_loss(config))
-    assert found.item() == pytest.approx(expected.item(), rel=1e-4)
-    for mine, theirs in zip(gradients(found), gradients(expected), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-6)
-
-
-def test_a_batch_without_responses_has_no_loss(head_folder: Path, sequences: list[SequenceFeatures]) -> None:
-
-    model = load_eagle3_head(head_folder, STEP_ADDER).model
-    batch = pack(sequences, [Piece(0, 0, 4)], TTT_STEPS)
-    batch["loss_mask"].zero_()
-    loss = training_loss(model, batch, TTT_STEPS, row_loss(resolve_loss_config("tv", "eager")))
-    loss.backward()
-    assert loss.item() == 0.0
+def test_sequences_without_a_target_teach_nothing(head_folder: Path) -> None:
+    """Such as prompts only, and sequences shorter than the draft positions."""
+    trainer, losses = new_trainer(head_folder), []
+    before = learned_of(trainer)
+    for features in (random_features(8, 8), random_features(3, 1)):
+        trainer.train([features], Budget(steps=1), lambda step, total, loss: losses.append(loss))
+    assert losses == [0.0, 0.0]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learned_of(trainer).items())
 
 
 def test_packed_sequences_have_the_same_losses_as_alone(head_folder: Path, sequences: list[SequenceFeatures]) -> None:

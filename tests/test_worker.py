@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM worker: absent if the block is disabled, refused if it is not in force, and its counts add up."""
 
+import importlib
+import re
 import subprocess
 import sys
 import weakref
@@ -16,19 +18,19 @@ import pytest
 import torch
 
 from lab.local.engine import Generation, RolloutEngine
+from lab.local.engine_stats import EngineStats
+from lab.local.random_budgets import RANDOM
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DrafterConfig,
-    DraftModelDrafterConfig,
     Eagle3DrafterConfig,
     MtpDrafterConfig,
     NgramDrafterConfig,
     SuffixDrafterConfig,
 )
 from nemo_specrollout.generation import arguments
-from nemo_specrollout.generation.arguments import VllmAbilities, with_specrollout
+from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.telemetry.engine_stats import EngineStats
 
 pytestmark = pytest.mark.integration
 
@@ -71,7 +73,7 @@ def test_a_disabled_block_changes_no_argument() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_enabled_block_sets_worker_and_additional_config(device: str) -> None:
     result = with_specrollout({"max_num_seqs": 8, "additional_config": {"theirs": 1}}, FIXED, device)
-    assert result["worker_cls"] == arguments.WORKER_CLASSES[device] and result["max_num_seqs"] == 8
+    assert result["worker_cls"] == arguments.WORKER and result["max_num_seqs"] == 8
     assert result["additional_config"]["theirs"] == 1
     assert [d["type"] for d in result["additional_config"]["specrollout"]["drafters"]] == ["suffix", "ngram"]
     assert "async_scheduling" not in result
@@ -102,18 +104,6 @@ def test_a_drafter_with_weights_uses_vllms_own_method() -> None:
     expected = {"method": "eagle3", "model": "/heads/3", "num_speculative_tokens": 8}
     assert config(DRAFTERS[0], head) == expected | kept
     assert config(MtpDrafterConfig(), num_speculative_tokens=2) == {"method": "mtp", "num_speculative_tokens": 2} | kept
-
-
-def test_a_head_of_a_float32_policy_uses_bfloat16_if_the_cpu_can() -> None:
-    def asks(drafter: DrafterConfig, dtype: str = "float32", able: bool = True) -> bool:
-        block = SpecrolloutConfig(drafters=(drafter,))
-        result = with_specrollout({"dtype": dtype}, block, "cpu", VllmAbilities(multiplies_bfloat16=able))
-        return result["speculative_config"].get("quantization") == arguments.BFLOAT16_HEAD
-
-    head = Eagle3DrafterConfig(model="/heads/3")
-    assert asks(head)
-    assert not any((asks(head, dtype="bfloat16"), asks(head, able=False), asks(DRAFTERS[0])))
-    assert not asks(DraftModelDrafterConfig(model="/models/small"))
 
 
 def test_a_budget_without_drafts_means_no_speculation() -> None:
@@ -265,6 +255,65 @@ def test_a_runner_without_needed_attributes_is_refused(engine: RolloutEngine, mo
         compat.verify_model_runner(runner)
 
 
+@pytest.mark.parametrize(
+    ("module", "owner", "name"),
+    [
+        ("vllm.v1.sample.ops.topk_topp_triton", "", "_SPLIT_MAX_BATCH"),
+        ("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "RejectionSampler", "_verify"),
+        ("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "RejectionSampler", "_get_logprobs_tensors"),
+        ("vllm.v1.worker.gpu.sample.sampler", "Sampler", "apply_sampling_params"),
+        ("vllm.v1.worker.gpu.sample.states", "SamplingStates", "max_num_logprobs"),
+    ],
+)
+def test_a_vllm_without_a_name_that_exactness_needs_is_refused(
+    monkeypatch: pytest.MonkeyPatch, module: str, owner: str, name: str
+) -> None:
+    """vLLM would go on without it, and drafts could then change tokens."""
+    import vllm
+
+    from nemo_specrollout.generation import compat
+
+    compat.verify_names()
+    holder = importlib.import_module(module)
+    monkeypatch.delattr(getattr(holder, owner) if owner else holder, name)
+    with pytest.raises(RuntimeError, match=rf"vLLM {re.escape(vllm.__version__)}: .* has no {name}; this version"):
+        compat.verify_names()
+
+
+def test_an_engine_does_not_start_without_such_a_name(
+    start_engine: Callable[..., RolloutEngine], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.sample.ops import topk_topp_triton
+
+    monkeypatch.delattr(topk_topp_triton, "_SPLIT_MAX_BATCH")
+    with pytest.raises(RuntimeError, match="topk_topp_triton has no _SPLIT_MAX_BATCH"):
+        start_engine(tiny_model, FIXED)
+
+
+def test_top_p_that_depends_on_the_batch_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.sample.ops import topk_topp_triton
+
+    worker = worker_of(engine)
+    worker._verify_in_force()
+    monkeypatch.setattr(topk_topp_triton, "_SPLIT_MAX_BATCH", 64)
+    with pytest.raises(RuntimeError, match=r"top-p is not in force.*_SPLIT_MAX_BATCH"):
+        worker._verify_in_force()
+
+
+def test_drafts_that_vllm_verifies_by_its_own_rule_end_the_step(
+    start_engine: Callable[..., RolloutEngine], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The method that our verifier overrides is still there, but vLLM calls another."""
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    started = start_engine(tiny_model, FIXED)
+    verifier = worker_of(started).model_runner.rejection_sampler
+    monkeypatch.setattr(verifier, "_has_verified", False)
+    monkeypatch.setattr(verifier, "_verify", RejectionSampler._verify.__get__(verifier))
+    with pytest.raises(RuntimeError, match="verification is not in force: the rejection sampler of vLLM"):
+        started.generate(requests())
+
+
 def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_specrollout.generation import compat
 
@@ -411,7 +460,7 @@ def test_drafts_are_accounted_for_across_drafting_pauses(
     start_engine: Callable[..., RolloutEngine], tiny_model: Path
 ) -> None:
     """Pauses begin at random here, also right after a step that verified drafts."""
-    engine = start_engine(tiny_model, replace(FIXED, budget=BudgetConfig("random")))
+    engine = start_engine(tiny_model, replace(FIXED, budget=RANDOM))
     rollouts = engine.generate(requests(), ignore_eos=True, stop_token_ids=[], max_tokens=LENGTH)
     stats = engine.stats()
     assert stats is not None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints the files of the package whose code runs on two of the three walks of docs/architecture.md.
 
-`.venv/bin/python tests/walks.py`, about a minute. The walk of `budget.margin` is counted by reading.
+`PYTHONPATH=.:tests/lab .venv/bin/python tests/walks.py`, about a minute. The walk of `budget.margin` is counted by reading.
 """
 
 import sys
@@ -18,10 +18,10 @@ from test_online_refresh import with_head
 from test_run import TINY
 
 import nemo_specrollout
+from lab.cli.main import main
 from lab.local.engine import RolloutEngine
 from lab.local.head_refresh_step import LocalRefresher
 from lab.local.run_sections import GenerationConfig, VllmConfig
-from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
 from nemo_specrollout.training.head.head import create_head, save_head

@@ -27,8 +27,8 @@ from lab.local.tasks import build_task
 from lab.policies.deep_policy import with_deep_policy
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.config.drafter_configs import RandomDrafterConfig
-from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.storage.files import write_atomically
 
 # Rounds that only warm up: kernels compile, engines learn what steps cost.
 WARM_UP_ROUNDS = 1

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.storage.files import write_atomically
 
 
 def bench_parser(description: str | None) -> argparse.ArgumentParser:

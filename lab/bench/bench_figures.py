@@ -14,7 +14,7 @@ from lab.bench.bench_rounds import Entrant
 from lab.bench.bench_rows import FIXED, OURS, PLAIN
 from lab.bench.running_bins import LABELS, BinnedStats
 from lab.local.statistics import RolloutStats
-from nemo_specrollout.reports.records import column
+from lab.local.traces import column
 
 Figures = dict[str, Any]
 # A batch is called full from this share of the most requests on.
@@ -59,7 +59,7 @@ def row_figures(entrant: Entrant, plain: Entrant) -> Figures:
         "seconds": seconds,
         "tokens": tokens,
         "tokens_per_s": tokens / seconds,
-        "target_steps": sum(s.num_target_steps for s in stats),
+        "engine_steps": sum(s.num_engine_steps for s in stats),
         "acceptance_length": tokens / sum(found.num_request_steps for found in counted),
         **_spread("speedup", _over(plain, entrant), "speedup_vs_plain"),
         "tokens_equal": entrant.tokens_equal if has_plain_tokens else None,

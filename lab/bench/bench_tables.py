@@ -22,7 +22,7 @@ def rollout_table(rows: Sequence[Figures]) -> Table:
         spread = _spread(row["speedup_vs_plain"], row["speedup_low"], row["speedup_high"])
         equal = "-" if row["tokens_equal"] is None else f"{row['tokens_equal']}/{row['tokens_total']}"
         table.add_row(
-            row["mode"], f"{row['seconds']:.1f}", f"{row['tokens_per_s']:.0f}", str(row["target_steps"]),
+            row["mode"], f"{row['seconds']:.1f}", f"{row['tokens_per_s']:.0f}", str(row["engine_steps"]),
             f"{row['acceptance_length']:.2f}", spread, equal, style="bold" if row["mode"] == OURS else None,
         )  # fmt: skip
     return table

@@ -86,7 +86,7 @@ def run(way: Way, config: Path, folder: Path, overrides: Sequence[str]) -> Seque
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(way.trainer_threads)}
     command = [
-        sys.executable, "-m", "nemo_specrollout.cli.main", "run", str(config), *_ALL, *way.changes,
+        sys.executable, "-m", "lab.cli.main", "run", str(config), *_ALL, *way.changes,
         f"logger.log_dir={folder / 'run'}", *overrides,
     ]  # fmt: skip
     with (folder / "output.txt").open("w", encoding="utf-8") as output:
@@ -108,14 +108,14 @@ def row_of(way: Way, steps: Sequence[Record]) -> dict[str, Any]:
         "idle_share": statistics.mean(map(idle_share, counted)),
         "acceptance_length": statistics.mean(m["acceptance_length"] for m in counted),
         "reward": statistics.mean(m["reward"] for m in last),
-        "gap": statistics.mean(m["logprob_gap"]["mean"] for m in counted),
-        "age": statistics.mean(m.get("trajectory_age", {"mean": 0.0})["mean"] for m in counted),
+        "gap": statistics.mean(m["logprob_gap"] for m in counted),
+        "age": statistics.mean(m.get("policy_lag_mean", 0.0) for m in counted),
     }
 
 
 def generation_s(step: Record) -> float:
     """Returns the seconds of generation that training waits for in a step."""
-    return float(step.get("exposed_generation_s", step["rollout_s"]))
+    return float(step["generation_s"])
 
 
 def step_s(step: Record) -> float:
@@ -131,8 +131,8 @@ def head_s(step: Record) -> float:
 def idle_share(step: Record) -> float:
     """Share of both cores' time without work. Synchronous: a worker that is done before the other. Asynchronous: a worker
     that has nothing to do, and a trainer that waits."""
-    if "exposed_generation_s" in step:
-        return float((step["exposed_generation_s"] + min(step["collector_idle_s"], step_s(step))) / (2 * step_s(step)))
+    if "collector_idle_s" in step:
+        return float((generation_s(step) + min(step["collector_idle_s"], step_s(step))) / (2 * step_s(step)))
     return float(step["tail"]["idle_share"] * step["rollout_s"] / step_s(step)) if "tail" in step else 0.0
 
 
@@ -144,7 +144,7 @@ def draw(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
         reward, gap = figure.subplots(1, 2)
         for way in (way for way in WAYS if way.name in runs):
             _draw_reward(reward, runs[way.name], way)
-            gap.plot(*_line(runs[way.name], "logprob_gap.mean", 1), **way.style)
+            gap.plot(*_line(runs[way.name], "logprob_gap", 1), **way.style)
         over_steps(gap, next(iter(runs.values())), "Policy gap of samples, nats a token")
         gap.set_yscale("log")
         gap.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0e}"))

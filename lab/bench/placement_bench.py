@@ -27,20 +27,20 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from lab.bench.cost_profile import MEASUREMENTS
 from lab.local.run_sections import GenerationConfig, VllmConfig
-from lab.placement.cost_profile import MEASUREMENTS
 from lab.placement.cost_tables import CostCurve, CostTables
 from lab.placement.planner import Option, place
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
-from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
+from nemo_specrollout.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from lab.local.engine import RolloutEngine
 
-MOST_DRAFTS, COUPLED_KS, PROMPT = 12, (2, 4, 8, 12), 20
-MOST_TOKEN_ID = 500  # of a prompt
+MAX_DRAFTS, COUPLED_KS, PROMPT = 12, (2, 4, 8, 12), 20
+MAX_TOKEN_ID = 500  # of a prompt
 LONG_PROBLEM = 8  # terms to add
 PROFILED, PROFILED_STEPS = (1, 4, 16, 64), 20
 _KV_BYTES = 512 << 20
@@ -67,7 +67,7 @@ class Way:
         if self.mode == "decoupled":
             drafter = RemoteDrafterConfig(model=draft, workers=1)
         budget = BudgetConfig("fixed", k=self.k) if self.k else BudgetConfig("auto")
-        return SpecrolloutConfig(drafters=(drafter,), num_speculative_tokens=self.k or MOST_DRAFTS, budget=budget)
+        return SpecrolloutConfig(drafters=(drafter,), num_speculative_tokens=self.k or MAX_DRAFTS, budget=budget)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Timed:
 
 
 COUPLED = tuple(Way("coupled", k) for k in COUPLED_KS)
-BESIDE = (Way("decoupled", 8), Way("decoupled", MOST_DRAFTS), Way("decoupled"))
+BESIDE = (Way("decoupled", 8), Way("decoupled", MAX_DRAFTS), Way("decoupled"))
 _engines: dict[Way, "RolloutEngine"] = {}
 
 
@@ -135,7 +135,7 @@ def _counts(engine: "RolloutEngine") -> dict[str, Any]:
 
 def measure_costs(folder: Path, tokens: int, batches: tuple[int, ...]) -> dict[str, list[float]]:
     """In a child: what the planner has to know."""
-    from lab.placement.cost_profile import ProfileSpec, measure
+    from lab.bench.cost_profile import ProfileSpec, measure
 
     block = BESIDE[0].block(str(folder / "draft"))
     spec = ProfileSpec(str(folder / "policy"), generation_of(block, tokens), batches, PROFILED_STEPS)
@@ -253,7 +253,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         work = Work(prompts, options.tokens, is_exact=not options.trained)
         of_batch = rows_of(batch, bench.rounds(work, options.rounds))
         acceptance = acceptance_of(of_batch)
-        plan = place(tables, batch, os.cpu_count() or 1, acceptance, MOST_DRAFTS, max_groups=1)
+        plan = place(tables, batch, os.cpu_count() or 1, acceptance, MAX_DRAFTS, max_groups=1)
         console.print(_table(of_batch, acceptance, plan.layouts))
         rows += [{**row, "acceptance": acceptance} for row in of_batch]
         rows += [{"batch": batch, "planned": True, **asdict(option)} for option in plan.layouts]
@@ -270,7 +270,7 @@ def _make(shape: dict[str, Any], folder: Path) -> None:
 def random_prompts(batch: int) -> Prompts:
     """Returns random prompts of token ids that every vocabulary has."""
     rng = np.random.default_rng(0)
-    return tuple(tuple(rng.integers(1, MOST_TOKEN_ID, PROMPT).tolist()) for _ in range(batch))
+    return tuple(tuple(rng.integers(1, MAX_TOKEN_ID, PROMPT).tolist()) for _ in range(batch))
 
 
 def task_prompts(policy: Path, batch: int) -> Prompts:

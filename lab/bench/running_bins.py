@@ -16,13 +16,13 @@ from lab.local.step_rollout import MeasuredRollout
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 
 # The most running requests of each bin but the last, which has no end.
-MOST_RUNNING = (1, 2, 4, 8, 16, 32, 64)
+MAX_RUNNING = (1, 2, 4, 8, 16, 32, 64)
 LABELS = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "more")
 
 
 def bin_of(num_running: int) -> int:
     """The bin of `num_running` requests."""
-    return bisect_left(MOST_RUNNING, num_running)
+    return bisect_left(MAX_RUNNING, num_running)
 
 
 @dataclass(frozen=True)

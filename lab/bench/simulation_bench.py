@@ -24,6 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from lab.bench.bench_command import bench_parser, write_facts
+from lab.local.coordinator import DealingCoordinator
 from lab.local.rollout_pool import RolloutPool
 from lab.local.run_config import RunConfig, read_run_config
 from lab.local.step_rollout import load_tokenizer, step_prompts
@@ -37,11 +38,10 @@ from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, FastestOfNCo
 from nemo_specrollout.config.drafter_configs import DrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
+from nemo_specrollout.installed.versions import this_machine
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
+from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 from nemo_specrollout.telemetry.engine_stats import StepRows
 
@@ -148,12 +148,12 @@ class SimulationBench:
         for pool in reversed(self.pools.values()):
             pool.close()
 
-    def _coordinator(self, case: Case) -> Coordinator:
+    def _coordinator(self, case: Case) -> DealingCoordinator:
         pool = self.pools[case.kind]
-        ladder = Ladder(pool.method_names)
+        ladder = DecodeSpeedTable(pool.method_names)
         policy = None if case.tail is None else FastestOfN(case.tail, ladder)
         lengths = LengthEstimator(self.config.policy.generation.max_new_tokens)
-        return Coordinator(FirstWorkers(pool, case.num_workers), policy, ladder, lengths)
+        return DealingCoordinator(FirstWorkers(pool, case.num_workers), policy, ladder, lengths)
 
     def _requests(self, size: tuple[int, int]) -> list[RolloutRequest]:
         """Returns the requests of a new step, of the given number of prompts and samples."""

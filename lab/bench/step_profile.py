@@ -105,7 +105,7 @@ class Profile:
 def watch(engine: RolloutEngine) -> StageClock:
     """Wraps the stages of an engine in this process."""
     worker = engine.run_in_worker(lambda worker: worker)
-    runner, drafting, clock = worker.model_runner, getattr(worker, "specrollout_drafting", None), StageClock()
+    runner, drafting, clock = worker.model_runner, getattr(worker, "specrollout_router", None), StageClock()
     clock.wrap(runner.model, "forward", NETWORK)
     clock.wrap(runner.model, "compute_logits", LM_HEAD)
     clock.wrap(runner, "sample" if hasattr(runner, "sample") else "_sample", SAMPLING)

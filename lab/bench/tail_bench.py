@@ -21,6 +21,7 @@ from rich.table import Table
 
 from lab.bench.bench import WIDTH_OF_LOGS
 from lab.bench.bench_command import bench_parser, write_facts
+from lab.local.coordinator import DealingCoordinator
 from lab.local.rollout_pool import RolloutPool
 from lab.local.run_config import RunConfig, read_run_config
 from lab.local.statistics import count_equal
@@ -30,9 +31,8 @@ from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.racing.attempts import Timeline
-from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
+from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 # Rounds that only warm up: kernels compile, ladder, lengths and draft boards learn.
@@ -112,10 +112,10 @@ class TailBench:
             pool.close()
 
 
-def _coordinator(pool: RolloutPool, way: Way, max_length: int) -> Coordinator:
-    ladder = Ladder(pool.method_names)
+def _coordinator(pool: RolloutPool, way: Way, max_length: int) -> DealingCoordinator:
+    ladder = DecodeSpeedTable(pool.method_names)
     policy = None if way.tail is None else FastestOfN(way.tail, ladder)
-    return Coordinator(pool, policy, ladder, LengthEstimator(max_length))
+    return DealingCoordinator(pool, policy, ladder, LengthEstimator(max_length))
 
 
 def row_of(rounds: list[dict[str, list[Timed]]], name: str) -> dict[str, Any]:

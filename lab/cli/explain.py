@@ -1,34 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout explain`: what a config does, what to expect of it, and its known traps; without torch."""
+"""`specrollout-lab explain`: what a config runs, what to expect of it, and its known traps; without torch."""
 
 import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from lab.cli.plan import show_plan
-from lab.cli.prepare import EXIT_BAD_INPUT
+from lab.cli.describe import describe_local
+from lab.cli.placement import Plan
+from lab.cli.prepare import check_trainer, place_drafter, prepare_local
 from lab.cli.simulate import comparison_table, of_run
+from lab.cli.tables import new_table
+from lab.local.speed_table_file import methods_of
 from lab.simulation.compare import TAIL, Comparison, as_configured, drafted, onset
 from lab.simulation.data_sheets import device_named
 from lab.simulation.scenario import Scenario
 from lab.simulation.setting import Fleet
-from nemo_specrollout.cli.check import Subject, subject_of
-from nemo_specrollout.cli.commands import DEFAULT_ACCEPTANCE
-from nemo_specrollout.cli.terminal import complain, log_console, new_table
+from nemo_specrollout.cli.check import Subject, describe_config, trap_lines
+from nemo_specrollout.cli.command_line import EXIT_BAD_INPUT
+from nemo_specrollout.cli.terminal import complain, log_console
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
-from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_tree import Tree, at, runtime_of
+from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, PLAIN, LadderFile, methods_of
+from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, PLAIN, SpeedTableFile
 from nemo_specrollout.scheduling.racing.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
+
+PLAN_FLAGS = ("batch", "devices", "acceptance")
+"""Flags that replace what a config says about the requests to place."""
 
 
 def explain(parsed: argparse.Namespace) -> int:
-    """Prints all sections; returns 0 if the config can run. Raises ConfigError."""
+    """Prints all sections; returns 0 if `run` can run the config. Raises ConfigError if no command can."""
     tree = load_config(parsed.config, parsed.overrides)
     if parsed.device is not None:
         device_named(parsed.device, "--device")
@@ -36,14 +42,32 @@ def explain(parsed: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--device: {parsed.device!r}; a local run is on this machine's CPU: remove it, or give --profile"
             )
-    subject = subject_of(tree, trains=False)
+    flags = {name: getattr(parsed, name) for name in PLAN_FLAGS}
+    plan = None if parsed.profile is None else Plan.of(tree, parsed.profile, flags)
+    subject = _subject_of(tree)
     console = log_console()
     _section(console, "What will run", (f"{name:<12} {text}" for name, text in subject.lines))
-    errors = subject.errors or _show_predictions(subject, parsed, console)
+    errors = subject.errors
+    if not errors or runtime_of(tree) == "local":  # `bench` can run what the trainer cannot train
+        errors += _show_predictions(subject, plan, parsed, console)
     _section(console, "Known traps", _trap_lines(subject))
     for error in errors:
-        complain(error)
+        complain(error, "specrollout-lab")
     return EXIT_BAD_INPUT if errors else 0
+
+
+def _subject_of(tree: dict[str, Any]) -> Subject:
+    """Returns what is known of a config. Raises ConfigError for a local config that not even `bench` can run."""
+    if runtime_of(tree) == "nemo_rl":
+        return describe_config(tree)
+    prepared, findings = prepare_local(tree), []
+    try:
+        check_trainer(prepared)
+    except ConfigError as error:
+        subject, _, text = str(error).partition(": ")
+        findings = [Finding(subject, text, "error")]
+    prepared = place_drafter(prepared)
+    return Subject(tree, describe_local(prepared), prepared.config.policy.generation.specrollout, findings)
 
 
 def _section(console: Console, title: str, lines: Iterable[str]) -> None:
@@ -54,16 +78,14 @@ def _section(console: Console, title: str, lines: Iterable[str]) -> None:
 
 def _trap_lines(subject: Subject) -> Iterator[str]:
     """Yields the notes on this config, then the known traps of the installed versions."""
-    for kind, text in subject.notes:
+    traps = list(trap_lines(subject.tree))
+    for kind, text in [*subject.notes, *traps]:
         yield f"{kind:<12} {text}"
-    met = known_traps(subject.tree)
-    for trap in met:
-        yield f"{'avoided' if trap.is_avoided else 'not avoided':<12} {trap}"
-    if not met:
+    if not traps:
         yield "none that is known meets this config"
 
 
-def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Console) -> list[str]:
+def _show_predictions(subject: Subject, plan: Plan | None, parsed: argparse.Namespace, console: Console) -> list[str]:
     """Prints the sections that need measurements or a simulation; returns why the config cannot be simulated, if so."""
     is_local = runtime_of(subject.tree) == "local"
     expected, errors = None, []
@@ -77,7 +99,7 @@ def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Con
     elif expected is not None:
         benefit = _benefit_lines(expected, parsed)
     elif is_local:
-        benefit = ["unknown without --profile, a file that `nemo-specrollout profile` wrote on this machine"]
+        benefit = ["unknown without --profile, a file that `specrollout-lab profile` wrote on this machine"]
     else:
         benefit = ["unknown without --device, the GPU's name, e.g. H100"]
     _section(console, "Expected benefit", benefit)
@@ -86,8 +108,8 @@ def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Con
     for line in _ladder_lines(subject.tree, subject.block, parsed.ladder):
         console.print(line)
     _section(console, "Placement and window", [_drafters_line(subject.block)])
-    if parsed.profile is not None:
-        show_plan(subject.tree, parsed.profile, {"acceptance": DEFAULT_ACCEPTANCE}, console)
+    if plan is not None:
+        plan.show(console)
     else:
         console.print("what would be best: unknown without --profile")
     if expected is not None:
@@ -113,7 +135,7 @@ def _ladder_lines(tree: Tree, block: SpecrolloutConfig, path: Path | None) -> It
         field, path = f"{BLOCK_PATH}.fastest_of_n.ladder", Path(racing.ladder)
     if path is None:
         return
-    file = LadderFile.read(path, field)
+    file = SpeedTableFile.read(path, field)
     yield f"measured, {path}: {file.device}, policy {file.policy}; each request's decode speed over plain"
     if file.policy != at(tree, "policy.model_name"):
         yield "note: that is another policy than the config's"

@@ -3,7 +3,6 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,32 +10,28 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-import nemo_specrollout
-from lab.cli.prepare import check_out, prepare, use_threads
+from lab.bench.cost_profile import BATCHES, MEASUREMENTS, ProfileSpec, check_model, draft_model_of
+from lab.cli.prepare import prepare
+from lab.cli.tables import new_table
+from lab.local.json_child import JsonChild
 from lab.local.run_config import RunConfig
-from lab.placement.cost_profile import BATCHES, MEASUREMENTS, ProfileSpec, check_model, draft_model_of
 from lab.placement.cost_tables import CostCurve, CostTables
-from nemo_specrollout.cli.terminal import log_console, new_table, progress_bar
+from nemo_specrollout.cli.command_line import check_out, use_threads
+from nemo_specrollout.cli.terminal import log_console, progress_bar
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
-from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.strict import ConfigError, nearest, refuse
-from nemo_specrollout.config.versions import this_machine
-from nemo_specrollout.remote.verifier.json_child import JsonChild
-from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, LadderFile, Rung
+from nemo_specrollout.config.strict import ConfigError, nearest, raise_first_mistake
+from nemo_specrollout.installed.versions import this_machine
+from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, SpeedRow, SpeedTableFile
+from nemo_specrollout.storage.files import write_atomically
 
 Measured = Mapping[str, Sequence[float]]
 
 
 def bench(parsed: argparse.Namespace) -> int:
     """Writes `bench.json` and `bench.png` to `logger.log_dir` and prints the table. Rows are interleaved."""
-    repository = Path(nemo_specrollout.__file__ or "").parents[1]
-    if not (repository / "benchmarks").is_dir():
-        fix = "the benchmarks are part of the repository, not of the package; clone it, run it there"
-        raise ConfigError(f"bench: {fix}")
     prepared = prepare(parsed.config, parsed.overrides)
     use_threads(prepared.config.cluster.threads)
-    sys.path.insert(0, str(repository))
     from lab.bench.bench import run_bench
 
     run_bench(prepared.config)
@@ -48,7 +43,7 @@ def profile(parsed: argparse.Namespace) -> int:
     config = prepare(parsed.config, parsed.overrides).config
     sizes, generation = _threads(parsed.threads), config.policy.generation
     drafter = draft_model_of(generation.specrollout)
-    refuse("", (parsed.steps < 1, "--steps", f"{parsed.steps}; time at least one"))
+    raise_first_mistake("", (parsed.steps < 1, "--steps", f"{parsed.steps}; time at least one"))
     check_out(parsed.out)
     most = int(generation.vllm_kwargs.get("max_num_seqs", BATCHES[-1]))
     batches = tuple(batch for batch in BATCHES if batch <= most)
@@ -86,7 +81,7 @@ def _threads(written: str) -> list[int]:
 def _times(spec: ProfileSpec, num_threads: int, progress: Progress, bar: TaskID) -> Measured:
     """Returns what a process with `num_threads` threads measures. Raises ConfigError with its last output if it fails."""
     environment = {f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "NUMBA")}
-    child = JsonChild("lab.placement.cost_profile", spec, environment)
+    child = JsonChild("lab.bench.cost_profile", spec, environment)
     try:
         for report in child.reports():
             if isinstance(report, dict) and "measured" in report:
@@ -118,7 +113,7 @@ def ladder(parsed: argparse.Namespace) -> int:
 def _check_ladder(block: SpecrolloutConfig, task: str, parsed: argparse.Namespace) -> None:
     """Raises ConfigError for a block or flags that cannot be measured."""
     has_drafters = block.enabled and block.drafters
-    refuse(
+    raise_first_mistake(
         "",
         (parsed.task not in (None, task), "--task",
          f"{parsed.task!r} is no task of the config{nearest(str(parsed.task), [task])}"),
@@ -132,8 +127,8 @@ def _check_ladder(block: SpecrolloutConfig, task: str, parsed: argparse.Namespac
     check_out(parsed.out)
 
 
-def _ladder_of(config: RunConfig, parsed: argparse.Namespace, console: Console) -> LadderFile:
-    from lab.local.ladder_bench import WARM_UP_ROUNDS, LadderBench, batches_up_to, methods_of
+def _ladder_of(config: RunConfig, parsed: argparse.Namespace, console: Console) -> SpeedTableFile:
+    from lab.local.speed_table_bench import WARM_UP_ROUNDS, SpeedTableBench, batches_up_to, methods_of
     from lab.local.step_rollout import load_tokenizer
     from lab.local.tasks import build_task
 
@@ -143,7 +138,7 @@ def _ladder_of(config: RunConfig, parsed: argparse.Namespace, console: Console) 
     with progress_bar(console) as progress:
         num_slices = (WARM_UP_ROUNDS + parsed.rounds) * len(methods) * len(batches)
         bar = progress.add_task("starting engines", total=num_slices)
-        bench = LadderBench(config, methods, batches, build_task(config.data, tokenizer))
+        bench = SpeedTableBench(config, methods, batches, build_task(config.data, tokenizer))
         try:
             bench.measure(parsed.rounds, parsed.seconds, lambda done: progress.update(bar, advance=1, description=done))
         finally:
@@ -151,7 +146,7 @@ def _ladder_of(config: RunConfig, parsed: argparse.Namespace, console: Console) 
     return bench.ladder(config.data.dataset_name)
 
 
-def ladder_table(measured: LadderFile, boxed: bool) -> Table:
+def ladder_table(measured: SpeedTableFile, boxed: bool) -> Table:
     """Returns tokens a second of each request by batch size, with the method's ranks alone and in the largest batch."""
     rungs = [rung for rung in measured.rungs if rung.task == ANY_TASK]
     batches = sorted({batch for rung in rungs for batch in rung.batches})
@@ -167,7 +162,7 @@ def ladder_table(measured: LadderFile, boxed: bool) -> Table:
     return table
 
 
-def _ranks(rungs: list[Rung], place: int) -> dict[str, int]:
+def _ranks(rungs: list[SpeedRow], place: int) -> dict[str, int]:
     """Returns the rank of each method, 1 for the fastest, at the batch size with index `place`."""
     order = sorted(rungs, key=lambda rung: -rung.tokens_per_s[place])
     return {rung.method: number for number, rung in enumerate(order, 1)}

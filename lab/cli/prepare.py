@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lab.local.model_folder_check import check_model_folder, check_trainable, has_mtp_layers
 from lab.local.run_config import RunConfig, check_prompt, read_run_config
 from lab.local.run_sections import PROCESSED_LOGPROBS
 from lab.placement.cost_tables import CostTables
@@ -22,20 +23,16 @@ from nemo_specrollout.config.drafter_configs import (
     shared_secret,
 )
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.model_folder import misfit_of_block_drafter, read_object, tensor_shapes
 from nemo_specrollout.config.nemo_rl_rules import runner_findings
 from nemo_specrollout.config.nemo_rl_tree import runtime_of
-from nemo_specrollout.config.strict import ConfigError, refuse
-from nemo_specrollout.config.versions import unsupported_version, vllm_version
+from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
 from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
-from nemo_specrollout.training.checkpoints.policy_folder import check_model_folder, check_trainable, has_mtp_layers
+from nemo_specrollout.installed.versions import unsupported_version, vllm_version
+from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
+from nemo_specrollout.storage.model_folder import read_object, tensor_shapes
+from nemo_specrollout.training.head.block_heads import misfit_of_block_drafter
 from nemo_specrollout.training.head.head_facts import check_head
 
-EXIT_FAILED = 1
-"""Exit code of a command that failed."""
-EXIT_BAD_INPUT = 2
-"""Exit code after a user's mistake."""
 _LONGEST_NAME = 255
 """Longest file name, in bytes."""
 _LONGEST_PATH = 3800
@@ -64,14 +61,6 @@ class Prepared:
     """Sentence on the place that `placement: auto` chose for the drafter; empty without it."""
 
 
-def use_threads(count: int = 1) -> None:
-    """Sets the number of OpenMP threads, unless the environment does. Call it before torch is loaded.
-
-    OpenMP's barriers spin: with two threads, any other load on the machine makes a step ten times slower.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", str(count))
-
-
 def prepare(path: Path, overrides: list[str]) -> Prepared:
     """Reads and checks a config of the local runner without torch or vllm. Raises ConfigError."""
     return prepare_local(load_config(path, overrides))
@@ -81,8 +70,8 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     """Checks a config tree of the local runner. Raises ConfigError."""
     if runtime_of(tree) != "local":
         raise ConfigError(
-            "runtime: 'nemo_rl'; `bench`, `ladder`, `profile` and the local runner work with configs for one machine only, "
-            "such as examples/configs/quickstart_cpu.yaml of the repository"
+            "runtime: 'nemo_rl'; this command works with configs for one machine only, such as "
+            "examples/configs/quickstart_cpu.yaml; `nemo-specrollout` runs and checks this one"
         )
     config, ignored = read_run_config(tree)
     _check_installed()
@@ -101,18 +90,21 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
         raise ConfigError(f"{BLOCK_PATH}.draft_refresh.trainer_gpus: {text}")
     _check_engine(config)
     if racing is not None and racing.enabled and racing.ladder is not None:
-        LadderFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
+        SpeedTableFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
     if block.enabled and (finding := next(runner_findings(tree), None)) is not None:
         raise ConfigError(str(finding))
     return Prepared(tree, config, ignored, model_config)
 
 
 def prepare_run(tree: dict[str, Any]) -> Prepared:
-    """Checks a config tree that the local trainer is to train, and applies `placement: auto`. Raises ConfigError.
-
-    `bench` can measure configs that the trainer cannot train.
-    """
+    """Checks a config tree that the local trainer is to train, and applies `placement: auto`. Raises ConfigError."""
     prepared = prepare_local(tree)
+    check_trainer(prepared)
+    return place_drafter(prepared)
+
+
+def check_trainer(prepared: Prepared) -> None:
+    """Raises ConfigError for a config that the local trainer cannot train. `bench` can measure it."""
     config, generation = prepared.config, prepared.config.policy.generation
     try:
         check_trainable(Path(config.policy.model_name), prepared.model_config)
@@ -121,7 +113,7 @@ def prepare_run(tree: dict[str, Any]) -> Prepared:
     _check_prompts(config)
     mode = generation.vllm_kwargs.get("logprobs_mode", PROCESSED_LOGPROBS)
     scores = "the local trainer scores samples of the whole distribution: set it to {}; NeMo-RL's trainer can"
-    refuse(
+    raise_first_mistake(
         "",
         (config.data.dataset_name == "free_text", "data.dataset_name",
          "free_text has no reward to train on; use it in bench.workloads"),
@@ -130,18 +122,6 @@ def prepare_run(tree: dict[str, Any]) -> Prepared:
         (mode != PROCESSED_LOGPROBS, "policy.generation.vllm_kwargs.logprobs_mode",
          f"{mode!r}; the trainer scores samples at their temperature: remove it"),
     )  # fmt: skip
-    return place_drafter(prepared)
-
-
-def check_out(path: Path, flag: str = "--out") -> None:
-    """Raises ConfigError, which names `flag`, if `path` cannot be written as a file."""
-    folder = path.absolute().parent
-    is_no_file = (path.exists() and not path.is_file()) or not folder.is_dir()
-    refuse(
-        "",
-        (is_no_file, flag, f"{path} cannot be a file there; name one in a folder that exists"),
-        (not os.access(folder, os.W_OK | os.X_OK), flag, f"{path} cannot be written to; choose another"),
-    )
 
 
 def place_drafter(prepared: Prepared) -> Prepared:
@@ -187,14 +167,14 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
     is_made = folder.name.startswith("smollm2")
     fix = "run `make smollm2`, which makes it" if is_made else "name a Hugging Face folder"
     is_missing = not os.path.isdir(folder)
-    refuse("policy", (is_missing, "model_name", f"folder {str(folder)[:200]} does not exist; {fix}"))
+    raise_first_mistake("policy", (is_missing, "model_name", f"folder {str(folder)[:200]} does not exist; {fix}"))
     try:
         model = check_model_folder(folder)
     except ValueError as error:
         raise ConfigError(f"policy.model_name: {error}") from error
     longest, asked = model.get("max_position_embeddings"), config.policy.max_total_sequence_length
     text = f"{asked} is beyond the model's max_position_embeddings {longest}; lower it"
-    refuse("policy", (longest is not None and asked > longest, "max_total_sequence_length", text))
+    raise_first_mistake("policy", (longest is not None and asked > longest, "max_total_sequence_length", text))
     return model
 
 
@@ -204,7 +184,7 @@ def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mappin
     for drafter in block.drafters:
         is_elsewhere = isinstance(drafter, RemoteDrafterConfig) and drafter.addresses
         model = Path(getattr(drafter, "model", ""))
-        refuse(
+        raise_first_mistake(
             path,
             (drafter.type == "mtp" and not has_mtp, "",
              f"type mtp, but {policy}/config.json has no num_nextn_predict_layers; name another type"),
@@ -222,7 +202,7 @@ def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mappin
             raise ConfigError(f"{path}: {error}") from error
     if block.remote is not None:
         text = f"gpus {block.remote.gpus}; the local runner's drafters are on a CPU: set it to 0"
-        refuse(path, (block.remote.gpus, "", text))
+        raise_first_mistake(path, (block.remote.gpus, "", text))
         shared_secret(block.remote.addresses)
 
 
@@ -230,14 +210,14 @@ def _check_small_model(folder: Path, model_config: Mapping[str, Any]) -> None:
     """Raises ConfigError for a draft model that is missing, incomplete, or of another vocabulary."""
     path = f"{BLOCK_PATH}.drafters.model"
     text = f"folder {folder} of the draft model does not exist; name a Hugging Face folder"
-    refuse(path, (not folder.is_dir(), "", text))
+    raise_first_mistake(path, (not folder.is_dir(), "", text))
     try:
         size = read_object(folder / "config.json").get("vocab_size")
         tensor_shapes(sorted(folder.glob("*.safetensors")))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     text = f"{folder} knows {size} tokens, the policy {model_config['vocab_size']}; name a model of the policy's family"
-    refuse(path, (size != model_config["vocab_size"], "", text))
+    raise_first_mistake(path, (size != model_config["vocab_size"], "", text))
 
 
 def _check_prompts(config: RunConfig) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout simulate`: the predicted time of a step, and the gain of each feature; without torch."""
+"""`specrollout-lab simulate`: the predicted time of a step, and the gain of each feature; without torch."""
 
 import argparse
 import json
@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from lab.cli.simulated_config import of_local, of_nemo_rl
+from lab.cli.tables import new_table
 from lab.local.run_config import read_run_config
 from lab.simulation.compare import Comparison, StepResult, compare
 from lab.simulation.data_sheets import DEVICES, device_named
-from lab.simulation.from_config import of_local, of_nemo_rl
 from lab.simulation.papers import account
 from lab.simulation.scenario import Scenario, read_scenario, shipped
 from lab.simulation.workload import fitted, read_trace
-from nemo_specrollout.cli.terminal import log_console, new_table
-from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build, nearest
+from nemo_specrollout.storage.files import write_atomically
 
 LIST = "list"
 """Subject that lists the scenarios."""
@@ -86,7 +87,7 @@ def of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:
             )
         return of_nemo_rl(tree, device_named(parsed.device, "--device").name)
     if parsed.profile is None:
-        raise ConfigError("--profile: missing; for this machine, name a file that `nemo-specrollout profile` wrote")
+        raise ConfigError("--profile: missing; for this machine, name a file that `specrollout-lab profile` wrote")
     return of_local(read_run_config(tree)[0], tree, parsed.profile)
 
 

@@ -112,7 +112,7 @@ def _seed(request: RolloutRequest) -> int:
 class _NeverDraft(DraftingPause):
     """Pauses in every step: plain decoding, in an engine that has drafters."""
 
-    def should_pause(self, num_requests: int) -> bool:
+    def count_step(self, num_requests: int) -> bool:
         return True
 
 
@@ -122,7 +122,7 @@ class ForcedEngine:
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         """Starts the engine with the options of `start_engine`."""
         self.engine = start_random(folder, replace(block("suffix"), num_speculative_tokens=MAX_DRAFTS), **options)
-        self._drafting = self.engine.run_in_worker(lambda worker: worker.specrollout_drafting)
+        self._drafting = self.engine.run_in_worker(lambda worker: worker.specrollout_router)
         device = self._drafting.board.tables.limit_S.device
         self.oracle = OracleDrafter(options["max_num_seqs"], options["length"], device)
         self._drafting.use_text_drafters({0: self.oracle})

@@ -25,8 +25,8 @@ from typing import Any
 from lab.gpu import gpu_report, machine
 from lab.gpu.items import ITEMS, Item, reason_to_skip
 from lab.gpu.machine import Machine
-from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import nearest
+from nemo_specrollout.storage.files import write_atomically
 
 EXIT_CANNOT = 2
 """Exit status where this machine cannot run all items, or an item is unknown."""

@@ -21,6 +21,7 @@ from lab.gpu.gpu_stage import (
     timed,
     verified,
 )
+from lab.local.random_budgets import RANDOM as RANDOM_BUDGET
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.generation.requests import Rollout
 
@@ -32,7 +33,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 MAX_PARTED = 1e-4
 """Share of tokens at which a response may part from plain decoding in float32: near ties go either way by rounding."""
 PLAIN, TEXT, EAGLE3 = block(), block("suffix", "ngram"), block("eagle3")
-RANDOM = block("suffix", "ngram", "eagle3", budget=BudgetConfig("random"))
+RANDOM = block("suffix", "ngram", "eagle3", budget=RANDOM_BUDGET)
 ALL = block("suffix", "ngram", "eagle3")
 
 

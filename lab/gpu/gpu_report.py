@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lab.gpu.items import ITEMS
-from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.versions import checkout_commit, installed_versions
+from nemo_specrollout.installed.versions import checkout_commit, installed_versions
+from nemo_specrollout.storage.files import write_atomically
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
 BEGIN, END = "<!-- figures of gpu_check -->", "<!-- end of figures -->"

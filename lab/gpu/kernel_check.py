@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares our Triton kernels with their numba bodies, or with vLLM's functions, on random inputs.
 
-`doctor` does it on a GPU, `lab/gpu` measures the launches besides, and a CPU can do it in Triton's interpreter. vLLM is
-imported only where its functions are compared with.
+The GPU check measures the launches besides. A CPU can compare in Triton's interpreter. vLLM is imported only where its
+functions are compared with.
 
 Shapes: B requests, S request slots, R rows, D drafters, E evidence levels, K draft positions, L longest text, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_specrollout.drafters import step_numba
+from lab.vllm_on_cpu import own_kernels
+from lab.vllm_on_cpu.own_kernels import step as step_bodies
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders
 from nemo_specrollout.sampling.equality import accept_by_equality
 
+own_kernels.register()
 K, L = 7, 512
 CPU = torch.device("cpu")
 ROUNDING, RELATIVE_ROUNDING = 1e-4, 2e-5
@@ -60,7 +62,7 @@ class DraftingStep:
     def __init__(self, num_requests: int, device: torch.device, kernels: ModuleType, on_host: bool = False) -> None:
         """Creates the board and the texts. `on_host`: texts lie in pinned memory of the host, as vLLM keeps them."""
         self._rng, self._device, self._number = np.random.default_rng(num_requests), device, 0
-        shape = BoardShape(num_requests, K, [L // 2])
+        shape = BoardShape(num_requests, K)
         self.board = DraftBoard(_DRAFTERS, np.tile(LEVEL_PRIORS, (len(_DRAFTERS), 1)), shape, device, _MODEL)
         self.board.use_kernels(kernels)
         slots = torch.arange(num_requests, device=device)
@@ -130,7 +132,10 @@ def compare_drafting(num_requests: int, device: torch.device, on_host: bool = Fa
     from nemo_specrollout.drafters import step_triton
 
     result = Compared()
-    theirs, ours = DraftingStep(num_requests, CPU, step_numba), DraftingStep(num_requests, device, step_triton, on_host)
+    theirs, ours = (
+        DraftingStep(num_requests, CPU, step_bodies),
+        DraftingStep(num_requests, device, step_triton, on_host),
+    )
     for i in range(num_steps):
         for part in (DraftingStep.observe, DraftingStep.choose):
             part(theirs)
@@ -184,7 +189,7 @@ def compare_row_sampling(num_requests: int, device: torch.device, num_vocab: int
     from vllm.v1.worker.gpu.sample import gumbel, logprob
 
     from nemo_specrollout.generation import compat, row_sampling
-    from nemo_specrollout.generation.row_sampling import Drafts, Drawn, Logits, RowKeys
+    from nemo_specrollout.generation.sampled_rows import Drafts, Drawn, Logits, RowKeys
 
     _, _, starts_B1 = _verified_rows(num_requests)
     num_rows = int(starts_B1[-1])
@@ -246,9 +251,3 @@ def compare_draft_sampling(num_requests: int, device: torch.device, num_vocab: i
     ):
         result.note({name: draw(scored_BV, *keys, apply_temperature=True)}, {name: got_B})
     return result
-
-
-def quick_comparisons(device: torch.device) -> Iterator[tuple[str, Compared]]:
-    """Yields a comparison of each kernel that needs no vLLM, by name, for 64 requests."""
-    yield "drafting", compare_drafting(64, device)
-    yield "acceptance", compare_acceptance(64, device)

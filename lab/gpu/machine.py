@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib import util
 from typing import NamedTuple
 
-from nemo_specrollout.config.versions import vllm_version
 from nemo_specrollout.doctor.environment import GIB, driver_lines
+from nemo_specrollout.installed.versions import vllm_version
 
 _LIBRARIES = ("vllm._C", "vllm._C_stable_libtorch")
 """vLLM's general kernels, by the names that its versions give them."""

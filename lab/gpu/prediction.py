@@ -24,9 +24,9 @@ from lab.simulation.costs import Costs, Rows
 from lab.simulation.data_sheets import DEVICES, MODELS, ModelShape
 from lab.simulation.speculation import CoupledSpeculation, NoSpeculation, Speculation
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.scheduling.speculation.budget import build_budget, build_pause
 from nemo_specrollout.scheduling.speculation.step_time import StepTimeTable
+from nemo_specrollout.storage.files import write_atomically
 
 STORED = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu-prediction.json"
 DEVICE = DEVICES["H100"]
@@ -119,7 +119,7 @@ def _learning_tokens_per_s(costs: Costs, p: float, requests: int) -> float:
     tokens, seconds, rows = 0.0, 0.0, requests
     for number in range(LEARNING_STEPS + JUDGED_STEPS):
         counts_B = np.zeros(requests, np.int64)
-        if not pause.should_pause(requests):
+        if not pause.count_step(requests):
             counts_B = policy.allocate(survival_BK, caps_B, table.costs()).counts_B
             pause.drafts_decided(int(counts_B.sum()))
         rows_before, rows = rows, requests + int(counts_B.sum())

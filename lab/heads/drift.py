@@ -29,10 +29,10 @@ from safetensors.torch import load_file
 from lab.local.run_config import RunConfig, read_run_config
 from nemo_specrollout.config.block import DraftRefreshConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
-from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.reports.panels import STYLE
 from nemo_specrollout.reports.records import Record, read_lines
 from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, StepFacts
+from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.training.features.feature_store import FeatureReader, newest_sequences
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import measure_acceptance

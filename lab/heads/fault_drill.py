@@ -24,8 +24,8 @@ from lab.local.step_rollout import load_tokenizer, step_prompts
 from lab.local.tasks import build_task
 from nemo_specrollout.config.block import BudgetConfig, VerifyConfig
 from nemo_specrollout.config.drafter_configs import FolderDrafterConfig
-from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
+from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.training.features.feature_store import FeatureReader, newest_sequences
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import measure_acceptance

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
+from lab.local.coordinator import DealingCoordinator, timeline_record
 from lab.local.fleet import RolloutFleet
 from lab.local.run_config import RunConfig
 from lab.local.run_sections import AsyncGrpoConfig
 from lab.local.statistics import stock_stats
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
 from nemo_specrollout.racing.attempts import Response, Timeline
-from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
+from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
 
 _LOOK_S = 0.005
 """Seconds between two looks of a waiting thread."""
@@ -70,7 +70,7 @@ class TrajectoryCollector:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: DealingCoordinator,
         config: AsyncGrpoConfig,
         prompts: Prompts,
         on_ready: Callable[[Trajectories], Any],
@@ -157,7 +157,7 @@ class TrajectoryCollector:
         newest = min(self._version + self._config.max_trajectory_age_steps, self._targets.stop - 1)
         while self._next_target <= newest:
             prompts = self._prompts(self._next_target)
-            keys = self._coordinator.add(prompts.requests, self._task)
+            keys = self._coordinator.deal(prompts.requests, self._task)
             self._under_way[self._next_target] = _Target(prompts, keys, self._version, time.perf_counter(), set(keys))
             self._next_target += 1
 
@@ -185,7 +185,7 @@ class AsyncFleet(RolloutFleet):
     sample is used twice.
     """
 
-    def __init__(self, config: RunConfig, prompts: Prompts, known: LadderFile | None = None) -> None:
+    def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:
         """Starts the engines, as `RolloutFleet` does."""
         super().__init__(config, prompts, known)
         self._collector: TrajectoryCollector | None = None
@@ -204,7 +204,7 @@ class AsyncFleet(RolloutFleet):
         started = time.perf_counter()
         rollout: StepRollout = self._collector.take(step, on_finished)
         waited_s = time.perf_counter() - started
-        return replace(rollout, figures={**rollout.figures, "exposed_generation_s": waited_s})
+        return replace(rollout, figures={**rollout.figures, "generation_s": waited_s})
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Replaces the weights of all engines, while requests are under way or between them."""
@@ -244,7 +244,6 @@ class AsyncFleet(RolloutFleet):
         rollouts = [r.rollout for r in found.responses]
         timeline = replace(found.timeline, saved_s=None)  # beside a trainer, decode speeds are not comparable
         sample_stats = self.take_sample_stats(found.prompts.requests, found.timeline)
-        ages = [found.target - version for r in found.responses for version, _ in r.policy_spans]
         before, self._idle_s = self._idle_s, self._collector.idle_s
         return StepRollout(
             found.prompts,
@@ -255,13 +254,11 @@ class AsyncFleet(RolloutFleet):
                 for stats, response in zip(sample_stats, found.responses, strict=True)
             ],
             figures={
-                "trajectory_age": {"begun": found.age, "mean": sum(ages) / len(ages), "max": max(ages)},
-                "num_updated_amid": sum(len(r.policy_spans) > 1 for r in found.responses),
                 "rollout_wall_s": found.seconds,
                 "collector_idle_s": self._idle_s - before,
             },
             num_older_B=[_num_older(r, found.target) for r in found.responses],
-            timeline=timeline.record(),
+            timeline=timeline_record(timeline),
         )
 
 

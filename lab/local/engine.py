@@ -5,73 +5,25 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lab.local import engine_stats
+from lab.local.engine_stats import EngineStats
+from lab.local.random_budgets import is_random, randomise, to_start_with
 from lab.local.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
-from nemo_specrollout.config.model_folder import stop_token_ids, with_tied_lm_head
-from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
+from nemo_specrollout.generation.hosted_engine import HostedEngine, device_facts, engine_facts, start_vllm
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest, rollout_extra_args
 from nemo_specrollout.sampling.seeds import request_seed
-from nemo_specrollout.telemetry.engine_stats import EngineStats
+from nemo_specrollout.storage.model_folder import stop_token_ids, with_tied_lm_head
 
 if TYPE_CHECKING:
-    from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool
+    from lab.local.drafter_pool import DrafterPool
     from nemo_specrollout.training.features.features import SequenceFeatures
-
-
-class HostedEngine:
-    """A `vllm.LLM` that is driven one step at a time. Owns its requests' ids.
-
-    Its requests are `ShardRequest`s, which carry their own sampling parameters.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-        self.max_num_seqs = int(llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
-        self.num_steps = self._num_requests = 0
-
-    def submit(self, requests: Sequence[Any], sampling: Mapping[str, Any]) -> list[str]:
-        """Queues requests and returns their ids. `sampling` overrides their sampling parameters."""
-        ids = [f"{type(self).__name__}-{self._num_requests + i}" for i in range(len(requests))]
-        self._num_requests += len(requests)
-        for request_id, request in zip(ids, requests, strict=True):
-            text, params = self._text_and_params(request, sampling)
-            self._llm.llm_engine.add_request(request_id, {"prompt_token_ids": text}, params)
-        return ids
-
-    def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:
-        """Returns tokens and log-probs that this engine sampled for an unfinished request, from token `start` on."""
-        outputs = self._llm.llm_engine.output_processor
-        (internal_id,) = outputs.external_req_ids[request_id]
-        state = outputs.request_states[internal_id]
-        tokens = state.detokenizer.output_token_ids[start:]
-        entries = state.logprobs_processor.logprobs[start:]
-        return tokens, [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
-
-    def step(self) -> dict[str, Rollout]:
-        """Runs one engine step. Returns the responses that it finished, by request id."""
-        finished = {o.request_id: Rollout.from_vllm(o) for o in self._llm.llm_engine.step() if o.finished}
-        self.num_steps += 1
-        return finished
-
-    def abort(self, ids: list[str]) -> None:
-        """Removes unfinished requests."""
-        self._llm.llm_engine.abort_request(ids)
-
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises NotImplementedError: NeMo-RL updates the weights of its engines."""
-        raise NotImplementedError
-
-    def _text_and_params(self, request: Any, sampling: Mapping[str, Any]) -> tuple[list[int], Any]:
-        from nemo_specrollout.generation.vllm_requests import text_and_params
-
-        assert not sampling
-        return text_and_params(request, streams=False)
 
 
 class RolloutEngine(HostedEngine):
@@ -88,21 +40,17 @@ class RolloutEngine(HostedEngine):
 
         Raises ConfigError if vLLM refuses the configuration.
         """
-        set_process_environment()
-        from nemo_specrollout.generation import compat
-
-        compat.check_version()
-        compat.check_drafters(generation.specrollout)
         self._model, self._generation, self._seed = model, generation, seed
         self._stop_token_ids = stop_token_ids(model)
         self._has_our_worker = generation.specrollout.enabled
         self.drafters = None
         remote = generation.specrollout.remote
         if self._has_our_worker and remote is not None and remote.workers:
-            from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec
+            from lab.local.drafter_pool import DrafterPool
+            from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 
             # The drafter processes load while this engine does.
-            self.drafters = DrafterPool([drafter_spec(remote, generation.vllm_cfg)] * remote.workers)
+            self.drafters = DrafterPool([drafter_spec(remote, asdict(generation.vllm_cfg))] * remote.workers)
         try:
             super().__init__(self._start(overrides))
             if self.drafters is not None:
@@ -113,11 +61,7 @@ class RolloutEngine(HostedEngine):
 
     def _start(self, overrides: Mapping[str, Any]) -> Any:
         """Returns vLLM, started. Raises ConfigError."""
-        from vllm import LLM
-
-        from nemo_specrollout.generation import compat, process_state
-
-        generation = self._generation
+        generation, block = self._generation, self._generation.specrollout
         arguments = {
             "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
             "logprobs_mode": PROCESSED_LOGPROBS,
@@ -129,29 +73,13 @@ class RolloutEngine(HostedEngine):
             "enforce_eager": generation.vllm_cfg.enforce_eager,
             "seed": self._seed,
         }
-        if self._has_our_worker:
-            from nemo_specrollout.generation.older_runners import allow_text_drafters
+        if self.drafters is not None:
+            from lab.local.drafter_pool import with_addresses
 
-            allow_text_drafters()
-            block = generation.specrollout
-            if self.drafters is not None:
-                from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
-
-                block = with_addresses(block, self.drafters.addresses())
-            arguments = with_specrollout(arguments, block, compat.device_type(), compat.vllm_abilities(arguments))
-        compat.check_arguments(arguments)
-        try:
-            llm = LLM(**{**QUIET_START, **arguments})
-        except ValueError as error:
-            raise ConfigError(f"vLLM cannot start: {' '.join(str(error).split())}") from error
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
-                raise
-            raise ConfigError(
-                "vLLM cannot start: there is not enough memory; lower policy.generation.vllm_kwargs.max_num_seqs or "
-                "kv_cache_memory_bytes"
-            ) from error
-        process_state.started(llm)
+            block = with_addresses(block, self.drafters.addresses())
+        llm = start_vllm(arguments, to_start_with(block))
+        if is_random(block):
+            llm.collective_rpc(randomise)
         return llm
 
     def generate(
@@ -173,13 +101,13 @@ class RolloutEngine(HostedEngine):
 
     def stood_still(self, seconds: float) -> None:
         """Leaves `seconds` of a rollout, in which the engine waited for its caller, out of the next step's time."""
-        self._ask("stood_still", seconds)
+        self._run(engine_stats.stand_still, seconds)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces the weights, by Hugging Face names, and clears the prefix cache."""
         tensors = with_tied_lm_head(self._model, tensors)
         if self._has_our_worker:
-            self._ask("reload", tensors)
+            self._run(engine_stats.reload, tensors)
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self._llm.reset_prefix_cache()
@@ -201,7 +129,7 @@ class RolloutEngine(HostedEngine):
 
     def take_features(self) -> list["SequenceFeatures"]:
         """Returns the features that were captured since the last call, for the training of a head."""
-        return self._ask("take_features") or []
+        return self._run(engine_stats.take_features) or []
 
     def capture_seconds(self) -> float:
         """Returns the seconds of engine time that the capture of features has taken in all."""
@@ -218,29 +146,15 @@ class RolloutEngine(HostedEngine):
 
     def facts(self) -> dict[str, str | bool]:
         """Returns the settings in force: vLLM's version, model runner, scheduling, CUDA graph mode."""
-        from nemo_specrollout.generation.compat import VLLM_VERSION
-
-        config = self._llm.llm_engine.vllm_config
-        return {
-            "vllm": VLLM_VERSION,
-            "model_runner": "V2",
-            "async_scheduling": bool(config.scheduler_config.async_scheduling),
-            "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
-        }
+        return engine_facts(self._llm)
 
     def device_facts(self) -> dict[str, Any]:
         """Returns the names of the attention backends, vLLM's platform class, and its device."""
-        from vllm.platforms import current_platform
-
-        return {
-            "attention": self.run_in_worker(_attention_backends),
-            "platform": type(current_platform).__name__,
-            "device": str(current_platform.device_type),
-        }
+        return device_facts(self._llm)
 
     def stats(self, first_step: int = 0) -> EngineStats | None:
         """Returns counters, and the engine's steps from `first_step` on; None for an engine without our worker."""
-        return self._ask("stats", first_step)
+        return self._run(engine_stats.stats_of, first_step)
 
     def run_in_worker(self, function: Callable[[Any], Any]) -> Any:
         """Returns `function(worker)`, for tools that look inside an engine."""
@@ -261,6 +175,10 @@ class RolloutEngine(HostedEngine):
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Returns our worker's reply to a method `specrollout_*`; None if the worker is vLLM's own."""
         return self._llm.collective_rpc(f"specrollout_{method}", args=arguments)[0] if self._has_our_worker else None
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns a function's result in our worker; None if the worker is vLLM's own."""
+        return self._llm.collective_rpc(function, args=arguments)[0] if self._has_our_worker else None
 
     def _text_and_params(self, request: RolloutRequest, sampling: Mapping[str, Any]) -> tuple[list[int], Any]:
         from vllm import SamplingParams
@@ -347,9 +265,3 @@ class Generation:
         except BaseException:
             self._engine.abort([i for i in self._ids if i not in self._done])
             raise
-
-
-def _attention_backends(worker: Any) -> list[str]:
-    """Returns the backends' names; an empty list if this version's model runner does not tell them."""
-    groups = [group for layers in getattr(worker.model_runner, "attn_groups", ()) for group in layers]
-    return sorted({group.backend.get_name() for group in groups if hasattr(group, "backend")})

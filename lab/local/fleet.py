@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lab.local.coordinator import DealingCoordinator, timeline_record
+from lab.local.engine_stats import EngineStats
 from lab.local.rollout_pool import DEAD, RolloutPool
 from lab.local.run_config import RunConfig
+from lab.local.speed_table_file import table_file
 from lab.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
 from lab.local.step_rollout import Prompts, RolloutSource, StepRollout, check_tokens
+from lab.simulation.dealing import in_shards
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig
-from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.installed.versions import this_machine
 from nemo_specrollout.racing.attempts import AttemptOutcome, Timeline
-from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, in_shards
-from nemo_specrollout.telemetry.engine_stats import EngineStats
+from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable, SpeedTableFile
+from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 if TYPE_CHECKING:
     from nemo_specrollout.training.features.features import SequenceFeatures
@@ -33,19 +35,19 @@ class RolloutFleet(RolloutSource):
     The second coordinator serves `generate`: its requests stay where they are dealt, and teach nothing.
     """
 
-    def __init__(self, config: RunConfig, prompts: Prompts, known: LadderFile | None = None) -> None:
+    def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:
         """Starts the engines. The ladder begins as `known`, else as in the config's file. Raises ConfigError."""
         generation, model = config.policy.generation, Path(config.policy.model_name)
         racing = generation.specrollout.fastest_of_n or FastestOfNConfig(enabled=False)
         file = known
         if file is None and racing.ladder is not None:
-            file = LadderFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
+            file = SpeedTableFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
         asynchronous = config.grpo.async_grpo
         recomputes = asynchronous.recompute_kv_cache_after_weight_updates or not asynchronous.in_flight_weight_updates
         self.pool = RolloutPool(
             model, generation, config.grpo.seed, config.cluster.rollout_workers, recompute_kv_cache=recomputes
         )
-        self.ladder = Ladder(self.pool.method_names, file)
+        self.ladder = DecodeSpeedTable(self.pool.method_names, file)
         self.task = config.data.dataset_name
         self._config, self._prompts = config, prompts
         self._acceptance = {} if file is None else {rung.method: rung.acceptance for rung in file.rungs}
@@ -53,8 +55,8 @@ class RolloutFleet(RolloutSource):
         """Verified and accepted draft tokens by draft method."""
         lengths = LengthEstimator(generation.max_new_tokens)
         policy = FastestOfN(racing, self.ladder) if racing.enabled else None
-        self.coordinator = Coordinator(self.pool, policy, self.ladder, lengths)
-        self._plain = Coordinator(self.pool, None, Ladder(self.pool.method_names), LengthEstimator(1))
+        self.coordinator = DealingCoordinator(self.pool, policy, self.ladder, lengths)
+        self._plain = DealingCoordinator(self.pool, None, DecodeSpeedTable(self.pool.method_names), LengthEstimator(1))
 
     # Rollouts
 
@@ -62,7 +64,7 @@ class RolloutFleet(RolloutSource):
         prompts = self._prompts(step)
         rollouts, stats, timeline = self.measure(prompts.requests, on_finished)
         sample_stats = self.take_sample_stats(prompts.requests, timeline)
-        rollout = StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline.record())
+        rollout = StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline_record(timeline))
         return check_tokens(rollout, self.generate, self._config)
 
     def measure(
@@ -119,13 +121,13 @@ class RolloutFleet(RolloutSource):
             found.append({**stats.get(winner, {}), **counts, "won_by": winner, "workers": workers})
         return found
 
-    def ladder_file(self) -> LadderFile | None:
+    def ladder_file(self) -> SpeedTableFile | None:
         """Returns the ladder as it is now; None before the first rollout. Asks no engine."""
         shares = [
             accepted / verified if verified else self._acceptance.get(method, 0.0)
             for method, (verified, accepted) in self._drafts.items()
         ]
-        return self.ladder.file(this_machine(), self._config.policy.model_name, shares)
+        return table_file(self.ladder, this_machine(), self._config.policy.model_name, shares)
 
     # See `RolloutSource`
 

@@ -11,9 +11,9 @@ from safetensors.torch import save as safetensors_bytes
 from lab.local.run_config import RunConfig
 from lab.local.statistics import RolloutStats
 from lab.local.step_rollout import RolloutSource
-from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
 from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, HeadUse, StepFacts
+from nemo_specrollout.storage.files import write_atomically
+from nemo_specrollout.storage.model_folder import EMBEDDING, LM_HEAD
 from nemo_specrollout.training.features.feature_store import FeatureStore
 from nemo_specrollout.training.head.head_folder import HeadFolder, RefreshRecord
 from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
@@ -60,7 +60,7 @@ class LocalRefresher:
             write_atomically(self._folder.teacher(version), safetensors_bytes(self._policy_tensors))
 
     def after_step(self, step: int, stats: RolloutStats, step_s: float) -> dict[str, Any]:
-        """Stores the captured features and refreshes the head if the trigger says so; returns the metric `draft_refresh`."""
+        """Stores the captured features and refreshes the head if that is due; returns its record and `head_age`."""
         self._store.keep(self._source.take_features())
         before, self._captured_s = self._captured_s, self._source.capture_seconds()
         figures = {"head_age": step - self._head_version, "capture_s": self._captured_s - before}

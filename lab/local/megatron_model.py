@@ -21,8 +21,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
-from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
+from lab.local.policy_shape import PolicyShape
+from nemo_specrollout.storage.model_folder import EMBEDDING, LM_HEAD
 
 _world: dist.ProcessGroup | None = None
 """Default process group of Megatron's groups. If torch has another one now, they are stale."""
@@ -179,7 +179,7 @@ def load_hf(model: GPTModel, shape: PolicyShape, tensors: Mapping[str, Tensor]) 
         raise ValueError(f"{LM_HEAD} differs from {EMBEDDING}, but config.json ties the two: set tie_word_embeddings")
     parameters = dict(model.named_parameters())
     for weight in shape.weights():
-        parameters[weight.megatron].copy_(weight.shard([tensors[name] for name in weight.hf], 0, 1))
+        parameters[weight.megatron].copy_(weight.joined([tensors[name] for name in weight.hf]))
 
 
 @torch.no_grad()
@@ -187,8 +187,7 @@ def export_hf(model: GPTModel, shape: PolicyShape) -> Iterator[tuple[str, Tensor
     """Yields (Hugging Face name, float32 tensor): copies."""
     parameters = dict(model.named_parameters())
     for weight in shape.weights():
-        full = weight.unshard([parameters[weight.megatron].detach()])
-        for name, tensor in zip(weight.hf, full, strict=True):
+        for name, tensor in zip(weight.hf, weight.split(parameters[weight.megatron].detach()), strict=True):
             yield name, tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 

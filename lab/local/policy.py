@@ -19,11 +19,12 @@ from torch import Tensor
 
 from lab.local.grpo import LossInputs, clipped_policy_loss
 from lab.local.megatron_model import TokenBatch, build_model, export_hf, install, load_hf, token_logprobs
+from lab.local.model_folder_check import check_trainable
+from lab.local.policy_shape import PolicyShape
 from lab.local.run_sections import LossConfig, OptimizerConfig
-from nemo_specrollout.config.files import check_seal, seal_folder, sync_folder
-from nemo_specrollout.config.model_folder import read_object
-from nemo_specrollout.training.checkpoints.policy_folder import check_trainable
-from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
+from lab.local.sealed_folder import check_seal, seal_folder
+from nemo_specrollout.storage.files import sync_folder
+from nemo_specrollout.storage.model_folder import read_object
 
 MICRO_BATCH_TOKENS = 2048
 """Padded tokens of one forward pass: few enough for a CPU's cache, enough to hide the overhead of a call."""

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from nemo_specrollout.racing.attempts import describe as describe_tail
+from lab.local.coordinator import describe as describe_tail
 from nemo_specrollout.remote.protocol.drafter_stats import in_words
 
 _HEADER = " step  reward  length   rollout  speedup tok/step       equal   train      gap"
@@ -53,12 +53,12 @@ class Progress:
         if not self._has_header:
             self.console.print(_HEADER, style="bold")
             self._has_header = True
-        speedup = record["rollout_speedup"]
+        speedup = record["speedup_estimate"]
         self.console.print(
-            f"{record['step']:>5} {record['reward']:>7.3f} {record['response_length']['mean']:>7.1f} "
+            f"{record['step']:>5} {record['reward']:>7.3f} {record['mean_gen_tokens_per_sample']:>7.1f} "
             f"{record['rollout_s']:>7.2f} s {'-' if speedup is None else f'{speedup:.2f}x':>8} "
             f"{record['acceptance_length']:>8.2f} {record['tokens_equal']:>5}/{record['tokens_checked']:<5} "
-            f"{record['train_s']:>5.1f} s {record['logprob_gap']['mean']:>8.1e}"
+            f"{record['train_s']:>5.1f} s {record['logprob_gap']:>8.1e}"
         )
         if "draft_supply" in record:
             self._note(in_words(record["draft_supply"]), "dim")
@@ -85,13 +85,13 @@ class Progress:
 
 
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    speedup = summary["rollout_speedup_vs_plain_estimate"]
+    speedup = summary["speedup_estimate"]
     first, last = ("-" if (v := summary[key]) is None else f"{v:.3f}" for key in ("reward_first", "reward_last"))
     return [
         ("rollout speedup over plain (estimate)", "-" if speedup is None else f"{speedup:.2f}x"),
         ("tokens equal to plain decoding", f"{summary['tokens_equal']} of {summary['tokens_checked']} checked"),
         (f"reward, first and last {summary['reward_averaged_over_steps']} steps", f"{first} -> {last}"),
-        ("tokens a request gains per target step", f"{summary['acceptance_length']:.2f}"),
+        ("tokens a request gains in an engine step", f"{summary['acceptance_length']:.2f}"),
         ("alarms", str(summary["alarms"])),
         *([("processes that died", str(summary["deaths"]))] if summary["deaths"] else []),
     ]

@@ -24,9 +24,9 @@ import torch
 
 from lab.local.engine import RolloutEngine
 from lab.local.run_sections import GenerationConfig
-from nemo_specrollout.racing.turn_engine import TurnEngine
-from nemo_specrollout.racing.turns import Orders, TurnResult
-from nemo_specrollout.scheduling.racing.draft_ladder import ladder_method
+from lab.local.turn_engine import ReloadingTurnEngine
+from nemo_specrollout.racing.turns import TurnOrders, TurnResult
+from nemo_specrollout.scheduling.racing.speed_table import draft_method
 
 if "ray" not in sys.modules:  # a program that has imported Ray has made its own choice
     os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -42,7 +42,7 @@ HANG_S = 300.0
 """Seconds without an answer after which an engine that has something to do is killed."""
 START_S = 1800.0
 """Seconds after which an engine that is still starting is killed."""
-MOST_RESTARTS = 3
+MAX_RESTARTS = 3
 """Restarts of each engine."""
 _LONGEST_ERROR = 300
 """Characters of a dead engine's last error that are shown."""
@@ -110,12 +110,12 @@ class RolloutActor:
     def start(self, model: str, generation: GenerationConfig, seed: int, weights: Weights | None) -> tuple[int, int]:
         """Starts the engine; returns its `max_num_seqs` and the process id. Raises ConfigError for what vLLM refuses."""
         self._engine = RolloutEngine(Path(model), generation, seed)
-        self._turns = TurnEngine(self._engine)
+        self._turns = ReloadingTurnEngine(self._engine)
         if weights is not None:
             self.load_weights(weights, recompute_kv_cache=False)
         return self._engine.max_num_seqs, os.getpid()
 
-    def turn(self, orders: Orders) -> TurnResult:
+    def turn(self, orders: TurnOrders) -> TurnResult:
         return self._turns.turn(orders)
 
     def load_weights(self, weights: Weights, recompute_kv_cache: bool) -> None:
@@ -153,7 +153,7 @@ class RolloutPool:
         `recompute_kv_cache` is what new weights do to requests under way (`TurnEngine.load_weights`).
         """
         blocks = [generation.specrollout.of_engine(engine) for engine in range(num_engines)]
-        names = list(map(ladder_method, blocks))
+        names = list(map(draft_method, blocks))
         self.method_names = list(dict.fromkeys(names))
         self.methods = [self.method_names.index(name) for name in names]
         self.num_restarts = [0] * num_engines
@@ -184,12 +184,12 @@ class RolloutPool:
             self.close()
             raise
 
-    # For a coordinator: see `Engines`
+    # For a coordinator: see `EngineFleet`
 
     def is_alive(self, engine: int) -> bool:
         return engine in self._actors and engine not in self._deaths
 
-    def send(self, engine: int, orders: Orders) -> None:
+    def send(self, engine: int, orders: TurnOrders) -> None:
         if not self.num_turns(engine):
             self._heard_s[engine] = time.monotonic()
         self._turns[self._actors[engine].turn.remote(orders)] = engine
@@ -207,18 +207,18 @@ class RolloutPool:
         return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
 
     def revive(self) -> None:
-        """Begins to restart dead engines with the newest weights, each at most `MOST_RESTARTS` times.
+        """Begins to restart dead engines with the newest weights, each at most `MAX_RESTARTS` times.
 
         Raises RuntimeError if no engine is left.
         """
         restarting = {start.engine for start in self._starting.values()}
         for engine in set(range(len(self.methods))) - self._actors.keys() - restarting:
-            if self.num_restarts[engine] < MOST_RESTARTS:
+            if self.num_restarts[engine] < MAX_RESTARTS:
                 self.num_restarts[engine] += 1
                 self._start(engine)
         if not self._actors and not self._starting:
             raise RuntimeError(
-                f"all rollout workers have died {MOST_RESTARTS + 1} times; the last error of one: "
+                f"all rollout workers have died {MAX_RESTARTS + 1} times; the last error of one: "
                 f"{self._last_error or 'unknown'}"
             )
 
@@ -263,8 +263,8 @@ class RolloutPool:
         return deaths + [
             f"rollout worker {engine} died{f' ({error})' if error else ''}; the others take over its requests, and it "
             + (
-                f"is restarted (at most {MOST_RESTARTS} times)"
-                if self.num_restarts[engine] < MOST_RESTARTS
+                f"is restarted (at most {MAX_RESTARTS} times)"
+                if self.num_restarts[engine] < MAX_RESTARTS
                 else "has died too often to be restarted"
             )
             for engine, error in untold

@@ -22,7 +22,7 @@ from lab.local.run_sections import (
     PolicyConfig,
 )
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join, refuse
+from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join, raise_first_mistake
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """`bench`: the comparison that `nemo-specrollout bench` makes."""
+    """`bench`: the comparison that `specrollout-lab bench` makes."""
 
     num_rounds: int = bounded(5, low=1)
     """Interleaved rounds; figures are medians over them."""
     fixed_k: tuple[int, ...] = bounded((1, 3, 5, 7), low=1, high=64)
     """Draft tokens a step of the rows whose method and number of drafts are fixed."""
     rows: tuple[str, ...] = ()
-    """The rows to measure, by how their names begin, e.g. [stock, ours]; empty is all. `plain` is always among them."""
+    """Beginnings of the names of the rows to measure, e.g. [stock, ours]; empty: all rows. `plain` is always measured."""
     deepen: int = bounded(1, low=1, high=64)
-    """Factor by which layers without effect multiply the policy's layers (`lab/policies/deep_policy.py`). A head then
-    costs as little relative to the policy as with a deep policy. 1 leaves the policy as it is."""
+    """Factor by which the policy gets more layers, which have no effect (`lab/policies/deep_policy.py`). A head then costs
+    as little, relative to the policy, as beside a deep policy. 1: the policy as it is."""
     useless_batches: tuple[int, ...] = bounded((), low=1)
     """Batch sizes at which to measure drafters that are always wrong; empty skips that."""
     workloads: tuple[WorkloadConfig, ...] = ()
@@ -55,15 +55,15 @@ class BenchConfig:
     constant_batches: tuple[int, ...] = bounded((), low=1)
     """Batch sizes at which to measure the rows while finished requests are replaced; empty skips that."""
     rows_at_a_time: int = bounded(0, low=0)
-    """Rows whose engines are in memory at the same time, `plain` among them; 0 is all. Fewer need less memory; rows are
-    compared with the measurement of `plain` from the same time."""
+    """Number of rows whose engines are in memory at the same time, including `plain`; 0: all rows. Fewer rows need less
+    memory. Each row is compared with the measurement of `plain` from the same time."""
     acceptance_k: int = bounded(0, low=0, high=64)
     """Draft tokens of the table that compares ways of drafting with weights; 0 skips the table."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if two workloads have one name, or `rows_at_a_time` leaves no room for a row."""
         names = [workload.name for workload in self.workloads]
-        refuse(
+        raise_first_mistake(
             path,
             (len(set(names)) < len(names), "workloads", f"{names}; give each a name of its own"),
             (self.rows_at_a_time == 1, "rows_at_a_time", "1 has no room beside plain; set 2 or more, or 0 for all"),
@@ -102,7 +102,7 @@ class RunConfig:
         self._check_rollout_workers()
         self._check_asynchrony()
         samples, batch = self.grpo.samples_per_step, self.policy.train_global_batch_size
-        refuse(
+        raise_first_mistake(
             path,
             (samples % batch, "policy.train_global_batch_size",
              f"{batch} does not divide the {samples} samples of a step; choose a divisor"),
@@ -114,7 +114,7 @@ class RunConfig:
     def _check_lengths(self) -> None:
         generation, longest = self.policy.generation, self.policy.max_total_sequence_length
         context, drafts = generation.vllm_cfg.max_model_len, generation.specrollout.num_speculative_tokens
-        refuse(
+        raise_first_mistake(
             "policy",
             (context != longest, "generation.vllm_cfg.max_model_len",
              f"{context} differs from policy.max_total_sequence_length {longest}; set both to the same"),
@@ -129,14 +129,14 @@ class RunConfig:
         recomputes = asynchronous.recompute_kv_cache_after_weight_updates
         in_flight, verified = asynchronous.in_flight_weight_updates, block.verify.requests_per_step
         fastest = block.fastest_of_n
-        refuse("", (
+        raise_first_mistake("", (
             not block.enabled and (asynchronous.enabled or self.cluster.rollout_workers > 1), f"{BLOCK_PATH}.enabled",
             "false; several rollout workers, and asynchronous runs, need it true: set drafters: [] for no speculation",
         ))  # fmt: skip
         if not asynchronous.enabled:
             return
         kv_cache = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
-        refuse(
+        raise_first_mistake(
             "",
             (not self.loss_fn.use_importance_sampling_correction, "loss_fn.use_importance_sampling_correction",
              "false; samples of an asynchronous run are of older policies: set it to true"),
@@ -151,11 +151,11 @@ class RunConfig:
     def _check_rollout_workers(self) -> None:
         workers, samples = self.cluster.rollout_workers, self.grpo.samples_per_step
         text = f"{workers} workers for {samples} requests of a step; lower it"
-        refuse("cluster", (workers > samples, "rollout_workers", text))
+        raise_first_mistake("cluster", (workers > samples, "rollout_workers", text))
         fastest = self.policy.generation.specrollout.fastest_of_n
         if fastest is None or not fastest.enabled:
             return
-        refuse(
+        raise_first_mistake(
             f"{BLOCK_PATH}.fastest_of_n",
             (workers < 2, "", "there is only one rollout worker, so requests cannot move; set cluster.rollout_workers to 2 or "
              "more, or remove the block"),
@@ -169,7 +169,7 @@ class RunConfig:
 def check_prompt(num_tokens: int, context: int) -> None:
     """Raises ConfigError for a prompt that leaves no room for a response in `context` tokens."""
     text = f"{context}; a prompt has {num_tokens} tokens, and none is left for a response: raise it"
-    refuse("policy", (num_tokens >= context, "max_total_sequence_length", text))
+    raise_first_mistake("policy", (num_tokens >= context, "max_total_sequence_length", text))
 
 
 def read_run_config(tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:

@@ -16,20 +16,21 @@ from typing import IO, Any
 
 import yaml
 
-from nemo_specrollout.config.files import DamagedFolder, check_seal, sync_folder, temporary_names, write_atomically
+from lab.local.sealed_folder import DamagedFolder, check_seal
 from nemo_specrollout.config.strict import ConfigError, differences
-from nemo_specrollout.config.versions import checkout_commit, installed_versions
-from nemo_specrollout.reports.records import read_lines, read_object_or_nothing
-from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
+from nemo_specrollout.installed.versions import checkout_commit, installed_versions
+from nemo_specrollout.reports.records import FORMAT, METRICS, RUN, SUMMARY, read_lines, read_object_or_nothing
+from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
+from nemo_specrollout.storage.files import sync_folder, temporary_names, write_atomically
 
 NUM_CHECKPOINTS = 2
 """Checkpoints that are kept."""
-LOCK, LADDER, SUMMARY = "run.lock", "ladder.json", "summary.json"
-LINES = ("metrics.jsonl", "samples.jsonl", "trace.jsonl", "timeline.jsonl")
+LOCK, LADDER = "run.lock", "ladder.json"
+LINES = (METRICS, "samples.jsonl", "trace.jsonl", "timeline.jsonl")
 PAGES = ("report.html", "picture.png")
 _MAY_CHANGE = {"grpo.max_num_steps", "logger.log_dir"}
 """Keys of the config that may change when a run is resumed."""
-_TEMPORARY = temporary_names(("config.yaml", "run.json", LADDER, *LINES, SUMMARY, *PAGES))
+_TEMPORARY = temporary_names(("config.yaml", RUN, LADDER, *LINES, SUMMARY, *PAGES))
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """Errors of a file system without locks, e.g. Lustre mounted without `flock`."""
@@ -62,8 +63,8 @@ class RunDirectory:
         folder holds something else, or a run that is complete or keeps no checkpoints.
         """
         self.path = path
-        self.engine_facts: Mapping[str, Any] = {}
-        """Facts on the engine for `run.json` (`RolloutEngine.facts`)."""
+        self.facts: Mapping[str, Any] = {}
+        """Facts on the engine and the block for `run.json`."""
         self._config = config
         self._checkpoints = path / "checkpoints"
         self._damaged: dict[int, str] = {}
@@ -80,9 +81,12 @@ class RunDirectory:
         path = self.path
         if all(entry.name == LOCK or _TEMPORARY.fullmatch(entry.name) for entry in path.iterdir()):
             return
-        if not {"command", "versions", "started"} <= read_object_or_nothing(path / "run.json").keys():
+        about = read_object_or_nothing(path / RUN)
+        if not {"command", "versions", "started"} <= about.keys():
             raise ConfigError(f"logger.log_dir: {path} exists and is not a run directory; choose another")
-        steps = [record["step"] for record in read_lines(path / "metrics.jsonl")]
+        if about.get("records") != FORMAT:
+            raise ConfigError(f"logger.log_dir: {path} holds a run of another version; choose another folder")
+        steps = [record["step"] for record in read_lines(path / METRICS)]
         if self.next_step == 0 and not steps:
             return
         earlier = _read_yaml(path / "config.yaml")
@@ -123,7 +127,7 @@ class RunDirectory:
             if _TEMPORARY.fullmatch(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
         if self.next_step == 0:  # written first, because it marks the folder as a run directory
-            write_atomically(self.path / "run.json", json.dumps({**_provenance(), **self.engine_facts}, indent=1))
+            write_atomically(self.path / RUN, json.dumps({**_provenance(), **self.facts}, indent=1))
         write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(self._config), sort_keys=False))
         for file in (self.path / name for name in LINES):
             if file.is_file():
@@ -171,10 +175,10 @@ class RunDirectory:
                 shutil.rmtree(folder)
 
     @property
-    def ladder(self) -> LadderFile | None:
+    def ladder(self) -> SpeedTableFile | None:
         """Draft ladder of a resumed run; None in a new run or with one engine."""
         file = self.path / LADDER
-        return LadderFile.read(file, "logger.log_dir") if self.next_step and file.is_file() else None
+        return SpeedTableFile.read(file, "logger.log_dir") if self.next_step and file.is_file() else None
 
     # Checkpoints: only names `step_N` count; other files in the folder belong to the user
 
@@ -227,6 +231,7 @@ def _read_yaml(file: Path) -> dict[str, Any] | None:
 def _provenance() -> dict[str, Any]:
     """Returns the content of `run.json`: the command, versions, commit and time of the start."""
     return {
+        "records": FORMAT,
         "command": " ".join(sys.argv),
         "versions": installed_versions(),
         "commit": checkout_commit(),

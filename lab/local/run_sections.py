@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.strict import bounded, choice, refuse
+from nemo_specrollout.config.block import OFF, SpecrolloutConfig
+from nemo_specrollout.config.strict import bounded, choice, raise_first_mistake
 
 _LOWEST_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this one to it."""
@@ -15,8 +15,6 @@ PROCESSED_LOGPROBS = "processed_logprobs"
 """vLLM's name of log-probs after temperature, top-p and top-k; by default it returns the log-probs before them."""
 DEFAULT_MAX_NUM_SEQS = 64
 """Requests that an engine runs at a time if `vllm_kwargs` does not say."""
-
-OFF = SpecrolloutConfig(enabled=False)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class LossConfig:
     def check(self, path: str) -> None:
         """Raises ConfigError if the dual clip would cut the ordinary loss."""
         text = f"{self.ratio_clip_c}; it must exceed 1, or be null for no dual clipping"
-        refuse(path, (self.ratio_clip_c is not None and self.ratio_clip_c <= 1, "ratio_clip_c", text))
+        raise_first_mistake(path, (self.ratio_clip_c is not None and self.ratio_clip_c <= 1, "ratio_clip_c", text))
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class OptimizerConfig:
     def check(self, path: str) -> None:
         """Raises ConfigError if the warm-up starts above its end."""
         text = f"{self.lr_warmup_init} exceeds lr {self.lr}; lower it"
-        refuse(path, (self.lr_warmup_init > self.lr, "lr_warmup_init", text))
+        raise_first_mistake(path, (self.lr_warmup_init > self.lr, "lr_warmup_init", text))
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class MegatronConfig:
     def check(self, path: str) -> None:
         """Raises ConfigError for values that only NeMo-RL can run."""
         size = self.tensor_model_parallel_size
-        refuse(
+        raise_first_mistake(
             path,
             (not self.enabled, "enabled", "false; the local runner trains with Megatron-Core only: set it to true"),
             (size != 1, "tensor_model_parallel_size", f"{size}; the local runner is one process: set 1"),
@@ -176,9 +174,11 @@ class GenerationConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             size = self.vllm_kwargs.get(name)
             is_wrong = size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1)
-            refuse(path, (is_wrong, f"vllm_kwargs.{name}", f"{size!r}; it must be a whole number, at least 1"))
+            raise_first_mistake(
+                path, (is_wrong, f"vllm_kwargs.{name}", f"{size!r}; it must be a whole number, at least 1")
+            )
         text = f"{self.temperature}; vLLM samples at {_LOWEST_TEMPERATURE}: write that, or 0 for greedy"
-        refuse(path, (0 < self.temperature < _LOWEST_TEMPERATURE, "temperature", text))
+        raise_first_mistake(path, (0 < self.temperature < _LOWEST_TEMPERATURE, "temperature", text))
 
 
 @dataclass(frozen=True)
@@ -217,13 +217,13 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """`data`: the task. Problems are generated from the run's seed (docs/reference/tasks.md)."""
+    """`data`: the task. Problems are generated from the run's seed (docs/get-started/local.md)."""
 
     dataset_name: str = choice("step_addition", "reasoning_gym", "free_text", default="step_addition")
     """`step_addition`: the demo's own task. `reasoning_gym`: the `tasks` of that package. `free_text`: stories and
     explanations without a reward, for `bench` only."""
     max_terms: int = bounded(16, low=2, high=16)
-    """Most terms of an addition, of step_addition."""
+    """Largest number of terms in an addition of `step_addition`."""
     tasks: tuple[TaskConfig, ...] = ()
     """The tasks of reasoning_gym, mixed by weight."""
     system_prompt: str | None = None
@@ -234,7 +234,7 @@ class DataConfig:
         """Raises ConfigError if tasks are missing, superfluous or named twice."""
         names = [task.name for task in self.tasks]
         has_tasks = self.dataset_name == "reasoning_gym"
-        refuse(
+        raise_first_mistake(
             path,
             (has_tasks and not names, "tasks", "empty; name a task of reasoning_gym, such as [{name: chain_sum}]"),
             (names and not has_tasks, "tasks",

@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,8 @@ from lab.local.step_rollout import (
     step_prompts,
 )
 from lab.local.tasks import build_task
-from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.reports.records import METRICS, policy_lag
+from nemo_specrollout.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from lab.local.head_refresh_step import LocalRefresher
@@ -105,8 +106,9 @@ class GrpoRunner:
         record["deaths"] = len(deaths)
         if self.refresher is not None:
             with self.progress.phase(f"step {step}: draft head"):
-                elapsed_s = time.perf_counter() - started
-                record["draft_refresh"] = self.refresher.after_step(step, rollout.stats, elapsed_s)
+                refresh = self.refresher.after_step(step, rollout.stats, time.perf_counter() - started)
+                record |= {"head_age": refresh.pop("head_age"), "draft_refresh": refresh}
+        record["step_s"] = time.perf_counter() - started
         self._keep(step, record, rollout, scored)
         return record
 
@@ -188,8 +190,9 @@ class GrpoRunner:
 
     def _start_policy(self) -> None:
         """Builds the policy, and loads the checkpoint that the run goes on from into policy and engines."""
-        self.directory.engine_facts = self.source.facts()
-        self.progress.engine_started(self.directory.engine_facts)
+        facts = self.source.facts()
+        self.directory.facts = {**facts, "block": asdict(self.config.policy.generation.specrollout)}
+        self.progress.engine_started(facts)
         with self.progress.phase("building the Megatron-Core policy"):
             self.policy = self._load_policy()
             self.reference = self._load_policy() if self.config.loss_fn.reference_policy_kl_penalty > 0 else None
@@ -219,7 +222,7 @@ class GrpoRunner:
 
     def _keep(self, step: int, record: dict[str, Any], rollout: StepRollout, scored: Scored) -> None:
         """Writes the records first, then the checkpoint that makes them count."""
-        self.directory.append("metrics.jsonl", record)
+        self.directory.append(METRICS, record)
         self.directory.append("samples.jsonl", {"step": step, "samples": _sample_lines(rollout, scored)})
         self.directory.append("trace.jsonl", {"step": step, **rollout.stats.trace})
         if rollout.timeline is not None:
@@ -269,22 +272,22 @@ def _step_record(
 ) -> dict[str, Any]:
     """Returns a line of `metrics.jsonl`; docs/reference/metrics.md names every key."""
     stats, gap = rollout.stats, scored.gap_BT[scored.batch.response_mask_BT]
-    lengths = sorted(len(r.token_ids) for r in rollout.rollouts)
+    lengths = [len(r.token_ids) for r in rollout.rollouts]
     return {
         "step": step,
         "reward": float(scored.rewards_B.mean()),
         "num_samples": len(lengths),
-        "response_length": {
-            "mean": sum(lengths) / len(lengths),
-            "median": lengths[len(lengths) // 2],
-            "max": lengths[-1],
-        },
+        "mean_gen_tokens_per_sample": sum(lengths) / len(lengths),
+        "max_gen_tokens_per_sample": max(lengths),
         **stats.metrics(),
+        "generation_s": stats.seconds,
         "logprob_s": scored.logprob_s,
         "train_s": train_s,
         "refit_s": refit_s,
         "verify_s": rollout.verify_s,
-        "logprob_gap": {"mean": float(gap.mean()), "max": float(gap.max())},
+        "logprob_gap": float(gap.mean()),
+        "logprob_gap_max": float(gap.max()),
+        **policy_lag(rollout.sample_stats, step),
         **rollout.figures,
         **_gap_on_policy(rollout, scored),
         "tokens_checked": rollout.tokens_checked,
@@ -308,7 +311,7 @@ def _gap_on_policy(rollout: StepRollout, scored: Scored) -> dict[str, float | No
 def alarms(record: dict[str, Any], logprob_gap_bound: float) -> list[str]:
     """Returns sentences about what must not happen in a sound run."""
     found = []
-    gap = record.get("logprob_gap_on_policy", record["logprob_gap"]["mean"])
+    gap = record.get("logprob_gap_on_policy", record["logprob_gap"])
     if gap is not None and not gap <= logprob_gap_bound:  # NaN is an alarm, too
         found.append(
             f"log-prob gap {gap:.4f} is above {logprob_gap_bound}: engine and trainer do not hold the same policy"

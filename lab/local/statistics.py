@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from lab.local.engine_stats import EngineStats
 from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.scheduling.speculation.step_time import plain_estimate_s
-from nemo_specrollout.telemetry.engine_stats import EngineStats, EngineTotals
+from nemo_specrollout.telemetry.engine_stats import EngineTotals
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class RolloutStats:
 
     seconds: float
     num_tokens: int
-    num_target_steps: int
+    num_engine_steps: int
     num_request_steps: int
-    """Requests, summed over the target steps."""
+    """Requests, summed over the engine steps."""
     plain_estimate_s: float | None
     """Estimated seconds without speculation; None if the engine learned no step times."""
     host_s: float
@@ -43,7 +44,7 @@ class RolloutStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a request gains in a target step: 1 without speculation, or without a step."""
+        """Tokens that a request gains in an engine step: 1 without speculation, or without a step."""
         return self.num_tokens / self.num_request_steps if self.num_request_steps else 1.0
 
     def metrics(self) -> dict[str, Any]:
@@ -58,22 +59,22 @@ class RolloutStats:
             "num_tokens": self.num_tokens,
             "rollout_s": self.seconds,
             "plain_estimate_s": plain_s,
-            "rollout_speedup": None if plain_s is None or not self.seconds else plain_s / self.seconds,
-            "target_steps": self.num_target_steps,
+            "speedup_estimate": None if plain_s is None or not self.seconds else plain_s / self.seconds,
+            "engine_steps": self.num_engine_steps,
             "request_steps": self.num_request_steps,
             "acceptance_length": self.acceptance_length,
             "acceptance": {n: {"proposed": self.proposed[n], "accepted": self.accepted[n]} for n in self.proposed},
-            "num_draft_tokens": self.num_draft_tokens,
-            "share_of_steps_with_drafts": self.num_steps_with_drafts / max(self.num_target_steps, 1),
+            "draft_tokens_per_request_step": self.num_draft_tokens / max(self.num_request_steps, 1),
+            "steps_with_drafts": self.num_steps_with_drafts / max(self.num_engine_steps, 1),
             "host_share": self.host_s / self.seconds if self.seconds else 0.0,
             **{name: value for name, value in optional.items() if value is not None},
         }
 
 
-def stock_stats(rollouts: Sequence[Rollout], seconds: float, num_target_steps: int) -> RolloutStats:
+def stock_stats(rollouts: Sequence[Rollout], seconds: float, num_engine_steps: int) -> RolloutStats:
     """Returns the statistics of an engine without our worker, which has no stats and drafts nothing."""
     tokens = sum(len(r.token_ids) for r in rollouts)
-    return RolloutStats(seconds, tokens, num_target_steps, tokens, None, 0.0, 0, 0, {}, {}, {"columns": [], "rows": []})
+    return RolloutStats(seconds, tokens, num_engine_steps, tokens, None, 0.0, 0, 0, {}, {}, {"columns": [], "rows": []})
 
 
 def rollout_stats(
@@ -89,7 +90,7 @@ def rollout_stats(
     return RolloutStats(
         seconds=seconds,
         num_tokens=sum(lengths),
-        num_target_steps=len(num_requests),
+        num_engine_steps=len(num_requests),
         num_request_steps=int(num_requests.sum()),
         plain_estimate_s=estimate,
         host_s=float(after.trace.column("host_s").sum()),
@@ -123,7 +124,7 @@ def fleet_stats(
         parts[engine] = rollout_stats(before[engine], now, shard, busy_s, max_num_seqs)
     of_all = list(parts.values())
     estimates, dormant = ([getattr(p, key) for p in of_all] for key in ("plain_estimate_s", "head_is_dormant"))
-    counts = ("num_target_steps", "num_request_steps", "num_draft_tokens", "num_steps_with_drafts")
+    counts = ("num_engine_steps", "num_request_steps", "num_draft_tokens", "num_steps_with_drafts")
     return RolloutStats(
         seconds=seconds,
         num_tokens=sum(len(r.token_ids) for r in rollouts),

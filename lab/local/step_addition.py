@@ -2,7 +2,7 @@
 """The demo's task: add 2 to 16 numbers step by step. Problems are made from a seed, and the reward is by rule.
 
 A small random grammar writes worked responses from left to right. They repeat themselves no more than an LLM's text does:
-n-gram drafting gains less here than papers report (docs/reference/tasks.md). So the task does not favour drafters.
+n-gram drafting gains less here than papers report (docs/get-started/local.md). So the task does not favour drafters.
 This module does not import torch, and imports transformers only in `build_tokenizer`.
 """
 

@@ -15,7 +15,7 @@ from lab.local.run_config import RunConfig, check_prompt
 from lab.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
 from lab.local.tasks import Task
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
+from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
 
 if TYPE_CHECKING:
     from nemo_specrollout.training.features.features import SequenceFeatures
@@ -177,7 +177,7 @@ class RolloutSource(Protocol):
     def take_deaths(self) -> list[str]:
         """Returns a sentence for each process that died since the last call."""
 
-    def ladder_file(self) -> LadderFile | None:
+    def ladder_file(self) -> SpeedTableFile | None:
         """Returns the decode speeds that were learned; None where nothing was."""
         return None
 

@@ -18,7 +18,7 @@ import numpy as np
 
 _ALMOST_SURE = 1.0 - 1e-9
 """Maximum p. At p = 1 the longest buffer would depend on the initial state."""
-_MOST_ROUNDS = 500
+_MAX_ROUNDS = 500
 """Maximum iterations towards the fixed point of drafts and step time."""
 _CLOSE = 1e-7
 """Change of the submitted drafts at which the iteration ends."""
@@ -84,7 +84,7 @@ def steady_state(
     """
     rates = StreamedRates(1.0, 0.0, 0.0)
     seconds = step_s(num_requests)
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         before = rates.num_submitted
         rates = streamed_rates(p, k, window, seconds / draft_s)
         seconds = step_s(num_requests * (1 + rates.num_submitted))

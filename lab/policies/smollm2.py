@@ -52,7 +52,7 @@ CHECK_TEXT = (
     "droplets grow heavy enough, they fall as rain or snow. Some of this water flows into rivers, which carry it back to the "
     "sea, and the cycle begins again."
 )
-MOST_PERPLEXITY = 8.0
+MAX_PERPLEXITY = 8.0
 """A conversion with a mistake (a permuted row, a missing norm) has hundreds or thousands on `CHECK_TEXT`."""
 CHECK_PROMPT = "What is the capital of France?"
 NUM_GREEDY_TOKENS = 24
@@ -165,8 +165,8 @@ def check(folder: Path) -> dict[str, Any]:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = perplexity(model, tokenizer, CHECK_TEXT)
-    if not found <= MOST_PERPLEXITY:
-        raise FetchError(f"{folder}: perplexity {found:.1f} on the check text, at most {MOST_PERPLEXITY} expected")
+    if not found <= MAX_PERPLEXITY:
+        raise FetchError(f"{folder}: perplexity {found:.1f} on the check text, at most {MAX_PERPLEXITY} expected")
     ids = torch.tensor([encode_chat(tokenizer, CHECK_PROMPT)])
     out = model.generate(ids, max_new_tokens=NUM_GREEDY_TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
     return {

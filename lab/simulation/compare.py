@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lab.simulation.dealing import in_shards
 from lab.simulation.event_loop import Rollout, RolloutResult
 from lab.simulation.scenario import Scenario
 from lab.simulation.setting import APART, AUTO, FIXED, PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
-from nemo_specrollout.scheduling.racing.straggler_policy import in_shards
 
 
 @dataclass(frozen=True)

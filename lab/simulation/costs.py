@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost models of an engine: three with given numbers, and a roofline of a transformer on GPUs.
 
-`nemo-specrollout profile` measures `TabledCosts`. `RoundCosts` and `LinearCosts` have the forms of the two papers. The
+`specrollout-lab profile` measures `TabledCosts`. `RoundCosts` and `LinearCosts` have the forms of the two papers. The
 roofline follows from the model's shape, the GPU's data sheet and a few calibrated shares.
 """
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.config.files import read_regular
 from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest
+from nemo_specrollout.storage.files import read_regular
 
 _HEAD_VOCABULARY = 32_000
 """Vocabulary of an EAGLE-3 head (arXiv 2503.01840), which drafts only the most frequent tokens."""

@@ -12,7 +12,7 @@ from lab.simulation.costs import Calibration, LinearCosts, RoundCosts
 from lab.simulation.data_sheets import device_named, model_named
 from lab.simulation.workload import LengthConfig, acceptance_for
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.strict import bounded, build, choice, join, nearest, refuse
+from nemo_specrollout.config.strict import bounded, build, choice, join, nearest, raise_first_mistake
 
 HEAD, TEXT = "eagle3", "text"
 """Special values of `draft`: an EAGLE-3 head of the policy's width, and a look-up in text, which costs no GPU time."""
@@ -46,7 +46,7 @@ class ClusterConfig:
     def check(self, path: str) -> None:
         """Raises ConfigError if the engines do not fit the GPUs."""
         left, size = self.generating_gpus, self.gpus_per_engine
-        refuse(
+        raise_first_mistake(
             path,
             (left < size, "num_gpus",
              f"{self.num_gpus}, of which {self.train_gpus} train, leave {left} to generate; an engine needs {size}: raise "
@@ -97,7 +97,7 @@ class MethodConfig:
     def check(self, path: str) -> None:
         """Raises ConfigError unless exactly one acceptance is given and it is possible."""
         length, most = self.acceptance_length, self.at_k + 1
-        refuse(
+        raise_first_mistake(
             path,
             ((self.acceptance is None) == (length is None), "acceptance",
              f"{self.acceptance}, with acceptance_length {length}; give one of the two"),
@@ -131,7 +131,7 @@ class DraftingConfig:
         names = [method.name for method in self.methods]
         draft = self.methods[0].draft if names else ""
         unknown = next((name for name in self.methods_of_workers if name not in names), None)
-        refuse(
+        raise_first_mistake(
             path,
             (not names or len(set(names)) < len(names), "methods", f"{names}; name at least one, and each once"),
             (unknown is not None, "methods_of_workers",
@@ -147,7 +147,7 @@ class CostConfig:
     """Cost model."""
 
     kind: str = choice("roofline", "rounds", "linear", "tables", default="roofline")
-    """`rounds` and `linear` have the forms of the two papers; `tables` come from `nemo-specrollout profile`."""
+    """`rounds` and `linear` have the forms of the two papers; `tables` come from `specrollout-lab profile`."""
     rounds: RoundCosts | None = None
     linear: LinearCosts | None = None
     profile: str | None = None
@@ -157,7 +157,7 @@ class CostConfig:
         """Raises ConfigError unless exactly the block of the kind is given."""
         for kind, key in (("rounds", "rounds"), ("linear", "linear"), ("tables", "profile")):
             block, is_kind = getattr(self, key), kind == self.kind
-            refuse(
+            raise_first_mistake(
                 path,
                 (is_kind and block is None, key, f"missing with kind {self.kind!r}; give it"),
                 (not is_kind and block is not None, key,
@@ -189,7 +189,7 @@ class TrainingConfig:
     def check(self, path: str) -> None:
         """Raises ConfigError if a value contradicts the lag."""
         lag, is_async, least = self.lag, self.mode == "async", 2 * self.lag + 2
-        refuse(
+        raise_first_mistake(
             path,
             (not is_async and (lag or self.max_age), "lag",
              f"{lag}, max_age {self.max_age}; a synchronous step has no lag: set both to 0, or mode: async"),
@@ -204,7 +204,7 @@ class TrainingConfig:
         )  # fmt: skip
 
 
-MOST_REQUESTS = 2_000_000
+MAX_REQUESTS = 2_000_000
 """Maximum number of simulated requests, which take about a kilobyte each."""
 FOLDER = Path(__file__).parent / "scenarios"
 
@@ -238,15 +238,15 @@ class Scenario:
         """Raises ConfigError if the scenario cannot run."""
         cluster, batch, is_async = self.cluster, self.batch, self.training.mode == "async"
         num_requests = batch.num_requests * (self.training.num_steps if is_async else 1)
-        refuse(
+        raise_first_mistake(
             path,
             (is_async and not cluster.train_gpus, "cluster.train_gpus",
              "0; asynchronous training needs separate GPUs: set their number, or mode: sync"),
             (not is_async and cluster.train_gpus, "cluster.train_gpus",
              f"{cluster.train_gpus}; in synchronous training all GPUs take turns: set it to 0, or mode: async"),
-            (num_requests > MOST_REQUESTS, "batch.num_prompts",
+            (num_requests > MAX_REQUESTS, "batch.num_prompts",
              f"{batch.num_prompts} of {batch.num_samples} samples make {num_requests} requests to simulate; "
-             f"{MOST_REQUESTS} at most: lower one of them, or training.num_steps"),
+             f"{MAX_REQUESTS} at most: lower one of them, or training.num_steps"),
         )  # fmt: skip
         if self.costs.kind == "roofline":
             self._check_memory(path)
@@ -257,7 +257,7 @@ class Scenario:
         device.flops(self.precision)
         size, weights = self.cluster.gpus_per_engine, shape.params * (2 if self.precision == "bf16" else 1)
         needed = -(-weights // int(0.9 * device.hbm_bytes))
-        refuse(
+        raise_first_mistake(
             path,
             (weights > 0.9 * device.hbm_bytes * size, "cluster.gpus_per_engine",
              f"{size}; the weights of {self.model} take {weights / 1e9:.0f} GB in {self.precision}, a {device.name} has "

@@ -14,8 +14,8 @@ from statistics import NormalDist
 import numpy as np
 
 from lab.placement.pipeline import coupled_tokens
-from nemo_specrollout.config.files import read_regular
 from nemo_specrollout.config.strict import ConfigError, bounded, build
+from nemo_specrollout.storage.files import read_regular
 
 _SURE = 1.0 - 1e-6
 """Maximum acceptance."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs vLLM's V2 model runner on a CPU: a vLLM platform, and CPU bodies of the runner's Triton kernels.
+"""Runs vLLM's V2 model runner on a CPU: a vLLM platform, and CPU bodies of the runner's Triton kernels and of the product's.
 
-This package imports nothing of `nemo_specrollout`.
+Only `own_kernels` imports anything of the product.
 """

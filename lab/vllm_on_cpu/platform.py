@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import torch
 from vllm.platforms.cpu import CpuPlatform
 
 
@@ -15,10 +16,29 @@ class CpuPlatformForV2(CpuPlatform):
         asynchronous = vllm_config.scheduler_config.async_scheduling
         super().check_and_update_config(vllm_config)
         vllm_config.scheduler_config.async_scheduling = asynchronous
+        from lab.vllm_on_cpu import bfloat16_head
+
+        bfloat16_head.quantize_head(vllm_config)
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """Registers the bodies of the kernels. Each worker calls this hook of vLLM."""
-        from lab.vllm_on_cpu import kernels
+        from lab.vllm_on_cpu import bfloat16_head, kernels  # noqa: F401 - the first registers a quantization method
 
         kernels.register()
+        _norm_context_keys_by_layer()
+
+
+def _norm_context_keys_by_layer() -> None:
+    """Makes DFlash norm the context's keys of each layer by that layer's weights. vLLM's CPU kernel uses the first layer's."""
+    try:
+        from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+    except ImportError:  # before 0.32
+        return
+
+    def normalize(model: Any, keys_L: torch.Tensor) -> torch.Tensor:
+        norms = [layer.self_attn.k_norm for layer in model.layers]
+        return torch.stack([norm(keys.contiguous()) for norm, keys in zip(norms, keys_L, strict=True)])
+
+    model_class: Any = DFlashQwen3Model
+    model_class._normalize_context_k = normalize

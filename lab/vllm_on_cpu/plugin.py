@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's platform plugin of this package: on request, a CPU on which the V2 model runner works. Its imports are light."""
+"""vLLM's platform plugin of this package: a CPU on which the V2 model runner works. Its imports are light."""
 
 import os
 
 V2_ON_CPU = "NEMO_SPECROLLOUT_V2_ON_CPU"
-"""Environment variable that requests the platform with "1". Otherwise vLLM's own platform stays as it is."""
+"""Environment variable that keeps vLLM's own platform with "0"."""
+_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+"""Variables of a process with our platform. torch.compile would take minutes on a CPU."""
 
 
 class _ActiveDriver:
@@ -26,13 +28,18 @@ def platform() -> str | None:
     """Returns the name of our platform class, or None for vLLM's own.
 
     vLLM calls this hook in each process before it chooses the platform. The hook also enters a "cpu" backend into Triton's
-    table, which vLLM reads next.
+    table, which vLLM reads next, and registers the platform with the product.
     """
     from vllm.platforms import vllm_version_matches_substr
 
-    if os.environ.get(V2_ON_CPU) != "1" or not vllm_version_matches_substr("cpu"):
+    if os.environ.get(V2_ON_CPU) == "0" or not vllm_version_matches_substr("cpu"):
         return None
     from triton.backends import backends
 
+    from lab.vllm_on_cpu import own_kernels
+
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    own_kernels.register()
     backends.setdefault("cpu", _Backend())
     return "lab.vllm_on_cpu.platform.CpuPlatformForV2"

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentences that describe what a config runs, for `check`, `explain` and `doctor`; without torch."""
+"""Sentences that describe what a config runs, for `check` and `doctor`; without torch."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from lab.cli.prepare import Prepared
-from lab.local.run_sections import DataConfig
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DrafterConfig,
@@ -33,67 +30,14 @@ from nemo_specrollout.config.nemo_rl_tree import (
     size_at,
 )
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
+from nemo_specrollout.installed.versions import installed_versions, nemo_rl_version, vllm_version
 
 _BACKEND = f"{GENERATION}.backend"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 
-def describe_local(prepared: Prepared) -> list[tuple[str, str]]:
-    """Returns names and sentences that describe a local run."""
-    config, model = prepared.config, prepared.model_config
-    grpo, generation = config.grpo, config.policy.generation
-    samples, num_workers = grpo.samples_per_step, config.cluster.rollout_workers
-    processes = f"Megatron-Core in the run's own process, vLLM in {num_workers} others, which are Ray actors"
-    lines = [
-        ("runtime", f"{config.runtime}: one machine's CPU, "
-                    f"{processes if num_workers > 1 else 'vLLM and Megatron-Core in one process'}"),
-        ("versions", ", ".join(f"{n} {v}" for n, v in installed_versions().items())),
-        ("policy", f"{config.policy.model_name}: {_sizes(model)}, {config.policy.precision}"),
-        ("task", _describe_task(config.data)),
-        ("step", f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples = {samples} requests, "
-                 f"{samples // config.policy.train_global_batch_size} optimizer steps; {grpo.max_num_steps} steps in all"),
-        ("sampling", f"temperature {generation.temperature}, top_p {generation.top_p}, top_k {generation.top_k or 'off'}, "
-                     f"up to {generation.max_new_tokens} tokens"),
-        *_describe_speculation(generation.specrollout, generation.vllm_kwargs.get("speculative_config")),
-        ("engine", engine_in_words(generation.vllm_kwargs, on_gpu=False, is_eager=generation.vllm_cfg.enforce_eager)),
-        *_describe_workers(generation.specrollout, num_workers),
-        ("output", config.logger.log_dir),
-    ]  # fmt: skip
-    if prepared.placement:
-        lines.append(("placement", prepared.placement))
-    if prepared.ignored:
-        lines.append(("ignored", f"keys without effect in the local runner: {', '.join(prepared.ignored)}"))
-    return lines
-
-
-def _describe_task(data: DataConfig) -> str:
-    if data.dataset_name == "reasoning_gym":
-        total = sum(task.weight for task in data.tasks)
-        shares = ", ".join(f"{task.name} {task.weight / total:.0%}" for task in data.tasks)
-        return f"{data.dataset_name}: {shares}; answers scored by its own rules"
-    if data.dataset_name == "free_text":
-        return f"{data.dataset_name}: stories, letters, explanations; no reward, so for `bench` only"
-    return f"{data.dataset_name}: additions of 2 to {data.max_terms} terms, answers checked by a rule"
-
-
-def _describe_workers(block: SpecrolloutConfig, num_workers: int) -> list[tuple[str, str]]:
-    """Returns lines on the rollout workers and on their stragglers; none if there is one worker."""
-    if num_workers == 1:
-        return []
-    kinds = block.drafters_of_engines
-    methods = ["+".join(d.type for d in kinds[w % len(kinds)]) or "no drafter" for w in range(num_workers)]
-    alike = len(set(methods)) == 1
-    who = f"each with {methods[0]}" if alike else ", ".join(f"{w} with {name}" for w, name in enumerate(methods))
-    cores = os.cpu_count() or 1
-    few = f"; this machine has {cores}: they take turns" if cores < num_workers else ""
-    return [
-        ("workers", f"{num_workers} rollout workers, a core each{few}; {who}"),
-        ("fastest_of_n", _describe_racing(block.fastest_of_n, alike=alike)),
-    ]
-
-
-def _describe_racing(racing: FastestOfNConfig | None, *, alike: bool) -> str:
+def describe_racing(racing: FastestOfNConfig | None, *, alike: bool) -> str:
+    """Returns a sentence on moves and races. `alike`: all engines draft in the same way."""
     if racing is None or not racing.enabled:
         return "off: each engine does its own share of the requests, as NeMo-RL deals them out"
     ways = ["move to another engine"] if racing.moving else []
@@ -106,7 +50,8 @@ def _describe_racing(racing: FastestOfNConfig | None, *, alike: bool) -> str:
     )
 
 
-def _sizes(model: Mapping[str, Any]) -> str:
+def sizes_in_words(model: Mapping[str, Any]) -> str:
+    """Returns the sizes of a model by its `config.json`."""
     names = {"num_hidden_layers": "{} layers", "hidden_size": "hidden {}", "vocab_size": "vocabulary {}"}
     return ", ".join(text.format(model[name]) for name, text in names.items() if name in model)
 
@@ -122,43 +67,43 @@ def _in_words(drafter: DrafterConfig) -> str:
     return drafter.type
 
 
-def _describe_speculation(block: SpecrolloutConfig, native: Any, *, by_ray: bool = False) -> list[tuple[str, str]]:
+def describe_speculation(block: SpecrolloutConfig, native: Any, workers_place: str) -> list[tuple[str, str]]:
+    """Returns names and sentences on drafters, budget and exactness.
+
+    Args:
+        block: The block in effect.
+        native: The user's `speculative_config`, if any.
+        workers_place: Where the run starts remote drafters.
+    """
     if not block.enabled:
         return [("speculation", "off: exactly vLLM's own sampler and no drafts")]
     if native is not None:
         return [("speculation", f"vLLM's own {native}, under the drafter-invariant sampler")]
     if not block.drafters:
         return [("speculation", "none: no drafters; the drafter-invariant sampler alone")]
-    names = ", ".join(_in_words(d) for d in block.drafters)
     budget = {
         "auto": "as many draft tokens as pay by the measured step times, per request, none where none pays",
         "fixed": f"{block.budget.k} draft tokens for every request, always",
-        "random": "a random number of draft tokens: a test setting",
     }[block.budget.policy]
     verify = block.verify.requests_per_step
+    checked = f"{verify} requests a step are decoded again plainly to show it" if verify else "not re-checked"
     return [
-        ("drafters", names),
-        *_describe_remote(block.remote, by_ray),
+        ("drafters", ", ".join(map(_in_words, block.drafters))),
+        *([] if block.remote is None else [("placement", _remote_in_words(block.remote, workers_place))]),
         ("budget", f"{block.budget.policy}: {budget}; at most {block.num_speculative_tokens}"),
         ("exactness", "a draft is accepted only if it equals the policy's own sample: tokens do not depend on drafters; "
-                      + (f"{verify} requests a step are decoded again plainly to show it" if verify else "not re-checked")),
+                      + checked),
     ]  # fmt: skip
 
 
-def _describe_remote(drafter: RemoteDrafterConfig | None, by_ray: bool) -> list[tuple[str, str]]:
-    """Returns a line on the place of remote drafters and on who starts them; none without such a drafter."""
-    if drafter is None:
-        return []
-    if drafter.workers and by_ray:
-        device = f"{drafter.gpus:g} GPU" if drafter.gpus else "no GPU"
-        where = f"{drafter.workers} in Ray actors of 1 CPU and {device} each, which Ray places and the run watches"
-    elif drafter.workers:
-        where = f"{drafter.workers} on this machine, one thread each, started and watched by the run"
+def _remote_in_words(drafter: RemoteDrafterConfig, workers_place: str) -> str:
+    """Returns a sentence on the place of remote drafters and on who starts them."""
+    if drafter.workers:
+        where = f"{drafter.workers} {workers_place}"
     else:
         reach = "this machine" if all(map(is_loopback, drafter.addresses)) else "the network, with the shared secret"
         where = f"{len(drafter.addresses)} at {', '.join(drafter.addresses)} ({reach}), started by `serve-drafter`"
-    served = f"up to {drafter.max_requests} requests each, a request goes to the least loaded"
-    return [("placement", f"drafters: {where}; {served}")]
+    return f"drafters: {where}; up to {drafter.max_requests} requests each, a request goes to the least loaded"
 
 
 def describe_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
@@ -173,7 +118,7 @@ def describe_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
         ("runtime", f"nemo_rl: {ALGORITHMS[algorithm]} in NeMo-RL, {_describe_asynchrony(tree)}"),
         ("script", _script_in_words(tree)),
         ("versions", _describe_versions()),
-        ("policy", f"{at(tree, 'policy.model_name')}: {_sizes(model_config(tree) or {}) or 'not a folder here'}, "
+        ("policy", f"{at(tree, 'policy.model_name')}: {sizes_in_words(model_config(tree) or {}) or 'not a folder here'}, "
                    f"{at(tree, 'policy.precision')}; trained by {_describe_trainer(tree)}"),
         ("step", f"{prompts} prompts x {samples} samples, {at(tree, 'policy.train_global_batch_size')} of them an optimizer "
                  f"step; at most {at(tree, f'{algorithm}.max_num_steps', '?')} steps in all"),
@@ -235,10 +180,12 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
     is_eager = bool(at(tree, f"{VLLM_CFG}.enforce_eager", False))
     engine = engine_in_words(at(tree, VLLM_KWARGS, {}), on_gpu=True, is_eager=is_eager)
-    lines = [*_describe_speculation(config, native, by_ray=True), ("engine", engine)]
+    device = f"{config.remote.gpus:g} GPU" if config.remote is not None and config.remote.gpus else "no GPU"
+    place = f"in Ray actors of 1 CPU and {device} each, which Ray places and the run watches"
+    lines = [*describe_speculation(config, native, place), ("engine", engine)]
     if config.fastest_of_n is not None and (engines := num_engines(tree)) > 1:
         alike = len({frozenset(d.type for d in kind) for kind in config.drafters_of_engines[:engines]}) == 1
-        lines.append(("fastest_of_n", _describe_racing(config.fastest_of_n, alike=alike)))
+        lines.append(("fastest_of_n", describe_racing(config.fastest_of_n, alike=alike)))
     return lines
 
 

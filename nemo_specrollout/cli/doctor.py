@@ -18,17 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lab.cli.prepare import EXIT_FAILED, check_out
-from nemo_specrollout.cli.check import subject_of
+from nemo_specrollout.cli.check import describe_config, read_nemo_rl_config
+from nemo_specrollout.cli.command_line import EXIT_FAILED, check_out
 from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.cli.terminal import log_console, scratch_folder
-from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.config.versions import vllm_version
-from nemo_specrollout.doctor import actors, environment, gpu, patch_point_check, self_test
+from nemo_specrollout.doctor import actors, environment, patch_point_check, self_test
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, State
+from nemo_specrollout.installed.versions import vllm_version
 from nemo_specrollout.nemo_rl.patch_points import in_one_line
+from nemo_specrollout.storage.files import write_atomically
 
 CONFIG = Section("config")
 _STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
@@ -88,8 +87,6 @@ def _sections(
         to_do = "Run doctor where vLLM is installed, without --no-self-test."
         yield self_test.SELF_TEST, lambda: [self_test.SELF_TEST.warn("engine", f"not tried: {why}", to_do)]
         return
-    if environment.driver_lines() and not environment.is_cpu_build():
-        yield gpu.GPU, gpu.diagnose_gpu
     console.print(f"\nstarting two engines with a random model, {self_test.TIMEOUT_S:.0f} s at most", style="dim")
     tried = cache(self_test.try_engines)
     yield self_test.ENGINE, lambda: [*self_test.diagnose_environment(), *self_test.diagnose_engine(tried())]
@@ -108,7 +105,7 @@ def _guarded(section: Section, source: Source) -> Iterator[Diagnosis]:
 def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
     """Yields a diagnosis for each line and each error that `check` prints about a config."""
     try:
-        subject = subject_of(load_config(path, overrides))
+        subject = describe_config(read_nemo_rl_config(path, overrides))
     except ConfigError as error:
         yield CONFIG.fail("error", str(error), _CHANGE_IT)
         return

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.cli.prepare import use_threads
+from nemo_specrollout.cli.command_line import use_threads
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, check_address, shared_secret
 from nemo_specrollout.config.load import load_config
@@ -15,7 +15,7 @@ from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, at
 from nemo_specrollout.config.strict import ConfigError, build
 
 if TYPE_CHECKING:
-    from nemo_specrollout.remote.verifier.drafter_pool import DrafterReport
+    from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport
 
 
 def serve_drafter(parsed: argparse.Namespace) -> int:
@@ -30,9 +30,9 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from nemo_specrollout.remote.drafter.drafter_service import DrafterService
-    from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec, shared_vllm_config
+    from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 
-    spec = drafter_spec(drafter, shared_vllm_config(at(tree, VLLM_CFG) or {}), parsed.address, on_cpu=on_cpu)
+    spec = drafter_spec(drafter, at(tree, VLLM_CFG) or {}, parsed.address, on_cpu=on_cpu)
     console = Console(highlight=False)
     with console.status(f"loading {drafter.model}"):
         service = DrafterService(spec)

@@ -10,21 +10,30 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_specrollout.cli.commands import CLUSTER_FLAGS
-from nemo_specrollout.cli.slurm import ClusterSettings, Job, absolute, check_mountable, read_settings, seconds
+from nemo_specrollout.cli.check import read_nemo_rl_config
+from nemo_specrollout.cli.slurm import (
+    CLUSTER_FLAGS,
+    ClusterSettings,
+    Job,
+    absolute,
+    check_mountable,
+    read_settings,
+    seconds,
+)
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.code_folder import copy_code
-from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.load import NEMO_RL_DIR, load_config
-from nemo_specrollout.config.nemo_rl_config import effective_config, prepare_nemo_rl, script_of
-from nemo_specrollout.config.nemo_rl_tree import Finding, at, runtime_of
-from nemo_specrollout.config.strict import ConfigError, differences, refuse
+from nemo_specrollout.config.load import NEMO_RL_DIR
+from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl, script_of
+from nemo_specrollout.config.nemo_rl_tree import Finding, at, size_at
+from nemo_specrollout.config.strict import ConfigError, differences, raise_first_mistake
+from nemo_specrollout.nemo_rl.code_folder import copy_code
+from nemo_specrollout.storage.files import write_atomically
 
 _KEYS_OF_FLAGS = {
     "cluster.num_nodes": "--nodes",
@@ -43,9 +52,10 @@ It also covers the time before the first step, because NeMo-RL's clock starts th
 
 def launch(args: argparse.Namespace) -> int:
     """Writes the run directory and submits `args.jobs` jobs; returns 0 if Slurm took all. Raises ConfigError."""
-    for name in ("nodes", "jobs"):
-        count = getattr(args, name)
-        refuse("", (count < 1, f"--{name}", f"{count} is out of range; it must be at least 1"))
+    counts = {"--nodes": args.nodes, "--jobs": args.jobs}
+    raise_first_mistake(
+        "", *((n < 1, name, f"{n} is out of range; it must be at least 1") for name, n in counts.items())
+    )
     if not args.dry_run and shutil.which("sbatch") is None:
         raise ConfigError("sbatch is not on this machine; launch from the cluster's login node, or look with --dry-run")
     settings = read_settings(args.cluster, {name: getattr(args, name) for name in CLUSTER_FLAGS})
@@ -53,25 +63,30 @@ def launch(args: argparse.Namespace) -> int:
     check_mountable(run, "--run-dir")
     _enter_checkout(settings.nemo_rl)
     tree = _launched_tree(args.config, args.overrides, settings, args.nodes, run)
-    notes = prepare_nemo_rl(tree)
-    notes += _shared_gpus(tree["cluster"], settings.gpus_per_node, gpus_beside(effective_config(tree)))
+    block, notes = prepare_nemo_rl(tree)
+    notes += _shared_gpus(tree["cluster"], settings.gpus_per_node, gpus_beside(block))
     has_checkpoints = tree["checkpointing"].get("enabled")
     if args.jobs > 1 and not has_checkpoints:
         raise ConfigError(f"--jobs: {args.jobs} jobs need checkpoints to resume from; set checkpointing.enabled=true")
-    steps = at(tree, "grpo.max_num_steps")
-    script = args.script or script_of(tree)
+    if not has_checkpoints:
+        text = "false; a job that is preempted or submitted again starts at the first step"
+        notes.append(Finding("checkpointing.enabled", text, "warning"))
+    steps, script = at(tree, "grpo.max_num_steps"), args.script or script_of(tree)
     node_gpus = settings.gpus_per_node or tree["cluster"]["gpus_per_node"]
     job = Job(settings, run, args.nodes, node_gpus, steps if isinstance(steps, int) else None, script)
-    directory = LaunchDirectory(run)
+    directory = LaunchDirectory(Path(run))
     directory.check(tree)
-    directory.write({"config.yaml": OmegaConf.to_yaml(OmegaConf.create(tree)), **job.files()})
+    directory.write(tree, job)
     for note in notes:
         print(f"{note.kind}: {note}")
-    if not has_checkpoints:
-        print(
-            "warning: checkpointing.enabled: false; a job that is preempted or submitted again starts at the first step"
-        )
-    return _submit(directory, job.sbatch(), args.jobs, args.dry_run)
+    print(f"{'resumes' if directory.submitted else 'run'}: {run}")
+    for _ in range(args.jobs):
+        if args.dry_run:
+            print(shlex.join(job.sbatch()))
+        else:
+            job_id = directory.submit(job.sbatch())
+            print(f"submitted job {job_id}; its driver writes {run}/slurm/{job_id}-logs/ray-driver.log")
+    return 0
 
 
 def _enter_checkout(nemo_rl: str) -> None:
@@ -89,35 +104,24 @@ def _launched_tree(
     """Returns the config of the run directory `run`, resolved and complete. Raises ConfigError."""
     for override in overrides:
         flag = _KEYS_OF_FLAGS.get(override.partition("=")[0].lstrip("+"))
-        refuse("", (flag, override, f"launch sets it; use {flag}"))
-    tree = load_config(path, overrides)
-    if runtime_of(tree) != "nemo_rl":
-        raise ConfigError(f"runtime: {tree.get('runtime', 'local')!r} is not for a cluster; set runtime=nemo_rl")
+        raise_first_mistake("", (flag, override, f"launch sets it; use {flag}"))
+    tree = read_nemo_rl_config(path, overrides)
     tree["runtime"] = "nemo_rl"
     for name in ("cluster", "checkpointing", "logger"):
         section = tree.setdefault(name, {})
-        refuse("", (not isinstance(section, dict), name, f"expected a block of keys, got {section!r}"))
+        raise_first_mistake("", (not isinstance(section, dict), name, f"expected a block of keys, got {section!r}"))
     cluster, checkpointing = tree["cluster"], tree["checkpointing"]
-    cluster["gpus_per_node"] = _gpus_per_node(cluster.get("gpus_per_node"), settings.gpus_per_node)
+    if cluster.get("gpus_per_node") is None:
+        cluster["gpus_per_node"] = settings.gpus_per_node
     cluster["num_nodes"] = num_nodes
+    text = "missing; set it there, or cluster.gpus_per_node, to the GPUs of one node"
+    raise_first_mistake("", (cluster["gpus_per_node"] is None, "slurm.gpus_per_node", text))
+    size_at(tree, "cluster.gpus_per_node")
     checkpointing["checkpoint_dir"] = f"{run}/checkpoints"
     if checkpointing.get("enabled"):
         checkpointing["checkpoint_must_save_by"] = _must_save_by(checkpointing, settings.time)
     tree["logger"]["log_dir"] = f"{run}/logs"
     return tree
-
-
-def _gpus_per_node(asked: Any, present: int | None) -> int:
-    """Returns the GPUs of a node that NeMo-RL takes: the config's number, else the cluster's. Raises ConfigError."""
-    value = present if asked is None else asked
-    refuse(
-        "",
-        (value is None, "slurm.gpus_per_node",
-         "missing; set it there, or cluster.gpus_per_node, to the GPUs of one node"),
-        (not isinstance(value, int) or value < 1, "cluster.gpus_per_node",
-         f"{value!r}; set it to the number of GPUs of one node"),
-    )  # fmt: skip
-    return int(value or 0)
 
 
 def gpus_beside(block: SpecrolloutConfig | None) -> int:
@@ -138,7 +142,7 @@ def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int) -
     """
     taken, nodes = cluster["gpus_per_node"], cluster["num_nodes"]
     actors = "the head's trainer and remote drafters"
-    refuse(
+    raise_first_mistake(
         "",
         (beside and present is None, "slurm.gpus_per_node",
          f"missing; NeMo-RL takes {taken} GPUs of a node, and {actors} need {beside} more: set it to the GPUs of one node"),
@@ -148,7 +152,7 @@ def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int) -
     most = present - math.ceil(beside / nodes)
     fix = f"add cluster.gpus_per_node={most}" if most > 0 else "give more --nodes"
     need = f", of which {actors} need {beside} on {nodes} node{'s' * (nodes > 1)}" if beside else ""
-    refuse(
+    raise_first_mistake(
         "",
         (taken > most or not beside, "cluster.gpus_per_node",
          f"{taken}, but slurm.gpus_per_node (GPUS_PER_NODE) is {present}{need}; {fix}"),
@@ -169,7 +173,7 @@ def _must_save_by(checkpointing: dict[str, Any], time: str) -> str:
     parts = str(own).split(":")
     is_time = len(parts) == 4 and all(part.isdecimal() for part in parts)
     asked_s = sum(int(part) * unit for part, unit in zip(parts, (86400, 3600, 60, 1), strict=True)) if is_time else 0
-    refuse(
+    raise_first_mistake(
         "checkpointing",
         (not is_time, "checkpoint_must_save_by", f"{own!r} is not DD:HH:MM:SS; remove it to have it set"),
         (asked_s >= limit_s, "checkpoint_must_save_by",
@@ -178,15 +182,15 @@ def _must_save_by(checkpointing: dict[str, Any], time: str) -> str:
     return str(own)
 
 
+@dataclass(frozen=True)
 class LaunchDirectory:
-    """Owns `config.yaml`, `env.sh`, `job.sh`, `addon/` and `submissions.jsonl`; NeMo-RL adds checkpoints and logs.
+    """Holds `config.yaml`, `job.sh`, `addon/` and `submissions.jsonl`; NeMo-RL adds checkpoints and logs.
 
     Invariant: after the first submission, config and code of the run stay the same. Until then they may be written again.
     `addon/` is a copy of this package, so that an edit of the original cannot change a run. Each file is written as a whole.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
+    path: Path
 
     @property
     def submitted(self) -> bool:
@@ -197,15 +201,17 @@ class LaunchDirectory:
         """Raises ConfigError if a run of the config `tree` cannot start or resume here."""
         existing = next(p for p in (self.path, *self.path.parents) if p.exists())
         is_foreign = existing == self.path and not (self.path / "job.sh").is_file()
-        refuse(
-            "",
-            (not existing.is_dir(), "--run-dir",
-             f"{self.path} cannot be a folder: {existing} is a file; choose another"),
-            (not os.access(existing, os.W_OK | os.X_OK), "--run-dir",
-             f"{self.path} cannot be written to; choose another"),
-            (is_foreign and existing.is_dir() and any(existing.iterdir()), "--run-dir",
-             f"{self.path} exists and is not the directory of a launched run; choose another"),
-        )  # fmt: skip
+        mistakes = (
+            (not existing.is_dir(), f"cannot be a folder: {existing} is a file"),
+            (not os.access(existing, os.W_OK | os.X_OK), "cannot be written to"),
+            (
+                is_foreign and existing.is_dir() and any(existing.iterdir()),
+                "exists and is not the directory of a launched run",
+            ),
+        )
+        raise_first_mistake(
+            "", *((made, "--run-dir", f"{self.path} {text}; choose another") for made, text in mistakes)
+        )
         if not self.submitted:
             return
         try:
@@ -214,29 +220,23 @@ class LaunchDirectory:
             raise ConfigError(f"--run-dir: config.yaml of {self.path} cannot be read; choose another") from error
         keys = ", ".join(sorted(differences(earlier, tree) - _MAY_CHANGE)[:4])
         text = f"{self.path} holds a run of another config (it differs in {keys}); choose another"
-        refuse("", (keys, "--run-dir", text))
+        raise_first_mistake("", (keys, "--run-dir", text))
 
-    def write(self, files: Mapping[str, str]) -> None:
-        """Writes `files`, texts by name, in their order, and the code unless a submitted job uses it."""
+    def write(self, tree: dict[str, Any], job: Job) -> None:
+        """Writes config and job script, and the code unless a submitted job uses it."""
         (self.path / "slurm").mkdir(parents=True, exist_ok=True)
         if not (self.submitted and (self.path / "addon").is_dir()):
             copy_code(self.path / "addon")
-        for name, text in files.items():
-            write_atomically(self.path / name, text)
+        write_atomically(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(tree)))
+        write_atomically(self.path / "job.sh", job.text())
 
-
-def _submit(directory: LaunchDirectory, command: list[str], num_jobs: int, dry_run: bool) -> int:
-    print(f"{'resumes' if directory.submitted else 'run'}: {directory.path}")
-    if dry_run:
-        print("\n".join([shlex.join(command)] * num_jobs))
-        return 0
-    for _ in range(num_jobs):
+    def submit(self, command: list[str]) -> str:
+        """Submits a job; returns its id. Raises ConfigError with Slurm's own words if it refuses."""
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise ConfigError(f"sbatch refused {shlex.join(command)}: {' '.join(done.stderr.split())}")
         job_id = done.stdout.strip().split(";")[0]
         record = {"job_id": job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
-        with (directory.path / "submissions.jsonl").open("a", encoding="utf-8") as file:
+        with (self.path / "submissions.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        print(f"submitted job {job_id}; its driver writes {directory.path}/slurm/{job_id}-logs/ray-driver.log")
-    return 0
+        return job_id

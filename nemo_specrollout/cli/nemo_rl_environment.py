@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nemo_specrollout.config.code_folder import NUMBA_CACHE, PYTHONPATH, code_folder, pythonpath_with
 from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.nemo_rl_tree import DEFAULT_NEMO_RL_DIR, nemo_rl_checkout
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.nemo_rl.code_folder import NUMBA_CACHE, PYTHONPATH, code_folder, pythonpath_with
 
 
 def entry(arguments: Sequence[str], folder: Path) -> tuple[list[str], Mapping[str, str]]:

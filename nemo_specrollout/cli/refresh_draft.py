@@ -23,7 +23,6 @@ EXIT_REFUSED = 3
 """Exit code if the gate refused the new head."""
 _FIELDS = {field.name: field for field in dataclasses.fields(RefreshOptions)}
 _EXCLUSIVE = (
-    ("rollouts", "prompts", "--rollouts and --prompts are both given"),
     ("steps", "minutes", "--steps and --minutes are both given"),
     ("draft", "draft_vocab", "--draft-vocab belongs to a new head, and --draft has its own"),
     ("draft", "layer_ids", "--layer-ids belong to a new head, and --draft has its own"),
@@ -37,11 +36,10 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # nothing else competes for the cores
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        from lab.local.prompt_rollouts import answer_prompts
         from nemo_specrollout.training.refresh.offline_refresh import refresh_offline
 
         with Interrupts() as interrupts:
-            published = refresh_offline(options, TerminalView(), answer_prompts, interrupts.check)
+            published = refresh_offline(options, TerminalView(), interrupts.check)
     except KeyboardInterrupt:
         partial = f"{options.out}.partial"
         print(f"nemo-specrollout: the same command goes on from what is in {partial}", file=sys.stderr)
@@ -77,8 +75,8 @@ def _options_of(parsed: argparse.Namespace) -> RefreshOptions:
     except ConfigError as error:
         name, _, rest = str(error).partition(":")
         raise ConfigError(f"{_flag_of(name)}:{rest}") from error
-    if not options.rollouts and options.prompts is None:
-        raise ConfigError("nothing to learn from; give --rollouts PATH, or --prompts FILE that the policy will answer")
+    if not options.rollouts:
+        raise ConfigError("--rollouts: nothing to learn from; give rollouts of the policy, e.g. NeMo-RL's logs")
     for one, other, reason in _EXCLUSIVE:
         if getattr(options, one) not in (None, ()) and getattr(options, other) not in (None, ()):
             raise ConfigError(f"{reason}; leave out one of them")

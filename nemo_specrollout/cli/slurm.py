@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slurm for `launch`: settings of a cluster, shell files and `sbatch` line of a run; NeMo-RL's `ray.sub` does the rest.
+"""Slurm for `launch`: settings of a cluster, job script and `sbatch` line of a run; NeMo-RL's `ray.sub` does the rest.
 
 A setting is taken from the flags, else from the cluster file, else from the environment.
 """
@@ -8,16 +8,17 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from string import Template
 from typing import Any
 
 import yaml
 
-from nemo_specrollout.config.code_folder import NUMBA_CACHE
-from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest, refuse
+from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest, raise_first_mistake
+from nemo_specrollout.nemo_rl.code_folder import NUMBA_CACHE
 
 VARIABLES = {
     "account": "SBATCH_ACCOUNT",
@@ -30,6 +31,13 @@ VARIABLES = {
     "setup_command": "SETUP_COMMAND",
 }
 """Environment variables of settings, with NeMo-RL's and Slurm's own names where they exist."""
+CLUSTER_FLAGS = {
+    "account": "Slurm account",
+    "partition": "Slurm partition",
+    "time": "time limit of one job, e.g. 4:00:00",
+    "container": "NeMo-RL's container: image or .sqsh file",
+}
+"""Flags of `launch`, with their help."""
 _SET_BY_LAUNCH = (
     "nodes", "account", "partition", "time", "job-name", "dependency", "requeue", "exclusive", "output", "error",
     "open-mode", "export", "parsable",
@@ -39,11 +47,16 @@ _VARIABLES_SET_BY_LAUNCH = (
     "SLURM_SUBMIT_DIR",
 )  # fmt: skip
 _NOT_IN_A_MOUNT = re.compile(r"[\s,:*?\[\]$`\\\"']")
-_NULL = "tag:yaml.org,2002:null"
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
-_HEADER = (
-    "# SPDX-License-Identifier: Apache-2.0\n# Written by `nemo-specrollout launch`, which overwrites it each time.\n"
-)
+
+
+class _ShellTemplate(Template):
+    """A template whose placeholders do not look like shell variables."""
+
+    delimiter = "@"
+
+
+_JOB = _ShellTemplate(Path(__file__).with_name("job.sh.template").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -73,45 +86,38 @@ class ClusterSettings:
 
     def check(self, path: str) -> None:
         """Raises ConfigError for a value that Slurm or `ray.sub` cannot handle."""
+        check_mountable(self.nemo_rl, f"{path}.nemo_rl")
+        raise_first_mistake(path, *self._mistakes(), *self._mistakes_in_lists())
+        for part in (part for mount in self.mounts for part in mount.split(":")):
+            check_mountable(part, f"{path}.mounts")
+        seconds(self.time, f"{path}.time")
+
+    def _mistakes(self) -> Iterator[tuple[object, str, str]]:
         for name in ("account", "partition", "container"):
             value = getattr(self, name)
-            refuse(path, (re.search(r"\s", value), name, f"{value!r} has a space in it; remove it"))
-        check_mountable(self.nemo_rl, f"{path}.nemo_rl")
-        refuse(
-            path,
-            (not Path(self.nemo_rl, "ray.sub").is_file(), "nemo_rl",
-             f"{self.nemo_rl} has no ray.sub; name the root of a NeMo-RL checkout"),
-            (self.container.startswith("/") and not Path(self.container).is_file(), "container",
-             f"{self.container} does not exist; name an image or a .sqsh file"),
-        )  # fmt: skip
+            yield re.search(r"\s", value), name, f"{value!r} has a space in it; remove it"
+        no_script = not Path(self.nemo_rl, "ray.sub").is_file()
+        yield no_script, "nemo_rl", f"{self.nemo_rl} has no ray.sub; name the root of a NeMo-RL checkout"
+        no_file = self.container.startswith("/") and not Path(self.container).is_file()
+        yield no_file, "container", f"{self.container} does not exist; name an image or a .sqsh file"
+
+    def _mistakes_in_lists(self) -> Iterator[tuple[object, str, str]]:
         for mount in self.mounts:
-            parts = mount.split(":")
-            is_wrong = len(parts) < 2 or not all(part.startswith("/") for part in parts[:2])
+            is_pair = re.match(r"/[^:]*:/", mount)
             text = f"{mount!r} is no SOURCE:TARGET of two absolute paths; write e.g. /shared:/shared"
-            refuse(path, (is_wrong, "mounts", text))
-            for part in parts:
-                check_mountable(part, f"{path}.mounts")
+            yield not is_pair, "mounts", text
         for argument in self.sbatch_args:
+            text = f"{argument!r} is no option; write e.g. --qos=long, one item for each"
+            yield not argument.startswith("-"), "sbatch_args", text
             is_ours = argument.removeprefix("--").split("=")[0] in _SET_BY_LAUNCH
-            refuse(
-                f"{path}.sbatch_args",
-                (
-                    not argument.startswith("-"),
-                    "",
-                    f"{argument!r} is no option; write e.g. --qos=long, one item for each",
-                ),
-                (is_ours, "", f"{argument!r} is set by launch itself; remove it"),
-            )
+            yield is_ours, "sbatch_args", f"{argument!r} is set by launch itself; remove it"
         for name, value in self.environment.items():
             is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
-            refuse(
-                f"{path}.environment",
-                (not is_name, "", f"{name!r} is no name of a variable; use letters, digits and _"),
-                (name in _VARIABLES_SET_BY_LAUNCH, name, "launch sets it; remove it"),
-                (value is None, name, "no value; write '' for an empty one, or remove it"),
-                (not isinstance(value, str), name, f"expected one value, got {value!r}"),
-            )
-        seconds(self.time, f"{path}.time")
+            field = f"environment.{name}"
+            yield not is_name, "environment", f"{name!r} is no name of a variable; use letters, digits and _"
+            yield name in _VARIABLES_SET_BY_LAUNCH, field, "launch sets it; remove it"
+            yield value is None, field, "no value; write '' for an empty one, or remove it"
+            yield not isinstance(value, str), field, f"expected one value, got {value!r}"
 
 
 def read_settings(file: Path | None, flags: Mapping[str, str | None]) -> ClusterSettings:
@@ -129,6 +135,31 @@ def read_settings(file: Path | None, flags: Mapping[str, str | None]) -> Cluster
     if isinstance(values["nemo_rl"], str):
         values["nemo_rl"] = absolute(values["nemo_rl"])
     return build(ClusterSettings, values, "slurm")
+
+
+class _TextLoader(yaml.BaseLoader):
+    """Loads every value as text, except null. YAML itself would read the time 4:00:00 as the number 14400."""
+
+
+_TextLoader.add_implicit_resolver("null", re.compile(r"(~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
+_TextLoader.add_constructor("null", lambda loader, node: None)
+
+
+def _read_file(file: Path | None) -> dict[str, Any]:
+    """Returns the values of the cluster file, without the keys that have none. Raises ConfigError."""
+    if file is None:
+        return {}
+    try:
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_TextLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--cluster: {file} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        text = "start from the cluster.example.yaml that `nemo-specrollout examples DIR` makes"
+        raise ConfigError(f"--cluster: {file} is no block of keys; {text}")
+    known = {field.name for field in dataclasses.fields(ClusterSettings)}
+    for name in values:  # also a key without a value, which would otherwise count as missing
+        raise_first_mistake("slurm", (name not in known, name, f"unknown key{nearest(str(name), known)}"))
+    return {name: value for name, value in values.items() if value not in (None, "")}
 
 
 def absolute(path: str | Path) -> str:
@@ -155,31 +186,6 @@ def seconds(time: str, field: str) -> int:
     return total
 
 
-class _TextLoader(yaml.BaseLoader):
-    """Loads every value as text, except null. YAML itself would read the time 4:00:00 as the number 14400."""
-
-
-_TextLoader.add_implicit_resolver(_NULL, re.compile(r"(~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
-_TextLoader.add_constructor(_NULL, lambda loader, node: None)
-
-
-def _read_file(file: Path | None) -> dict[str, Any]:
-    """Returns the values of the cluster file as text, without the keys that have none. Raises ConfigError."""
-    if file is None:
-        return {}
-    try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_TextLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--cluster: {file} cannot be read: {str(error).splitlines()[0]}") from error
-    if not isinstance(values, dict):
-        text = "start from the cluster.example.yaml that `nemo-specrollout examples DIR` makes"
-        raise ConfigError(f"--cluster: {file} is no block of keys; {text}")
-    known = {field.name for field in dataclasses.fields(ClusterSettings)}
-    for name in values:  # also a key without a value, which would otherwise count as missing
-        refuse("slurm", (name not in known, name, f"unknown key{nearest(str(name), known)}"))
-    return {name: value for name, value in values.items() if value not in (None, "")}
-
-
 @dataclass(frozen=True)
 class Job:
     """One job of a run."""
@@ -194,35 +200,39 @@ class Job:
     script: str
     """NeMo-RL's script, relative to its checkout."""
 
-    @property
-    def name(self) -> str:
-        """Job name, unique to the run directory. Slurm's `singleton` runs jobs of one name one after another."""
-        word = re.sub(r"[^A-Za-z0-9._-]", "-", Path(self.run).name)
-        return f"specrollout-{word}-{hashlib.sha256(self.run.encode()).hexdigest()[:8]}"
-
     def sbatch(self) -> list[str]:
         """Returns the command that submits the job, with all options: SBATCH_* variables overrule options in a script."""
-        settings = self.settings
+        settings, word = self.settings, re.sub(r"[^A-Za-z0-9._-]", "-", Path(self.run).name)
+        # Unique to the run directory: Slurm's `singleton` runs jobs of one name one after another.
+        name = f"specrollout-{word}-{hashlib.sha256(self.run.encode()).hexdigest()[:8]}"
         return [
             "sbatch", "--parsable", f"--nodes={self.num_nodes}", "--exclusive", f"--account={settings.account}",
-            f"--partition={settings.partition}", f"--time={settings.time}", f"--job-name={self.name}",
+            f"--partition={settings.partition}", f"--time={settings.time}", f"--job-name={name}",
             "--dependency=singleton", "--requeue", "--open-mode=append", "--export=ALL",
             f"--output={self.run}/slurm/%j.out", *settings.sbatch_args, f"{self.run}/job.sh",
         ]  # fmt: skip
 
-    def files(self) -> dict[str, str]:
-        """Returns the text of each shell file by its name."""
-        return {"env.sh": self._env(), "job.sh": self._job()}
+    def text(self) -> str:
+        """Returns the job script."""
+        variables = (f"export {name}={quote(value)}" for name, value in self._variables().items())
+        # A config without a number of steps has no last checkpoint.
+        last = f"{self.run}/checkpoints/step_{self.max_num_steps or 'last'}"
+        ray_sub = quote(f"{self.settings.nemo_rl}/ray.sub")
+        return _JOB.substitute(last_checkpoint=quote(last), variables="\n".join(variables), ray_sub=ray_sub)
 
-    def _env(self) -> str:
+    def _variables(self) -> dict[str, str]:
+        """Returns the variables that `ray.sub` reads, and the user's own."""
         settings, run = self.settings, self.run
         mounts = [f"{run}:{run}", f"{settings.nemo_rl}:{settings.nemo_rl}", *settings.mounts]
-        variables = {
+        # NeMo-RL's driver passes its PYTHONPATH to all workers.
+        path = f"PYTHONPATH={quote(f'{run}/addon')}${{PYTHONPATH:+:$PYTHONPATH}}"
+        command = f"uv run python -m nemo_specrollout run {quote(f'{run}/config.yaml')} --script {quote(self.script)}"
+        return {
             "CONTAINER": settings.container,
             "MOUNTS": ",".join(dict.fromkeys(mounts)),
             "GPUS_PER_NODE": str(self.gpus_per_node),
             "SETUP_COMMAND": settings.setup_command,
-            "COMMAND": self._command(),
+            "COMMAND": f"{path} {command}",
             "BASE_LOG_DIR": f"{run}/slurm",
             # Working folder of ray.sub in the container: `uv run` has to be called in the checkout.
             "SLURM_SUBMIT_DIR": settings.nemo_rl,
@@ -231,29 +241,3 @@ class Job:
             **NUMBA_CACHE,
             **settings.environment,
         }
-        literal = "# Values are taken as they are written.\n# shellcheck disable=SC2016\n"
-        return _HEADER + literal + "".join(f"export {name}={quote(value)}\n" for name, value in variables.items())
-
-    def _command(self) -> str:
-        """Returns the command for ray.sub's head: NeMo-RL's driver, which passes its PYTHONPATH to all workers."""
-        addon, config = quote(f"{self.run}/addon"), quote(f"{self.run}/config.yaml")
-        path = f"PYTHONPATH={addon}${{PYTHONPATH:+:$PYTHONPATH}}"
-        return f"{path} uv run python -m nemo_specrollout run {config} --script {quote(self.script)}"
-
-    def _job(self) -> str:
-        last = f"{self.run}/checkpoints/step_{self.max_num_steps}"
-        stop = f"""
-if [[ -d {quote(last)} ]]; then
-  echo "nemo-specrollout: all {self.max_num_steps} steps are done"
-  exit 0
-fi
-"""
-        return f"""#!/bin/bash
-{_HEADER}set -euo pipefail
-{"" if self.max_num_steps is None else stop}
-# These variables belong to the Python that ran `launch`. The container has its own.
-unset OMP_NUM_THREADS PYTHONHOME PYTHONPATH VIRTUAL_ENV
-# shellcheck source=/dev/null
-source {quote(f"{self.run}/env.sh")}
-exec bash {quote(f"{self.settings.nemo_rl}/ray.sub")}
-"""

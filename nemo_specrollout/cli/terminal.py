@@ -10,15 +10,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 PREFIX = "specrollout-"
 """Beginning of a scratch folder's name."""
@@ -39,28 +37,16 @@ def log_console() -> Console:
     return console
 
 
-def new_table(
-    names: Sequence[str], *, boxed: bool, left: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()
-) -> Table:
-    """Returns a table with columns `names`, right-justified except for those in `left`. A log gets no box."""
-    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
-    for name in names:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def progress_bar(console: Console) -> Progress:
     """Returns a progress bar that disappears at its end, and that a log does not show."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def complain(sentence: str) -> None:
-    """Prints a sentence as one line on stderr, with unprintable characters escaped."""
+def complain(sentence: str, program: str = "nemo-specrollout") -> None:
+    """Prints a sentence as one line on stderr, after the program's name, with unprintable characters escaped."""
     line = " ".join(sentence.split())
-    print(f"nemo-specrollout: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}", file=sys.stderr)
+    print(f"{program}: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}", file=sys.stderr)
 
 
 class Terminated(KeyboardInterrupt):

@@ -13,11 +13,11 @@ from nemo_specrollout.config.drafter_configs import (
     RemoteDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.config.strict import bounded, choice, nearest, refuse, tagged
+from nemo_specrollout.config.strict import bounded, choice, nearest, raise_first_mistake, tagged
 
 TRIGGERS = ("auto", "interval", "every_step", "never")
 MIXED_LOSS = '{"kl_div": 0.5, "tv": 0.5}'
-"""Half KL divergence, half total variation, as `speculators` writes it; best for a new head (docs/benchmarks/index.md)."""
+"""Half KL divergence, half total variation, as `speculators` writes it; best for a new head (docs/benchmarks/heads.md)."""
 LOSSES = ("kl_div", "tv", "nla", "lk_hybrid", "tv+kl_div")
 
 
@@ -42,7 +42,7 @@ class DraftRefreshConfig:
     max_train_seconds: float | None = bounded(None, above=0.0)
     """Longest training of one refresh; null: 8 s, or in NeMo-RL one RL step if that is longer."""
     loss: str = choice(*LOSSES, default="tv+kl_div")
-    """Loss of the head: speculators' loss of that name, or the mean of two (docs/benchmarks/index.md compares them)."""
+    """Loss of the head: speculators' loss of that name, or the mean of two (docs/benchmarks/heads.md compares them)."""
     learning_rate: float | None = bounded(None, above=0.0, high=1.0)
     """Learning rate of AdamW, which trains the head. It is constant within a refresh. null: 1e-3 up to a hidden size of 256,
     falling to 3e-5 at 4096. Each candidate that is worse than the head in service cuts that default to a third."""
@@ -80,16 +80,16 @@ class FastestOfNConfig:
     """Drafter types of each engine, from those in `drafters`. Engine i has entry i, modulo their number. Empty: every engine
     has all drafters."""
     ladder: str | None = None
-    """File that `nemo-specrollout ladder` wrote, with initial decode speeds. null: speeds are learned while running."""
+    """File that `specrollout-lab ladder` wrote, with initial decode speeds. null: speeds are learned while running."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the options allow neither moves nor races."""
         text = "moving false and max_racers 1 leave nothing to do; allow one of them, or set enabled: false"
-        refuse(path, (self.enabled and not self.moving and self.max_racers == 1, "", text))
+        raise_first_mistake(path, (self.enabled and not self.moving and self.max_racers == 1, "", text))
 
 
 BLOCK_PATH = "policy.generation.specrollout"
-BUDGET_POLICIES = ("auto", "fixed", "random")
+BUDGET_POLICIES = ("auto", "fixed")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class BudgetConfig:
     """`budget`: the number of draft tokens of a request in a step."""
 
     policy: str = choice(*BUDGET_POLICIES, default="auto")
-    """`auto`: as many as pay by the measured step times. `fixed`: always `k`. `random`: a random number, for tests."""
+    """`auto`: as many as pay by the measured step times. `fixed`: always `k`."""
     k: int = bounded(3, low=0, high=64)
     """Draft tokens of each request under `policy: fixed`."""
     margin: float = bounded(0.03, low=0.0, high=1.0)
@@ -178,13 +178,15 @@ class SpecrolloutConfig:
         """Raises ConfigError if a drafter is named twice, an engine would have two with weights, or options contradict."""
         types = [d.type for d in self.drafters]
         twice = next((name for name in types if types.count(name) > 1), "")
-        refuse(path, (twice, "drafters", f"{twice!r} is named {types.count(twice)} times; name each drafter once"))
+        raise_first_mistake(
+            path, (twice, "drafters", f"{twice!r} is named {types.count(twice)} times; name each drafter once")
+        )
         self._check_methods(f"{path}.fastest_of_n", types)
         with_weights = (
             [d.type for d in kind if isinstance(d, ModelDrafterConfig)] for kind in self.drafters_of_engines
         )
         several = next((" and ".join(names) for names in with_weights if len(names) > 1), "")
-        refuse(
+        raise_first_mistake(
             path,
             (several, "drafters", f"{several}; an engine of vLLM holds one drafter with weights: keep one, or give them to "
              "different engines by fastest_of_n.methods"),
@@ -203,7 +205,7 @@ class SpecrolloutConfig:
         unknown = next((name for name in named if name not in types), None)
         kinds = {frozenset(d.type for d in drafters) for drafters in self.drafters_of_engines}
         unused = [t for t in types if fastest.methods and t not in named]
-        refuse(
+        raise_first_mistake(
             path,
             (unknown is not None, "methods",
              f"{unknown!r} is not among the drafters{nearest(str(unknown), types)}; add it to drafters"),
@@ -212,3 +214,7 @@ class SpecrolloutConfig:
              "engine its own drafters by methods"),
             (unused, "methods", f"no engine drafts by {', '.join(unused)}; give it to one, or remove the drafter"),
         )  # fmt: skip
+
+
+OFF = SpecrolloutConfig(enabled=False)
+"""The block of a config without one."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_specrollout.config.strict import ConfigError, bounded, choice, refuse, required
+from nemo_specrollout.config.strict import ConfigError, bounded, choice, raise_first_mistake, required
 
 DRAFT_SAMPLING = ("shared_noise", "greedy")
 
@@ -101,7 +101,7 @@ class LookupDrafterConfig(TextDrafterConfig):
         """Raises ConfigError if `num_slots` is not a power of two."""
         slots = self.num_slots or 1
         text = f"{slots} is not a power of two; the next is {1 << slots.bit_length()}"
-        refuse(path, (slots & (slots - 1), "num_slots", text))
+        raise_first_mistake(path, (slots & (slots - 1), "num_slots", text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,15 +201,15 @@ class RemoteDrafterConfig(DrafterConfig):
     """Arguments of the drafter's vLLM engine, e.g. gpu_memory_utilization."""
     placement: str = choice("as_written", "auto", default="as_written")
     """`as_written`, or with `workers` also `auto`: beside the policy's engine, inside it, or no drafter, whichever is
-    fastest by the times in `profile` (`lab/placement/planner.py`)."""
+    fastest by the times in `profile`. Only for local runs."""
     profile: str | None = None
-    """For `placement: auto`, the file that `nemo-specrollout profile` wrote on this machine."""
+    """For `placement: auto`, the file that `specrollout-lab profile` wrote on this machine."""
     acceptance: float = bounded(0.8, low=0.0, high=1.0)
     """For `placement: auto`, the expected probability that a draft token is accepted if all before it were."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if options contradict each other, or an address is malformed."""
-        refuse(
+        raise_first_mistake(
             path,
             (bool(self.workers) == bool(self.addresses), "", f"workers {self.workers} and addresses {list(self.addresses)}; "
              "set either the number of drafters that the run starts, or the addresses of running drafters"),
@@ -217,7 +217,7 @@ class RemoteDrafterConfig(DrafterConfig):
              "`serve-drafter` found: remove it, or set workers"),
             (self.placement == "auto" and not (self.workers and self.profile), "placement",
              f"'auto' with workers {self.workers} and profile {self.profile}; it needs workers of 1 or more, and the file "
-             "that `nemo-specrollout profile` wrote"),
+             "that `specrollout-lab profile` wrote"),
         )  # fmt: skip
         for address in self.addresses:
             check_address(f"{path}.addresses", address, any_port=False)

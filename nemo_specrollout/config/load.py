@@ -18,12 +18,12 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_specrollout.config.files import read_regular
 from nemo_specrollout.config.strict import ConfigError, join
+from nemo_specrollout.storage.files import read_regular
 
 NEMO_RL_DIR = "NEMO_RL_DIR"
 """Environment variable with the folder of NeMo-RL, which the shipped recipes use in `defaults`."""
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 """Largest config file, in bytes."""
 _DEEPEST = 100
 """Deepest nesting of blocks."""
@@ -209,14 +209,14 @@ def _read_yaml(path: Path) -> Any:
 def _read_text(path: Path) -> str:
     name = str(path) if len(str(path)) <= _SHOWN else f"{str(path)[:_SHOWN]}..."
     try:
-        content = read_regular(path, _MOST_BYTES + 1)
+        content = read_regular(path, _MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         if isinstance(error, OSError) and error.errno == errno.ENOENT:
             raise ConfigError(f"config file {name} does not exist") from error
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"config file {name!r} cannot be read: {reason}; name a YAML file") from error
-    if len(content) > _MOST_BYTES:
-        raise ConfigError(f"config file {name} has more than {_MOST_BYTES >> 20} MiB; name a YAML file")
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"config file {name} has more than {_MAX_BYTES >> 20} MiB; name a YAML file")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from nemo_specrollout.config.files import read_regular
 from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.storage.files import read_regular
 
 
 @dataclass(frozen=True)
@@ -33,5 +33,5 @@ class MeasuredFile:
         except ValueError as error:
             reason = f"not JSON: {error}"
         raise ConfigError(
-            f"{field}: {path} is not a {cls.KIND} ({reason}); create one with `nemo-specrollout {cls.KIND}`"
+            f"{field}: {path} is not a {cls.KIND} ({reason}); create one with `specrollout-lab {cls.KIND}`"
         )

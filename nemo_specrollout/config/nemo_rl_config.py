@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A NeMo-RL config with the block `specrollout`: its script, its block for the vLLM workers, and its findings."""
 
-import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,9 +22,9 @@ from nemo_specrollout.config.nemo_rl_tree import (
     block_is_on,
     native_drafts,
 )
-from nemo_specrollout.config.nemo_rl_values import engine_values, run_values
+from nemo_specrollout.config.nemo_rl_values import engine_values
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.config.versions import (
+from nemo_specrollout.installed.versions import (
     NEMO_RL_NEEDED,
     NEMO_RL_REFUSED,
     nemo_rl_is_a_release,
@@ -67,36 +65,40 @@ def effective_config(tree: Tree) -> SpecrolloutConfig | None:
     return config
 
 
-def effective_block(tree: Tree) -> dict[str, Any] | None:
-    """Returns `effective_config` as plain values with lists instead of tuples, and with all defaults filled in."""
-    config = effective_config(tree)
-    return None if config is None else dict(json.loads(json.dumps(dataclasses.asdict(config))))
-
-
 def check_nemo_rl(tree: Tree) -> list[Finding]:
     """Returns all findings about a NeMo-RL config: errors, then warnings, then notes.
 
     There are none about options if the block is not enabled, because NeMo-RL then runs without this package. There is one
     if NeMo-RL cannot.
     """
-    found = list(malformed(tree))
-    if not found and block_is_on(tree):
-        other_engine = list(backend_findings(tree))
-        about_vllm = other_engine or [*_block(tree), *engine_findings(tree), *engine_values(tree), *_vllm_version()]
-        found = [*about_vllm, *trainer_findings(tree), *run_values(tree), *_nemo_rl_version(tree)]
-    elif not found:
-        found = list(_nemo_rl_alone(tree))
-    return sorted(found, key=lambda finding: _KINDS.index(finding.kind))
+    return _checked(tree)[1]
 
 
-def prepare_nemo_rl(tree: Tree) -> list[Finding]:
-    """Returns the warnings and notes about a NeMo-RL config that can run. Raises ConfigError for the first of its errors."""
-    findings = check_nemo_rl(tree)
-    errors = [finding for finding in findings if finding.kind == "error"]
+def prepare_nemo_rl(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
+    """Returns the block of a config that can run, and the warnings and notes about it. The block is None if it is off.
+
+    Raises ConfigError for the first of the config's errors.
+    """
+    block, found = _checked(tree)
+    errors = [finding for finding in found if finding.kind == "error"]
     if errors:
         more = f" ({len(errors) - 1} more: `nemo-specrollout check` lists them)" if len(errors) > 1 else ""
         raise ConfigError(f"{errors[0]}{more}")
-    return findings
+    return block, found
+
+
+def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
+    """Returns the block, unless it is off or an error, and all findings."""
+    block, found = None, list(malformed(tree))
+    if not found and block_is_on(tree):
+        about_vllm = list(backend_findings(tree))
+        if not about_vllm:
+            block, about_block = _block(tree)
+            about_vllm = [*about_block, *engine_findings(tree), *engine_values(tree), *_vllm_version()]
+        found = [*about_vllm, *trainer_findings(tree), *_nemo_rl_version()]
+    elif not found:
+        found = list(_nemo_rl_alone(tree))
+    return block, sorted(found, key=lambda finding: _KINDS.index(finding.kind))
 
 
 def malformed(tree: Tree) -> Iterator[Finding]:
@@ -117,25 +119,23 @@ def malformed(tree: Tree) -> Iterator[Finding]:
             yield Finding(path, f"expected a block of keys, got {value!r}", "error")
 
 
-def _block(tree: Tree) -> Iterator[Finding]:
+def _block(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
     try:
-        config = effective_config(tree)
-        if config is not None:
-            yield from fastest_of_n_findings(tree, config.fastest_of_n)
+        block = effective_config(tree)
+        return block, [] if block is None else list(fastest_of_n_findings(tree, block.fastest_of_n))
     except ConfigError as error:
         subject, _, text = str(error).partition(": ")
-        yield Finding(subject, text, "error")
+        return None, [Finding(subject, text, "error")]
 
 
-def _nemo_rl_version(tree: Tree) -> Iterator[Finding]:
-    """Yields a finding about the installed NeMo-RL. A missing package is no error, because the run may be elsewhere."""
+def _nemo_rl_version() -> Iterator[Finding]:
+    """Yields a finding about the installed NeMo-RL. A missing package is not an error, because the run may be elsewhere."""
     nemo_rl = nemo_rl_version()
     if nemo_rl is None:
         yield Finding("nemo-rl", "not installed here; `check` did not compare the config with NeMo-RL itself", "note")
     elif nemo_rl_is_a_release():
-        shared = "; its draft head shares one gradient clip with the policy" if at(tree, "policy.draft.enabled") else ""
-        text = f"{nemo_rl}; {NEMO_RL_REFUSED} pin a vLLM (0.20 or older) that specrollout does not support, and log no "
-        yield Finding("nemo-rl", f"{text}speculation in asynchronous GRPO{shared}; use {NEMO_RL_NEEDED}", "error")
+        text = f"{nemo_rl}; {NEMO_RL_REFUSED} pin a vLLM (0.20 or older) that specrollout does not support"
+        yield Finding("nemo-rl", f"{text}; use {NEMO_RL_NEEDED}", "error")
 
 
 def _vllm_version() -> Iterator[Finding]:

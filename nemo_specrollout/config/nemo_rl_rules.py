@@ -4,7 +4,6 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +18,26 @@ from nemo_specrollout.config.nemo_rl_tree import (
     Finding,
     Rule,
     Tree,
-    asynchronous_block,
     at,
     broken,
     drafter_types,
     findings,
     is_on,
     is_set,
-    model_config,
     native_drafts,
     nemo_rl_checkout,
     num_engines,
     parallel_sizes,
-    size_at,
     stale_kv_field,
     strings_at,
 )
 
 
 def trainer_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about NeMo-RL's loop, its trainer and its data, whatever generates."""
-    if asynchronous_block(tree) is not None:
-        yield from broken(_ASYNCHRONOUS, tree)
-    if _is_controlled(tree):
-        yield from broken(_CONTROLLER, tree)
-        yield from _controller_batch(tree)
+    """Yields the findings about NeMo-RL's draft heads and prompt files, whatever engine generates."""
     if at(tree, "policy.draft.enabled"):
-        yield from broken(_DRAFT_TRAINING, tree)
-        yield from _draft_layers(tree)
-    yield from _trainer_batches(tree)
+        captured = "NeMo-RL sizes the head by it, and then captures its default layers: set it to null"
+        yield from broken([Rule("policy.draft.aux_layer_indices", bool, captured, "warning")], tree)
     yield from _prompt_files(tree)
 
 
@@ -74,51 +64,14 @@ def _places_itself(drafters: Any) -> bool:
     return any(isinstance(d, Mapping) and d.get("placement") == "auto" for d in drafters or ())
 
 
-_REFUSED = (
-    "data.use_multiple_dataloader", "grpo.use_dynamic_sampling", "grpo.reward_scaling.enabled", "grpo.reward_shaping.enabled",
-    "ppo.use_dynamic_sampling", "ppo.reward_scaling.enabled", "ppo.reward_shaping.enabled",
-)  # fmt: skip
-"""Options that NeMo-RL refuses in asynchronous training."""
-_ASYNCHRONOUS = (
-    Rule("loss_fn.use_importance_sampling_correction", not_, "asynchronous training has samples of an older policy: "
-         "set it to true"),
-    *(Rule(path, bool, "NeMo-RL refuses it in asynchronous training, after its set-up: set it to false")
-      for path in _REFUSED),
-)  # fmt: skip
-_NO_VALIDATION = "the SingleController has no validation"
-_CONTROLLER = (
-    Rule("grpo.async_grpo", is_set, "the SingleController reads only async_rl: set it to null"),
-    Rule("data_plane.enabled", not_, "the SingleController keeps rollouts in the data plane: set it to true"),
-    *(Rule(path, bool, f"{_NO_VALIDATION}: set it to 0 or false")
-      for path in ("grpo.val_period", "grpo.val_at_start", "grpo.val_at_end")),
-    Rule("checkpointing.metric_name", lambda v: is_set(v) and not str(v).startswith("train:"), f"{_NO_VALIDATION}: name a "
-         "metric of training, e.g. train:loss, or set it to null", when=is_on("checkpointing.enabled")),
-)  # fmt: skip
-_DRAFT_TRAINING = (
-    Rule("policy.megatron_cfg.enabled", not_, "NeMo-RL trains a draft head only beside a Megatron policy: set it to true, "
-         "or policy.draft.enabled to false"),
-    Rule("policy.sequence_packing.enabled", bool, "NeMo-RL trains no draft head on packed sequences: set it to false"),
-    Rule("policy.draft.aux_layer_indices", bool, "NeMo-RL sizes the head by it, and then captures its default layers: set "
-         "it to null", "warning"),
-)  # fmt: skip
-_BESIDE_TRAINING = (
-    Rule(f"{VLLM_CFG}.async_engine", not_, "asynchronous training needs it: set it to true", when=asynchronous_block),
-    Rule(f"{GENERATION}.colocated.enabled", bool, "asynchronous training generates on its own GPUs: set it to false and "
-         "list them in colocated.resources", when=asynchronous_block),
-    Rule(f"{VLLM_CFG}.async_engine", not_, "the SingleController requests rollouts one at a time: set it to true",
-         when=_is_controlled),
-    Rule(f"{GENERATION}.colocated.enabled", lambda v: v is None or v, "the SingleController generates while it trains: "
-         "set it to false and list GPUs in colocated.resources", when=_is_controlled),
+_RULES = (
     Rule("policy.draft.enabled", bool, "NeMo-RL trains a draft head of its own, and each refit overwrites the head that "
          f"{BLOCK_PATH}.draft_refresh trains: set it to false, or remove that block",
          when=is_on(f"{BLOCK_PATH}.draft_refresh")),
-)  # fmt: skip
-"""Rules about vLLM's place beside NeMo-RL's loop and trainer."""
-_OTHERS = (
     Rule(f"{BLOCK_PATH}.draft_refresh.trainer_gpus", bool, "GPU in addition to the GPUs of `cluster`: no head is trained "
          "until Ray has one free", "note"),
     Rule(f"{BLOCK_PATH}.drafters", _places_itself, "placement: auto works only in the local runner; run "
-         "`nemo-specrollout plan` and write its answer into the config"),
+         "`specrollout-lab explain` and write its answer into the config"),
     Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=True), "Ray places the drafters on GPUs in addition to the GPUs of "
          "`cluster`: nothing is drafted until they are free", "note"),
     Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=False), "Ray places the drafters on CPU cores, which only vLLM's "
@@ -132,14 +85,12 @@ _OTHERS = (
          _has_unseeded_clients),
     Rule(f"{VLLM_CFG}.precision", lambda v: v not in (None, "float32"), "tokens are equal up to near-ties; against those, set "
          "vllm_cfg.env_vars.VLLM_BATCH_INVARIANT: '1'. The log-prob gap is larger than in float32", "note"),
+    Rule(f"{GENERATION}.quant_cfg", is_set, "ModelOpt's worker would replace the worker of specrollout: set it to null"),
+    Rule(f"{VLLM_KWARGS}.worker_cls", is_set, "specrollout sets the worker itself: remove it"),
+    Rule(f"{GENERATION}.worker_extension_cls_fqn", is_set, "NeMo-RL would use this worker instead of the one of specrollout: "
+         "remove it"),
+    Rule(SPECULATIVE_CONFIG, lambda v: is_set(v) and not isinstance(v, Mapping), "expected a block of keys"),
 )  # fmt: skip
-
-
-def _controller_batch(tree: Tree) -> Iterator[Finding]:
-    """Checks that a step of the SingleController is one optimizer step."""
-    rows = size_at(tree, "grpo.num_prompts_per_step") * size_at(tree, "grpo.num_generations_per_prompt")
-    text = f"a step has {rows} rows (num_prompts_per_step times num_generations_per_prompt): set it to {rows}"
-    yield from broken([Rule("policy.train_global_batch_size", lambda v: v != rows, text)], tree)
 
 
 def _data_plane(tree: Tree) -> Iterator[Finding]:
@@ -168,24 +119,9 @@ def _sampling(tree: Tree) -> Iterator[Finding]:
 
 
 def _context(tree: Tree) -> Iterator[Finding]:
-    engine, trainer = at(tree, f"{VLLM_CFG}.max_model_len"), at(tree, "policy.max_total_sequence_length")
-    num_drafts = native_drafts(tree)
-    yield from findings(
-        (engine != trainer, f"{VLLM_CFG}.max_model_len",
-         f"{engine} differs from policy.max_total_sequence_length {trainer}; set both to the same", "warning"),
-        (num_drafts, SPECULATIVE_CONFIG,
-         f"because of it, NeMo-RL ends every request {num_drafts + 1} tokens before max_model_len", "note"),
-    )  # fmt: skip
-
-
-def _trainer_batches(tree: Tree) -> Iterator[Finding]:
-    """Warns of an assertion that NeMo-RL makes when it builds the policy (lm_policy.py:210)."""
-    megatron = "megatron_cfg.tensor_model_parallel_size" if at(tree, "policy.megatron_cfg.enabled") else None
-    ranks = size_at(tree, f"policy.{megatron or 'dtensor_cfg.tensor_parallel_size'}")
-    train, logprob = at(tree, "policy.train_micro_batch_size"), at(tree, "policy.logprob_batch_size")
-    if ranks >= 4 and logprob not in {None, train} and not at(tree, "loss_fn.force_on_policy_ratio"):
-        text = f"{logprob} differs from train_micro_batch_size {train}; NeMo-RL refuses that at tensor parallel {ranks}"
-        yield Finding("policy.logprob_batch_size", f"{text}, unless NRL_IGNORE_TP_ACCURACY_CHECK=1 is set", "warning")
+    if num_drafts := native_drafts(tree):
+        text = f"because of it, NeMo-RL ends every request {num_drafts + 1} tokens before max_model_len"
+        yield Finding(SPECULATIVE_CONFIG, text, "note")
 
 
 def _unused_head(tree: Tree) -> Iterator[Finding]:
@@ -193,24 +129,6 @@ def _unused_head(tree: Tree) -> Iterator[Finding]:
     if at(tree, "policy.draft.enabled") and method not in {"eagle", "eagle3"}:
         text = f"a head is trained, but no engine drafts with it: set {SPECULATIVE_CONFIG} with method eagle3"
         yield Finding("policy.draft.enabled", f"{text}, or policy.draft.enabled to false", "warning")
-
-
-def _draft_layers(tree: Tree) -> Iterator[Finding]:
-    num_layers = (model_config(tree) or {}).get("num_hidden_layers")
-    if not isinstance(num_layers, int):
-        return
-    # NeMo-RL's choice (models/megatron/draft/hidden_capture.py:28), which no option changes.
-    captured = sorted({1, max(0, num_layers // 2 - 1), max(1, num_layers - 4)})
-    if len(captured) < 3:
-        text = f"a policy of {num_layers} layers: NeMo-RL captures the states of layers {captured} for the head, not of three"
-        yield Finding("policy.draft.enabled", f"{text}; take a deeper policy", "warning")
-
-
-def _stale_kv(tree: Tree) -> Iterator[Finding]:
-    block = asynchronous_block(tree)
-    if block is not None and not _is_controlled(tree) and stale_kv_field(tree) is not None:
-        text = "true; running requests keep KV of older weights unless recompute_kv_cache_after_weight_updates is true"
-        yield Finding(f"{block}.in_flight_weight_updates", f"{text}. That is NeMo-RL's own default", "note")
 
 
 def _prompt_files(tree: Tree) -> Iterator[Finding]:
@@ -237,23 +155,8 @@ _V1_OPTIONS = ("parallel_drafting", "disable_padded_drafter_batch", "use_heterog
 """Options of `speculative_config` that only vLLM's V1 model runner has."""
 _PARALLEL_METHODS = ("dflash", "dspark")
 """Methods that draft all positions in one pass by nature, with speculators of the V2 model runner."""
-_NEMO_RL_PASSES = {
-    "dtype", "enable_expert_parallel", "enable_prefix_caching", "enable_sleep_mode", "enforce_eager", "gpu_memory_utilization",
-    "disable_log_stats", "load_format", "max_model_len", "model", "pipeline_parallel_size", "seed", "served_model_name",
-    "skip_tokenizer_init", "tensor_parallel_size", "trust_remote_code", "worker_extension_cls",
-}  # fmt: skip
-"""Arguments that NeMo-RL itself passes to vLLM (vllm_worker.py:586); a second one of the same name is a TypeError."""
 _STOP_AT_STRINGS = ("sliding_puzzle_game", "code", "retriever")
 """NeMo-RL's environments that end each turn at a string, by their names in `env`."""
-_RULES = (
-    Rule(f"{GENERATION}.quant_cfg", is_set, "ModelOpt's worker would replace the worker of specrollout: set it to null"),
-    Rule(f"{VLLM_KWARGS}.worker_cls", is_set, "specrollout sets the worker itself: remove it"),
-    Rule(f"{GENERATION}.worker_extension_cls_fqn", is_set, "NeMo-RL would use this worker instead of the one of specrollout: "
-         "remove it"),
-    Rule(f"{VLLM_KWARGS}.async_scheduling", lambda v: v is False, "the GPU waits while the host prepares each step: "
-         "an estimated 3 to 5 ms at 256 requests", "note"),
-    Rule(SPECULATIVE_CONFIG, lambda v: is_set(v) and not isinstance(v, Mapping), "expected a block of keys"),
-)  # fmt: skip
 
 
 def backend_findings(tree: Tree) -> Iterator[Finding]:
@@ -264,15 +167,9 @@ def backend_findings(tree: Tree) -> Iterator[Finding]:
 
 def engine_findings(tree: Tree) -> Iterator[Finding]:
     """Yields the findings about vLLM's engines."""
-    for rules in (_BESIDE_TRAINING, _OTHERS):
-        yield from broken(rules, tree)
-    for function in (_unused_head, _data_plane, _sampling, _context, _stale_kv):
-        yield from function(tree)
     yield from broken(_RULES, tree)
-    for name in sorted(_NEMO_RL_PASSES.intersection(at(tree, VLLM_KWARGS, {}))):
-        yield Finding(f"{VLLM_KWARGS}.{name}", f"NeMo-RL passes it itself: remove it, see {VLLM_CFG}", "error")
-    yield from runner_findings(tree)
-    yield from _parallelism(tree)
+    for function in (_unused_head, _data_plane, _sampling, _context, runner_findings, _parallelism):
+        yield from function(tree)
 
 
 def runner_findings(tree: Tree) -> Iterator[Finding]:
@@ -307,22 +204,19 @@ def _missing_in_v2(name: str, value: Any, fix: str) -> Finding:
 
 def _parallelism(tree: Tree) -> Iterator[Finding]:
     (tensor, pipeline, expert), types = parallel_sizes(tree), drafter_types(tree)
-    has_stages, needs_async = pipeline > 1, not at(tree, f"{VLLM_CFG}.async_engine")
     stages, experts = f"{VLLM_CFG}.pipeline_parallel_size", f"{VLLM_CFG}.expert_parallel_size"
-    yield from findings(
-        (has_stages and types, stages, f"{pipeline} with drafters ({', '.join(types)}); specrollout drafts only in engines of "
-         "one pipeline stage: set it to 1, or set drafters to []", "error"),
-        (has_stages and not types and needs_async, stages, f"{pipeline}; NeMo-RL needs async_engine: true for it", "error"),
-        (expert > 1 and expert % tensor, experts,
-         f"{expert} is not a multiple of tensor_parallel_size {tensor}, as NeMo-RL demands", "error"),
-    )  # fmt: skip
+    if pipeline > 1 and types:
+        text = (
+            f"{pipeline} with drafters ({', '.join(types)}); specrollout drafts only in engines of one pipeline stage"
+        )
+        yield Finding(stages, f"{text}: set it to 1, or set drafters to []", "error")
     with_weights = [] if native_drafts(tree) else [t for t in types if t in MODEL_DRAFTERS]
     if expert > tensor and with_weights:
         yield _lockstep(tensor, expert, f"a drafter with weights ({with_weights[0]})", "use drafters without weights")
     text = "engines of several GPUs were tested {} with specrollout"
     yield from findings(
         (tensor > 1, f"{VLLM_CFG}.tensor_parallel_size", text.format("only on a CPU"), "note"),
-        (has_stages, stages, text.format("not at all"), "note"),
+        (pipeline > 1, stages, text.format("not at all"), "note"),
         (expert > tensor, experts, text.format("not at all"), "note"),
     )
 

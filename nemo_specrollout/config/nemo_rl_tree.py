@@ -10,9 +10,9 @@ from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import NEMO_RL_DIR
-from nemo_specrollout.config.model_folder import read_object
-from nemo_specrollout.config.python_source import installed_source
 from nemo_specrollout.config.strict import ConfigError, nearest
+from nemo_specrollout.installed.python_source import installed_source
+from nemo_specrollout.storage.model_folder import read_object
 
 Tree = Mapping[str, Any]
 DEFAULT_NEMO_RL_DIR = "/opt/nemo-rl"

@@ -19,7 +19,7 @@ class ConfigError(ValueError):
     """A value that cannot be run; the message names the field, the value and what to write instead."""
 
 
-def refuse(path: str, *mistakes: tuple[object, str, str]) -> None:
+def raise_first_mistake(path: str, *mistakes: tuple[object, str, str]) -> None:
     """Raises ConfigError for the first of `mistakes`, (is it made, field, value and fix), whose first entry is true.
 
     Fields are relative to `path`; the empty one is `path` itself.

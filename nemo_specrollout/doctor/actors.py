@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
-from nemo_specrollout.config.versions import can_run_nemo_rl, unsupported_version
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, run_child
+from nemo_specrollout.installed.versions import can_run_nemo_rl, unsupported_version
+from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
 
 ACTORS = Section("NeMo-RL's actors")
 _ENGINES = ("VllmGenerationWorker", "VllmAsyncGenerationWorker")

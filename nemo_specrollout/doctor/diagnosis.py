@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of one check of `nemo-specrollout doctor`, and checks in a process of their own, whose crash does not spread."""
+"""The result of one check of `nemo-specrollout doctor`, and child processes for checks that may crash."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from nemo_specrollout.doctor.child_process import PARENT, end_with_parent
 from nemo_specrollout.nemo_rl.patch_points import in_one_line
-from nemo_specrollout.remote.verifier.json_child import PARENT, end_with_parent
 
 _SHOWN_LINES = 6
 """Lines of a process's log that the terminal shows."""
@@ -29,7 +29,7 @@ Tell = Callable[[str, Any], None]
 
 
 class State(StrEnum):
-    """The verdict of a check. Only FAIL makes the command fail."""
+    """The result of a check. Only FAIL makes the command fail."""
 
     OK = "ok"
     WARN = "warn"
@@ -41,12 +41,12 @@ class Diagnosis:
     """The result of one check."""
 
     section: str
-    """Part of the output that has it."""
+    """Title under which `doctor` prints the result."""
     name: str
-    """Subject of the check."""
+    """The package, setting or file that was checked."""
     state: State
     found: str
-    """The observation."""
+    """The observation there."""
     to_do: str = ""
     """One sentence with the fix; empty if there is nothing to do."""
     log: tuple[str, ...] = ()

@@ -13,7 +13,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.versions import (
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, Section, Tell, answer, run_child
+from nemo_specrollout.installed.versions import (
     NEMO_RL_NEEDED,
     NEMO_RL_REFUSED,
     VLLM_RANGE,
@@ -25,7 +26,6 @@ from nemo_specrollout.config.versions import (
     unsupported_version,
     vllm_version,
 )
-from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, Section, Tell, answer, run_child
 
 VERSIONS, DEVICE, MACHINE = Section("versions"), Section("device"), Section("machine")
 OURS, PYTHON, VLLM, NEMO_RL = "nemo_specrollout", "python", "vllm", "nemo-rl"
@@ -41,13 +41,13 @@ NEEDED = {
     "megatron-core": ("megatron", "a trainer"),
     "speculators": ("speculators", "refresh-draft and draft_refresh"),
 }
-"""Needed packages: the module by which one is found without its metadata, and the part that needs it."""
+"""Packages that this package imports: the name of the module, and what needs the package."""
 TORCH_TIMEOUT_S = 120.0
 """Seconds for loading torch and using the GPU."""
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
 GIB = 1 << 30
 SMALLEST_SHM = GIB
-"""Bytes of shared memory. Docker gives a container 64 MiB, with which NCCL and vLLM's queues between processes fail."""
+"""Size of shared memory, in bytes, below which there is a warning. Docker gives 64 MiB, too little for NCCL and vLLM."""
 FEWEST_FILES = 1024
 """Files that a process must be able to open."""
 LITTLE_DISK, TOO_LITTLE_DISK = GIB, GIB >> 4

@@ -2,16 +2,15 @@
 """Section "patch points": names of NeMo-RL and vLLM that this package uses. As a script, the process that loads NeMo-RL."""
 
 import importlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.nemo_rl_tree import nemo_rl_checkout
-from nemo_specrollout.config.python_source import PythonSource, installed_source
-from nemo_specrollout.config.versions import NEMO_RL_NEEDED, can_run_nemo_rl, vllm_version
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, run_child
-from nemo_specrollout.doctor.vllm_names import VllmSource, vllm_names
+from nemo_specrollout.doctor.vllm_imports import VllmSource, imports_of
+from nemo_specrollout.installed.python_source import PythonSource, installed_source
+from nemo_specrollout.installed.versions import NEMO_RL_NEEDED, can_run_nemo_rl, vllm_version
 from nemo_specrollout.nemo_rl.patch_points import (
     ALL_PATCH_POINTS,
     EXTENSION_PATCH_POINTS,
@@ -99,14 +98,9 @@ def diagnose_vllm(folder: Path | None = None) -> Iterator[Diagnosis]:
     if folder is None:
         yield PATCH_POINTS.ok("vLLM", "not installed, nothing to check")
         return
-    names = vllm_names(VllmSource(folder))
-    present, all_ = Counter(n.use for n in names if not n.change), Counter(n.use for n in names)
-    for use, count in all_.items():
-        if present[use]:
-            yield PATCH_POINTS.ok(f"names of vLLM, {use}", f"{present[use]} of {count} present")
-    for name in names:
-        if name.change:
-            yield PATCH_POINTS.fail(name.name, name.change, _OTHER_VLLM)
+    found = imports_of(VllmSource(folder))
+    yield PATCH_POINTS.ok("names of vLLM", f"{sum(found.values())} of {len(found)} present")
+    yield from (PATCH_POINTS.fail(name, "absent", _OTHER_VLLM) for name, is_there in found.items() if not is_there)
 
 
 def _import_all(modules: Any, tell: Tell) -> None:

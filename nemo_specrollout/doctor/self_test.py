@@ -1,31 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections "engine" and "self-test": an engine's settings, and whether drafts change tokens. As a script, the process of it.
+"""Sections "engine" and "self-test": an engine's settings, and whether drafts change tokens.
 
-That process decodes with a random model, plainly and with drafts, and compares the tokens.
+As a script, it decodes with a random model, plainly and with drafts, and compares the tokens.
 """
 
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lab.local.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.nemo_rl_rules import RUNNER_VARIABLE
-from nemo_specrollout.config.versions import vllm_version
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, Section, Tell, answer, run_child
-from nemo_specrollout.doctor.environment import is_cpu_build
 
 ENGINE = Section("engine")
 SELF_TEST = Section("self-test")
 TIMEOUT_S = 300.0
 """Seconds for starting two engines and for decoding."""
-PLUGIN = "nemo_specrollout_cpu"
-"""Our platform, with the V2 model runner on a CPU."""
 _SEND = "Send us the file of --json FILE"
 CAUSES = {
     "no locator available": "Set NUMBA_CACHE_DIR to a writable folder.",
@@ -40,7 +34,7 @@ CAUSES = {
 }
 """Fixes by words of a log; the first match counts."""
 PLAIN = SpecrolloutConfig(drafters=())
-DRAFTED = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), budget=BudgetConfig("random"))
+DRAFTED = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), budget=BudgetConfig("fixed", k=8))
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 """Environment for comparing tokens in float32 on a GPU. Triton's products have the precision of tf32 otherwise."""
 TEMPERATURES = (0.0, 1.0)
@@ -55,8 +49,16 @@ LONGEST_TEXT = 512
 """Longest text of the model, in tokens."""
 _SHARPNESS = 12.0
 """Factor of the logits, with which samples differ from each other but some drafts are accepted."""
-_SHARE = 0.1
-"""Share of a GPU's memory that must be free; a tiny model takes far less."""
+ARGUMENTS = {
+    "dtype": "float32",
+    "max_model_len": LONGEST_TEXT,
+    "max_num_seqs": 16,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 26,
+    "gpu_memory_utilization": 0.1,
+    "seed": 7,
+}
+"""Arguments of vLLM. The share of a GPU's memory must be free; a tiny model takes far less."""
 
 
 def try_engines(module: str = __name__) -> Outcome:
@@ -71,20 +73,6 @@ def diagnose_environment(environment: Mapping[str, str] = os.environ) -> Iterato
     if value is not None and value.lower() in ("0", "false"):
         text = f"{RUNNER_VARIABLE} is {value}: vLLM would take its V1 model runner"
         yield ENGINE.fail(RUNNER_VARIABLE, text, f"Unset {RUNNER_VARIABLE}.")
-    if vllm_version() is not None and is_cpu_build():
-        yield platform_plugin(environment.get("VLLM_PLUGINS"))
-
-
-def platform_plugin(allowed: str | None) -> Diagnosis:
-    """Checks that vLLM finds our platform for a CPU. `allowed`: value of VLLM_PLUGINS, the list of allowed plug-ins."""
-    if PLUGIN not in {entry.name for entry in metadata.entry_points(group="vllm.platform_plugins")}:
-        text = "the entry point is missing: this package is on the path, but not installed"
-        to_do = "Install it, `pip install --no-deps -e .`: vLLM finds the V2 model runner for a CPU by its entry point."
-        return ENGINE.fail("platform plug-in", text, to_do)
-    if allowed is not None and PLUGIN not in allowed.split(","):
-        text = f"VLLM_PLUGINS is {allowed!r}, which leaves {PLUGIN} out"
-        return ENGINE.fail("platform plug-in", text, f"Unset VLLM_PLUGINS, or add {PLUGIN} to it.")
-    return ENGINE.ok("platform plug-in", f"{PLUGIN}, for the V2 model runner on a CPU")
 
 
 def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
@@ -128,15 +116,13 @@ def _tokens(name: str, comparison: Mapping[str, Any]) -> Diagnosis:
     return SELF_TEST.fail(name, text, f"{_SEND}: drafts must never change a token.")
 
 
-def _drafts(counts: Mapping[str, Any]) -> Diagnosis:
-    totals = [(sum(p), sum(a)) for p, a in zip(counts["proposed"], counts["accepted"], strict=True)]
-    proposed, accepted = sum(p for p, _ in totals), sum(a for _, a in totals)
+def _drafts(counts: Mapping[str, Mapping[str, int]]) -> Diagnosis:
+    proposed, accepted = sum(counts["proposed"].values()), sum(counts["accepted"].values())
     if not proposed:
         return SELF_TEST.fail("drafts", "none was verified", f"{_SEND}: without drafts nothing was compared.")
-    each = ", ".join(f"{name} {a} of {p}" for name, (p, a) in zip(counts["drafters"], totals, strict=True))
-    return SELF_TEST.ok(
-        "drafts", f"{accepted} of {proposed} verified drafts accepted ({accepted / proposed:.0%}): {each}"
-    )
+    each = ", ".join(f"{name} {counts['accepted'][name]} of {count}" for name, count in counts["proposed"].items())
+    text = f"{accepted} of {proposed} verified drafts accepted ({accepted / proposed:.0%}): {each}"
+    return SELF_TEST.ok("drafts", text)
 
 
 def _cause(outcome: Outcome) -> str:
@@ -147,21 +133,42 @@ def _cause(outcome: Outcome) -> str:
 
 def compare_engines(order: Any, tell: Tell) -> None:
     """Tells the settings in force, then for each temperature the number of equal tokens, then drafts."""
-    from lab.local.engine import RolloutEngine
+    from nemo_specrollout.generation import process_state
+    from nemo_specrollout.generation.hosted_engine import device_facts, engine_facts, start_vllm
 
-    with tempfile.TemporaryDirectory() as name:
-        model = Path(name)
-        make_tiny_model(model)
-        rollouts, stats = {}, None
+    responses, totals = dict[str, list[list[list[int]]]](), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as model:
+        make_tiny_model(Path(model))
         for way, block in {"plain": PLAIN, "drafted": DRAFTED}.items():
-            engine = RolloutEngine(model, _generation(block), seed=7)
-            tell("facts", {**engine.facts(), **engine.device_facts()})
-            rollouts[way] = [engine.generate(_requests(), temperature=t) for t in TEMPERATURES]
-            stats = engine.stats()
-            engine.close()
-    for temperature, plain, drafted in zip(TEMPERATURES, rollouts["plain"], rollouts["drafted"], strict=True):
-        tell(f"T={temperature:g}", compared([r.token_ids for r in plain], [r.token_ids for r in drafted]))
-    tell("drafts", {key: getattr(stats, key) for key in ("drafters", "proposed", "accepted")})
+            llm = start_vllm({"model": model, **ARGUMENTS}, block)
+            tell("facts", {**engine_facts(llm), **device_facts(llm)})
+            responses[way] = [_responses(llm, temperature) for temperature in TEMPERATURES]
+            totals = llm.collective_rpc("specrollout_totals")[0]
+            process_state.stop(llm)
+    for temperature, plain, drafted in zip(TEMPERATURES, responses["plain"], responses["drafted"], strict=True):
+        tell(f"T={temperature:g}", compared(plain, drafted))
+    tell("drafts", {key: {name: sum(counts) for name, counts in totals[key]} for key in ("proposed", "accepted")})
+
+
+def _responses(llm: Any, temperature: float) -> list[list[int]]:
+    """Returns responses to prompts that repeat themselves, so that both drafters find continuations."""
+    from nemo_specrollout.generation.requests import RolloutRequest, rollout_extra_args
+    from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams
+
+    prompts = [[(7 * p + 11 * i) % VOCABULARY for i in range(8)] * 3 for p in range(NUM_PROMPTS)]
+    requests = [RolloutRequest(ids, p, s) for p, ids in enumerate(prompts) for s in range(NUM_SAMPLES)]
+    params = [
+        RolloutSamplingParams(
+            temperature=temperature,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=rollout_extra_args(r),
+        )
+        for r in requests
+    ]
+    texts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests]
+    return [list(o.outputs[0].token_ids) for o in llm.generate(texts, params, use_tqdm=False)]
 
 
 def make_tiny_model(folder: Path, seed: int = 0) -> None:
@@ -179,22 +186,6 @@ def make_tiny_model(folder: Path, seed: int = 0) -> None:
     with torch.no_grad():
         model.lm_head.weight.mul_(_SHARPNESS)
     model.save_pretrained(folder)
-
-
-def _generation(block: SpecrolloutConfig) -> GenerationConfig:
-    kwargs = {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 26, "gpu_memory_utilization": _SHARE}
-    engine = VllmConfig(LONGEST_TEXT, "float32", True)
-    return GenerationConfig(engine, NUM_TOKENS, vllm_kwargs=kwargs, specrollout=block)
-
-
-def _requests() -> list[Any]:
-    """Returns requests with prompts that repeat themselves, so that both drafters find continuations."""
-    from nemo_specrollout.generation.requests import RolloutRequest
-
-    prompts = [[(7 * p + 11 * i) % VOCABULARY for i in range(8)] * 3 for p in range(NUM_PROMPTS)]
-    return [
-        RolloutRequest(ids, p, s, exact_length=NUM_TOKENS) for p, ids in enumerate(prompts) for s in range(NUM_SAMPLES)
-    ]
 
 
 def compared(plain: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -4,8 +4,6 @@
 Shapes: B requests of the batch, S request slots, L longest sequence, K draft positions.
 """
 
-import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -36,17 +34,16 @@ class Proposals(NamedTuple):
     """Number of draft tokens of each row, int32. Tokens and levels beyond it are undefined."""
 
 
-def kernels_for(device: "torch.device") -> ModuleType:
-    """Returns the module of a step's kernels: Triton's for a GPU, numba's for a CPU."""
-    return importlib.import_module(f"{__package__}.step_{'triton' if device.type == 'cuda' else 'numba'}")
-
-
+STEP_KERNELS = "nemo_specrollout.drafters.step_triton"
+"""Name of the module with a step's kernels, for the draft board and all context indexes."""
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
 """Assumed acceptance rate of each evidence level before anything is observed.
 
 A level grades the evidence for a draft token: level = 4 * (grade of the context's length) + (grade of the token's share)."""
 NUM_LEVELS = len(LEVEL_PRIORS)
 """Number of evidence levels."""
+SCORE_GAP_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
+"""Score gaps, in nats, at which the next evidence level begins. They are wide: most drafts of a good head are nearly sure."""
 NUM_RELATIONS = 4
 """Number of relations between a draft token and the proposal of the other side.
 

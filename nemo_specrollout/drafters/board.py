@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft board: stores the proposals of all drafters, learns from their outcomes, and chooses what is verified next.
 
-Shapes: S request slots, B rows of the batch (room for S), D drafters, K draft positions. X edges between classes of context
-length, C = X + 1 classes, T traced steps. E kinds of evidence: NUM_LEVELS levels for each of the NUM_RELATIONS relations to
-the witness. On a board without a witness, E is NUM_LEVELS.
+Shapes: S request slots, B rows of the batch (room for S), D drafters, K draft positions, T traced steps. E kinds of evidence:
+NUM_LEVELS levels for each of the NUM_RELATIONS relations to the reference drafter; without one, E is NUM_LEVELS.
 """
 
 from collections.abc import Sequence
@@ -18,12 +17,13 @@ from nemo_specrollout.drafters.base import (
     NUM_LEVELS,
     NUM_RELATIONS,
     PRIOR_STRENGTH,
+    STEP_KERNELS,
     TRACED_STEPS,
     Proposals,
     Texts,
-    kernels_for,
 )
 from nemo_specrollout.drafters.device_index import Lookup
+from nemo_specrollout.sampling.platforms import kernels_for
 
 Int8 = Annotated[torch.Tensor, torch.int8]
 Int32 = Annotated[torch.Tensor, torch.int32]
@@ -72,11 +72,9 @@ class Tables(NamedTuple):
     factor_weight_D2: Float
     """Regression of hits on factors, both less their expectation: sum of products, and sum of squared factors."""
     calibration_2: Float
-    """Hits, and predicted hits, of the text drafts that were verified while the witness proposed nothing."""
-    edges_X: Int32
-    """Context lengths, in tokens, at which a new class of counts begins."""
-    verified_DCK2: Int64
-    """Verified and accepted draft tokens by drafter, class of context length and position."""
+    """Hits, and predicted hits, of the text drafts that were verified while the reference drafter proposed nothing."""
+    verified_DK2: Int64
+    """Verified and accepted draft tokens by drafter and position."""
     request_S2: Int32
     """Verified and accepted draft tokens of each request."""
     steps_TD2: Int32
@@ -91,8 +89,6 @@ class BoardShape:
     """Request slots of the engine (S)."""
     num_positions: int
     """Positions of a draft (K)."""
-    context_edges: Sequence[int] = ()
-    """Context lengths, in tokens, at which a new class of counts begins."""
 
 
 class DraftBoard:
@@ -108,8 +104,8 @@ class DraftBoard:
     Model. The rate of a draft token is the probability that it is accepted if the tokens before it are. The rate is the
     rate of the token's evidence times the request's factor:
 
-    - Evidence is the drafter's level plus NUM_LEVELS times the token's relation to the witness (`NUM_RELATIONS`). The
-      witness is the drafter with weights. Its rate is a decayed share of hits.
+    - Evidence is the drafter's level plus NUM_LEVELS times the token's relation to the reference drafter (`NUM_RELATIONS`),
+      which is the drafter with weights. The rate of evidence is a decayed share of hits.
     - The factor is the request's hits divided by the hits that its evidence predicted. It counts only as far as factors
       have predicted hits so far (`factor_weight_D2`).
 
@@ -117,7 +113,7 @@ class DraftBoard:
     of a row for each token. Every proposal is judged by what the policy samples later, submitted or not, so the board needs
     no exploration.
 
-    Example: drafters 0 "suffix" and 1 "eagle3" (the witness); request slot 5, in row b, has 10 tokens of text.
+    Example: drafters 0 "suffix" and 1 "eagle3" (the reference drafter); request slot 5, in row b, has 10 tokens of text.
 
     1. The drafters write `tokens_DBK[0, b] = [7, 8, 9]` and `tokens_DBK[1, b] = [7, 4]`, with levels and counts.
     2. `choose` relates them: both propose 7 (relation 1), then they differ (2), and 9 comes after the difference (3). With
@@ -134,7 +130,7 @@ class DraftBoard:
         shape: BoardShape,
         device: torch.device,
         model: int | None = None,
-        witness: int | None = None,
+        reference: int | None = None,
     ) -> None:
         """Creates an empty board.
 
@@ -144,22 +140,20 @@ class DraftBoard:
             shape: sizes of the board.
             device: of the engine.
             model: index of the drafter that has weights in this engine, if there is one.
-            witness: index of the drafter that has weights, here or in another process; by default `model`.
+            reference: index of the drafter that has weights, here or in another process; by default `model`.
         """
         self.names, self.num_positions = list(names), shape.num_positions
         self.model = -1 if model is None else model
-        self.witness = -1 if len(names) == 1 else self.model if witness is None else witness
-        num_relations = 1 if self.witness < 0 else NUM_RELATIONS
+        self.reference = -1 if len(names) == 1 else self.model if reference is None else reference
+        num_relations = 1 if self.reference < 0 else NUM_RELATIONS
         self._priors_DE = torch.from_numpy(np.tile(priors_DE, num_relations)).float().to(device)
-        num_edges = len(shape.context_edges)
-        sizes = {"S": shape.num_slots, "B": shape.num_slots, "D": len(names), "K": shape.num_positions, "X": num_edges,
-                 "C": num_edges + 1, "E": num_relations * NUM_LEVELS, "T": TRACED_STEPS, "2": 2, "4": 4}  # fmt: skip
+        sizes = {"S": shape.num_slots, "B": shape.num_slots, "D": len(names), "K": shape.num_positions,
+                 "E": num_relations * NUM_LEVELS, "T": TRACED_STEPS, "2": 2, "4": 4}  # fmt: skip
         fields = [(name.rsplit("_", 1)[1], kind.__metadata__[0]) for name, kind in Tables.__annotations__.items()]
         self.tables = Tables(*(torch.zeros([sizes[s] for s in dims], dtype=d, device=device) for dims, d in fields))
-        self.tables.edges_X.copy_(torch.tensor(shape.context_edges))
         for drafter in range(len(names)):
             self.forget_drafter(drafter)
-        self.use_kernels(kernels_for(device))
+        self.use_kernels(kernels_for(device.type, STEP_KERNELS))
 
     def use_kernels(self, kernels: ModuleType) -> None:
         """Uses a module of kernels, which takes the tables in a form of its own."""
@@ -213,11 +207,3 @@ class DraftBoard:
         price hardly count, so a long proposal is worth only what would be verified of it.
         """
         self._kernels.choose(self, texts, row_price, lookups)
-
-    @property
-    def level_rates_DL(self) -> torch.Tensor:
-        """Share of hits of each of the L = NUM_LEVELS levels, over all relations: float32 [D, L], on the device."""
-        tried_DL2 = self.tables.evidence_DE2
-        if self.witness >= 0:
-            tried_DL2 = tried_DL2.unflatten(1, (NUM_RELATIONS, NUM_LEVELS)).sum(dim=1)
-        return tried_DL2[..., 0] / tried_DL2[..., 1]

@@ -97,7 +97,7 @@ def _raw_factor(t, row, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _factor(t, row, d, mask):  # type: ignore[no-untyped-def]
-    """Returns the factor for new drafts: the raw factor, weighted by how well factors have predicted hits."""
+    """Returns the factor for new drafts: the raw factor, weighted by the quality of earlier predictions from factors."""
     products = tl.load(t.factor_weight_D2 + 2 * d, mask=mask, other=0.0) + 1.0
     weight = products / (tl.load(t.factor_weight_D2 + 2 * d + 1, mask=mask, other=0.0) + 1.0)
     return 1.0 + tl.minimum(tl.maximum(weight, 0.0), 1.0) * (_raw_factor(t, row, mask) - 1.0)
@@ -123,8 +123,7 @@ def level_rates(t, d, E: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_verified(  # type: ignore[no-untyped-def]
-    t, sums, slot, num_sampled, num_rejected, total_len,
-    WITNESS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, X: tl.constexpr,
+    t, sums, slot, num_sampled, num_rejected, REFERENCE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr
 ):  # fmt: skip
     """Adds the drafts that the step verified, and those that it accepted, to all counts.
 
@@ -134,10 +133,8 @@ def _count_verified(  # type: ignore[no-untyped-def]
     submitted = tl.minimum(tl.load(t.submitted_S + slot), K)
     num_verified = tl.minimum(num_sampled - 1 + num_rejected, submitted)
     num_accepted = tl.minimum(num_sampled - 1, num_verified)
-    x, k = tl.arange(0, triton.next_power_of_2(X + 1)), tl.arange(0, triton.next_power_of_2(K))
-    edges = tl.load(t.edges_X + x, mask=x < X, other=0)
-    length_class = tl.sum(((x < X) & (total_len - num_sampled >= edges)).to(tl.int32), axis=0)
-    counts_ptr = t.verified_DCK2 + 2 * ((drafter * (X + 1) + length_class) * K + k)
+    k = tl.arange(0, triton.next_power_of_2(K))
+    counts_ptr = t.verified_DK2 + 2 * (drafter * K + k)
     one = tl.full(k.shape, 1, tl.int64)
     tl.atomic_add(counts_ptr, one, mask=k < num_verified, sem="relaxed")
     tl.atomic_add(counts_ptr + 1, one, mask=k < num_accepted, sem="relaxed")
@@ -150,7 +147,7 @@ def _count_verified(  # type: ignore[no-untyped-def]
         row = slot * D + drafter
         evidence = tl.load(t.evidence_SDK + row * K + k, mask=k < num_verified, other=0).to(tl.int32)
         evidence = tl.minimum(tl.maximum(evidence, 0), E - 1)
-        if (drafter != WITNESS) & (tl.sum(tl.where(k == 0, evidence, 0)) < _NUM_LEVELS):
+        if (drafter != REFERENCE) & (tl.sum(tl.where(k == 0, evidence, 0)) < _NUM_LEVELS):
             rate = _rate(t.evidence_DE2 + 2 * (drafter * E + evidence), k < num_verified)
             factor = _factor(t, row, drafter, True)
             hits, predicted = num_accepted + 0.0, tl.sum(tl.cumprod(tl.minimum(rate * factor, _MAX_RATE), axis=0))
@@ -208,7 +205,7 @@ def _judge(t, sums, text_ptr, slot, total_len, D: tl.constexpr, K: tl.constexpr,
 @triton.jit
 def observe_request(  # type: ignore[no-untyped-def]
     texts, row_stride, outcomes, t, sums, request, num_requests, step,
-    WITNESS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, X: tl.constexpr,
+    REFERENCE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Learns from the tokens that the step sampled for a request. The last request to finish adds all sums to the tables."""
     slot = tl.load(texts.slots_B + request).to(tl.int64)
@@ -219,7 +216,7 @@ def observe_request(  # type: ignore[no-untyped-def]
     hits, predicted = 0.0, 0.0
     if (slot >= 0) & (num_sampled > 0):
         total_len, num_rejected = tl.load(texts.total_len_S + slot), tl.load(num_rejected_ptr + request)
-        hits, predicted = _count_verified(t, sums, slot, num_sampled, num_rejected, total_len, WITNESS, D, K, E, X)
+        hits, predicted = _count_verified(t, sums, slot, num_sampled, num_rejected, REFERENCE, D, K, E)
         products, squares = _judge(t, sums, texts.token_ids_SL + slot * row_stride, slot, total_len, D, K, E)
     weight_ptr = sums.weight_BW + request * (2 * D + 2)
     tl.store(weight_ptr + 2 * d, products, mask=d < D)
@@ -231,20 +228,20 @@ def observe_request(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _relation(token, is_draft, count, d, k, WITNESS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _relation(token, is_draft, count, d, k, REFERENCE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the relation of each token to the proposal of the other side (`NUM_RELATIONS`), int32 [D, K]."""
-    is_witness = d == WITNESS
-    witness_count = tl.sum(tl.where(is_witness, count, 0), axis=0)
-    witness_token = tl.sum(tl.where(is_witness[:, None], token, 0), axis=0)
-    both = is_draft & (k < witness_count)[None, :] & (is_witness == 0)[:, None]
-    alike = tl.cumprod(tl.where(both & (token == witness_token[None, :]), 1.0, 0.0), axis=1) > 0.0
+    is_reference = d == REFERENCE
+    reference_count = tl.sum(tl.where(is_reference, count, 0), axis=0)
+    reference_token = tl.sum(tl.where(is_reference[:, None], token, 0), axis=0)
+    both = is_draft & (k < reference_count)[None, :] & (is_reference == 0)[:, None]
+    alike = tl.cumprod(tl.where(both & (token == reference_token[None, :]), 1.0, 0.0), axis=1) > 0.0
     num_alike = tl.sum(alike.to(tl.int32), axis=1)
     differs = both & (k[None, :] == num_alike[:, None])
-    text_count = tl.max(tl.where(is_witness, 0, count), axis=0)
-    text_relation = tl.where(alike, 1, tl.where(differs, 2, tl.where(witness_count > 0, 3, 0)))
+    text_count = tl.max(tl.where(is_reference, 0, count), axis=0)
+    text_relation = tl.where(alike, 1, tl.where(differs, 2, tl.where(reference_count > 0, 3, 0)))
     agreed, contradicted = tl.max(alike.to(tl.int32), axis=0), tl.max(differs.to(tl.int32), axis=0)
-    witness_relation = tl.where(agreed > 0, 1, tl.where(contradicted > 0, 2, tl.where(text_count > 0, 3, 0)))
-    return tl.where(is_witness[:, None], witness_relation[None, :], text_relation)
+    reference_relation = tl.where(agreed > 0, 1, tl.where(contradicted > 0, 2, tl.where(text_count > 0, 3, 0)))
+    return tl.where(is_reference[:, None], reference_relation[None, :], text_relation)
 
 
 @triton.jit
@@ -302,7 +299,7 @@ def _store_outlook(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def choose_for_request(  # type: ignore[no-untyped-def]
-    texts, t, request, row_price, MODEL: tl.constexpr, WITNESS: tl.constexpr,
+    texts, t, request, row_price, MODEL: tl.constexpr, REFERENCE: tl.constexpr,
     S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Submits the proposal of the highest worth for a request."""
@@ -325,8 +322,8 @@ def choose_for_request(  # type: ignore[no-untyped-def]
         factor = _factor(t, row, d, mask_D)[:, None]
         if MODEL >= 0:
             _store_outlook(t, slot, entry, count, factor, is_draft, row_price, max_drafts, MODEL, D, K, E)
-        if WITNESS >= 0:
-            level += _NUM_LEVELS * _relation(token, is_draft, count, d, k, WITNESS)
+        if REFERENCE >= 0:
+            level += _NUM_LEVELS * _relation(token, is_draft, count, d, k, REFERENCE)
             entry = 2 * (d[:, None] * E + level)
         hits = tl.load(t.evidence_DE2 + entry, mask=is_draft, other=0.0)
         rate = tl.minimum(hits / tl.load(t.evidence_DE2 + entry + 1, mask=is_draft, other=1.0) * factor, _MAX_RATE)

@@ -4,7 +4,7 @@
 One index serves all requests. A *salt* separates texts that must not see each other, and joins those that may. The requests
 of a group share a salt. No token leaves the device, and nothing waits for it. Tokens are counted in the order of rows,
 positions and context lengths, on a GPU too. So the tables do not depend on the device, and the same rollout finds the same
-drafts again. The kernels are in `index_numba.py` and `index_triton.py`.
+drafts again. The kernels are in `index_triton.py`.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions.
 
@@ -23,25 +23,22 @@ with the highest bit set so that no word is 0. The low bits of the key choose th
 
 **Ranks.** A context that is counted gains `GAIN` ranks, but it is never more than `MAX_LEAD` above the lowest rank of its
 bucket. A new context takes a free slot, or the slot of the lowest rank. It starts one rank above the lowest. So each new
-context raises the floor, and a context that is no longer counted is replaced however popular it was. A context that was
+context raises the floor, and a context that is no longer counted is replaced, even if it was popular. A context that was
 counted twice outlives many that were counted once. The ranks of a bucket are at most MAX_LEAD + 1 apart, so comparing them
 modulo 2^16 is safe. Nothing needs rescaling, and counting writes a single word.
 
 **Counts.** A token that is not a candidate replaces the candidate of the lowest count. It starts from that count plus one
 (space-saving, Metwally et al. 2005). When a count reaches `MAX_COUNT`, all four are halved, so old text counts less and less.
-
-Delete `__pycache__` after changing a number here: numba's cache notices only changes of the file that it compiles.
 """
 
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-import numpy as np
 import torch
 
-from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts, kernels_for
+from nemo_specrollout.drafters.base import NUM_LEVELS, STEP_KERNELS, Proposals, Texts
+from nemo_specrollout.sampling.platforms import kernels_for
 
 BUCKET_SLOTS = 8
 """Contexts in a bucket."""
@@ -65,13 +62,11 @@ COUNT_MASK = (1 << 32) - 1
 """Bits of a candidate that hold the count."""
 MAX_COUNT = 16
 """The count at which all counts of a context are halved."""
-MOST_LISTED = 1 << 14
+MAX_LISTED = 1 << 14
 """Text positions of all rows together that are learned in a step. Later rows wait for the next step."""
-HUGE_PAGE = 1 << 21
-"""Bytes of a huge page."""
 FEWEST_SLOTS = 1 << 10
 """Contexts that the smallest index holds."""
-MOST_SLOTS = 1 << 24
+MAX_SLOTS = 1 << 24
 """Contexts that an index holds at most, 40 bytes each, unless a user asks for more."""
 
 
@@ -85,10 +80,10 @@ def slots_for(max_num_seqs: int, max_model_len: int, orders: Sequence[int]) -> i
 
     Every token creates one context of each order. Rollouts of a group, and repetitions in them, share half of the contexts or
     more. So the index gets a slot for half of the contexts of `max_num_seqs` texts of full length, rounded up, up to
-    `MOST_SLOTS`. A smaller index only drafts less, because it forgets earlier.
+    `MAX_SLOTS`. A smaller index only drafts less, because it forgets earlier.
     """
     wanted = max(FEWEST_SLOTS, max_num_seqs * max_model_len * len(orders) // 2)
-    return min(1 << (wanted - 1).bit_length(), MOST_SLOTS)
+    return min(1 << (wanted - 1).bit_length(), MAX_SLOTS)
 
 
 class ContextIndex:
@@ -103,9 +98,10 @@ class ContextIndex:
         """Creates an empty index of `num_slots` contexts, a power of two; `orders` are their lengths, ascending."""
         assert num_slots.bit_count() == 1 and num_slots >= BUCKET_SLOTS
         self.orders = orders
-        self.words = _zeros(num_slots // BUCKET_SLOTS, BUCKET_SLOTS, device)
-        self.candidates = _zeros(num_slots, NUM_CANDIDATES, device)
-        self.use_kernels(kernels_for(device))
+        kernels = kernels_for(device.type, STEP_KERNELS)
+        self.words = kernels.empty_table(num_slots // BUCKET_SLOTS, BUCKET_SLOTS, device)
+        self.candidates = kernels.empty_table(num_slots, NUM_CANDIDATES, device)
+        self.use_kernels(kernels)
 
     def use_kernels(self, kernels: ModuleType) -> None:
         """Uses a module of kernels, with its buffers for what a step learns."""
@@ -120,7 +116,7 @@ class ContextIndex:
             salts_S: int64, the salt under which each request reads and writes contexts.
             learned_S: int32, how many tokens were counted before; updated.
             max_new: upper bound of the new tokens of a text. The rest of a longer one waits for the next call, and so does
-                what exceeds `MOST_LISTED` tokens of all texts.
+                what exceeds `MAX_LISTED` tokens of all texts.
         """
         self._kernels.learn(Lookup(self, salts_S, learned_S), texts, max_new)
 
@@ -147,17 +143,3 @@ class Lookup:
     """Number of tokens of each request that were counted, int32."""
     drafter: int = 0
     """The drafter's place on the draft board."""
-
-
-def _zeros(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
-    """Returns int64 zeros. On a CPU they start at a huge page if the system has them: with small pages, half of the time is
-    page walks."""
-    if device.type != "cpu":
-        return torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device)
-    size = num_rows * num_columns * 8
-    memory = mmap.mmap(-1, size + HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    everything = np.frombuffer(memory, np.uint8)
-    start = -everything.ctypes.data % HUGE_PAGE
-    return torch.from_numpy(everything[start : start + size].view(np.int64).reshape(num_rows, num_columns))

@@ -37,7 +37,7 @@ _MAX_COUNT = tl.constexpr(layout.MAX_COUNT)
 _NO_RANK = tl.constexpr(layout.NO_RANK)
 _FREE = tl.constexpr(layout.FREE)
 _OWN = tl.constexpr(layout.OWN)
-_MOST_LISTED = tl.constexpr(layout.MOST_LISTED)
+_MAX_LISTED = tl.constexpr(layout.MAX_LISTED)
 _NUM_LEVELS = tl.constexpr(base.NUM_LEVELS)
 _ROWS = tl.constexpr(128)
 _KEYS = tl.constexpr(256)
@@ -48,7 +48,7 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 class Index(NamedTuple):
-    """Tensors of one drafter's index. N is `MOST_LISTED`, M the number of context lengths that are counted."""
+    """Tensors of one drafter's index. N is `MAX_LISTED`, M the number of context lengths that are counted."""
 
     words: Any
     candidates: Any
@@ -151,15 +151,15 @@ def list_contexts(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Lists blocks part, part + num_parts, ... of a row's new tokens, with the keys of the contexts before each token.
 
-    Rows are listed one after the other, up to `MOST_LISTED` tokens. A token below 0 has no contexts.
+    Rows are listed one after the other, up to `MAX_LISTED` tokens. A token below 0 has no contexts.
     """
     slot, has_slot, start, _, num = _num_new(index, texts, row, True, num_slots, longest, max_new)
     is_last = (row == num_rows - 1) & (part == 0)
     if (num > part * _BLOCK) | is_last:
         before = _num_before(index, texts, row, num_slots, longest, max_new)
-        num = tl.minimum(num, tl.maximum(_MOST_LISTED - before, 0))
+        num = tl.minimum(num, tl.maximum(_MAX_LISTED - before, 0))
         if is_last:
-            tl.store(index.num_listed, tl.minimum(before, _MOST_LISTED) + num)
+            tl.store(index.num_listed, tl.minimum(before, _MAX_LISTED) + num)
         salt = tl.load(index.salts_S + slot, mask=has_slot, other=0).to(tl.uint64, bitcast=True)
         text = texts.token_ids_SL + slot * row_stride
         j_J = tl.arange(0, LANES) + 1
@@ -205,7 +205,7 @@ def learn_listed(index, part, num_parts, NUM_ORDERS: tl.constexpr, BUCKET_MASK: 
 @triton.jit
 def record_learned(index, texts, num_slots, longest, max_new, num_rows):  # type: ignore[no-untyped-def]
     """Records which tokens were listed. Nothing else may read `learned_S` meanwhile."""
-    room = _MOST_LISTED + 0
+    room = _MAX_LISTED + 0
     for first in range(0, num_rows, _ROWS):
         row_R = first + tl.arange(0, _ROWS)
         slot_R, has_slot_R, start_R, end_R, num_R = _num_new(

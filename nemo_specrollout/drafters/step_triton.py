@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's kernels for a GPU, each serving the draft board and all context indexes: observe, learn, propose.
 
-`step_numba.py` has the same functions. `DraftBoard` and `ContextIndex` say what they compute. A program is one warp: it waits
+`DraftBoard` and `ContextIndex` say what they compute. A program is one warp: it waits
 for memory, and there are many of them. The kernels also serve a board alone, and an index alone.
 
 Shapes and constants: as in `board.py` and `index_triton.py`. D is 0 without a board. Each constant of the indexes is a tuple
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Proposals, Texts
 from nemo_specrollout.drafters.board_triton import Sums, choose_for_request, level_rates, observe_request
-from nemo_specrollout.drafters.device_index import MOST_LISTED, Lookup
+from nemo_specrollout.drafters.device_index import MAX_LISTED, Lookup
 from nemo_specrollout.drafters.index_triton import (
     BLOCK,
     Index,
@@ -30,10 +30,10 @@ from nemo_specrollout.drafters.index_triton import (
 if TYPE_CHECKING:
     from nemo_specrollout.drafters.board import DraftBoard, Tables
 
-MOST_PARTS = 512
+MAX_PARTS = 512
 """Programs that share the buckets of an index."""
-MOST_PROGRAMS = 1 << 14
-"""Most programs of a launch."""
+MAX_PROGRAMS = 1 << 14
+"""Largest number of programs of a launch."""
 _NUM_LEVELS = tl.constexpr(NUM_LEVELS)
 # One variant of a kernel serves all values: numbers that are 1 or multiples of 16 are not worth another compilation.
 _INTEGERS = ["row_stride", "num_slots", "longest", "max_new", "num_rows", "step"]
@@ -48,8 +48,8 @@ class BoardMemory(NamedTuple):
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def _observe(  # type: ignore[no-untyped-def]
-    texts, row_stride, num_slots, longest, max_new, outcomes, board, indexes, step, WITNESS: tl.constexpr, D: tl.constexpr,
-    K: tl.constexpr, E: tl.constexpr, X: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
+    texts, row_stride, num_slots, longest, max_new, outcomes, board, indexes, step, REFERENCE: tl.constexpr, D: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
     LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, 0) observes request b, if there is a board. The other programs of b share the new tokens of its text."""
@@ -58,7 +58,7 @@ def _observe(  # type: ignore[no-untyped-def]
         part, num_parts = part - 1, num_parts - 1
         if part < 0:
             observe_request(
-                texts, row_stride, outcomes, board.tables, board.sums, row, num_rows, step, WITNESS, D, K, E, X
+                texts, row_stride, outcomes, board.tables, board.sums, row, num_rows, step, REFERENCE, D, K, E
             )
     if part >= 0:
         for i in tl.static_range(len(LANES)):
@@ -85,7 +85,7 @@ def _learn(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=[*_INTEGERS, "row_price", "floor"])
 def _propose(  # type: ignore[no-untyped-def]
     texts, row_stride, num_slots, longest, t, row_price, indexes, outs, level_rates_ptr, floor, MODEL: tl.constexpr,
-    WITNESS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, DRAFTERS: tl.constexpr,
+    REFERENCE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, DRAFTERS: tl.constexpr,
     ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program b walks all indexes for request b. With a board, it then chooses among the proposals of all drafters."""
@@ -98,7 +98,7 @@ def _propose(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     if D > 0:
         tl.debug_barrier()  # the walks' drafts are written
-        choose_for_request(texts, t, row, row_price, MODEL, WITNESS, S, D, K, E)
+        choose_for_request(texts, t, row, row_price, MODEL, REFERENCE, S, D, K, E)
 
 
 def memory_of(tables: "Tables") -> BoardMemory:
@@ -110,10 +110,15 @@ def memory_of(tables: "Tables") -> BoardMemory:
     return BoardMemory(tables, Sums(evidence_DE2, position_DK2, steps_D2, steps_D2.new_zeros(1), weight_BW))
 
 
+def empty_table(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
+    """Returns a table of an index: int64 zeros."""
+    return torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device)
+
+
 def listing_buffers(num_orders: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Returns buffers for the contexts that a step learns: the last three fields of `Index`."""
-    keys_NM = torch.zeros(MOST_LISTED, num_orders, dtype=torch.int64, device=device)
-    return keys_NM, keys_NM.new_zeros(MOST_LISTED, dtype=torch.int32), keys_NM.new_zeros(1, dtype=torch.int32)
+    keys_NM = torch.zeros(MAX_LISTED, num_orders, dtype=torch.int64, device=device)
+    return keys_NM, keys_NM.new_zeros(MAX_LISTED, dtype=torch.int32), keys_NM.new_zeros(1, dtype=torch.int32)
 
 
 def observe(
@@ -125,13 +130,13 @@ def observe(
     max_new: int,
 ) -> None:
     """Implements `DraftBoard.observe`."""
-    constants = {"WITNESS": board.witness, "X": len(board.tables.edges_X), **_sizes(board)}
+    constants = {"REFERENCE": board.reference, **_sizes(board)}
     _launch_observe(texts, lookups, max_new, outcomes, board.memory, step, **constants)
 
 
 def learn(lookup: Lookup, texts: Texts, max_new: int) -> None:
     """Implements `ContextIndex.learn`."""
-    _launch_observe(texts, [lookup], max_new, None, None, 0, WITNESS=-1, D=0, K=0, E=0, X=0)
+    _launch_observe(texts, [lookup], max_new, None, None, 0, REFERENCE=-1, D=0, K=0, E=0)
 
 
 def _launch_observe(
@@ -140,7 +145,7 @@ def _launch_observe(
     """Launches a step's observing, and its learning if there is anything to learn."""
     num_rows, (num_slots, longest) = len(texts.slots_B), _bounds(texts, lookups)
     max_new = min(max_new, longest) if lookups else 0
-    num_parts = min(triton.cdiv(max_new, BLOCK), max(1, MOST_PROGRAMS // num_rows))
+    num_parts = min(triton.cdiv(max_new, BLOCK), max(1, MAX_PROGRAMS // num_rows))
     indexes, bounds, shapes = tuple(map(_index, lookups)), (num_slots, longest, max_new), _shapes(lookups)
     _observe[(num_rows, num_parts + (memory is not None))](
         texts,
@@ -155,21 +160,21 @@ def _launch_observe(
         **shapes,
     )
     if max_new > 0:
-        num_parts = min(MOST_PARTS, *(len(lookup.index.words) for lookup in lookups))
+        num_parts = min(MAX_PARTS, *(len(lookup.index.words) for lookup in lookups))
         _learn[(num_parts, len(lookups))](texts, *bounds, num_rows, indexes, num_warps=1, **shapes)
 
 
 def choose(board: "DraftBoard", texts: Texts, row_price: float, lookups: Sequence[Lookup]) -> None:
     """Implements `DraftBoard.choose`."""
     walks = [(lookup, board.proposals_of(lookup.drafter)) for lookup in lookups]
-    constants = {"MODEL": board.model, "WITNESS": board.witness, "S": len(board.tables.limit_S), **_sizes(board)}
+    constants = {"MODEL": board.model, "REFERENCE": board.reference, "S": len(board.tables.limit_S), **_sizes(board)}
     _launch_propose(texts, walks, None, SMALLEST_SHARE, (board.tables, row_price), **constants)
 
 
 def walk(lookup: Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
     """Implements `ContextIndex.walk`. The buffers must be contiguous, and hold a row for each of the batch."""
     assert out.tokens_BK.is_contiguous() and out.levels_BK.shape == out.tokens_BK.shape
-    constants = {"MODEL": -1, "WITNESS": -1, "S": 0, "D": 0, "K": out.tokens_BK.shape[1], "E": 0}
+    constants = {"MODEL": -1, "REFERENCE": -1, "S": 0, "D": 0, "K": out.tokens_BK.shape[1], "E": 0}
     _launch_propose(texts, [(lookup, out)], level_rates, floor, (None, 0.0), **constants)
 
 

@@ -7,19 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lab.vllm_on_cpu.plugin import V2_ON_CPU
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig, FolderDrafterConfig, ModelDrafterConfig
+from nemo_specrollout.config.drafter_configs import FolderDrafterConfig, ModelDrafterConfig
 
-WORKER_CLASSES = {
-    "cpu": "lab.vllm_on_cpu.cpu_worker.SpecrolloutCPUWorker",
-    "cuda": "nemo_specrollout.generation.vllm_worker.SpecrolloutGPUWorker",
-}
+WORKER = "nemo_specrollout.generation.vllm_worker.SpecrolloutWorker"
 SCHEDULER = "nemo_specrollout.generation.step_outputs.build_scheduler"
 TEXT_METHOD = "ngram_gpu"
 """vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace its own."""
-BFLOAT16_HEAD = "specrollout_bfloat16"
-"""vLLM's name for the quantization method of `cpu_worker.py`."""
 QUIET_START = {
     "use_tqdm_on_load": False,
     "disable_log_stats": True,
@@ -28,29 +22,23 @@ QUIET_START = {
 }
 """Arguments of an engine that stays in this process and prints no progress."""
 _PROCESS_ENVIRONMENT = {
-    V2_ON_CPU: "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Variables that keep a CPU engine in this process, on vLLM's V2 model runner, quick to start and quiet."""
-_CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""On a CPU torch.compile takes minutes. On a GPU vLLM's graphs of parts of the model need it."""
+"""Variables that keep an engine in this process, quick to start and quiet."""
 
 
 @dataclass(frozen=True)
 class VllmAbilities:
-    """Abilities and defaults of the installed vLLM and its device that the arguments depend on."""
+    """Abilities and defaults of the installed vLLM that the arguments depend on."""
 
     chooses_on_device: bool = True
     """Whether vLLM can choose on the device which drafts a step verifies."""
     keeps_last_block: bool = True
     """Whether vLLM can reuse the last block of a cached prompt where a head drafts."""
-    multiplies_bfloat16: bool = False
-    """Whether this CPU has instructions that multiply bfloat16."""
     default_tokens: int = 2048
     """vLLM's default of `max_num_batched_tokens`."""
     default_requests: int = 128
@@ -62,10 +50,7 @@ NEWEST_VLLM = VllmAbilities()
 
 def set_process_environment() -> None:
     """Sets the environment of an engine in this process, before vllm is imported. Variables that are set already stay."""
-    import torch
-
-    environment = _PROCESS_ENVIRONMENT if torch.version.cuda else _PROCESS_ENVIRONMENT | _CPU_ENVIRONMENT
-    for name, value in environment.items():
+    for name, value in _PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
@@ -77,7 +62,8 @@ def with_specrollout(
 ) -> dict[str, Any]:
     """Returns `vllm_kwargs` with the block in effect; unchanged if the block is disabled.
 
-    Without drafters, or with the user's own `speculative_config`, only the sampler is ours. `device` is `cpu` or `cuda`.
+    Without drafters, or with the user's own `speculative_config`, only the sampler is ours. `device` is the type of
+    vLLM's device, such as `cuda`.
 
     Raises ValueError if the user's arguments contradict the block.
     """
@@ -88,7 +74,7 @@ def with_specrollout(
         raise ValueError(
             f"vllm_kwargs.worker_cls: {result['worker_cls']!r}; specrollout names the worker itself; remove it"
         )
-    result["worker_cls"] = WORKER_CLASSES[device]
+    result["worker_cls"] = WORKER
     if result.get("speculative_config") is not None:
         if block.drafters:
             raise ValueError(
@@ -128,12 +114,6 @@ def _speculative_config(
         # By default vLLM computes the last block of a cached prompt again for each sample, because the head's entry there
         # depends on the next token. All samples of a prompt share that token, and the policy's entries do not depend on it.
         config["disable_eagle_block_drop"] = True
-    if (
-        isinstance(drafter, Eagle3DrafterConfig)
-        and abilities.multiplies_bfloat16
-        and arguments.get("dtype") == "float32"
-    ):
-        config["quantization"] = BFLOAT16_HEAD
     return config
 
 

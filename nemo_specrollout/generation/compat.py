@@ -6,7 +6,7 @@ Tested on vLLM 0.25.1, 0.28.0 and 0.32.0. To support another version, change thi
 
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -19,13 +19,16 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import gumbel
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, MODEL_DRAFTERS, REMOTE_DRAFTER
 from nemo_specrollout.config.strict import ConfigError, nearest
-from nemo_specrollout.config.versions import unsupported_version
 from nemo_specrollout.generation.arguments import VllmAbilities
+from nemo_specrollout.installed.versions import unsupported_version
 
 VLLM_VERSION = vllm.__version__
 RUNNER_ATTRIBUTES = (
@@ -98,11 +101,26 @@ def verify_model_runner(runner: Any) -> None:
             f"{type(runner).__name__}; remove VLLM_USE_V2_MODEL_RUNNER=0 from the engine's environment, and the options that "
             "vLLM names as unsupported by V2"
         )
-    missing = [name for name in RUNNER_ATTRIBUTES if not hasattr(runner, name)]
+    require(runner, RUNNER_ATTRIBUTES, "the model runner")
+
+
+def require(owner: Any, names: Iterable[str], what: str) -> None:
+    """Raises RuntimeError unless a module, class or object of vLLM has all `names`. `what` describes it in the message."""
+    missing = [name for name in names if not hasattr(owner, name)]
     if missing:
-        raise RuntimeError(
-            f"vLLM {VLLM_VERSION}: the model runner has no {', '.join(missing)}; this version is not supported"
-        )
+        raise RuntimeError(f"vLLM {VLLM_VERSION}: {what} has no {', '.join(missing)}; this version is not supported")
+
+
+def verify_names() -> None:
+    """Raises RuntimeError unless vLLM has all that exactness overrides or sets. vLLM would go on without a lost name."""
+    if CHOOSES_ON_DEVICE or any("split" in name.lower() for name in vars(topk_topp_triton)):  # vLLM 0.25 splits no row
+        require(topk_topp_triton, ["_SPLIT_MAX_BATCH"], topk_topp_triton.__name__)
+    if not CHOOSES_ON_DEVICE:
+        require(rejection_sampler, ["rejection_sample"], rejection_sampler.__name__)
+        return
+    require(rejection_sampler.RejectionSampler, ["_verify", "_get_logprobs_tensors"], "the rejection sampler")
+    require(Sampler, ["add_request", "apply_sampling_params", "get_logprobs_dims"], "the sampler")
+    require(SamplingStates, ["add_request", "max_num_logprobs"], "the sampling state")
 
 
 def make_top_p_independent_of_batch() -> None:
@@ -111,8 +129,15 @@ def make_top_p_independent_of_batch() -> None:
     With up to 64 rows vLLM's GPU kernels sum each row in slices, and the number of slices depends on the number of rows. The
     sum may then differ in the last bit, and so may the set of tokens that top-p excludes.
     """
-    if hasattr(topk_topp_triton, "_SPLIT_MAX_BATCH"):
-        topk_topp_triton._SPLIT_MAX_BATCH = 0
+    topk_topp_triton._SPLIT_MAX_BATCH = 0
+
+
+def verify_top_p() -> None:
+    """Raises RuntimeError if top-p may treat a row by the number of rows in its step."""
+    if topk_topp_triton._SPLIT_MAX_BATCH != 0:
+        raise RuntimeError(
+            f"specrollout's top-p is not in force: something set {topk_topp_triton.__name__}._SPLIT_MAX_BATCH"
+        )
 
 
 def draw(
@@ -139,23 +164,19 @@ def scheduler_of(engine: Any) -> Any:
 
 
 def device_type() -> str:
-    """Returns the type of device that vLLM uses in this process, `cuda` or `cpu`."""
+    """Returns the type of device that vLLM uses in this process, such as `cuda`."""
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)
 
 
 def vllm_abilities(arguments: Mapping[str, Any], is_async: bool = False) -> VllmAbilities:
-    """Returns what the installed vLLM and its device can do for an engine of these arguments.
+    """Returns what the installed vLLM can do for an engine of these arguments.
 
     `is_async`: whether NeMo-RL's asynchronous engine gets the arguments; else `vllm.LLM` does.
     """
     keeps_last_block = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
-    can = torch.cpu.get_capabilities() if CHOOSES_ON_DEVICE and device_type() == "cpu" else {}
-    multiplies_bfloat16 = bool(can.get("amx_bf16") or can.get("avx512_bf16"))
-    if multiplies_bfloat16:
-        from lab.vllm_on_cpu import cpu_worker  # noqa: F401 - registers the quantization method
-    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, multiplies_bfloat16, *_default_sizes(arguments, is_async))
+    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, *_default_sizes(arguments, is_async))
 
 
 def _default_sizes(arguments: Mapping[str, Any], is_async: bool) -> tuple[int, int]:

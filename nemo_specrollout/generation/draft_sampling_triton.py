@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import _log1p_neg_stable, murmur3_uniform32
 
-from nemo_specrollout.generation.draft_sampling import SCORE_GAP_EDGES
+from nemo_specrollout.drafters.base import SCORE_GAP_EDGES
 
 BLOCK = 1024
 _EDGES = tl.constexpr(SCORE_GAP_EDGES)

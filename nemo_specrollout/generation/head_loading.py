@@ -7,7 +7,6 @@ draft weights into a shared module overwrites the policy (docs/upstream/nemo-rl-
 
 import copy
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,23 +93,7 @@ def load_published_head(runner: Any, folder: Path) -> None:
         raise ValueError(
             f"{folder}: {difference}; RoPE is set when an engine starts: start another engine, or correct config.json"
         )
-    _reload_draft_weights(runner, tensors)
-
-
-def reload_native_heads(runner: Any, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Loads the policy's own (MTP) heads from a checkpoint's tensors. Returns whether it did.
-
-    vLLM's reloading of a policy leaves these heads out. Nothing is loaded if the engine does not draft with them or the
-    checkpoint lacks them.
-    """
-    if getattr(runner.speculative_config, "method", None) != "mtp":
-        return False
-    num_layers = runner.model_config.hf_text_config.num_hidden_layers
-    layers = [int(number) for name in tensors for number in re.findall(r"layers\.(\d+)\.", name)[:1]]
-    if max(layers, default=0) < num_layers and not any("mtp" in name for name in tensors):
-        return False
-    _reload_draft_weights(runner, tensors)
-    return True
+    reload_draft_weights(runner, tensors)
 
 
 def aux_layer_ids(runner: Any) -> tuple[int, ...] | None:
@@ -147,7 +130,7 @@ def _policy_embedding(model: nn.Module, vocab_size: int) -> dict[str, torch.Tens
     return {f"{EMBEDDING}.weight": weight.detach()[:vocab_size]} if len(weight) >= vocab_size else {}
 
 
-def _reload_draft_weights(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+def reload_draft_weights(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Loads checkpoint tensors into the drafter's model, even if its layers have repacked their weights."""
     draft = runner.speculator.model
     with set_current_vllm_config(runner.vllm_config), torch.device(runner.device):
@@ -176,12 +159,6 @@ def layer_config(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return config.get("transformer_layer_config") or config
-
-
-def head_context(folder: Path | None, longest: int) -> int | None:
-    """Returns the longest context of the head in `folder`, in tokens; None if it is at least `longest`."""
-    context = None if folder is None else layer_config(folder).get("max_position_embeddings")
-    return context if context is not None and context < longest else None
 
 
 def rope_difference(head: Mapping[str, Any], other: Mapping[str, Any], whose: str = "the policy's") -> str:

@@ -36,12 +36,12 @@ _POSITION_OFFSET = 0 if compat.takes(DraftModelSpeculator.sample_draft, "sample_
 
 
 @dataclass(frozen=True)
-class AgreedCosts:
+class SharedCosts:
     """Measurements that all tensor-parallel ranks share, so that they decide alike."""
 
     verifying: StepCosts | None = None
     """Costs of verifying; None while unknown."""
-    drafting: DraftCosts | None = None
+    router: DraftCosts | None = None
     """Costs of drafting with weights; None while unknown."""
     worked_s: float = 0.0
     """Seconds that the engine has worked."""
@@ -118,7 +118,7 @@ class ModelDrafter:
         self.planner.model_changed()
         self.is_allowed = True
 
-    def decide(self, slots_B: np.ndarray, costs: AgreedCosts, row_price: float) -> None:
+    def decide(self, slots_B: np.ndarray, costs: SharedCosts, row_price: float) -> None:
         """Plans for the batch's requests in `slots_B`, if the previous plan has expired.
 
         `row_price`: tokens that the engine makes in the time of one more row.
@@ -134,11 +134,11 @@ class ModelDrafter:
             return
         outlook_4BK = np.ascontiguousarray(self.outlook.values[slots_B].astype(np.float64).transpose(1, 0, 2))
         self._spread.observe(outlook_4BK[2:])
-        if not self.planner.should_plan(len(slots_B)):
+        if not self.planner.count_step(len(slots_B)):
             return
         found_BK, forecast_BK = outlook_4BK[0], outlook_4BK[1] * self._is_followed[slots_B, None]
         share_PKQ = self._spread.share_PKQ
-        observed = PlanObservation(found_BK, forecast_BK, costs.verifying, costs.drafting, row_price, share_PKQ)
+        observed = PlanObservation(found_BK, forecast_BK, costs.verifying, costs.router, row_price, share_PKQ)
         self.plan = agreed(self.planner.plan(observed))
 
     def propose(self, *inputs: Any, **options: Any) -> None:
@@ -238,8 +238,7 @@ def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
 def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
     """Leaves out a DFlash's or DSpark's pass over the block while `only_reads()` is true.
 
-    The context's keys and values are stored before that pass. A pass that is replayed as a CUDA graph is not left out. On a
-    CPU, the context's keys of each layer are normed by that layer's weights; vLLM uses the first layer's for all (0.32).
+    The context's keys and values are stored before that pass. A pass that is replayed as a CUDA graph is not left out.
 
     Raises ValueError for variants of DFlash, which sample in their own kernels.
     """
@@ -248,19 +247,13 @@ def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
             f"specrollout.drafters: vLLM {compat.VLLM_VERSION} drafts with {type(dflash).__name__} for this checkpoint, "
             "which samples in kernels of its own; name the checkpoint of a plain DFlash or DSpark"
         )
-    generate, model = dflash._generate_draft, dflash.model.model
+    generate = dflash._generate_draft
 
     def generate_on_demand(*args: Any, **kwargs: Any) -> None:
         if not only_reads():
             generate(*args, **kwargs)
 
-    def normalize(keys_L: torch.Tensor) -> torch.Tensor:
-        norms = [layer.self_attn.k_norm for layer in model.layers]
-        return torch.stack([norm(keys.contiguous()) for norm, keys in zip(norms, keys_L, strict=True)])
-
     dflash._generate_draft = generate_on_demand
-    if compat.device_type() == "cpu" and hasattr(model, "_normalize_context_k"):
-        model._normalize_context_k = normalize
 
 
 def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample import bad_words
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.arguments import TEXT_METHOD
 from nemo_specrollout.generation.compat import HAS_TEXT_METHOD
 from nemo_specrollout.generation.transfers import HostCopy, agreed
@@ -25,10 +26,12 @@ from nemo_specrollout.generation.transfers import HostCopy, agreed
 _LIFTED_REFUSALS = {"ngram/ngram_gpu speculative decoding", f"speculative method '{TEXT_METHOD}'"}
 _config: Any = VllmConfig
 _runner_module: Any = model_runner
+_is_text_allowed = False
+"""Whether this process allows text drafters already."""
 
 
 class TextSpeculator(BaseSpeculator):
-    """The speculator of an engine whose drafters have no weights. `Drafting` replaces its proposals, except in dummy runs."""
+    """The speculator of an engine without draft weights. `DraftRouter` replaces its proposals, except in dummy runs."""
 
     supports_mm_inputs = False
 
@@ -54,8 +57,11 @@ def allow_text_drafters() -> None:
 
     Each process that makes a config or a worker must call this. An environment variable tells vLLM's own processes to use V2.
     """
-    if HAS_TEXT_METHOD or hasattr(_config, "specrollout_refuses"):
+    global _is_text_allowed
+    if HAS_TEXT_METHOD or _is_text_allowed:
         return
+    compat.require(_config, ["_get_v2_model_runner_unsupported_features"], "VllmConfig")
+    compat.require(_runner_module, ["init_speculator"], _runner_module.__name__)
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     refuses, init_speculator = _config._get_v2_model_runner_unsupported_features, _runner_module.init_speculator
 
@@ -68,15 +74,20 @@ def allow_text_drafters() -> None:
         is_ours = vllm_config.speculative_config.method == TEXT_METHOD
         return (TextSpeculator if is_ours else init_speculator)(vllm_config, device)
 
-    _config._get_v2_model_runner_unsupported_features, _config.specrollout_refuses = refuses_less, refuses
-    _runner_module.init_speculator = init_any_speculator
+    _config._get_v2_model_runner_unsupported_features = refuses_less
+    _runner_module.init_speculator, _is_text_allowed = init_any_speculator, True
 
 
 def fix_bad_words(sampler: Any) -> None:
-    """Makes bad words look at the draft before a row. vLLM 0.25's kernel looks at the token before that draft."""
-    if "spec_offset + 1" in inspect.getsource(bad_words):
+    """Makes bad words look at the draft before a row. vLLM 0.25's kernel looks at the token before that draft.
+
+    Raises RuntimeError if this vLLM keeps bad words elsewhere.
+    """
+    if compat.CHOOSES_ON_DEVICE or "spec_offset + 1" in inspect.getsource(bad_words):
         return
+    compat.require(sampler, ["bad_words_state"], "the sampler")
     state = sampler.bad_words_state
+    compat.require(state, ["apply_bad_words"], "the state of bad words")
     apply = state.apply_bad_words
 
     def apply_to_next(logits: Any, rows: Any, slots_np: Any, input_ids: torch.Tensor, local_pos: Any) -> None:
@@ -92,9 +103,9 @@ class HostBudget:
     rates that are a step old. Draft tokens stay on the device.
     """
 
-    def __init__(self, runner: Any, drafting: Any) -> None:
-        self._drafting, self._slot_of = drafting, runner.req_states.req_id_to_index
-        self._known_rates = HostCopy(drafting.board.tables.rates_SK)
+    def __init__(self, runner: Any, router: Any) -> None:
+        self._router, self._slot_of = router, runner.req_states.req_id_to_index
+        self._known_rates = HostCopy(router.board.tables.rates_SK)
 
     def record(self) -> None:
         """Starts a copy of the acceptance rates of the latest drafts. The host reads it a step later."""
@@ -112,7 +123,7 @@ class HostBudget:
         names = [name for name in scheduled.num_scheduled_tokens if name in self._slot_of]
         rates_BK = self._known_rates.values[[self._slot_of[name] for name in names]]
         caps_B = np.array([len(drafts.get(name, ())) for name in names], np.int64)
-        counts_B = agreed(self._drafting.allocate(rates_BK, caps_B))
+        counts_B = agreed(self._router.allocate(rates_BK, caps_B))
         kept = {name: drafts[name][:n] for name, n in zip(names, counts_B.tolist(), strict=True) if n}
         lengths = {
             name: length - len(drafts.get(name, ())) + len(kept.get(name, ()))

@@ -87,7 +87,7 @@ class NewRequest:
     token_ids: Sequence[int]
     """Known text: the prompt, and what a preempted request had sampled before."""
     limit: int
-    """Most tokens that the text may have."""
+    """Largest number of tokens of the text."""
     stop_token_ids: frozenset[int] = frozenset()
     sampling_params: Any = None
     """vLLM's sampling parameters."""

@@ -1,60 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples a step's rows, accepts drafts, and grades the sampled tokens: log-prob and rank. Two passes over the logits.
 
-Steps with and without drafts go the same way. So a token's log-prob never depends on whether its step had drafts. On a GPU two
-kernels do the work (`row_sampling_triton.py`), where vLLM reads the logits four times. On a CPU vLLM's functions do it.
+Steps with and without drafts go the same way. So a token's log-prob never depends on whether its step had drafts. Two
+kernels do the work (`row_sampling_triton.py`), where vLLM reads the logits four times.
 
 Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
-from vllm.v1.worker.gpu.sample import gumbel, logprob
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from nemo_specrollout.generation import compat
-from nemo_specrollout.sampling.equality import accept_by_equality
+from nemo_specrollout.generation.sampled_rows import Drafts, Drawn, Logits, RowKeys
+from nemo_specrollout.sampling.platforms import kernels_for
 
+_KERNELS = "nemo_specrollout.generation.row_sampling_triton"
 _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
-
-
-class Logits(NamedTuple):
-    """Logits of rows, in float32 or bfloat16. If `divides`, each row must be divided by its temperature when it is read."""
-
-    values_RV: torch.Tensor
-    divides: bool
-
-
-class RowKeys(NamedTuple):
-    """Keys of each row's noise: its request's slot (negative: none), temperature and seed, and its position."""
-
-    slots_R: torch.Tensor
-    temperature_S: torch.Tensor
-    seeds_S: torch.Tensor
-    positions_R: torch.Tensor
-
-
-class Drafts(NamedTuple):
-    """The drafts of a step, in the form that `accept_by_equality` takes."""
-
-    inputs_R: torch.Tensor
-    starts_B1: torch.Tensor
-    num_positions: int
-
-
-class Drawn(NamedTuple):
-    """The sampled tokens of all rows, int64, with log-probs of one column; and the results of `accept_by_equality`."""
-
-    tokens_R: torch.Tensor
-    logprobs: LogprobsTensors | None
-    emitted_BK: torch.Tensor | None
-    counts_B: torch.Tensor | None
 
 
 def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None) -> Drawn:
@@ -65,27 +32,15 @@ def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Draf
         graded: Logits that log-probs and ranks are computed from, as vLLM's `compute_topk_scores` does; None for no log-probs.
         drafts: None in a step without drafts.
     """
-    if scored.values_RV.is_cuda:
-        from nemo_specrollout.generation import row_sampling_triton
-
-        return row_sampling_triton.draw_rows(scored, keys, graded, drafts)
-    logprobs = emitted_BK = counts_B = None
-    tokens_R = compat.draw(scored.values_RV, *keys, apply_temperature=scored.divides)
-    if graded is not None:
-        values_RV, divides = graded
-        if divides:
-            values_RV = values_RV.to(torch.float32, copy=True)
-            gumbel.apply_temperature(values_RV, keys.slots_R, keys.temperature_S)
-        logprobs = logprob.compute_topk_scores(values_RV, 0, tokens_R)
-    if drafts is not None:
-        emitted_BK, counts_B = accept_by_equality(tokens_R, *drafts)
-    return Drawn(tokens_R, logprobs, emitted_BK, counts_B)
+    kernels: Any = kernels_for(scored.values_RV.device.type, _KERNELS)
+    drawn: Drawn = kernels.draw_rows(scored, keys, graded, drafts)
+    return drawn
 
 
 class RowSampler(Sampler):
     """vLLM's sampler by `draw_rows`. Takes over the state of vLLM's own sampler, which must not be used any more.
 
-    What is rare goes vLLM's way: log-probs of other tokens than the sampled ones.
+    vLLM's code handles the rare request for log-probs of other tokens than the sampled ones.
     """
 
     def __init__(self, native: Sampler) -> None:

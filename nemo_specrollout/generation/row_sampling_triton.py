@@ -19,7 +19,7 @@ import triton.language as tl
 from vllm.v1.outputs import LogprobsTensors
 
 from nemo_specrollout.generation.draft_sampling_triton import add_noise, load_divided
-from nemo_specrollout.generation.row_sampling import Drafts, Drawn, Logits, RowKeys
+from nemo_specrollout.generation.sampled_rows import Drafts, Drawn, Logits, RowKeys
 from nemo_specrollout.sampling.equality_triton import accept_request
 from nemo_specrollout.sampling.triton_common import is_last
 

@@ -40,7 +40,7 @@ def to_device(values: Sequence[int], dtype: Any, device: torch.device) -> torch.
 
 
 class HostCopy:
-    """The values of a device tensor as of an earlier step. Owns two host buffers: one is read while the other is written.
+    """The values that a device tensor had in an earlier step. Owns two host buffers: one is read while the other is written.
 
     Call `refresh()` in each step. On a GPU, `values` then holds what the tensor held at the refresh before. On a CPU, `values`
     holds what the tensor holds now. A refresh waits for the copy of the refresh before, which has long arrived.

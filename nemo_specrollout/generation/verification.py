@@ -18,8 +18,9 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.drafting import Drafting
-from nemo_specrollout.generation.row_sampling import Drafts, Drawn, RowSampler
+from nemo_specrollout.generation.draft_router import DraftRouter
+from nemo_specrollout.generation.row_sampling import RowSampler
+from nemo_specrollout.generation.sampled_rows import Drafts, Drawn
 from nemo_specrollout.generation.transfers import HostCopy, to_device
 from nemo_specrollout.sampling.equality import accept_by_equality
 
@@ -41,12 +42,16 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
     _drawn: Drawn | None = None
     """Results for the rows between vLLM's calls of `_verify` and `_get_logprobs_tensors`; None without `RowSampler`."""
     _num_logprobs = NO_LOGPROBS
-    """Most log-probs that a request of the step wants, as vLLM counts them."""
+    """Largest number of log-probs that a request of the step wants, as vLLM counts them."""
+    _has_verified = False
+    """Whether vLLM has asked for our rule. A step of drafts must."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **options: Any) -> Any:
         """Verifies a step with drafts. Each chunk of its rows gets as many log-probs as any request wants."""
         self._num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
-        return super().__call__(logits, input_batch, *args, **options)
+        output = super().__call__(logits, input_batch, *args, **options)
+        _verify_asked(self._has_verified or not len(logits))
+        return output
 
     def _verify(
         self,
@@ -62,6 +67,7 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[Any, Any, Any]:
+        self._has_verified = True
         sampler, sampling, num_positions = self.sampler, self.sampler.sampling_states, self.num_speculative_steps
         rows = (
             logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
@@ -104,17 +110,34 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
 class SwappingVerifier(rejection_sampler.RejectionSampler):
     """Verification by equality before vLLM 0.32, which has no method for the rule of acceptance. Log-probs are vLLM's."""
 
+    _has_verified = False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Verifies a batch with vLLM's code and our rule. Other engines of this process keep vLLM's rule.
 
         Engines of one process must verify in the same thread.
         """
         vllm_rule = rejection_sampler.rejection_sample
-        rejection_sampler.rejection_sample = sample_and_compare
+        rejection_sampler.rejection_sample = self._compare
         try:
-            return super().__call__(*args, **kwargs)
+            output = super().__call__(*args, **kwargs)
         finally:
             rejection_sampler.rejection_sample = vllm_rule
+        _verify_asked(self._has_verified)
+        return output
+
+    def _compare(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self._has_verified = True
+        return sample_and_compare(*args, **kwargs)
+
+
+def _verify_asked(was_asked: bool) -> None:
+    """Raises RuntimeError if vLLM has verified drafts without asking for our rule."""
+    if not was_asked:
+        raise RuntimeError(
+            f"specrollout's verification is not in force: the rejection sampler of vLLM {compat.VLLM_VERSION} accepts "
+            "drafts by a rule of its own"
+        )
 
 
 def sample_and_compare(
@@ -152,7 +175,7 @@ class VerificationBudget(AdaptiveVerificationManager):
     rates that are a step old. The device chooses which ones, from the latest rates. So nothing waits for the device.
     """
 
-    def __init__(self, runner: Any, drafting: Drafting) -> None:
+    def __init__(self, runner: Any, router: DraftRouter) -> None:
         super().__init__(
             runner.req_states,
             runner.input_buffers.query_start_loc,
@@ -160,8 +183,8 @@ class VerificationBudget(AdaptiveVerificationManager):
             rejection_sampler.get_max_chunk_logits(runner.vocab_size),
             **_options_with_sharding(getattr(runner, "batch_sharder", None)),
         )
-        self._drafting = drafting
-        self._confidence_probs = drafting.board.tables.rates_SK
+        self._router = router
+        self._confidence_probs = router.board.tables.rates_SK
         self._known_rates = HostCopy(self._confidence_probs)
 
     @torch.inference_mode()
@@ -196,7 +219,7 @@ class VerificationBudget(AdaptiveVerificationManager):
 
         The rates stay zero while drafting is idle.
         """
-        if self._drafting.num_idle <= 1:
+        if self._router.num_idle <= 1:
             self._known_rates.refresh()
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
@@ -205,14 +228,14 @@ class VerificationBudget(AdaptiveVerificationManager):
         num_others = {name: num_tokens_per_req[name] - count for name, count in num_drafts.items()}
         slots_B = [self.req_states.req_id_to_index[name] for name in num_tokens_per_req]
         caps_B = np.fromiter(num_drafts.values(), np.int64, len(num_drafts))
-        counts_B = self._drafting.allocate(self._known_rates.values[slots_B], caps_B)
+        counts_B = self._router.allocate(self._known_rates.values[slots_B], caps_B)
         most = min(int(caps_B.sum()), self._max_total_logits - len(slots_B) * self.num_bonus_tokens)
         budget = max(min(int(counts_B.sum()), most), 0)
         self._batch_budget = (num_drafts, num_others, budget)
         return sum(num_others.values()) + budget
 
 
-def replace_budget(runner: Any, drafting: Drafting) -> None:
+def replace_budget(runner: Any, router: DraftRouter) -> None:
     """Puts our budget in the place of vLLM's adaptive verification, as soon as vLLM has checked that this engine allows it.
 
     vLLM makes its own with each KV cache: a small one while it measures the memory of CUDA graphs, then the engine's.
@@ -221,7 +244,7 @@ def replace_budget(runner: Any, drafting: Drafting) -> None:
 
     def initialize_with_budget(*args: Any, **options: Any) -> None:
         initialize_kv_cache(*args, **options)
-        runner.adaptive_verification = VerificationBudget(runner, drafting)
+        runner.adaptive_verification = VerificationBudget(runner, router)
         runner.rejection_sampler.enable_adaptive_verification = True
 
     runner.initialize_kv_cache = initialize_with_budget

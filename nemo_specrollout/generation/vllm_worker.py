@@ -10,26 +10,22 @@ worker's own runner object. Three changes hold for the whole process:
 """
 
 import copy
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save as safetensors_bytes
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.v1.worker.gpu_worker import Worker
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import as_key
-from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.drafting import Drafting
+from nemo_specrollout.generation.draft_router import DraftRouter
 from nemo_specrollout.generation.feature_capture import FeatureCapture
-from nemo_specrollout.generation.head_loading import own_lm_head, policy_teachers, reload_native_heads
-from nemo_specrollout.generation.head_watch import HeadWatch
+from nemo_specrollout.generation.head_loading import own_lm_head, policy_teachers
+from nemo_specrollout.generation.head_monitor import HeadMonitor
 from nemo_specrollout.generation.older_runners import HostBudget, allow_text_drafters, fix_bad_words
 from nemo_specrollout.generation.requests import NewRequest, RequestIdentity, resolve_identity
 from nemo_specrollout.generation.row_sampling import RowSampler
@@ -42,10 +38,11 @@ from nemo_specrollout.generation.verification import (
     replace_budget,
 )
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
-from nemo_specrollout.telemetry.engine_stats import EngineStats
+from nemo_specrollout.sampling.platforms import native_worker
+from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.telemetry.sample_stats import StepEnd
-from nemo_specrollout.training.features.features import SequenceFeatures
 
+_NativeWorker: Any = native_worker(compat.device_type())
 _VERIFIER = EqualityVerifier if compat.CHOOSES_ON_DEVICE else SwappingVerifier
 
 
@@ -64,7 +61,7 @@ class VllmWorkerMixin:
     vllm_config: Any
     specrollout_config: SpecrolloutConfig
     specrollout_accounts: StepAccounts
-    specrollout_drafting: Drafting | None = None
+    specrollout_router: DraftRouter | None = None
     """None without drafters."""
     specrollout_host_budget: HostBudget | None = None
     """None where vLLM chooses on the device which drafts a step verifies."""
@@ -77,6 +74,7 @@ class VllmWorkerMixin:
         allow_text_drafters()
         super().init_device()  # type: ignore[misc]
         compat.verify_model_runner(self.model_runner)
+        compat.verify_names()
         compat.make_top_p_independent_of_batch()
         self.specrollout_config = build(
             SpecrolloutConfig, self.vllm_config.additional_config["specrollout"], BLOCK_PATH
@@ -94,10 +92,10 @@ class VllmWorkerMixin:
         if runner.speculator is not None and config.drafters:
             if config.head is not None:
                 own_lm_head(runner.model, runner.speculator.model)
-            self.specrollout_drafting = Drafting(config, runner)
+            self.specrollout_router = DraftRouter(config, runner)
             if compat.CHOOSES_ON_DEVICE:
-                replace_budget(runner, self.specrollout_drafting)
-        self.specrollout_accounts = StepAccounts(runner, self.specrollout_drafting)
+                replace_budget(runner, self.specrollout_router)
+        self.specrollout_accounts = StepAccounts(runner, self.specrollout_router)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         """Lets vLLM allocate the KV cache, then checks what the engine will do."""
@@ -110,19 +108,19 @@ class VllmWorkerMixin:
         Ours comes first, because vLLM reports what is compiled after its own. Ray's executor calls the runner itself, so the
         runner's methods are replaced and not the worker's.
         """
-        runner, drafting = self.model_runner, self.specrollout_drafting
+        runner, router = self.model_runner, self.specrollout_router
         if isinstance(runner.sampler, RowSampler):
             runner.sampler.warm_up(runner)
-        if drafting is not None:
-            drafting.warm_up()
+        if router is not None:
+            router.warm_up()
             if compat.CHOOSES_ON_DEVICE:
                 runner.adaptive_verification.warm_up()
-            drafting.stands_by = True
+            router.stands_by = True
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        if drafting is not None:
-            drafting.stands_by = False
+        if router is not None:
+            router.stands_by = False
             if not compat.CHOOSES_ON_DEVICE:
-                self.specrollout_host_budget = HostBudget(runner, drafting)
+                self.specrollout_host_budget = HostBudget(runner, router)
         self._execute_model, self._sample_tokens = runner.execute_model, runner.sample_tokens
         runner.execute_model, runner.sample_tokens = self._execute_step, self._sample_step
         return times
@@ -136,25 +134,26 @@ class VllmWorkerMixin:
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
         """Lets vLLM wake up. The head's weights may have been dropped and loaded again, so its canary starts over."""
         super().wake_up(*args, **kwargs)  # type: ignore[misc]
-        if self.specrollout_drafting is not None:
-            self.specrollout_drafting.woke_up()
+        if self.specrollout_router is not None:
+            self.specrollout_router.woke_up()
 
     def _verify_in_force(self) -> None:
         """Raises RuntimeError if this engine would verify or draft in another way than ours."""
-        runner, drafting, config = self.model_runner, self.specrollout_drafting, self.specrollout_config
+        runner, router, config = self.model_runner, self.specrollout_router, self.specrollout_config
+        compat.verify_top_p()
         if RowSampler.fits(runner.sampler):
             raise RuntimeError("specrollout's sampling is not in force: something replaced the sampler")
         if runner.rejection_sampler is not None and not isinstance(runner.rejection_sampler, _VERIFIER):
             raise RuntimeError("specrollout's verification is not in force: something replaced the rejection sampler")
         should_draft = config.most_drafts and config.drafters and get_pp_group().is_last_rank
         proposer = getattr(getattr(runner.speculator, "propose", None), "__self__", None)
-        if should_draft and (drafting is None or proposer is not drafting):
+        if should_draft and (router is None or proposer is not router):
             raise RuntimeError(
                 "specrollout's drafting is not in force: speculative_config must be what "
                 "nemo_specrollout.generation.arguments.with_specrollout makes of the block"
             )
         has_budget = isinstance(getattr(runner, "adaptive_verification", None), VerificationBudget)
-        if drafting is not None and compat.CHOOSES_ON_DEVICE and not has_budget:
+        if router is not None and compat.CHOOSES_ON_DEVICE and not has_budget:
             raise RuntimeError("specrollout's budget is not in force: something replaced the adaptive verification")
 
     # Steps: methods of vLLM's model runner.
@@ -178,16 +177,16 @@ class VllmWorkerMixin:
         slot_of = self.model_runner.req_states.req_id_to_index
         leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         slots = [slot_of[name] for name in sorted(leaving) if name in slot_of]
-        if self.specrollout_drafting is not None and slots:
-            self.specrollout_drafting.close(slots)
+        if self.specrollout_router is not None and slots:
+            self.specrollout_router.close(slots)
 
     def _open_new(self, scheduler_output: Any, identities: Sequence[RequestIdentity]) -> None:
         """Starts drafting for new requests, whose slots vLLM's `execute_model` has just filled."""
-        if self.specrollout_drafting is None or not identities:
+        if self.specrollout_router is None or not identities:
             return
         slot_of, longest = self.model_runner.req_states.req_id_to_index, self.model_runner.max_model_len
         new_requests = zip(scheduler_output.scheduled_new_reqs, identities, strict=True)
-        self.specrollout_drafting.open(
+        self.specrollout_router.open(
             [NewRequest.from_vllm(new, who, slot_of[new.req_id], longest) for new, who in new_requests]
         )
 
@@ -202,7 +201,7 @@ class VllmWorkerMixin:
         if self.specrollout_host_budget is not None:
             self.specrollout_host_budget.record()
         self.specrollout_accounts.end_step()
-        return output if self.specrollout_drafting is None else self.specrollout_drafting.end_step(batch, output)
+        return output if self.specrollout_router is None else self.specrollout_router.end_step(batch, output)
 
     def _set_seed(self, new: Any) -> RequestIdentity:
         """Puts the seed of a new request's identity into a copy of its sampling parameters. Returns the identity."""
@@ -212,11 +211,7 @@ class VllmWorkerMixin:
         new.sampling_params.seed = identity.seed
         return identity
 
-    # Remote calls, by `RolloutEngine` and by `nemo_rl/ray_calls.py`. Replies to the latter are plain values.
-
-    def specrollout_stats(self, first_step: int) -> EngineStats:
-        """Returns the engine's counters, and its steps from `first_step` on."""
-        return self.specrollout_accounts.stats(first_step)
+    # Remote calls. Replies are plain values.
 
     def specrollout_totals(self) -> dict[str, Any] | None:
         """Returns `EngineTotals` as a dict; None on a rank whose drafts are not used."""
@@ -229,50 +224,37 @@ class VllmWorkerMixin:
         """
         if not is_output_rank():
             return None
-        drafting, alarms = self.specrollout_drafting, self.specrollout_take_alarms()
-        found = [] if drafting is None else list(drafting.samples.take(seeds).items())
+        router, alarms = self.specrollout_router, self.specrollout_take_alarms()
+        found = [] if router is None else list(router.samples.take(seeds).items())
         end = StepEnd(alarms, found, self.specrollout_policy_version)
-        if drafting is not None and drafting.model is not None:
-            dormant = drafting.model.is_dormant
-            end = replace(end, head_version=drafting.samples.head_version, head_is_dormant=dormant)
+        if router is not None and router.model is not None:
+            dormant = router.model.is_dormant
+            end = replace(end, head_version=router.samples.head_version, head_is_dormant=dormant)
         return asdict(end)
 
     def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
         """Returns `SampleStats` as a dict for each seed; None for a request that no drafter saw."""
-        drafting = self.specrollout_drafting
-        found = {} if drafting is None else drafting.samples.take(seeds)
+        router = self.specrollout_router
+        found = {} if router is None else router.samples.take(seeds)
         return [asdict(found[seed]) if seed in found else None for seed in seeds]
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
         """Returns the alarms that the head's canary raised since the last call."""
-        return [] if self._head is None else self._head.take_alarms()
-
-    def specrollout_stood_still(self, seconds: float) -> None:
-        """Leaves `seconds`, in which the engine waited for its caller, out of the next step's time."""
-        self.specrollout_accounts.trace.stood_still(seconds)
-
-    def specrollout_reload(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Replaces the model's weights by Hugging Face names. The caller clears the prefix cache."""
-        started = time.perf_counter()
-        self.model_runner.reload_weights(weights_iterator=iter(tensors))
-        has_new_heads = reload_native_heads(self.model_runner, dict(tensors))
-        self.specrollout_weights_updated(time.perf_counter() - started)
-        if has_new_heads and self.specrollout_drafting is not None:
-            self.specrollout_drafting.samples.head_version = self.specrollout_policy_version
+        return [] if self._monitor is None else self._monitor.take_alarms()
 
     def specrollout_weights_updated(self, seconds: float) -> None:
         """Counts a weight update that kept the engine from steps for `seconds`."""
         self.specrollout_accounts.num_weight_updates += 1
         self.specrollout_accounts.trace.stood_still(seconds)
         self.specrollout_policy_is(self.specrollout_policy_version + 1)
-        if self._head is not None:
-            self._head.began("refit")
+        if self._monitor is not None:
+            self._monitor.began("refit")
 
     def specrollout_policy_is(self, version: int) -> None:
         """Sets the version of the engine's weights. Each update of the weights increments it."""
         self.specrollout_policy_version = version
-        if self.specrollout_drafting is not None:
-            self.specrollout_drafting.policy_updated(version)
+        if self.specrollout_router is not None:
+            self.specrollout_router.policy_updated(version)
 
     def specrollout_load_head(
         self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3
@@ -287,14 +269,11 @@ class VllmWorkerMixin:
 
         Raises ValueError for a head unlike the one that the engine was started with.
         """
-        if self._head is None:
+        router = self.specrollout_router
+        if router is None or router.head is None or router.monitor is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")
-        version = self.specrollout_policy_version if head_version is None else head_version
-        self._head.load(Path(folder), version, expected_length, num_positions)
-
-    def specrollout_take_features(self) -> list[SequenceFeatures]:
-        """Returns the features that were captured since the last call."""
-        return [] if self._capture is None else self._capture.take()
+        router.head.load(Path(folder), self.specrollout_policy_version if head_version is None else head_version)
+        router.monitor.began("publish", expected_length=expected_length, num_positions=num_positions)
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
         """Writes captured features to a store. Returns the error, or None: a full disk must not stop an engine.
@@ -331,17 +310,17 @@ class VllmWorkerMixin:
             self._remote.set_addresses(addresses, as_key(secret))
 
     @property
-    def _head(self) -> HeadWatch | None:
-        return None if self.specrollout_drafting is None else self.specrollout_drafting.head
+    def _monitor(self) -> HeadMonitor | None:
+        return None if self.specrollout_router is None else self.specrollout_router.monitor
 
     @property
     def _capture(self) -> FeatureCapture | None:
-        return None if self.specrollout_drafting is None else self.specrollout_drafting.capture
+        return None if self.specrollout_router is None else self.specrollout_router.capture
 
     @property
     def _remote(self) -> RemoteDrafter | None:
-        return None if self.specrollout_drafting is None else self.specrollout_drafting.remote
+        return None if self.specrollout_router is None else self.specrollout_router.remote
 
 
-class SpecrolloutGPUWorker(VllmWorkerMixin, Worker):
-    """vLLM's GPU worker with drafter-invariant sampling."""
+class SpecrolloutWorker(VllmWorkerMixin, _NativeWorker):
+    """vLLM's worker for this process's device, with drafter-invariant sampling."""

@@ -14,7 +14,6 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.older_runners import allow_text_drafters
@@ -37,10 +36,11 @@ header_seed: ContextVar[int | None] = ContextVar("specrollout_header_seed", defa
 """Seed from the header of this task's HTTP request."""
 
 
-def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[str, Any]) -> dict[str, Any]:
+def engine_arguments(
+    llm_kwargs: Mapping[str, Any], generation_config: Mapping[str, Any], block: SpecrolloutConfig
+) -> dict[str, Any]:
     """Returns NeMo-RL's arguments for vLLM, with our vLLM worker, the drafters and the block. Raises ConfigError."""
     compat.check_version()
-    block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
     compat.check_drafters(block)
     allow_text_drafters()
     if len(block.drafters_of_engines) > 1:
@@ -153,7 +153,7 @@ class SeedHeader:
         if text is None:
             await self._app(scope, receive, send)
         elif not text.isdigit() or int(text) >= 2**63:
-            sentence = f"X-Specrollout-Seed: {text.decode('latin-1')!r} is no whole number from 0 to 2^63 - 1"
+            sentence = f"X-Specrollout-Seed: {text.decode('latin-1')!r} is not a whole number from 0 to 2^63 - 1"
             error = {"message": sentence, "type": "invalid_request_error", "code": 400}
             await JSONResponse({"error": error}, 400)(scope, receive, send)
         else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM workers of an engine under NeMo-RL: our worker for the engine's device, with NeMo-RL's worker extension.
+"""vLLM workers of an engine under NeMo-RL: our worker with NeMo-RL's worker extension.
 
 vLLM refuses an extension if a worker class has the same names, unless the extension is a direct base of that class. It is
 one here, so `with_worker_names` makes that test instead.
@@ -18,8 +18,8 @@ from nemo_rl.models.generation.vllm.vllm_backend import (
 )
 
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.head_loading import part_from_policy
+from nemo_specrollout.generation.vllm_worker import SpecrolloutWorker
 from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER
 from nemo_specrollout.nemo_rl.patch_points import EXTENSION_PATCH_POINTS, SHARED_NAMES, check_patch_points
 
@@ -30,12 +30,6 @@ _TRAINED_HEAD_METHODS = ("eagle", "eagle3")
 
 check_patch_points(EXTENSION_PATCH_POINTS)
 
-_DeviceWorker: Any
-if compat.device_type() == "cpu":  # importing vLLM's CPU worker replaces parts of torch.cuda
-    from lab.vllm_on_cpu.cpu_worker import SpecrolloutCPUWorker as _DeviceWorker
-else:
-    from nemo_specrollout.generation.vllm_worker import SpecrolloutGPUWorker as _DeviceWorker
-
 
 class ExtensionOverrides:
     """Loads a trainer's draft weights into the drafter of vLLM's V2 model runner, never into a module of the policy.
@@ -45,7 +39,7 @@ class ExtensionOverrides:
 
     model_runner: Any
     vllm_config: Any
-    specrollout_drafting: Any
+    specrollout_router: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the models, and gives a drafter whose weights come by refit its own lm_head.
@@ -64,8 +58,8 @@ class ExtensionOverrides:
     def specrollout_policy_is(self, version: int) -> None:
         """Notes the policy's version, also as the version of native heads that are trained with the policy."""
         super().specrollout_policy_is(version)  # type: ignore[misc]
-        if self.specrollout_drafting is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
-            self.specrollout_drafting.samples.head_version = version
+        if self.specrollout_router is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
+            self.specrollout_router.samples.head_version = version
 
     def _get_drafter_model(self, *_: Any, **__: Any) -> Any:
         """Returns the drafter's model. NeMo-RL looks for `model_runner.drafter`, which the V2 model runner lacks."""
@@ -109,10 +103,12 @@ def with_worker_names(cls: type) -> type:
 
 
 @with_worker_names
-class NemoRlWorker(ExtensionOverrides, VllmInternalWorkerExtension, _DeviceWorker):
+class NemoRlWorker(ExtensionOverrides, VllmInternalWorkerExtension, SpecrolloutWorker):
     """Worker that is refitted through NeMo-RL's IPC or collectives."""
 
 
 @with_worker_names
-class NemoRlCheckpointEngineWorker(ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, _DeviceWorker):
+class NemoRlCheckpointEngineWorker(
+    ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, SpecrolloutWorker
+):
     """Worker that is refitted through NeMo-RL's checkpoint engine."""

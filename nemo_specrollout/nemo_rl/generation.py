@@ -21,8 +21,7 @@ from nemo_rl.experience.sync_rollout_actor import SyncRolloutActor
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.logger import Logger
 
-from nemo_specrollout.nemo_rl.installation import RunFacts
-from nemo_specrollout.nemo_rl.logger import STEP_LOG, WatchingLogger
+from nemo_specrollout.nemo_rl.logger import WatchingLogger
 from nemo_specrollout.nemo_rl.ray_calls import WorkerClient
 from nemo_specrollout.nemo_rl.row_seeds import (
     ROOTS_KEY,
@@ -33,6 +32,8 @@ from nemo_specrollout.nemo_rl.row_seeds import (
     current_sample,
     gym_row_with_seed,
 )
+from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
+from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.nemo_rl.supervisor import Supervisor
 
 _NativeCollector: Any = AsyncTrajectoryCollector.__ray_metadata__.modified_class
@@ -50,14 +51,14 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         SpecrolloutGeneration.latest = ref(self)
-        facts = RunFacts.of(config)
+        facts, self.block = RunFacts.of(config), block_of(config)
         self.first_version = facts.first_version
         self.row_seeds = RowSeeds(facts.seed, facts.first_version)
         self._conversations = Conversations()
         self._kind, self._validated = SeedKind.ROLLOUT, list[int]()
         self._num_refits = 0
         if not self.is_supervised_elsewhere:
-            self._supervisor = Supervisor(config, STEP_LOG)
+            self._supervisor = Supervisor(self.block, config, STEP_LOG)
             STEP_LOG.source = WeakMethod(self.step_metrics)
         super().__init__(cluster, config, *args, **kwargs)
         if self._supervisor is not None:
@@ -74,7 +75,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def supervise(self) -> None:
         """Supervises the engines from this process, which has a copy of the generation. Their models must be loaded."""
-        self._supervisor = Supervisor(self.cfg, STEP_LOG)
+        self._supervisor = Supervisor(self.block, self.cfg, STEP_LOG)
         self._supervisor.attach(self.worker_group)
         self._supervisor.open_exchange()
 

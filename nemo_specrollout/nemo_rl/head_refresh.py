@@ -13,13 +13,13 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.nemo_rl.logger import StepLog
 from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient, failure_text
+from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
 from nemo_specrollout.training.features.feature_store import FeatureReader
 from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
 
-MOST_RESTARTS = 1
+MAX_RESTARTS = 1
 """Restarts of the trainer after a failure."""
 
 
@@ -71,7 +71,7 @@ def _local_folder(name: str) -> Path:
 
 
 class HeadRefresh:
-    """Owns the trainer, the step facts that it still has to get, and the record of the head that the engines have.
+    """Owns the trainer, the step facts that wait for it, and the record of which head the engines have.
 
     The trainer's first answer is the `FeatureSource` of the head, all others are `RefreshRecord`s. The refresh ends for the
     rest of the run after the trainer's second failure, or if an engine fails at its part. Until the engines load a published
@@ -175,7 +175,7 @@ class HeadRefresh:
     def _trainer_failed(self, reason: str) -> None:
         self.close()
         self._num_failures += 1
-        if self._num_failures > MOST_RESTARTS:
+        if self._num_failures > MAX_RESTARTS:
             end = f"failed again ({reason}); the head stays as it is for the rest of the run"
         else:
             end = f"failed ({reason}); it is started again, once"

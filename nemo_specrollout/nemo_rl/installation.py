@@ -2,29 +2,20 @@
 """Puts the block into effect in NeMo-RL by replacing attributes of its modules, before one of its scripts runs."""
 
 import importlib
-import importlib.util
 import os
-import sys
-import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import yaml
-
-from lab.vllm_on_cpu.plugin import V2_ON_CPU
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
 from nemo_specrollout.config.drafter_configs import secret_of_run
-from nemo_specrollout.config.model_folder import misfit_of_block_drafter
-from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_block, prepare_nemo_rl, script_of
-from nemo_specrollout.config.nemo_rl_rules import PROMPT_FILES
-from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.config.versions import installed_versions
+from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, prepare_nemo_rl
+from nemo_specrollout.config.nemo_rl_tree import block_is_on
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.installed.versions import installed_versions
+from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
 from nemo_specrollout.nemo_rl.patch_points import (
     ALL_PATCH_POINTS,
     CONTROLLER_PATCH_POINTS,
@@ -34,8 +25,10 @@ from nemo_specrollout.nemo_rl.patch_points import (
     PatchPoint,
     check_patch_points,
 )
-from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
-from nemo_specrollout.training.head.head_facts import misfit
+from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
+from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
+from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
+from nemo_specrollout.training.head.block_heads import drafter_misfits
 from nemo_specrollout.training.head.head_folder import HeadFolder
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.ray_workers"
@@ -44,83 +37,8 @@ ACTORS = {
     f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutVllmAsyncWorker",
 }
 """NeMo-RL's Ray actors around engines, and our actors that replace them."""
-_RUN_KEY = "specrollout_run"
-"""Key of NeMo-RL's `policy.generation` under which `install` puts the `RunFacts`."""
-_SETUPS = ("setup", "setup_single_controller")
-"""Names under which NeMo-RL's scripts call its set-up."""
 _replaced: list[tuple[Any, str, Any]] = []
 """Replaced attributes: module, name, original."""
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """Facts of a run that NeMo-RL does not tell its generation."""
-
-    seed: int
-    """`grpo.seed`, or the seed of another algorithm."""
-    first_version: int
-    """Training steps behind the weights at the start."""
-    last_version: int
-    """Training steps behind the weights at the end."""
-    heads: str
-    """Path of the folder with the run's draft heads."""
-
-    @classmethod
-    def of(cls, generation_config: Mapping[str, Any]) -> "RunFacts":
-        """Returns the facts that `install` put into NeMo-RL's `policy.generation`."""
-        return cls(**generation_config[_RUN_KEY])
-
-
-def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
-    """Runs the resolved config `tree` with the script of NeMo-RL that it belongs to, or with the script `script_path`.
-
-    The script runs unedited; `install` is called before its set-up. Raises ConfigError if the run cannot start.
-    """
-    import nemo_rl
-
-    checkout = Path(str(nemo_rl.__file__)).parent.parent
-    script = _script(checkout / (script_path or script_of(tree)))
-    for name in _SETUPS:
-        if hasattr(script, name):
-            setattr(script, name, partial(_install_and_set_up, getattr(script, name)))
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, "config.yaml")
-        config.write_text(yaml.safe_dump(_with_prompt_files(tree, checkout)), encoding="utf-8")
-        sys.argv = [str(script.__file__), "--config", str(config)]
-        script.main()
-
-
-def _script(path: Path) -> ModuleType:
-    """Loads the script at `path` as a module. Raises ConfigError if it never calls a set-up of NeMo-RL."""
-    if not path.is_file():
-        raise ConfigError(
-            f"NeMo-RL's script {path} does not exist; run from a NeMo-RL checkout (its container has one in /opt/nemo-rl)"
-        )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"--script: {path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    if not any(hasattr(module, name) for name in _SETUPS):
-        raise ConfigError(
-            f"--script: {path} has no function {' or '.join(_SETUPS)}, so specrollout could not take effect; name a script "
-            "that calls NeMo-RL's set-up"
-        )
-    return module
-
-
-def _install_and_set_up(native: Any, master_config: Any, *args: Any, **kwargs: Any) -> Any:
-    install(master_config)
-    return native(master_config, *args, **kwargs)
-
-
-def _with_prompt_files(node: Any, checkout: Path, key: str = "") -> Any:
-    """Returns a config with absolute paths for prompt files that are found in NeMo-RL's checkout only."""
-    if isinstance(node, Mapping):
-        return {name: _with_prompt_files(value, checkout, name) for name, value in node.items()}
-    is_found = key in PROMPT_FILES and isinstance(node, str) and not Path(node).is_file()
-    return str(checkout / node) if is_found and (checkout / node).is_file() else node
 
 
 def install(config: Any) -> bool:
@@ -133,21 +51,20 @@ def install(config: Any) -> bool:
     does not allow it.
     """
     uninstall()
-    plain_block = effective_block({"policy": config.policy})
-    if plain_block is None:
-        return False
     tree = config.model_dump()
-    prepare_nemo_rl(tree)
+    if not block_is_on(tree):
+        return False
+    block, _ = prepare_nemo_rl(tree)
+    assert block is not None
     check_patch_points((*PATCH_POINTS, *_patch_points_of(config)))
     generation = config.policy["generation"]
-    block = _checked_block(plain_block, config.policy)
+    block = with_absolute_paths(block)
+    _check_block(block, config.policy)
     facts = _run_facts(config)
-    generation["specrollout"], generation[_RUN_KEY] = plain_block, asdict(facts)
-    # It lets vLLM's V2 model runner run on a CPU, and has no effect on a GPU.
-    generation["vllm_cfg"]["env_vars"] = {**(generation["vllm_cfg"].get("env_vars") or {}), V2_ON_CPU: "1"}
+    put_run(generation, block, facts)
     if not is_on_pythonpath():
         os.environ[PYTHONPATH] = pythonpath_with(code_folder(Path(config.logger["log_dir"]).absolute()))
-    _replace_names(config, _logger_class(block, plain_block, tree, facts))
+    _replace_names(config, _logger_class(block, generation["specrollout"], tree, facts))
     drafters = ", ".join(drafter.type for drafter in block.drafters) or "vLLM's own, or none"
     print(f"specrollout is on: drafters {drafters}; on vLLM's V2 model runner", flush=True)
     return True
@@ -185,44 +102,38 @@ def _patch_points_of(config: Any) -> tuple[PatchPoint, ...]:
     return (*(p for p in TRAINER_PATCH_POINTS if p.module in _trainers(config)), *GYM_PATCH_POINTS)
 
 
-def _checked_block(plain_block: dict[str, Any], policy: Any) -> SpecrolloutConfig:
-    """Makes the paths in `plain_block` absolute, because actors may run in other folders, and returns the block.
+def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:
+    """Returns the block with absolute paths, because actors may run in other folders."""
+    racing = block.fastest_of_n
+    if racing is not None and racing.enabled and racing.ladder is not None:
+        racing = replace(racing, ladder=str(Path(racing.ladder).absolute()))
+    drafters = []
+    for drafter in block.drafters:
+        model = str(getattr(drafter, "model", None) or "")
+        has_folder = model and Path(model).is_dir()
+        drafters.append(replace(drafter, **{"model": str(Path(model).absolute())}) if has_folder else drafter)
+    return replace(block, fastest_of_n=racing, drafters=tuple(drafters))
 
-    Raises ConfigError for errors that an engine or an actor would find minutes later.
-    """
-    racing = plain_block["fastest_of_n"]
-    has_ladder = bool(racing) and racing["enabled"] and racing["ladder"] is not None
-    if has_ladder:
-        racing["ladder"] = str(Path(racing["ladder"]).absolute())
-    for drafter in plain_block["drafters"]:
-        if drafter.get("model") and Path(drafter["model"]).is_dir():
-            drafter["model"] = str(Path(drafter["model"]).absolute())
-    block = build(SpecrolloutConfig, plain_block, BLOCK_PATH)
+
+def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
+    """Raises ConfigError for errors that an engine or an actor would find minutes later."""
     _check_drafters(block, policy)
-    if has_ladder:
-        LadderFile.read(Path(racing["ladder"]), f"{BLOCK_PATH}.fastest_of_n.ladder")
+    racing = block.fastest_of_n
+    if racing is not None and racing.enabled and racing.ladder is not None:
+        SpeedTableFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
     vllm_kwargs = policy["generation"].get("vllm_kwargs") or {}
     try:  # a step of vLLM may have no room for drafts
         with_specrollout({k: v for k, v in vllm_kwargs.items() if k != "speculative_config"}, block, "cuda")
     except ValueError as error:
         raise ConfigError(f"policy.generation.{error}") from error
-    return block
 
 
 def _check_drafters(block: SpecrolloutConfig, policy: Any) -> None:
-    """Raises ConfigError if a head does not fit the policy, or if Ray cannot start the remote drafters."""
-    if block.draft_refresh is not None and block.head is not None:
-        reason = misfit(block.head, policy["model_name"])
-        if reason is not None:
-            raise ConfigError(f"{BLOCK_PATH}.drafters: {reason}")
-    for drafter in block.drafters if Path(policy["model_name"]).is_dir() else ():
-        reason = misfit_of_block_drafter(drafter, Path(policy["model_name"]))
-        if reason is not None:
-            raise ConfigError(reason)
+    """Raises ConfigError if a drafter does not fit the policy, or if Ray cannot start the remote drafters."""
+    for reason in drafter_misfits(block, policy["model_name"]):
+        raise ConfigError(reason)
     if block.remote is not None and block.remote.workers:
-        from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec, shared_vllm_config
-
-        drafter_spec(block.remote, shared_vllm_config(policy["generation"]["vllm_cfg"]))
+        drafter_spec(block.remote, policy["generation"]["vllm_cfg"])
         secret_of_run()
 
 
@@ -247,14 +158,14 @@ def _run_facts(config: Any) -> RunFacts:
 def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: Any, facts: RunFacts) -> Any:
     """Returns what replaces NeMo-RL's class `Logger`."""
     from nemo_specrollout.nemo_rl.generation import SpecrolloutLogger
-    from nemo_specrollout.nemo_rl.logger import STEP_LOG, gap_causes
+    from nemo_specrollout.nemo_rl.logprob_gap import GapAlarm, gap_causes
+    from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 
     STEP_LOG.take()  # what an earlier run of this process has left
     summary = {"versions": installed_versions(), "block": plain_block}
     return partial(
         SpecrolloutLogger,
-        gap_alarm=block.logprob_gap_alarm,
-        causes=gap_causes(tree),
+        gap_alarm=GapAlarm(block.logprob_gap_alarm, gap_causes(tree)),
         facts=summary,
         last_step=facts.last_version,
     )

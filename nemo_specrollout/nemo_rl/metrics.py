@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a step from the summed counters of all engines. Ratios are computed last."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,21 +15,37 @@ def step_metrics(done: EngineTotals, num_engines: int) -> dict[str, float]:
     """Returns metrics of what all engines have `done` in a step, by name (docs/reference/metrics.md)."""
     metrics: dict[str, float] = {
         "engine_steps": done.num_steps,
+        "request_steps": done.num_request_steps,
         "seeds_derived": done.num_derived_seeds,
-        # With several engines, such a seed depends on the engine that the request happens to reach.
-        "seeds_made_up": done.num_derived_seeds if num_engines > 1 else 0,
-        "decode_s": done.decode_s,
-        "draft_host_s": done.host_s,
     }
+    rollout_s, plain_s = _seconds(done, num_engines)
+    if rollout_s:
+        metrics |= {"rollout_s": rollout_s, "host_share": done.host_s / num_engines / rollout_s}
+    if plain_s is not None:
+        metrics |= {"plain_estimate_s": plain_s, "speedup_estimate": plain_s / rollout_s}
     if done.num_steps:
         metrics["steps_with_drafts"] = done.num_steps_with_drafts / done.num_steps
     if done.num_request_steps:
         metrics["draft_tokens_per_request_step"] = done.num_rows / done.num_request_steps - 1
     if done.proposed and done.num_request_steps:
-        metrics["tokens_per_request_step"] = _num_tokens(done) / done.num_request_steps
-    if done.estimated_s:
-        metrics["speedup_estimate"] = (done.plain_s + done.other_s) / (done.estimated_s + done.other_s)
+        metrics |= {"num_tokens": _num_tokens(done), "acceptance_length": _num_tokens(done) / done.num_request_steps}
     return {PREFIX + name: float(value) for name, value in {**metrics, **_by_drafter(done)}.items()}
+
+
+def _seconds(done: EngineTotals, num_engines: int) -> tuple[float, float | None]:
+    """Returns the seconds of steps, and those that their tokens would have taken without drafts, None if unknown.
+
+    The engines work in parallel, so both are means over the engines.
+    """
+    rollout_s = (done.decode_s + done.other_s) / num_engines
+    if not done.estimated_s:
+        return rollout_s, None
+    return rollout_s, (done.plain_s * done.decode_s / done.estimated_s + done.other_s) / num_engines
+
+
+def metrics_below(name: str, figures: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers among `figures` as metrics below a name."""
+    return {f"{PREFIX}{name}/{key}": float(x) for key, x in figures.items() if isinstance(x, int | float)}
 
 
 def _by_drafter(done: EngineTotals) -> dict[str, float]:
@@ -66,17 +82,11 @@ def acceptance_counts(done: EngineTotals) -> dict[str, Any]:
 def step_facts(done: EngineTotals, num_engines: int, seconds: float, steps_to_come: int) -> StepFacts | None:
     """Returns the facts of a step for the refresh trigger, or None if nothing was decoded in the step.
 
-    `seconds` is the duration of the step. The engines work in parallel, so the rollout takes the mean of their seconds.
+    `seconds` is the duration of the step.
     """
     if not done.num_request_steps:
         return None
-    plain_s = done.plain_s * done.decode_s / done.estimated_s if done.estimated_s else None
-    costs = DecodeCosts.measured(
-        (done.decode_s + done.other_s) / num_engines,
-        None if plain_s is None else (plain_s + done.other_s) / num_engines,
-        _num_tokens(done),
-        done.num_request_steps,
-    )
+    costs = DecodeCosts.measured(*_seconds(done, num_engines), _num_tokens(done), done.num_request_steps)
     use = HeadUse.counted(dict(done.proposed), dict(done.accepted), done.num_request_steps)
     return StepFacts(use.acceptance_length, _num_tokens(done), seconds, steps_to_come, costs, use.share)
 

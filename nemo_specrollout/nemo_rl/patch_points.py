@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from nemo_specrollout.config.python_source import PythonSource, Signature, installed_source
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.config.versions import NEMO_RL_NEEDED
+from nemo_specrollout.installed.python_source import PythonSource, Signature, installed_source
+from nemo_specrollout.installed.versions import NEMO_RL_NEEDED
 
 NEMO_RL = "nemo_rl"
 EXTENSIONS = tuple(
@@ -176,7 +176,7 @@ def changes_of(point: PatchPoint, source: PythonSource) -> list[Change]:
         return [Change("absent")]
     found = source.signature(name)
     if found is None or point.use is Use.STORED:
-        return [Change("changed: it is no function any more")] if point.needed else []
+        return [Change("changed: it is not a function any more")] if point.needed else []
     return [*_parameter_changes(point, found), *_result_changes(point, found)]
 
 

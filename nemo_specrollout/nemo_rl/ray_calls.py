@@ -4,6 +4,7 @@
 import asyncio
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -75,6 +76,11 @@ def engine_environment() -> dict[str, Any]:
 class ActorFailed(Exception):
     """An actor is gone, or its last call raised an error. The message is the reason."""
 
+    def __init__(self, reason: str, *, is_alive: bool = False) -> None:
+        super().__init__(reason)
+        self.is_alive = is_alive
+        """True if the actor's process still runs."""
+
 
 class ActorLink:
     """The driver's connection to an actor. Owns the actor, which dies with the driver, and the pending call."""
@@ -89,9 +95,19 @@ class ActorLink:
         """Whether no call is pending."""
         return self._call is None
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the latest call."""
+        return time.monotonic() - self._called_s
+
     def call(self, method: str, *arguments: Any) -> None:
         """Calls a method of the actor. The link must be idle."""
-        self._call = getattr(self._actor, method).remote(*arguments)
+        self._call, self._called_s = getattr(self._actor, method).remote(*arguments), time.monotonic()
+
+    def restart(self) -> None:
+        """Ends the actor's process, which Ray starts again if the actor's options allow it. The link is idle then."""
+        ray.kill(self._actor, no_restart=False)
+        self._call = None
 
     def answer(self) -> Any:
         """Returns the answer to the pending call, or None if it has not arrived. Raises ActorFailed."""
@@ -101,7 +117,9 @@ class ActorLink:
         try:
             return ray.get(call)
         except ray.exceptions.RayError as error:
-            raise ActorFailed(failure_text(error)) from error
+            is_restarting = isinstance(error, ray.exceptions.ActorUnavailableError)
+            reason = "its process died" if is_restarting else failure_text(error)
+            raise ActorFailed(reason, is_alive=isinstance(error, ray.exceptions.RayTaskError)) from error
 
     def close(self) -> None:
         """Ends the actor for good, whatever it is doing."""

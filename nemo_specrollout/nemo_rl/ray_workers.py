@@ -14,12 +14,12 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from lab.local.engine import HostedEngine
+from nemo_specrollout.generation.hosted_engine import HostedEngine
 from nemo_specrollout.generation.vllm_requests import as_vllm_returns, shard_requests
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
-from nemo_specrollout.nemo_rl.installation import RunFacts
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
 from nemo_specrollout.nemo_rl.row_seeds import ROOTS_KEY, SEEDS_KEY
+from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.racing.stream_engine import StreamEngine, StreamShard
 from nemo_specrollout.racing.turn_engine import roll_out_shard
 from nemo_specrollout.racing.turns import ExchangeFailed
@@ -71,8 +71,10 @@ class _SeededEngine:
     """The engine's part in the exchange of requests, once it has joined."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        result = super()._create_engine(engine_arguments(llm_kwargs, self.cfg), *args, **kwargs)  # type: ignore[misc]
-        run_seed, required = RunFacts.of(self.cfg).seed, self.cfg["specrollout"]["http_seeds"] == "required"
+        block, run_seed = block_of(self.cfg), RunFacts.of(self.cfg).seed
+        arguments = engine_arguments(llm_kwargs, self.cfg, block)
+        result = super()._create_engine(arguments, *args, **kwargs)  # type: ignore[misc]
+        required = block.http_seeds == "required"
         self._request_seeds = RequestSeeds(run_seed, engine_number(self.cfg["vllm_cfg"]), required=required)
         self.llm.generate = self._generate_with_seeds  # type: ignore[attr-defined]
         return result

@@ -1,108 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remote drafters that Ray places: their actors, and the driver's part, which tells the engines where drafters listen.
+"""Remote drafters that Ray places and supervises: their actors, and the driver's part, which tells engines their addresses.
 
 The driver never waits for a drafter, and no failure here ends the run: without drafters the engines decode plainly.
 """
 
 import os
 import secrets
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
 from nemo_specrollout.config.drafter_configs import SECRET_VARIABLE, RemoteDrafterConfig, any_port, secret_of_run
-from nemo_specrollout.nemo_rl.logger import StepLog
 from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient, failure_text
+from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec, drafter_spec
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
-from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, DrafterSpec, drafter_spec, shared_vllm_config
-from nemo_specrollout.reports.records import PREFIX
 
-_LOGGED = {
-    "draft_occupancy": "occupancy",
-    "draft_run_ahead": "run_ahead",
-    "draft_waste": "waste",
-    "draft_host_s": "host_s",
-    "draft_token_s": "draft_token_s",
-    "draft_answer_s": "answer_s",
-    "drafters": "num_drafters",
-    "drafters_ready": "num_ready",
-    "drafter_failures": "num_failures",
-}
-"""Metrics of docs/reference/metrics.md, with their names in `DrafterStats.figures`."""
+HANG_S = 30.0
+"""Silence after which a drafter is ended and started again, in seconds."""
+START_S = 600.0
+"""Longest time that a drafter may take to load its model, in seconds."""
 
 
 @dataclass(frozen=True)
 class DrafterStatus:
-    """State of a drafter."""
+    """State of a drafter, as its actor reports it."""
 
+    actor: int
+    """Random number of the actor's process."""
     address: str = ""
-    """Address at which the drafter listens; empty if it does not."""
-    actor: int = 0
-    """Random number of the actor that runs the drafter; 0 if no actor runs it."""
-    num_restarts: int = 0
-    """Restarts of the drafter's process by that actor."""
-    last_output: str = ""
-    """Last output of the process or actor that ended most recently; empty before the first end."""
+    """Address at which the drafter listens; empty until it does."""
+    is_up: bool = False
+    """Whether the draft model is loaded."""
+    silence_s: float = 0.0
+    """Seconds since the drafter's loop last took a turn, or since the actor began."""
 
 
 @ray.remote(max_restarts=-1, num_cpus=1)
 class SpecrolloutDrafter:
-    """Actor that owns one drafter process and its successors, which all have the same address.
+    """Actor that is a drafter, which runs in a thread of it.
 
-    If the actor dies, Ray starts it again, maybe on another node, where its drafter has another address. The drafter's
-    process ends with the actor, because it checks once a second that its parent lives.
+    If its process dies, Ray starts another one, maybe on another node, whose drafter has another address.
     """
 
     def __init__(self, spec: DrafterSpec, host: str, secret: str) -> None:
-        """Returns when the drafter has bound its address, before it has loaded its model.
+        """Returns at once. `host` is the interface on which the drafter listens; empty for the address of its node.
 
-        `host` is the interface on which it listens; empty for the address of its node. `secret` is the run's. It is an
-        argument because Ray writes the environments of actors into its logs. Raises ConfigError if the drafter cannot bind.
+        `secret` is the run's. It is an argument because Ray writes the environments of actors into its logs.
         """
-        os.environ[SECRET_VARIABLE] = secret  # the drafter inherits it
-        self._pool = DrafterPool([replace(spec, address=any_port(host or ray.util.get_node_ip_address()))])
-        self._actor = secrets.randbits(62)
-        self._address = self._pool.addresses()[0]
-        self._pool.start_watching()
+        os.environ |= {SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"}
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        self._status = DrafterStatus(secrets.randbits(62))
+        self._heard_s, self._failure = time.monotonic(), ""
+        spec = replace(spec, address=any_port(host or ray.util.get_node_ip_address()))
+        threading.Thread(target=self._serve, args=(spec,), daemon=True).start()
 
     def status(self) -> DrafterStatus:
-        """Returns the state of the drafter."""
-        (process,) = self._pool.processes
-        return DrafterStatus(
-            self._address, self._actor, process.num_restarts, process.deaths[-1] if process.deaths else ""
-        )
+        """Returns the state of the drafter. Raises RuntimeError if it cannot start, or has failed."""
+        if self._failure:
+            raise RuntimeError(self._failure)
+        return replace(self._status, silence_s=time.monotonic() - self._heard_s)
+
+    def _serve(self, spec: DrafterSpec) -> None:
+        from nemo_specrollout.remote.drafter.drafter_service import DrafterService
+
+        try:
+            DrafterService(spec, self._note).run(self._note)
+        except Exception as error:
+            self._failure = " ".join(f"{type(error).__name__}: {error}".split())
+
+    def _note(self, report: DrafterReport) -> None:
+        self._status = replace(self._status, address=report.address, is_up=report.is_up)
+        self._heard_s = time.monotonic()
 
 
 @dataclass
 class _Drafter:
-    """One drafter as the driver knows it."""
+    """A drafter as the driver knows it."""
 
     link: ActorLink
-    status: DrafterStatus = field(default_factory=DrafterStatus)
-    num_earlier_restarts: int = 0
-    """Restarts that belong to earlier actors, each of which counts as one restart itself."""
+    status: DrafterStatus | None = None
+    """Latest state; None before the first one, and after a failure."""
+    last_actor: int = 0
+    num_restarts: int = 0
+    is_told: bool = False
+    """Whether the driver has told of the latest failure."""
+
+    @property
+    def address(self) -> str:
+        return "" if self.status is None else self.status.address
 
     def poll(self) -> str | None:
-        """Reads the latest status, if there is a new one. Returns a sentence if a process or an actor has ended."""
+        """Reads a new state, and has a failed drafter started again. Returns a sentence after a failure."""
         try:
-            new: DrafterStatus | None = self.link.answer()
+            status: DrafterStatus | None = self.link.answer()
+            if status is None:
+                return self._failed("it does not answer") if self._is_silent(self.link.waited_s) else None
         except ActorFailed as error:
-            new = DrafterStatus(last_output=str(error))
-        if new is None:
-            return None
+            return self._failed(str(error), is_alive=error.is_alive)
+        if self.last_actor not in (0, status.actor):
+            self.num_restarts += 1
+        self.status, self.last_actor, self.is_told = status, status.actor, False
+        if self._is_silent(status.silence_s):
+            return self._failed("its loop stands still")
         self.link.call("status")
-        old = self.status
-        if new.actor and old.actor and new.actor != old.actor:
-            self.num_earlier_restarts += old.num_restarts + 1
-        # The count and the actor's number are kept while no actor runs the drafter.
-        self.status = new if new.actor else replace(new, actor=old.actor, num_restarts=old.num_restarts)
-        if not new.last_output or new.last_output == old.last_output:
-            return None
-        where = f" at {old.address}" if old.address else ""
-        restart = "it is started again" if new.actor else "Ray starts it again if it can"
-        return f"{where} ended ({new.last_output}); the rollout goes on, and {restart}"
+        return None
+
+    def _is_silent(self, silence_s: float) -> bool:
+        return self.status is not None and silence_s > (HANG_S if self.status.is_up else START_S)
+
+    def _failed(self, reason: str, *, is_alive: bool = True) -> str | None:
+        """Ends the actor's process if it `is_alive`, so that Ray starts another one.
+
+        Returns a sentence, or None if the driver has told of the failure.
+        """
+        where, was_told = f" at {self.address}" if self.address else "", self.is_told
+        self.status, self.is_told = None, True
+        if is_alive:
+            self.link.restart()
+        self.link.call("status")
+        return None if was_told else f"{where} ended ({reason}); the rollout goes on, and Ray starts it again if it can"
 
 
 class RemoteDrafters:
@@ -128,7 +149,7 @@ class RemoteDrafters:
             ended = drafter.poll()
             if ended is not None:
                 self._log.alarms.append(f"drafter {number}{ended}")
-        addresses = [drafter.status.address for drafter in self._drafters]
+        addresses = [drafter.address for drafter in self._drafters]
         if addresses == (self._sent or [""] * len(addresses)):
             return
         try:
@@ -140,7 +161,7 @@ class RemoteDrafters:
     @property
     def num_restarts(self) -> int:
         """Restarts of drafters since the start of the run."""
-        return sum(drafter.num_earlier_restarts + drafter.status.num_restarts for drafter in self._drafters or ())
+        return sum(drafter.num_restarts for drafter in self._drafters or ())
 
     def close(self) -> None:
         """Ends all drafters."""
@@ -157,7 +178,7 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
     secret = secret_of_run()
 
     def start() -> list[ActorLink]:
-        spec = drafter_spec(drafter, shared_vllm_config(vllm_cfg), on_cpu=not drafter.gpus)
+        spec = drafter_spec(drafter, vllm_cfg, on_cpu=not drafter.gpus)
         host = "127.0.0.1" if sum(node["Alive"] for node in ray.nodes()) == 1 else ""
         # Spread over the nodes: a drafter is small and shares a node's cores and network with engines.
         options = {"num_gpus": drafter.gpus, "scheduling_strategy": "SPREAD"}
@@ -173,9 +194,3 @@ def stats_between(before: Sequence[DrafterStats], after: Sequence[DrafterStats])
     """Returns the figures of `DrafterStats` between two readings of `WorkerClient.drafter_stats`, over all engines."""
     pairs = zip(before, after, strict=True)
     return DrafterStats.together([now.since(earlier) for earlier, now in pairs]).figures()
-
-
-def drafter_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics for NeMo-RL's logger from the figures of `stats_between`. Figures without a value are left out."""
-    known = {name: figures[key] for name, key in _LOGGED.items() if figures[key] is not None}
-    return {PREFIX + name: float(value) for name, value in known.items()}

@@ -26,7 +26,7 @@ ROOTS_KEY = "specrollout_prompt_lengths"
 """Key of a generation's input: the length of each conversation's first prompt, in tokens."""
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """Odd factor of a polynomial hash modulo 2^64."""
-_MOST_PROMPTS = 1 << 16
+_MAX_PROMPTS = 1 << 16
 """Prompts that `Conversations` remembers. When there are more, the older half is forgotten."""
 _EXTRA_BODY = "extra_body"
 """Key of a NeMo-Gym row's metadata with JSON that the model server merges into the body of every request of the row."""
@@ -141,8 +141,8 @@ class Conversations:
         place = bisect_left(self._lengths, length)
         if self._lengths[place : place + 1] != [length]:
             self._lengths.insert(place, length)
-        if len(self._roots) > _MOST_PROMPTS:
-            for oldest in list(self._roots)[: _MOST_PROMPTS // 2]:
+        if len(self._roots) > _MAX_PROMPTS:
+            for oldest in list(self._roots)[: _MAX_PROMPTS // 2]:
                 del self._roots[oldest]
 
 

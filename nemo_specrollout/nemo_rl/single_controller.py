@@ -14,9 +14,9 @@ from nemo_rl.experience.rollout_manager import AsyncNemoGymRolloutImpl, AsyncRol
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
-from nemo_specrollout.nemo_rl.installation import RunFacts
-from nemo_specrollout.nemo_rl.logger import STEP_LOG
 from nemo_specrollout.nemo_rl.row_seeds import Sample, current_sample, gym_row_with_seed, sample_seed
+from nemo_specrollout.nemo_rl.run_facts import RunFacts
+from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 
 EPOCH_KEY = "specrollout_epoch"
 """Key of a prompt with its epoch."""

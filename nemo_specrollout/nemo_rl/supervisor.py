@@ -12,25 +12,25 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.strict import build
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, start_head_refresh
-from nemo_specrollout.nemo_rl.installation import RunFacts
-from nemo_specrollout.nemo_rl.logger import StepLog
 from nemo_specrollout.nemo_rl.metrics import (
     acceptance_counts,
     head_metrics,
+    metrics_below,
     sample_lines,
     step_facts,
     step_metrics,
     weight_updates,
 )
 from nemo_specrollout.nemo_rl.ray_calls import WorkerClient, answer_of, engine_environment
-from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters, drafter_metrics, start_drafters, stats_between
+from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters, start_drafters, stats_between
+from nemo_specrollout.nemo_rl.run_facts import RunFacts
+from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.records import PREFIX
-from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile, ladder_method
+from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile, draft_method
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 
 THREADS_OF_ENGINE = 4
@@ -53,8 +53,8 @@ class ExchangeDriver:
         config = block.fastest_of_n
         assert config is not None
         field = f"{BLOCK_PATH}.fastest_of_n.ladder"
-        ladder = None if config.ladder is None else LadderFile.read(Path(config.ladder), field)
-        methods = [ladder_method(block.of_engine(engine)) for engine in range(num_engines)]
+        ladder = None if config.ladder is None else SpeedTableFile.read(Path(config.ladder), field)
+        methods = [draft_method(block.of_engine(engine)) for engine in range(num_engines)]
         actor: Any = SpecrolloutExchange
         actor = actor.options(max_concurrency=THREADS_OF_ENGINE * (num_engines + 1), runtime_env=engine_environment())
         self.actor = actor.remote(methods, config, max_new_tokens, ladder)
@@ -96,11 +96,10 @@ class Supervisor:
     when they have models; `begin_step` and `end_step` for each step; `close`; and `close_exchange`.
     """
 
-    def __init__(self, generation_config: Any, log: StepLog) -> None:
+    def __init__(self, block: SpecrolloutConfig, generation_config: Any, log: StepLog) -> None:
         """`generation_config` is NeMo-RL's. Raises ConfigError if the remote drafters cannot start."""
-        self._config, self._log = generation_config, log
+        self._block, self._config, self._log = block, generation_config, log
         self._facts = RunFacts.of(generation_config)
-        self._block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
         self._refresh: HeadRefresh | None = None
         self._exchange: ExchangeDriver | None = None
         self._drafters: RemoteDrafters | None = None
@@ -193,12 +192,13 @@ class Supervisor:
             metrics |= self._refreshed(self._refresh, version, done)
         if self._block.remote is not None:
             log.entries["draft_supply"] = stats_between(before[1], stats)
-            metrics |= drafter_metrics(log.entries["draft_supply"])
+            metrics |= metrics_below("draft_supply", log.entries["draft_supply"])
         if self._drafters is not None:
             self._drafters.update(self._workers)
             metrics[PREFIX + "drafter_restarts"] = self._drafters.num_restarts
         if self._exchange is not None:
-            metrics |= {f"{PREFIX}tail/{name}": value for name, value in self._exchange.figures().items()}
+            log.entries["tail"] = self._exchange.figures()
+            metrics |= metrics_below("tail", log.entries["tail"])
         return metrics
 
     def _refreshed(self, refresh: HeadRefresh, version: int, done: EngineTotals) -> dict[str, float]:

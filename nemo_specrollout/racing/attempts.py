@@ -2,12 +2,11 @@
 """Responses as far as they are known, the attempts of engines to make them, and the timeline of these attempts."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from lab.placement.planner import counted
 from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.racing.turns import Request
 
@@ -157,33 +156,6 @@ class Timeline:
         engines = range(len(self.methods))
         busy_s = sum(covered([(s.start_s, s.end_s) for s in self.spans if s.engine == e]) for e in engines)
         return 1.0 - busy_s / (len(engines) * max(s.end_s for s in self.spans))
-
-    def record(self) -> dict[str, Any]:
-        """Returns a line of `timeline.jsonl`, whose keys call an engine a worker."""
-        spans = [asdict(s) for s in self.spans]
-        for span in spans:
-            span["worker"] = span.pop("engine")
-        return {
-            "num_workers": len(self.methods),
-            "methods": list(self.methods),
-            "saved_s": self.saved_s,
-            "spans": spans,
-        }
-
-
-def describe(figures: Mapping[str, Any]) -> str:
-    """Returns `Timeline.figures` in one line for users; empty if no request moved or raced and no engine died."""
-    if not any(figures[name] for name in ("moves", "races", "deaths", "diverged")):
-        return ""
-    parts = [
-        counted(figures["moves"], "move"),
-        counted(figures["races"], "race")
-        + (f" ({figures['won_by_racer']} won by the racer)" if figures["races"] else ""),
-        *([counted(figures["deaths"], "worker") + " died"] if figures["deaths"] else []),
-        *([counted(figures["diverged"], "attempt") + " diverged"] if figures["diverged"] else []),
-    ]
-    saved = "" if figures["saved_s"] is None else f"; saved {figures['saved_s']:.2f} s (estimate)"
-    return f"{', '.join(parts)}{saved}; workers idle for {figures['idle_share']:.0%} of their time"
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:

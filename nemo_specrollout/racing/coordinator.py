@@ -1,30 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rolls requests out over several engines: deals them out, collects tokens, moves and races stragglers, survives deaths.
+"""Rolls requests out over several engines: collects tokens, moves and races stragglers, survives deaths.
 
 Shapes: R requests under way, A attempts, E engines; see `scheduling/racing/straggler_policy.py`.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.racing.attempts import AttemptOutcome, Response, Timeline
 from nemo_specrollout.racing.estimates import DecodeSpeeds, Savings
-from nemo_specrollout.racing.turns import Engines, Orders, Request, Starts, TurnResult
-from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder
+from nemo_specrollout.racing.turns import EngineFleet, Request, Starts, TurnOrders, TurnResult
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, in_shards, longest_first
+from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, DecodeSpeedTable
+from nemo_specrollout.scheduling.racing.straggler_policy import TailPolicy
 from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
 
 TURN_SHARE = 0.05
 """Length of a turn, as a share of the time since the requests began. Short turns cost overhead, long ones delay decisions."""
 SHORTEST_TURN_S = 0.05
 LONGEST_TURN_S = 0.5
-MOST_AHEAD = 2
+MAX_AHEAD = 2
 """Turns that an engine has queued: it begins one while the result of the one before is read."""
 
 
@@ -43,20 +41,21 @@ class _Assignments:
 class Coordinator:
     """Rolls requests out over several engines, and moves and races stragglers among them.
 
-    Owns the response of each request, its attempts, and the orders that engines were not sent yet. An attempt is one engine's
-    work on one request. Engines, ladder and length estimates belong to the caller.
+    Owns the response of each request, its attempts, and the turn orders that are still to be sent. An attempt is one
+    engine's work on one request. Engines, speed table and length estimates belong to the caller.
 
     Life of a request: `add` begins it. It waits while no engine has it, runs while one has it, and is raced while several
     have it. It ends when one attempt completes the response, and is forgotten when `take` returns it or `abandon` drops it.
 
-    Each round (`advance`) sends engines their turns, reads the results of turns, and consults the policy. Without a policy, a
-    request stays where it was dealt unless that engine dies.
+    Each round (`advance`) sends engines their turns, reads the results of turns, and consults the policy.
 
     Invariant: `Response.attempts` and the engines' `_Assignments.attempts` hold the same open attempts, and only requests
     under way have any. Closing an attempt removes it from both at once. So the later tokens of its engine are ignored.
     """
 
-    def __init__(self, engines: Engines, policy: FastestOfN | None, ladder: Ladder, lengths: LengthEstimator) -> None:
+    def __init__(
+        self, engines: EngineFleet, policy: TailPolicy, table: DecodeSpeedTable, lengths: LengthEstimator
+    ) -> None:
         self.engines = engines
         self.policy = policy
         self.lengths = lengths
@@ -67,35 +66,22 @@ class Coordinator:
         self._assigned = [_Assignments() for _ in engines.methods]
         self._num_requests = 0
         self._num_attempts = 0
-        self._speeds = DecodeSpeeds(ladder)
+        self._speeds = DecodeSpeeds(table)
         self._stood_still: set[int] = set()
         self._saved_s: float | None = None
         self._begin_afresh()
 
     # The life of requests
 
-    def roll_out(
-        self,
-        requests: Sequence[Request],
-        on_finished: Callable[[int], None] = lambda done: None,
-        task: str = ANY_TASK,
-    ) -> tuple[list[Rollout], Timeline]:
-        """Returns the responses, in the order of `requests`, and the timeline. An interrupted rollout is abandoned."""
-        keys = self.add(requests, task)
-        try:
-            num_done = 0
-            while num_done < len(keys):
-                num_done += len(self.advance())
-                on_finished(num_done)
-        except BaseException:
-            self.abandon()
-            raise
-        responses, timeline = self.take(keys)
-        return [r.rollout for r in responses], timeline
+    def add(self, requests: Sequence[Request], engine: int) -> list[int]:
+        """Begins requests on `engine`, which must be alive, and returns their keys."""
+        keys = self._begin(requests)
+        for key in keys:
+            self._start(key, engine)
+        return keys
 
-    def add(self, requests: Sequence[Request], task: str = ANY_TASK, engine: int | None = None) -> list[int]:
-        """Begins requests and returns their keys. They begin on `engine`, which must be alive, or are dealt out."""
-        self.engines.revive()
+    def _begin(self, requests: Sequence[Request], task: str = ANY_TASK) -> list[int]:
+        """Returns the keys of requests that begin to wait for an engine."""
         if not self._active:
             self._begin_afresh()
         elif self._savings.before is not None:
@@ -105,11 +91,6 @@ class Coordinator:
         self.responses |= {key: Response(r) for key, r in zip(keys, requests, strict=True)}
         self._active |= dict.fromkeys(keys)
         self._speeds.begin(keys, task)
-        if engine is None:
-            self._deal_out(keys)
-        else:
-            for key in keys:
-                self._start(key, engine)
         return keys
 
     def advance(self) -> list[int]:
@@ -136,7 +117,7 @@ class Coordinator:
             self._savings.is_unknown = True
         self._speeds.forget(keys)
         responses = [self.responses.pop(key) for key in keys]
-        methods = tuple(self._speeds.ladder.methods[m] for m in self.engines.methods)
+        methods = tuple(self._speeds.table.methods[m] for m in self.engines.methods)
         return responses, Timeline.of(responses, methods, self._saved_s if is_all else None)
 
     def abandon(self, keys: Iterable[int] | None = None) -> None:
@@ -160,11 +141,6 @@ class Coordinator:
         return self._assigned[engine].attempts.get(name)
 
     # New weights
-
-    def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
-        """Gives all engines new weights, also while requests are under way."""
-        self.decide_races()
-        self.engines.load_weights(tensors, policy_version)
 
     def decide_races(self) -> None:
         """Ends every race in favour of its leader.
@@ -214,9 +190,9 @@ class Coordinator:
             while (
                 (assigned.attempts or assigned.stops)
                 and self.engines.is_alive(engine)
-                and self.engines.num_turns(engine) < MOST_AHEAD
+                and self.engines.num_turns(engine) < MAX_AHEAD
             ):
-                self.engines.send(engine, Orders(self.begin_now(engine), tuple(assigned.stops), self._turn_s))
+                self.engines.send(engine, TurnOrders(self.begin_now(engine), tuple(assigned.stops), self._turn_s))
                 assigned.stops = []
 
     def begin_now(self, engine: int, keys: Iterable[int] | None = None) -> Starts:
@@ -235,7 +211,7 @@ class Coordinator:
         """Sends stops in turns of their own, behind the turns that are queued."""
         for engine, assigned in enumerate(self._assigned):
             if assigned.stops and self.engines.is_alive(engine):
-                self.engines.send(engine, Orders(stops=tuple(assigned.stops)))
+                self.engines.send(engine, TurnOrders(stops=tuple(assigned.stops)))
             assigned.stops = []
 
     # Results
@@ -279,7 +255,6 @@ class Coordinator:
         for key in list(self._assigned[engine].attempts.values()):
             self._close(key, engine, AttemptOutcome.DIED, died_s)
         self._assigned[engine] = _Assignments()
-        self.engines.revive()
 
     # Decisions
 
@@ -291,10 +266,7 @@ class Coordinator:
 
     def _consult_policy(self) -> None:
         """Moves and races requests as the policy says: about once a turn, and at once if a request is waiting."""
-        waiting = [key for key in self._active if not self.responses[key].attempts]
-        if self.policy is None:
-            self._deal_out(waiting)
-        elif self._active and (waiting or time.perf_counter() >= self._next_look_s):
+        if self._active and (self._waiting() or time.perf_counter() >= self._next_look_s):
             keys = list(self._active)
             decision = self.policy.decide(self._observe(keys))
             self._savings.note(decision, keys, self.responses)
@@ -306,32 +278,11 @@ class Coordinator:
                 self._start(keys[request], engine)
             self._next_look_s = time.perf_counter() + self._turn_s
 
-    def _deal_out(self, keys: Sequence[int]) -> None:
-        """Starts requests: by expected length if there is a policy, else in equal shards as NeMo-RL does."""
-        is_alive_E = self._is_alive_E()
-        if not keys or not is_alive_E.any():
-            return
-        responses = [self.responses[key] for key in keys]
-        expected_R = self._remaining(responses)
-        if self.policy is None:
-            alive = np.flatnonzero(is_alive_E)
-            engine_R = alive[in_shards(len(keys), len(alive))]
-        else:
-            loads_E = np.where(is_alive_E, self._loads_E(), np.inf)
-            engine_R = longest_first([r.request.prompt_index for r in responses], expected_R, loads_E)
-        for i in np.argsort(-expected_R, kind="stable").tolist():
-            self._start(keys[i], int(engine_R[i]))
+    def _waiting(self) -> list[int]:
+        return [key for key in self._active if not self.responses[key].attempts]
 
     def _is_alive_E(self) -> np.ndarray:
         return np.array([self.engines.is_alive(e) for e in range(len(self._assigned))])
-
-    def _loads_E(self) -> np.ndarray:
-        """Returns the expected tokens to come by engine, float64 [E]."""
-        responses = [self.responses[key] for key in self._active]
-        loads_E = np.zeros(len(self._assigned))
-        for response, tokens in zip(responses, self._remaining(responses).tolist(), strict=True):
-            loads_E[list(response.attempts)] += tokens
-        return loads_E
 
     def _remaining(self, responses: Sequence[Response]) -> np.ndarray:
         lengths_R = np.array([len(r.tokens) for r in responses], np.int64)

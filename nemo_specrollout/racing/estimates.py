@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nemo_specrollout.racing.attempts import Response
-from nemo_specrollout.racing.turns import Work
-from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder
+from nemo_specrollout.racing.turns import TurnWork
 from nemo_specrollout.scheduling.racing.request_estimates import RequestSpeeds
+from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, DecodeSpeedTable
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
 from nemo_specrollout.scheduling.racing.tail_forecast import Assignment, undisturbed_end_s
 
@@ -19,18 +19,18 @@ from nemo_specrollout.scheduling.racing.tail_forecast import Assignment, undistu
 class DecodeSpeeds:
     """Decode speed of each draft method, and of each request relative to a typical one.
 
-    Owns the speeds of requests; the ladder with the speeds of methods belongs to the caller.
+    Owns the speeds of requests; the table with the speeds of methods belongs to the caller.
     """
 
-    def __init__(self, ladder: Ladder) -> None:
-        self.ladder = ladder
-        self._speeds = RequestSpeeds(np.ones((0, len(ladder.methods))))
+    def __init__(self, table: DecodeSpeedTable) -> None:
+        self.table = table
+        self._speeds = RequestSpeeds(np.ones((0, len(table.methods))))
         self._rows: dict[int, int] = {}
         self._tasks: dict[int, str] = {}
 
     def begin(self, keys: Sequence[int], task: str) -> None:
         """Adds requests of a task."""
-        task_speed_M = np.array([self.ladder.task_speed(task, m) for m in range(len(self.ladder.methods))])
+        task_speed_M = np.array([self.table.task_speed(task, m) for m in range(len(self.table.methods))])
         self._rows |= zip(keys, self._speeds.begin(len(keys), task_speed_M), strict=True)
         self._tasks |= dict.fromkeys(keys, task)
 
@@ -40,20 +40,20 @@ class DecodeSpeeds:
         for key in keys:
             del self._tasks[key]
 
-    def learn(self, method: int, work: Work, num_made: Mapping[int, int], steady: Sequence[int]) -> None:
+    def learn(self, method: int, work: TurnWork, num_made: Mapping[int, int], steady: Sequence[int]) -> None:
         """Learns from a turn of an engine that drafts by `method`.
 
         `num_made` is the number of new tokens by request. `steady` are the requests that took part in the whole turn.
         """
         if work.num_prefilled:
-            self.ladder.observe_prefill(work.num_prefilled, work.prefill_s)
+            self.table.observe_prefill(work.num_prefilled, work.prefill_s)
         if not (work.num_tokens and work.decode_s and num_made):
             return
         batch = max(1, round(work.request_s / work.decode_s))
-        typical = self.ladder.tokens_per_s(method, batch) * work.decode_s
+        typical = self.table.tokens_per_s(method, batch) * work.decode_s
         tasks = {self._tasks[key] for key in num_made}
         task = tasks.pop() if len(tasks) == 1 else ANY_TASK
-        self.ladder.observe(task, method, batch, work.num_tokens, work.request_s)
+        self.table.observe(task, method, batch, work.num_tokens, work.request_s)
         made_K = np.array([num_made.get(key, 0) for key in steady], float)
         self._speeds.observe(self._rows_of(steady), method, made_K, typical)
 
@@ -108,5 +108,5 @@ class Savings:
         if self.before is None or self.is_unknown:
             return None
         lengths_R = np.array([len(responses[key].tokens) for key in self.keys])
-        end_s = undisturbed_end_s(self.before, lengths_R, speeds.of(self.keys), np.array(methods), speeds.ladder)
+        end_s = undisturbed_end_s(self.before, lengths_R, speeds.of(self.keys), np.array(methods), speeds.table)
         return end_s - ended_s

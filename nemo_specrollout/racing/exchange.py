@@ -7,17 +7,16 @@ The exchange has no loop of its own: an engine that calls it does the coordinato
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.generation.requests import Rollout, ShardRequest
 from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Reply, Starts, TurnResult
-from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
+from nemo_specrollout.racing.turns import ExchangeFailed, ExchangeReply, Starts, TurnOrders, TurnResult
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
+from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable, SpeedTableFile
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 POLL_S = 1.0
@@ -29,48 +28,48 @@ _COUNTS = ("moves", "races", "won_by_racer", "diverged")
 
 
 @dataclass
-class _Mailbox:
-    """Mailbox of an engine that has joined."""
+class _Member:
+    """An engine that has joined."""
 
-    orders: deque[Orders] = field(default_factory=deque)
-    """Orders that the engine has not fetched."""
+    orders: deque[TurnOrders] = field(default_factory=deque)
+    """Turn orders that the engine has not fetched."""
     num_turns: int = 0
     """Turns whose results are missing."""
     heard_s: float = field(default_factory=time.monotonic)
     """Time of the engine's latest call for orders."""
 
 
-class Mailboxes:
-    """The `Engines` of a coordinator that cannot call them: engines come for their orders, and hand in their results.
+class PollingFleet:
+    """The fleet of a coordinator that cannot call its engines: they come for their orders, and hand in their results.
 
-    An engine has a mailbox from when it joins until it leaves or is lost. It fetches its orders in order, and hands in one
+    An engine is a member from when it joins until it leaves or is lost. It fetches its orders in order, and hands in one
     result for each turn, in the same order.
     """
 
     def __init__(self, methods: Sequence[int]) -> None:
         self.methods = list(methods)
         self.capacity = 0
-        self.boxes: dict[int, _Mailbox] = {}
-        """Mailboxes of the engines that have joined."""
+        self.members: dict[int, _Member] = {}
+        """The engines that have joined, by number."""
         self.inbox: list[tuple[int, TurnResult | None]] = []
         """Results that were not read."""
 
     def join(self, engine: int, capacity: int) -> None:
         """Adds an engine that decodes `capacity` requests at a time and has no turn."""
         self.capacity = min(capacity, self.capacity or capacity)
-        self.boxes[engine] = _Mailbox()
+        self.members[engine] = _Member()
 
     def leave(self, engine: int) -> None:
         """Removes an engine; to the coordinator it has died."""
-        if self.boxes.pop(engine, None) is not None:
+        if self.members.pop(engine, None) is not None:
             self.inbox.append((engine, None))
 
-    # For the coordinator: see `Engines`
+    # For the coordinator: see `EngineFleet`
 
-    def send(self, engine: int, orders: Orders) -> None:
-        box = self.boxes[engine]
-        box.orders.append(orders)
-        box.num_turns += 1
+    def send(self, engine: int, orders: TurnOrders) -> None:
+        member = self.members[engine]
+        member.orders.append(orders)
+        member.num_turns += 1
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
         """Returns the results since the last call; does not wait."""
@@ -78,17 +77,10 @@ class Mailboxes:
         return results
 
     def num_turns(self, engine: int) -> int:
-        return self.boxes[engine].num_turns if engine in self.boxes else 0
+        return self.members[engine].num_turns if engine in self.members else 0
 
     def is_alive(self, engine: int) -> bool:
-        return engine in self.boxes
-
-    def revive(self) -> None:
-        """Does nothing: an absent engine comes back by itself or not at all."""
-
-    def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
-        """Raises NotImplementedError: these engines get their weights from their own framework."""
-        raise NotImplementedError
+        return engine in self.members
 
 
 class StragglerExchange:
@@ -102,13 +94,17 @@ class StragglerExchange:
     """
 
     def __init__(
-        self, methods: Sequence[str], config: FastestOfNConfig, max_new_tokens: int, ladder: LadderFile | None = None
+        self,
+        methods: Sequence[str],
+        config: FastestOfNConfig,
+        max_new_tokens: int,
+        ladder: SpeedTableFile | None = None,
     ) -> None:
         """`methods` is the name of each engine's draft method."""
         names = list(dict.fromkeys(methods))
-        known = Ladder(names, ladder)
-        self._boxes = Mailboxes([names.index(name) for name in methods])
-        self._coordinator = Coordinator(self._boxes, FastestOfN(config, known), known, LengthEstimator(max_new_tokens))
+        table = DecodeSpeedTable(names, ladder)
+        self._fleet = PollingFleet([names.index(name) for name in methods])
+        self._coordinator = Coordinator(self._fleet, FastestOfN(config, table), table, LengthEstimator(max_new_tokens))
         self._changed = threading.Condition()
         self._keys: dict[tuple[int, int], int] = {}
         """The coordinator's key of each request under way, by the request's home."""
@@ -136,8 +132,8 @@ class StragglerExchange:
     def _begin_with(self, awaited: set[int]) -> None:
         """Forgets all requests and engines."""
         self._coordinator.abandon()
-        self._boxes.boxes.clear()
-        self._boxes.inbox.clear()
+        self._fleet.members.clear()
+        self._fleet.inbox.clear()
         self._take_ended()
         self._keys = {}
         self._answers = [[] for _ in self._answers]
@@ -148,7 +144,7 @@ class StragglerExchange:
     def join(self, engine: int, capacity: int, requests: Sequence[ShardRequest] = ()) -> None:
         """Adds an engine that decodes `capacity` requests at a time, with its shard of requests."""
         with self._guarded():
-            self._boxes.join(engine, capacity)
+            self._fleet.join(engine, capacity)
             if self._awaited is not None:
                 self._awaited.discard(engine)
             self._add(engine, requests)
@@ -157,7 +153,7 @@ class StragglerExchange:
     def add(self, engine: int, requests: Sequence[ShardRequest]) -> Starts:
         """Adds requests; returns the attempts that the engine begins at once, none while the exchange is paused."""
         with self._guarded():
-            self._box_of(engine)
+            self._member(engine)
             keys = self._add(engine, requests)
             starts = () if self._is_paused else self._coordinator.begin_now(engine, keys)
             self._advance()
@@ -173,26 +169,26 @@ class StragglerExchange:
         with self._guarded():
             if self._awaited is not None:
                 self._awaited.discard(engine)
-            self._boxes.leave(engine)
+            self._fleet.leave(engine)
             self._forget([key for (home, _), key in self._keys.items() if home == engine])
             self._advance()
 
-    def exchange(self, engine: int, result: TurnResult | None = None) -> Reply:
+    def exchange(self, engine: int, result: TurnResult | None = None) -> ExchangeReply:
         """Takes the result of a turn; returns orders and answers. An idle engine waits for them, at most `POLL_S`."""
         with self._guarded():
-            box = self._box_of(engine)
-            box.heard_s = time.monotonic()
+            member = self._member(engine)
+            member.heard_s = time.monotonic()
             if result is not None:
-                box.num_turns -= 1
-                self._boxes.inbox.append((engine, result))
+                member.num_turns -= 1
+                self._fleet.inbox.append((engine, result))
                 self._refuse(engine, result.refused)
             self._advance()
             self._changed.wait_for(lambda: self._has_reply_for(engine), POLL_S)
-            box = self._box_of(engine)  # raises if the engine was given up while it waited
-            orders, answers = tuple(box.orders), tuple(self._answers[engine])
-            box.orders.clear()
+            member = self._member(engine)  # raises if the engine was given up while it waited
+            orders, answers = tuple(member.orders), tuple(self._answers[engine])
+            member.orders.clear()
             self._answers[engine] = []
-            return Reply(orders, answers, self._is_over)
+            return ExchangeReply(orders, answers, self._is_over)
 
     # For the driver
 
@@ -205,8 +201,8 @@ class StragglerExchange:
             self._coordinator.decide_races()
             self._is_paused = True
             self._changed.notify_all()
-            boxes = self._boxes.boxes
-            return self._changed.wait_for(lambda: not any(box.num_turns for box in boxes.values()), patience_s)
+            members = self._fleet.members
+            return self._changed.wait_for(lambda: not any(member.num_turns for member in members.values()), patience_s)
 
     def resume(self) -> None:
         """Begins requests again: all engines have the new weights."""
@@ -241,25 +237,25 @@ class StragglerExchange:
         if self._failure is not None:
             raise ExchangeFailed(self._failure)
 
-    def _box_of(self, engine: int) -> _Mailbox:
-        """Returns an engine's mailbox. Raises ExchangeFailed if it has none, or after a failure."""
+    def _member(self, engine: int) -> _Member:
+        """Returns an engine that has joined. Raises ExchangeFailed if it has not, or after a failure."""
         self._raise_failure()
-        if not self._boxes.is_alive(engine):
+        if not self._fleet.is_alive(engine):
             raise ExchangeFailed(
                 f"engine {engine} is not part of the rollout: it was silent for too long, or the rollout has ended"
             )
-        return self._boxes.boxes[engine]
+        return self._fleet.members[engine]
 
     @property
     def _is_over(self) -> bool:
         return self._awaited is not None and not self._awaited and not self._coordinator.is_busy
 
     def _has_reply_for(self, engine: int) -> bool:
-        has_work = self._boxes.num_turns(engine) > 0 or bool(self._answers[engine])
-        return has_work or self._is_over or self._failure is not None or not self._boxes.is_alive(engine)
+        has_work = self._fleet.num_turns(engine) > 0 or bool(self._answers[engine])
+        return has_work or self._is_over or self._failure is not None or not self._fleet.is_alive(engine)
 
     def _add(self, engine: int, requests: Sequence[ShardRequest]) -> list[int]:
-        keys = self._coordinator.add(requests, engine=engine) if requests else []
+        keys = self._coordinator.add(requests, engine) if requests else []
         self._keys |= {r.home: key for key, r in zip(keys, requests, strict=True)}
         return keys
 
@@ -293,14 +289,14 @@ class StragglerExchange:
                 self._take_ended()
             self._coordinator.send_turns()
             if not self._coordinator.is_busy:
-                self._boxes.inbox.clear()  # results of attempts that were beaten
+                self._fleet.inbox.clear()  # results of attempts that were beaten
         self._changed.notify_all()
 
     def _lose_silent_engines(self) -> None:
         now_s = time.monotonic()
-        for engine, box in list(self._boxes.boxes.items()):
-            if box.num_turns and now_s - box.heard_s > SILENCE_S:
-                self._boxes.leave(engine)
+        for engine, member in list(self._fleet.members.items()):
+            if member.num_turns and now_s - member.heard_s > SILENCE_S:
+                self._fleet.leave(engine)
 
     def _take_ended(self) -> None:
         """Takes ended requests from the coordinator: all of a rollout together, so that it knows what moves saved."""

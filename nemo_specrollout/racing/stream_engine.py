@@ -23,11 +23,11 @@ from nemo_specrollout.generation.vllm_requests import (
 )
 from nemo_specrollout.racing.attempts import covered
 from nemo_specrollout.racing.turn_engine import FEW_ATTEMPTS, num_text_tokens
-from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Starts, TurnResult, Work
+from nemo_specrollout.racing.turns import ExchangeFailed, Starts, TurnOrders, TurnResult, TurnWork
 
 logger = logging.getLogger(__name__)
 
-MOST_EARLY_STOPS = 256
+MAX_EARLY_STOPS = 256
 """Remembered stops of unknown attempts. Most of these attempts have ended, a few are still to begin."""
 Generate = Callable[[Any, Any, str], AsyncIterator[Any]]
 """`AsyncLLM.generate`: prompt, sampling parameters and request id to vLLM's outputs."""
@@ -65,10 +65,10 @@ class StreamEngine:
         self._generate = generate
         self._attempts: dict[int, _Streamed] = {}
         self._num_requests = 0
-        self._early_stops: deque[int] = deque(maxlen=MOST_EARLY_STOPS)
+        self._early_stops: deque[int] = deque(maxlen=MAX_EARLY_STOPS)
         self._reported_s = time.perf_counter()
 
-    async def turn(self, orders: Orders) -> TurnResult:
+    async def turn(self, orders: TurnOrders) -> TurnResult:
         """Stops and begins attempts as ordered, then waits until the turn's time is over or no attempt is left.
 
         Raises what the engine raised. Requests that vLLM refuses are reported as refused instead.
@@ -146,14 +146,14 @@ class StreamEngine:
         return TurnResult(parts, finished, work, steady=steady, refused=tuple(refused))
 
 
-def _work(decoding: list[_Streamed], attempts: list[_Streamed], since_s: float, now_s: float) -> Work:
+def _work(decoding: list[_Streamed], attempts: list[_Streamed], since_s: float, now_s: float) -> TurnWork:
     """Returns the work since `since_s`.
 
     `decoding` are the attempts that made tokens all the time. Prefill is measured by the attempts that began to.
     """
     request_s = [(now_s if a.ended_s is None else a.ended_s) - since_s for a in decoding]
     begun = [(a, a.first_s) for a in attempts if a.first_s is not None and a.first_s > since_s and not a.waits]
-    return Work(
+    return TurnWork(
         max(request_s, default=0.0),
         sum(request_s),
         sum(len(a.tokens) for a in decoding),
@@ -236,7 +236,7 @@ class StreamShard:
         task.add_done_callback(self._background.discard)
 
     async def _take_turns(self) -> None:
-        turns, result = deque[Orders](), None
+        turns, result = deque[TurnOrders](), None
         receiving = asyncio.create_task(self._ask("exchange", None))
         try:
             while True:

@@ -5,14 +5,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from lab.local.engine import HostedEngine
+from nemo_specrollout.generation.hosted_engine import HostedEngine
 from nemo_specrollout.generation.requests import Rollout, ShardRequest
-from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Request, Starts, Tokens, TurnResult, Work
+from nemo_specrollout.racing.turns import ExchangeFailed, Request, Starts, Tokens, TurnOrders, TurnResult, TurnWork
 
 FEW_ATTEMPTS = 4
 """With at most this number of attempts, a turn ends as soon as one of them does: others may be racing for it."""
@@ -60,7 +58,7 @@ class TurnEngine:
         self._parts: dict[int, Tokens] = {}  # of this turn
         self._finished: dict[int, str] = {}
 
-    def turn(self, orders: Orders) -> TurnResult:
+    def turn(self, orders: TurnOrders) -> TurnResult:
         """Stops and begins attempts as ordered, then steps until the turn's time is over or no attempt is left."""
         self._parts, self._finished = {}, {}
         old = [attempt.name for attempt in self._attempts.values() if attempt.num_reported]
@@ -71,29 +69,10 @@ class TurnEngine:
         decode_s, request_s, num_steps = self._decode(until)
         self._report_all()
         prefill_s = max(first_s - num_first_steps * self._step_s, 0.0) if num_prefilled else 0.0
-        work = Work(decode_s, request_s, self._num_tokens - num_first, prefill_s, num_prefilled)
+        work = TurnWork(decode_s, request_s, self._num_tokens - num_first, prefill_s, num_prefilled)
         self._step_s = decode_s / num_steps if num_steps else self._step_s
         steady = tuple(name for name in old if name in self._attempts)
         return TurnResult(self._parts, self._finished, work, self.policy_version, steady)
-
-    def load_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv_cache: bool
-    ) -> None:
-        """Replaces the weights between two turns; attempts go on.
-
-        With `recompute_kv_cache`, the new policy reads the text of each attempt again, so its tokens are exact samples of
-        the new policy. Without it, attempts go on from the old policy's KV cache, as NeMo-RL does by default.
-        """
-        attempts = list(self._attempts.values()) if recompute_kv_cache else []
-        for attempt in attempts:
-            tokens, _ = self.engine.progress(attempt.engine_id)
-            prefix = (*attempt.request.prefix_token_ids, *tokens)
-            attempt.request = replace(attempt.request, prefix_token_ids=prefix)
-            attempt.num_reported = 0
-        self._abort(attempts)
-        self.engine.load_weights(tensors)
-        self.policy_version = policy_version
-        self._submit(attempts)
 
     def stop_all(self) -> None:
         """Stops all attempts."""
@@ -134,7 +113,7 @@ class TurnEngine:
             del self._by_engine_id[attempt.engine_id]
 
     def _decode(self, until: float) -> tuple[float, float, int]:
-        """Steps until the clock shows `until`. Returns `Work.decode_s`, `Work.request_s` and the number of steps."""
+        """Steps until the clock shows `until`. Returns `TurnWork.decode_s`, `TurnWork.request_s` and the number of steps."""
         decode_s, request_s, num_steps = 0.0, 0.0, 0
         now = time.perf_counter()
         while self._attempts and now < until:
@@ -180,7 +159,7 @@ def roll_out_shard(stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequ
     takes a turn that it already has. Raises ExchangeFailed if the exchange is lost.
     """
     engine, rollouts = TurnEngine(stepped), dict[int, Rollout]()
-    turns, result = deque[Orders](), None
+    turns, result = deque[TurnOrders](), None
     try:
         ask("join", stepped.max_num_seqs, requests)()
         receive = ask("exchange", None)

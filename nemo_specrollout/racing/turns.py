@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between a coordinator and its engines, and the engines' interface."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest, ShardRequest
 
@@ -16,8 +15,8 @@ Tokens = tuple[list[int], list[float]]
 
 
 @dataclass(frozen=True)
-class Orders:
-    """An engine's orders for one turn."""
+class TurnOrders:
+    """An engine's orders for one turn: what it begins and stops, and for how long it works."""
 
     starts: Starts = ()
     stops: tuple[int, ...] = ()
@@ -27,7 +26,7 @@ class Orders:
 
 
 @dataclass(frozen=True)
-class Work:
+class TurnWork:
     """Time and tokens of a turn's decode steps and of its prefills."""
 
     decode_s: float = 0.0
@@ -50,7 +49,7 @@ class TurnResult:
     """New tokens by attempt."""
     finished: dict[int, str] = field(default_factory=dict)
     """Finish reason (`stop` or `length`) of each attempt that ended. All of them are in `parts`, even without tokens."""
-    work: Work = Work()
+    work: TurnWork = TurnWork()
     policy_version: int = 0
     """Version of the weights that made the tokens."""
     steady: tuple[int, ...] = ()
@@ -60,10 +59,10 @@ class TurnResult:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ExchangeReply:
     """An exchange's reply to an engine that hands in a turn's result."""
 
-    orders: tuple[Orders, ...]
+    orders: tuple[TurnOrders, ...]
     """Further turns."""
     answers: tuple[tuple[int, Rollout | None], ...]
     """Responses to the engine's own requests, each with the engine's number for the request.
@@ -73,15 +72,15 @@ class Reply:
     """Whether no engine of the rollout has anything left to do."""
 
 
-class Engines(Protocol):
+class EngineFleet(Protocol):
     """The engines that a coordinator drives, numbered from 0."""
 
     methods: list[int]
-    """Draft method of each engine, as the ladder numbers methods."""
+    """Draft method of each engine, as the speed table numbers methods."""
     capacity: int
     """Requests that an engine can decode at a time."""
 
-    def send(self, engine: int, orders: Orders) -> None:
+    def send(self, engine: int, orders: TurnOrders) -> None:
         """Queues a turn. An engine takes its turns and new weights in order."""
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
@@ -95,12 +94,6 @@ class Engines(Protocol):
 
     def is_alive(self, engine: int) -> bool:
         """Returns whether the engine takes orders."""
-
-    def revive(self) -> None:
-        """Begins to restart dead engines with the current weights. Raises RuntimeError if no engine is left."""
-
-    def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
-        """Gives every engine new weights, after the turns that it has queued."""
 
 
 class ExchangeFailed(Exception):

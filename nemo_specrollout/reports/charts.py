@@ -1,140 +1,194 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts and picture of a local run, and how charts of all runs become SVG text and PNG files.
-
-They are drawn from the recorded numbers alone. A chart without a number is the empty string.
-"""
+"""Charts and picture of a run, and how charts become SVG text and PNG files. Panels without a number are left out."""
 
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from nemo_specrollout.config.files import replacing_file
+from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 from nemo_specrollout.reports import panels
-from nemo_specrollout.reports.records import (
-    Record,
-    acceptance_totals,
-    can_drain,
-    drafts_by_name,
-    read_lines,
-    series,
-    speedups,
-    whole_trace,
-)
-from nemo_specrollout.reports.tail_panels import (
-    draw_engines,
-    draw_requests,
-    num_shown_engines,
-    shown_requests,
-    shown_timeline,
-)
+from nemo_specrollout.reports.panels import BLUE, GREEN, GREY, ORANGE, RED, LinePanel
+from nemo_specrollout.reports.records import Run, acceptance_totals, accepted_shares
+from nemo_specrollout.storage.files import replacing_file
 
 DPI = 150
 """Pixels per inch of PNG files."""
-PANELS_IN_ROW = 3
-"""Panels in a row of a picture."""
-HOW_TO_READ = {
-    "Acceptance by position": "The share of tokens proposed at a draft position that equalled the policy's own token. Small "
-    "counts are noisy.",
-    "Draft head": "A head is trained for one policy, and the policy changes: acceptance falls until a refreshed head is "
-    "published. A head that is not better than the one in service is refused.",
-    "Reward": "The mean reward of a step's samples. Problems differ from step to step, so look at the running mean, the bold "
-    "line.",
-    "Engine against trainer": "The distance between the engine's and the trainer's log-prob of a sampled token. A jump means "
-    "that a refit went wrong.",
-}
-"""Explanation of the charts that all reports have, by title."""
+PANELS_IN_ROW, MAX_PANELS = 3, 6
+"""Panels of a picture."""
+HALF, WHOLE = (4.4, 2.5), (9.0, 2.4)
+"""Sizes of charts with one and with two panels, inches."""
 Draw = Callable[[Axes, Any], None]
 """Function that draws data into a pair of axes."""
+CHARTS = {
+    "Rollout time": (
+        ("seconds", "speedup"),
+        "Blue is the engines' measured time. Grey is what the same tokens would have taken one at a time, by the step times "
+        "that the engines measured in this run. The area between them is the time saved; above 1x is faster.",
+    ),
+    "Where a step's time goes": (
+        ("time",),
+        "Each bar is a step; labels are means. Speculation shortens the blue part only, which in asynchronous GRPO is the "
+        "time for which the trainer waits.",
+    ),
+    "Tokens and drafts": (
+        ("tokens",),
+        "Tokens that a request gains in an engine step, which is 1 without speculation, and drafts that are verified in it.",
+    ),
+    "Acceptance by position": (
+        ("positions",),
+        "The share of tokens proposed at a draft position that equalled the policy's own token. Small counts are noisy.",
+    ),
+    "Acceptance, step by step": (
+        ("acceptance",),
+        "Of each drafter's tokens, the share that equalled the policy's own token.",
+    ),
+    "Reward": (
+        ("reward",),
+        "The mean reward of a step's samples. Problems differ from step to step, so look at the running mean, the bold line.",
+    ),
+    "Engine against trainer": (
+        ("gap",),
+        "The distance between the engine's and the trainer's log-prob of a sampled token. A jump means that a refit went "
+        "wrong. Above the dashed line an alarm is raised.",
+    ),
+    "Staleness": (
+        ("staleness",),
+        "Training steps by which the policy that began a sample lags behind the trained one: for the samples of a step and, "
+        "by NeMo-RL's count, for the samples that the step was trained on.",
+    ),
+    "Draft head": (
+        ("head_acceptance", "head_age"),
+        "A head is trained for one policy, and the policy changes: acceptance falls until a refreshed head is published. "
+        "Then the age falls. A head that is not better than the one in service is refused.",
+    ),
+    "Moves and races": (
+        ("moves", "saved"),
+        "When an engine runs out of requests, requests of other engines move to it or are raced. All racers make the "
+        "same tokens, so the first to end delivers the response.",
+    ),
+    "Remote drafters": (
+        ("in_time", "run_ahead"),
+        "In time: share of the request steps with a draft, of those that wanted one. Wasted: share of all "
+        "drafts without use. Drafts at hand: at most as many as one step may take.",
+    ),
+}
+"""Charts in the order of the page: title -> names of panels, explanation."""
+PICTURE = ("reward", "speedup", "time", "tokens", "acceptance", "gap")
+"""Panels of the picture, the most important first."""
+LINE_PANELS = {
+    "seconds": LinePanel(
+        "Seconds of a rollout",
+        [("measured", "rollout_s", BLUE), ("plain, estimated", "plain_estimate_s", GREY)],
+        is_filled=True,
+    ),
+    "tokens": LinePanel(
+        "Tokens a request gains in a step",
+        [("tokens", "acceptance_length", BLUE), ("drafts", "draft_tokens_per_request_step", ORANGE)],
+        level=1,
+    ),
+    "head_age": LinePanel("Age of the head (policy versions)", [("oldest", "head_age", BLUE)], is_count=True),
+    "moves": LinePanel(
+        "Requests that moved, or were raced",
+        [("moves", "tail.moves", BLUE), ("races", "tail.races", ORANGE), ("won by racer", "tail.won_by_racer", GREEN)],
+        is_count=True,
+    ),
+    "saved": LinePanel(
+        "Seconds saved in a step, by estimate",
+        [("all {total:.3g} s", "tail.saved_s", BLUE)],
+        level=0,
+        is_from_zero=False,
+    ),
+    "in_time": LinePanel(
+        "Drafts in time, and wasted",
+        [("in time", "draft_supply.occupancy", BLUE), ("wasted", "draft_supply.waste", RED)],
+        is_share=True,
+    ),
+    "run_ahead": LinePanel("Drafts at hand, per request and step", [("tokens", "draft_supply.run_ahead", BLUE)]),
+}
+GAP_LINES = (("KL error", "gen_kl_error", ORANGE), ("largest", "logprob_gap_max", GREY), ("gap", "logprob_gap", BLUE))
+_HEAD_SHARES = partial(accepted_shares, drafters=MODEL_DRAFTERS)
+HEAD = LinePanel("Accepted of the head's drafts", [("of all", _HEAD_SHARES, BLUE)], is_share=True)
+STALENESS = LinePanel(
+    "Training steps behind",
+    [
+        ("oldest", "policy_lag_max", GREY),
+        ("mean", "policy_lag_mean", BLUE),
+        ("trained on", "avg_trajectory_age", ORANGE),
+    ],
+    is_count=True,
+)
 
 
-def reward_chart(steps: Sequence[Record]) -> str:
-    """Returns the chart of the mean reward of each step."""
-    return svg_chart("reward", (4.4, 2.3), steps, panels.draw_reward) if has_any(steps, "reward") else ""
+def panels_of(run: Run) -> dict[str, Draw]:
+    """Returns the panels for which the run has numbers, by name."""
+    totals = acceptance_totals(run.steps)
+    lines = [
+        (name, partial(accepted_shares, drafters=(name,)), panels.drafter_colour(i)) for i, name in enumerate(totals)
+    ]
+    gap = LinePanel("Engine to trainer (nats a token)", GAP_LINES, alarm=run.alarm_bound, is_log=True)
+    found: dict[str, tuple[Draw, Any]] = {
+        **{name: (panel, math.isfinite(panel.largest(run.steps))) for name, panel in LINE_PANELS.items()},
+        "staleness": (STALENESS, STALENESS.largest(run.steps) > 0),
+        "reward": (panels.draw_reward, run.has("reward")),
+        "speedup": (panels.draw_speedup, run.has("speedup_estimate")),
+        "time": (panels.draw_time, run.has("other_s")),
+        "positions": (lambda ax, _: panels.draw_acceptance(ax, totals), totals),
+        "acceptance": (LinePanel("Accepted of a drafter's tokens", lines, is_share=True), totals),
+        "gap": (gap, math.isfinite(gap.largest(run.steps))),
+        "head_acceptance": (HEAD, run.has("head_age") and math.isfinite(HEAD.largest(run.steps))),
+    }
+    return {name: draw for name, (draw, has_numbers) in found.items() if has_numbers}
 
 
-def time_chart(steps: Sequence[Record]) -> str:
-    """Returns the chart of the seconds of each step by phase."""
-    has_times = has_any(steps, *(f"{phase}_s" for phase in panels.PHASES))
-    return svg_chart("time", (4.4, 2.6), steps, panels.draw_time) if has_times else ""
+def charts_of(run: Run) -> Iterator[tuple[str, str, str, bool]]:
+    """Yields the charts in the order of the page: title, SVG, explanation, and whether it is as wide as the page."""
+    drawn = panels_of(run)
+    for title, (names, how_to_read) in CHARTS.items():
+        shown = [drawn[name] for name in names if name in drawn]
+        if shown:
+            with style():
+                figure = Figure(WHOLE if len(shown) > 1 else HALF, layout="constrained")
+                for ax, draw in zip(figure.subplots(1, len(shown), squeeze=False).ravel(), shown, strict=True):
+                    draw(ax, run.steps)
+                yield title, svg_of(figure, title), how_to_read, len(shown) > 1
 
 
-def speedup_chart(steps: Sequence[Record]) -> str:
-    """Returns the chart of the rollout seconds of each step, measured and by the plain estimate, and of their ratio."""
-    if not has_any(steps, "rollout_s"):
-        return ""
-    ratio = [panels.draw_speedup] if np.isfinite(speedups(steps)).any() else []
-    return svg_chart("speedup", (9.0, 2.4), steps, panels.draw_seconds, *ratio)
+def style() -> Any:
+    """Returns the context in which charts are drawn and saved."""
+    return matplotlib.rc_context(panels.STYLE)
 
 
-def acceptance_chart(steps: Sequence[Record]) -> str:
-    """Returns the chart of the accepted share of draft tokens, by position in the draft and by drafter."""
-    totals = acceptance_totals(steps)
-    return svg_chart("acceptance", (4.4, 2.6), totals, panels.draw_acceptance) if totals else ""
+def svg_of(figure: Figure, title: str) -> str:
+    """Returns a figure as SVG. All ids start with the letters of `title`, so that several charts can share a page."""
+    name, buffer = "".join(letter for letter in title.lower() if letter.isalpha()), io.StringIO()
+    metadata: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
+    svg = buffer.getvalue()
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg[svg.index("<svg") :])
 
 
-def head_chart(steps: Sequence[Record]) -> str:
-    """Returns the chart of a refreshed head: the accepted share of its drafts, and the time of the refreshes."""
-    both = panels.draw_head_acceptance, panels.draw_head_cost
-    return svg_chart("head", (9.0, 2.3), steps, *both) if panels.has_head(steps) else ""
-
-
-def drain_chart(trace: Record) -> str:
-    """Returns the chart of one rollout over time: running requests, and below them the draft tokens of each engine step."""
-    whole = whole_trace(trace)
-    if not can_drain(whole):
-        return ""
-    if not drafts_by_name(whole):
-        return svg_chart("drain", (9.0, 2.2), whole, panels.draw_drain)
-    return svg_chart("drain", (9.0, 3.4), whole, panels.draw_drain, panels.draw_drafts, heights=(1, 1))
-
-
-def tail_chart(timelines: Sequence[Record]) -> str:
-    """Returns the chart of engines and requests over time, for the rollout in which moves and races saved most."""
-    shown = shown_timeline(timelines)
-    if shown is None:
-        return ""
-    heights = 0.5 + 0.36 * num_shown_engines(shown), 0.9 + 0.2 * len(shown_requests(shown["spans"]))
-    return svg_chart("tail", (9.0, sum(heights)), shown, draw_engines, draw_requests, heights=heights)
-
-
-def gap_chart(steps: Sequence[Record]) -> str:
-    """Returns the chart of the absolute difference between the engine's and the trainer's log-probs, on a log scale."""
-    lines = (("max", "logprob_gap.max", panels.GREY), ("mean", "logprob_gap.mean", panels.BLUE))
-    draw = partial(panels.draw_gaps, title="Log-prob gap, engine to trainer (nats)", lines=lines)
-    return svg_chart("gap", (4.4, 2.3), steps, draw) if has_any(steps, *(key for _, key, _ in lines)) else ""
-
-
-def run_picture(run_dir: Path, path: Path) -> None:
-    """Writes a local run in one PNG: reward, rollout speedup and the drain of the last batch."""
-    steps, traces = read_lines(run_dir / "metrics.jsonl"), read_lines(run_dir / "trace.jsonl")
-    drawings: list[tuple[Draw, Any]] = []
-    if steps:
-        if has_any(steps, "reward"):
-            drawings.append((panels.draw_reward, steps))
-        drawings.append((panels.draw_speedup if np.isfinite(speedups(steps)).any() else panels.draw_seconds, steps))
-        if traces and can_drain(whole := whole_trace(traces[-1])):
-            drawings.append((panels.draw_drain, whole))
-    save_picture(drawings, path)
-
-
-def save_picture(drawings: Sequence[tuple[Draw, Any]], path: Path) -> None:
-    """Writes panels, each a function and its data, as a PNG with three panels in a row.
+def save_picture(run: Run, path: Path, extra: Sequence[tuple[Draw, Any]] = ()) -> None:
+    """Writes the run in one PNG with at most two rows of three panels. `extra` panels follow the first two.
 
     The PNG is 1200 pixels wide and 420 pixels high for each row. Without panels it says that no step has finished.
     """
+    drawn = panels_of(run) if run.steps else {}
+    drawings: list[tuple[Draw, Any]] = [(drawn[name], run.steps) for name in PICTURE if name in drawn]
+    drawings = [*drawings[:2], *extra, *drawings[2:]][:MAX_PANELS]
     num_rows = max(1, math.ceil(len(drawings) / PANELS_IN_ROW))
-    with matplotlib.rc_context(panels.STYLE):
+    with style():
         figure = Figure((8.0, 2.8 * num_rows), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.08))
         FigureCanvasAgg(figure)
         if drawings:
@@ -144,32 +198,20 @@ def save_picture(drawings: Sequence[tuple[Draw, Any]], path: Path) -> None:
             for ax in axes[len(drawings) :]:
                 ax.set_axis_off()
         else:
-            figure.text(0.5, 0.5, "no finished step yet", ha="center", color=panels.GREY, fontsize=12)
+            figure.text(0.5, 0.5, "no finished step yet", ha="center", color=GREY, fontsize=12)
         with replacing_file(path) as temporary:
             figure.savefig(temporary, dpi=DPI, format="png")
 
 
-def has_any(steps: Sequence[Record], *keys: str) -> bool:
-    """Returns whether a step has a number at one of `keys`."""
-    return any(np.isfinite(series(steps, key)).any() for key in keys)
+def figure_of(path: Path) -> Figure:
+    """Returns the picture at `path` as a figure with the same pixels, for loggers that take figures.
 
-
-def svg_chart(name: str, size: tuple[float, float], data: Any, *draw: Draw, heights: Sequence[float] = ()) -> str:
-    """Returns an SVG of `size` inches with a panel for each of `draw`.
-
-    The panels are side by side, or one below the other with relative `heights`. All ids start with `name`, so that several
-    charts can share a page.
+    Weights & Biases turns a figure without an image into a chart of its own, which lacks much of the figure.
     """
-    shape = (len(draw), 1) if heights else (1, len(draw))
-    with matplotlib.rc_context(panels.STYLE | {"svg.hashsalt": name}):
-        figure = Figure(size, layout="constrained")
-        axes = figure.subplots(*shape, squeeze=False, sharex=bool(heights), height_ratios=heights or None).ravel()
-        for ax, draw_panel in zip(axes, draw, strict=True):
-            draw_panel(ax, data)
-        if heights:
-            axes[0].set_xlabel("")
-        buffer = io.StringIO()
-        metadata: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
-    svg = buffer.getvalue()
-    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg[svg.index("<svg") :])
+    pixels = imread(path)
+    figure = Figure((pixels.shape[1] / DPI, pixels.shape[0] / DPI), dpi=DPI)
+    FigureCanvasAgg(figure)
+    ax = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    ax.imshow(pixels, aspect="auto", interpolation="none")
+    ax.set_axis_off()
+    return figure

@@ -30,7 +30,7 @@ body { margin: 0; background: #f6f8fa; color: #24292f;
 main { max-width: 936px; margin: 0 auto; padding: 28px 24px 48px }
 h1 { font-size: 24px; margin: 0 } h2 { font-size: 16px; margin: 0 0 2px }
 .status { color: #57606a; margin: 2px 0 18px }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 12px }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px }
 .card, section { background: #fff; border: 1px solid #d8dee4; border-radius: 8px }
 .card { padding: 12px 14px } .card p { margin: 0; font-size: 12.5px; line-height: 1.35; color: #57606a }
 .card .value { font-size: 18px; font-weight: 600; line-height: 1.4; letter-spacing: -0.02em; color: #24292f }
@@ -39,9 +39,8 @@ h1 { font-size: 24px; margin: 0 } h2 { font-size: 16px; margin: 0 0 2px }
 .card.bad { background: #fff1ee; border-color: #cf222e } .card.bad .value, .alarms { color: #b3141f }
 section { margin-top: 14px; padding: 16px 18px; min-width: 0 }
 section p { margin: 0 0 10px; color: #57606a; font-size: 13.5px }
-.said { color: #57606a; font-size: 13.5px; padding-left: 20px }
-section.alarms { border-color: #cf222e } .alarms ul { margin: 4px 0 0; padding-left: 20px }
-.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 14px }
+ul { margin: 4px 0 0; padding-left: 20px; font-size: 13.5px } section.alarms { border-color: #cf222e }
+.charts { display: grid; grid-template-columns: 1fr 1fr; gap: 0 14px } .wide { grid-column: 1 / -1 }
 svg { display: block; width: 100%; height: auto } svg text { font-family: inherit !important }
 .scroll { overflow: auto; max-height: 520px }
 table { border-collapse: collapse; width: 100%; white-space: nowrap }
@@ -53,7 +52,7 @@ pre { background: #f6f8fa; padding: 10px 12px; margin: 6px 0; overflow-x: auto }
 summary { cursor: pointer; font-weight: 600 }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 6px 0 0; font-size: 13.5px }
 dt { color: #57606a } dd { margin: 0; overflow-wrap: anywhere }
-@media (max-width: 720px) { .pair { grid-template-columns: 1fr } }
+@media (max-width: 720px) { .charts { grid-template-columns: 1fr } }
 """
 
 IsBad = Callable[[Record, str], bool]
@@ -76,37 +75,25 @@ def card(title: str, value: str, note: str, kind: str = "") -> str:
     return f'<div class="card {kind}"><p>{title}</p><p class="value">{value}</p><p>{note}</p></div>'
 
 
-def alarm_list(alarms: Iterable[tuple[Any, str]]) -> str:
-    """Returns the section of alarms, each a step and a sentence, or nothing if there are none."""
-    items = "".join(f"<li>step {escape(str(step))}: {escape(text)}</li>" for step, text in alarms)
-    return f'<section class="alarms"><h2>Alarms</h2><ul>{items}</ul></section>' if items else ""
+def step_list(title: str, of: Iterable[tuple[Any, str]], kind: str = "") -> str:
+    """Returns a section with a sentence for some steps, or nothing if there are none. `kind` is "alarms" or empty."""
+    items = "".join(f"<li>step {escape(str(step))}: {escape(text)}</li>" for step, text in of)
+    return f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{items}</ul></section>' if items else ""
 
 
-def chart(title: str, svg: str, how_to_read: str) -> str:
-    """Returns a section with a chart. An empty `svg` is shown as "not recorded"."""
-    label = escape(title)
+def charts(of: Iterable[tuple[str, str, str, bool]]) -> str:
+    """Returns sections of charts, two in a row. Each is a title, an SVG, an explanation and whether it fills a row."""
+    return f'<div class="charts">{"".join(chart(*shown) for shown in of)}</div>'
+
+
+def chart(title: str, svg: str, how_to_read: str, is_wide: bool = True) -> str:
+    """Returns a section with a chart."""
+    label, kind = escape(title), "wide" if is_wide else ""
     drawing = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-    return f"<section><h2>{label}</h2><p>{escape(how_to_read)}</p>{drawing or '<p><em>not recorded</em></p>'}</section>"
+    return f'<section class="{kind}"><h2>{label}</h2><p>{escape(how_to_read)}</p>{drawing}</section>'
 
 
-def pair(*sections: str) -> str:
-    """Returns sections side by side, two in a row."""
-    return f'<div class="pair">{"".join(sections)}</div>'
-
-
-def head_section(section: str, refreshes: Iterable[tuple[Any, Record]], last: str) -> str:
-    """Returns the chart `section` of a draft head with the decision at each refresh, and the trigger's last decision."""
-    items = "".join(
-        f"<li>step {escape(str(step))}: {escape(str(r.get('decision', '')))}; gate: {escape(str(r.get('gate', NONE)))}</li>"
-        for step, r in refreshes
-    )
-    said = f'<details><summary>Refreshes</summary><ul class="said">{items}</ul></details>' if items else ""
-    return f"{section.removesuffix('</section>')}{said}<p>Last word of the trigger: {escape(last)}</p></section>"
-
-
-def table(
-    title: str, columns: Mapping[str, tuple[str, str]], steps: Sequence[Record], is_bad: IsBad = lambda *_: False
-) -> str:
+def table(title: str, columns: Mapping[str, tuple[str, str]], steps: Sequence[Record], is_bad: IsBad) -> str:
     """Returns a table with a row for each step. `columns` maps headings (HTML) to a key of the step and a format."""
     head = "".join(f"<th>{heading}</th>" for heading in columns)
     rows = "".join(f"<tr>{''.join(_cell(step, *column, is_bad) for column in columns.values())}</tr>" for step in steps)
@@ -128,13 +115,12 @@ def in_digits(value: float, spec: str, unit: str = "") -> str:
     return format(int(value) if spec.endswith("d") else value, spec) + unit
 
 
-def folded(summary: str, text: str, or_else: str) -> str:
-    """Returns a section that opens to `text`, or to `or_else` if there is no text."""
-    content = f"<pre>{escape(text)}</pre>" if text else f"<p>{escape(or_else)}</p>"
-    return f"<section><details><summary>{escape(summary)}</summary>{content}</details></section>"
+def folded(summary: str, text: str) -> str:
+    """Returns a section that opens to `text`."""
+    return f"<section><details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details></section>"
 
 
-def facts(title: str, of: Mapping[str, Any], or_else: str) -> str:
-    """Returns a list of names and values, or `or_else` if there are none."""
+def facts(title: str, of: Mapping[str, Any]) -> str:
+    """Returns a list of names and values."""
     items = "".join(f"<dt>{escape(str(k))}</dt><dd><code>{escape(str(v))}</code></dd>" for k, v in of.items())
-    return f"<section><h2>{escape(title)}</h2><dl>{items or f'<dt>{escape(or_else)}</dt>'}</dl></section>"
+    return f"<section><h2>{escape(title)}</h2><dl>{items}</dl></section>"

@@ -2,13 +2,14 @@
 """Accepts a draft token if and only if the policy samples the same token at its position.
 
 A request of n drafts has n + 1 consecutive rows. Row j is sampled after the first j drafts.
-Shapes: B requests, R rows, K most drafts of a request.
+Shapes: B requests, R rows, K draft positions.
 """
 
 import torch
-from numba import njit
 
-from nemo_specrollout.sampling.numba_common import on_tensors
+from nemo_specrollout.sampling.platforms import kernels_for
+
+_KERNELS = "nemo_specrollout.sampling.equality_triton"
 
 
 def accept_by_equality(
@@ -27,24 +28,5 @@ def accept_by_equality(
     num_requests = len(starts_B1) - 1
     emitted_BK = sampled_R.new_empty(num_requests, num_positions + 1)
     counts_B = torch.empty(num_requests, dtype=torch.int32, device=sampled_R.device)
-    if sampled_R.is_cuda:
-        from nemo_specrollout.sampling.equality_triton import accept_rows
-
-        accept_rows(sampled_R, inputs_R, starts_B1, emitted_BK, counts_B)
-    else:
-        _accept_rows(sampled_R, inputs_R, starts_B1, emitted_BK, counts_B)
+    kernels_for(sampled_R.device.type, _KERNELS).accept_rows(sampled_R, inputs_R, starts_B1, emitted_BK, counts_B)
     return emitted_BK, counts_B
-
-
-@on_tensors
-@njit(cache=True, nogil=True)
-def _accept_rows(sampled_R, inputs_R, starts_B1, emitted_BK, counts_B):  # type: ignore[no-untyped-def]
-    for b in range(len(counts_B)):
-        emitted_BK[b] = 0
-        count = 0
-        for row in range(starts_B1[b], starts_B1[b + 1]):
-            emitted_BK[b, count] = sampled_R[row]
-            count += 1
-            if row + 1 == starts_B1[b + 1] or inputs_R[row + 1] != sampled_R[row]:
-                break
-        counts_B[b] = count

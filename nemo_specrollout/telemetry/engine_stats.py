@@ -8,14 +8,14 @@ Shapes: S steps, T steps that are kept, C columns, D drafters, K draft positions
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-MOST_STEPS = 1 << 16
+MAX_STEPS = 1 << 16
 """Steps that a trace keeps."""
 COLUMNS = ("time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s", "draft_s")
 """Columns of every trace. `drafted_<name>` and `accepted_<name>` of each drafter follow."""
@@ -121,18 +121,18 @@ def _combine_counts(left: DraftCounts, right: DraftCounts, sign: int) -> DraftCo
 
 
 class StepTrace:
-    """The latest steps of an engine. Owns the clock: a step lasts from the end of the previous step to its own end.
+    """Keeps the latest steps of an engine with their durations, and sums over all of its steps.
 
-    A step ends when the drafts for the next step are chosen. So the cost of sampling with drafts counts for the step that had
-    them. `seconds` is meaningful only for pure decode steps: every row of the forward pass was sampled from, and the engine
-    was not idle before.
+    A step lasts from the end of the step before to its own end, when the drafts for the next step are chosen. So the step
+    that had drafts pays for sampling with them. `seconds` has a meaning for pure decode steps only: these sample from every
+    row of the forward pass, in an engine that was not idle before.
     """
 
     def __init__(
         self,
         drafter_names: Sequence[str],
         draft_counts: Callable[[int, int], np.ndarray] | None = None,
-        capacity: int = MOST_STEPS,
+        capacity: int = MAX_STEPS,
     ) -> None:
         """`draft_counts(first, n)` returns the drafters' columns of n steps from number `first` on, [n, columns]."""
         self.columns = [*COLUMNS, *(f"{kind}_{name}" for name in drafter_names for kind in ("drafted", "accepted"))]
@@ -205,36 +205,3 @@ class StepTrace:
     def _close(self, now: float) -> None:
         self._row(0)[1] = now - self._ended - self._still_s if self.num_steps > 1 else 0.0
         self._ended, self._still_s, self._is_open = now, 0.0, False
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters of an engine since its start, and its latest steps. Counts by drafter are [D, K]."""
-
-    num_steps: int
-    trace: StepRows
-    """The steps that were asked for."""
-    drafters: list[str] = field(default_factory=list)
-    """Types of the drafters."""
-    proposed: list[list[int]] = field(default_factory=list)
-    """Draft tokens that were verified."""
-    accepted: list[list[int]] = field(default_factory=list)
-    """Draft tokens that were accepted."""
-    plain_step_s: list[float] | None = None
-    """Seconds of a step without drafts, by number of requests; None while unknown."""
-    head_is_dormant: bool | None = None
-    """Whether new requests get no drafts of the drafter with weights; None without one."""
-    capture_s: float = 0.0
-    """Seconds of engine time that the capture of features has taken."""
-    drafter_stats: dict[str, Any] | None = None
-    """`DrafterStats` as a dict; None without remote drafters."""
-
-    @property
-    def num_proposed(self) -> int:
-        """Draft tokens that were verified, of all drafters and positions."""
-        return sum(map(sum, self.proposed))
-
-    @property
-    def num_accepted(self) -> int:
-        """Draft tokens that were accepted, of all drafters and positions."""
-        return sum(map(sum, self.accepted))

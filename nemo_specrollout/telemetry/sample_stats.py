@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-MOST_KEPT = 1 << 16
+MAX_KEPT = 1 << 16
 """Ended requests whose statistics are kept until they are taken; the oldest are dropped."""
 Spans = tuple[tuple[int, int], ...]
 
@@ -94,7 +94,7 @@ class SampleStatsLog:
         self.head_version = 0
         """Version of the policy whose features the head in service was trained on."""
         self._counts_S2 = counts_S2
-        self._archive = torch.zeros(MOST_KEPT, 2, dtype=torch.int32, device=counts_S2.device)
+        self._archive = torch.zeros(MAX_KEPT, 2, dtype=torch.int32, device=counts_S2.device)
         self._num_archived = 0
         self._running: dict[int, _Record] = {}
         self._ended: dict[int, _Record] = {}
@@ -119,11 +119,11 @@ class SampleStatsLog:
             record = self._running.pop(slot, None)
             if record is None or record.is_taken:
                 continue
-            record.row = self._num_archived % MOST_KEPT
+            record.row = self._num_archived % MAX_KEPT
             self._archive[record.row] = self._counts_S2[slot]
             self._ended[record.seed] = record
             self._num_archived += 1
-        while len(self._ended) > MOST_KEPT:
+        while len(self._ended) > MAX_KEPT:
             del self._ended[next(iter(self._ended))]
 
     def policy_updated(self, version: int, total_len_S: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from nemo_specrollout.config.drafter_configs import (
     NgramDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.generation.drafting import Drafting
+from nemo_specrollout.generation.draft_router import DraftRouter
 from nemo_specrollout.generation.requests import NewRequest, RequestIdentity
 from nemo_specrollout.generation.row_sampling import RowSampler
 from nemo_specrollout.generation.verification import EqualityVerifier, VerificationBudget
@@ -85,7 +85,7 @@ class DecodeStep:
                 enable_adaptive_verification=True, num_speculative_tokens=K, rejection_sample_method="standard"
             ),
         )  # fmt: skip
-        self.drafting = Drafting(self.config, self.runner)
+        self.drafting = DraftRouter(self.config, self.runner)
         self.budget = VerificationBudget(self.runner, self.drafting)
         self.budget._known_rates._buffers = [torch.ones(S, K) for _ in range(2)]
         self._sampling = sampling_states()

@@ -25,10 +25,10 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.drafters.board import DraftBoard
-from nemo_specrollout.generation import drafting
-from nemo_specrollout.generation.drafting import Drafting
+from nemo_specrollout.generation import draft_router
+from nemo_specrollout.generation.draft_router import DraftRouter
 from nemo_specrollout.generation.feature_capture import FeatureCapture
-from nemo_specrollout.generation.head_watch import CHECK_STEPS, HeadWatch
+from nemo_specrollout.generation.head_monitor import CHECK_STEPS, HeadMonitor
 from nemo_specrollout.generation.model_drafter import ModelDrafter
 from nemo_specrollout.generation.step_accounts import StepAccounts
 from nemo_specrollout.generation.verification import EqualityVerifier, VerificationBudget
@@ -78,7 +78,7 @@ class WholeStep(DecodeStep):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """Yields a GPU that reads the host's pinned memory."""
     with fake_gpu() as fake:
-        for module in (drafting, buffer_utils):
+        for module in (draft_router, buffer_utils):
             monkeypatch.setattr(module, "is_uva_available", lambda: True)
         view = lambda memory: torch.empty(memory.shape, dtype=memory.dtype, device=GPU)  # noqa: E731
         monkeypatch.setattr(buffer_utils, "get_accelerator_view_from_cpu_tensor", view)
@@ -96,10 +96,10 @@ def test_no_part_of_a_step_waits(gpu: FakeGpu, case: tuple[str, str, bool]) -> N
 
 
 PARTS = {
-    "eagle3": [(Drafting, "open"), (Drafting, "begin_step"), (Drafting, "end_step"), (Drafting, "close"),
+    "eagle3": [(DraftRouter, "open"), (DraftRouter, "begin_step"), (DraftRouter, "end_step"), (DraftRouter, "close"),
                (VerificationBudget, "get_num_tokens"), (VerificationBudget, "record_confidences"),
                (EqualityVerifier, "__call__"), (DraftBoard, "observe"), (DraftBoard, "choose"), (ModelDrafter, "propose"),
-               (FeatureCapture, "observe"), (HeadWatch, "_check"), (StepAccounts, "end_step")],
+               (FeatureCapture, "observe"), (HeadMonitor, "_check"), (StepAccounts, "end_step")],
     REMOTE_DRAFTER: [(RemoteDrafter, "open"), (RemoteDrafter, "propose"), (RemoteDrafter, "close")],
 }  # fmt: skip
 """Parts of a step, by a type of drafter."""

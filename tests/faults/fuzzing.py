@@ -10,15 +10,22 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from nemo_specrollout.cli.main import main
+from lab.cli.main import COMMANDS as LAB_COMMANDS
+from lab.cli.main import main as lab
+from nemo_specrollout.cli.main import main as product
 
 TRIED: Counter[tuple[str, int]] = Counter()
 """Cases by kind and exit code, for the table of docs/developing/reliability.md."""
 _LONGEST_SENTENCE = 1500
+_PROGRAM = "(nemo-specrollout|specrollout-lab)"
 
 
 def outcome(kind: str, *arguments: str) -> tuple[int, str]:
-    """Runs a command; returns its exit code and stderr. Only the exceptions of argparse are caught."""
+    """Runs a command, the laboratory's if it has one of this name; returns its exit code and stderr.
+
+    Only the exceptions of argparse are caught.
+    """
+    main = lab if arguments[0] in {command.name for command in LAB_COMMANDS} else product
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -36,13 +43,11 @@ def assert_refused_or_fine(kind: str, *arguments: str) -> bool:
     if code == 0:
         return True
     assert code == 2, (code, said)
-    sentences = [line for line in said.splitlines() if line.startswith("nemo-specrollout: ")]
-    assert sentences or "usage: nemo-specrollout" in said, said
+    sentences = [line for line in said.splitlines() if re.match(_PROGRAM + ": ", line)]
+    assert sentences or re.search(f"usage: {_PROGRAM}", said), said
     for sentence in sentences:
         assert len(sentence) <= _LONGEST_SENTENCE, sentence
-        assert re.fullmatch(
-            r"nemo-specrollout: \S.*: \S.*|nemo-specrollout: (config file|override|logger).*", sentence
-        ), sentence
+        assert re.fullmatch(rf"{_PROGRAM}: (\S.*: \S.*|(config file|override|logger).*)", sentence), sentence
     return False
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout`, which waits a moment in one phase of one step and says so: `phased_run.py PHASE STEP MARKER ARGUMENTS`.
+"""`specrollout-lab`, which waits a moment in one phase of one step and says so: `phased_run.py PHASE STEP MARKER ARGUMENTS`.
 
 Only the clock of a run is touched: what runs is the product.
 """
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lab.cli.main import main
 from lab.local import run_report
 from lab.local.policy import MegatronPolicy
 from lab.local.runner import GrpoRunner
-from nemo_specrollout.cli.main import main
 
 # Long enough for a signal that is sent when the marker appears.
 WAIT_S = 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs that once passed `check` and failed later: `check` and `run` refuse them before an engine starts."""
+"""Configs that once passed `explain` and failed later: `explain` and `run` refuse them before an engine starts."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER
 
-from nemo_specrollout.cli.main import main
+from lab.cli.main import main
 
 pytestmark = pytest.mark.unit
 
@@ -22,17 +22,17 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
-    """Asserts that `check` and `run` refuse overrides with the same message, and returns the message."""
+    """Asserts that `explain` and `run` refuse overrides with the same message, and returns the message."""
     monkeypatch.chdir(ROOT)
 
     def refused(*overrides: str) -> str:
         said = set()
-        for command in ("check", "run"):
+        for command in ("explain", "run"):
             assert main([command, str(QUICKSTART), f"logger.log_dir={tmp_path / 'run'}", *overrides]) == 2
             said.add(capsys.readouterr().err)
             assert not (tmp_path / "run").exists()
         (sentence,) = said
-        assert sentence.startswith("nemo-specrollout: ") and sentence.count("\n") == 1
+        assert sentence.startswith("specrollout-lab: ") and sentence.count("\n") == 1
         return sentence
 
     return refused
@@ -56,7 +56,7 @@ def rewritten(file: Path, **values: Any) -> None:
         ({"vocab_size": 4096}, "model.embed_tokens.weight is [96, 256], but config.json makes it [4096, 256]"),
         ({"head_dim": 0}, "head_dim is 0; it must be"),
         ({"head_dim": 32}, "is [256, 256], but config.json makes it [128, 256]"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; it must be a number above 0"),
         ({"rope_parameters": [1]}, "rope_parameters is [1]; it must be a block of keys"),
         ({"model_type": "gpt2"}, "model_type='gpt2' is not supported: use one of qwen3, llama"),
@@ -184,5 +184,5 @@ def test_a_drafters_name_that_is_too_long_is_refused(refused: Refused, kind: str
 
 def test_check_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert main(["check", str(QUICKSTART), f"logger.log_dir={tmp_path / 'deep' / 'run'}"]) == 0
+    assert main(["explain", str(QUICKSTART), f"logger.log_dir={tmp_path / 'deep' / 'run'}"]) == 0
     assert list(tmp_path.iterdir()) == []

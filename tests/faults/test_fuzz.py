@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input of every kind ends with exit code 2 and a sentence, never with a traceback, and changes nothing.
 
-A few hundred cases here, thousands with `-m slow`.
+150 cases here, thousands with `-m slow`.
 """
 
 import json
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from test_nemo_rl_config import CLEAN
 from test_report import metrics, trace
 
-from nemo_specrollout.config.files import seal_folder
+from lab.local.sealed_folder import seal_folder
 from nemo_specrollout.config.load import load_config
 
 HEAD = ROOT / "examples" / "models" / "step_adder_eagle3"
@@ -47,10 +47,10 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fuzz(number: int) -> Callable[[Any], Any]:
-    """Makes two tests of one body: `number` cases by default, and thirty times as many, marked slow."""
+    """Makes two tests of one body: `number` cases by default, and a hundred times that number, marked slow."""
 
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    cases = [pytest.param(number, id="few"), pytest.param(30 * number, id="many", marks=pytest.mark.slow)]
+    cases = [pytest.param(number, id="few"), pytest.param(100 * number, id="many", marks=pytest.mark.slow)]
 
     def decorate(body: Any) -> Any:
         @pytest.mark.parametrize("num_cases", cases)
@@ -65,24 +65,24 @@ def fuzz(number: int) -> Callable[[Any], Any]:
 
 
 def checked(kind: str, tree: Any, *overrides: str) -> bool:
-    """Runs `check` on a config file with the content `tree`; returns whether it passed."""
+    """Runs `explain` on a config file with the content `tree`; returns whether it passed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.yaml")
         file.write_bytes(tree if isinstance(tree, bytes) else yaml.safe_dump(tree, allow_unicode=True).encode())
         before = files_below(Path(folder))
         try:
-            return assert_refused_or_fine(kind, "check", str(file), f"logger.log_dir={folder}/run", *overrides)
+            return assert_refused_or_fine(kind, "explain", str(file), f"logger.log_dir={folder}/run", *overrides)
         finally:
             assert files_below(Path(folder)) == before
 
 
-@fuzz(50)
+@fuzz(13)
 def test_mutated_configs_run_or_are_refused(data: st.DataObject) -> None:
     tree = data.draw(st.sampled_from([QUICKSTART_TREE, HEAD_TREE, TWO_WORKERS_TREE, ASYNC_TREE]))
     checked("configs: values and keys", data.draw(mutated(tree)))
 
 
-@fuzz(40)
+@fuzz(11)
 def test_mutated_nemo_rl_configs_run_or_are_refused(data: st.DataObject) -> None:
     """NeMo-RL itself need not be installed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ SCENARIO_KEYS = [
 ]
 
 
-@fuzz(40)
+@fuzz(11)
 def test_random_scenarios_run_or_are_refused(data: st.DataObject) -> None:
     """Overrides of a missing scenario, of a file that is not a scenario, and of a command."""
     value = data.draw(SCALARS.map(lambda v: v if isinstance(v, str) else json.dumps(v)))
@@ -113,24 +113,24 @@ def test_random_scenarios_run_or_are_refused(data: st.DataObject) -> None:
     assert_refused_or_fine("scenarios", "simulate", data.draw(st.sampled_from(["nope", "/dev/null", "list"])), override)
 
 
-@fuzz(40)
+@fuzz(11)
 def test_configs_with_random_bytes_run_or_are_refused(data: st.DataObject) -> None:
     checked("configs: bytes of the file", flipped(QUICKSTART.read_bytes(), data))
 
 
-@fuzz(100)
+@fuzz(26)
 def test_overrides_with_random_values_run_or_are_refused(data: st.DataObject) -> None:
     key = data.draw(st.sampled_from(KEYS))
     value = data.draw(VALUES)
     text = value if isinstance(value, str) else json.dumps(value)
-    assert_refused_or_fine("overrides: values", "check", str(QUICKSTART), f"{key}={text}".replace("\0", ""))
+    assert_refused_or_fine("overrides: values", "explain", str(QUICKSTART), f"{key}={text}".replace("\0", ""))
 
 
-@fuzz(40)
+@fuzz(11)
 def test_overrides_with_random_keys_run_or_are_refused(data: st.DataObject) -> None:
     override = data.draw(st.text(max_size=20) | st.from_regex(r"\+{0,3}[a-z.\[\] =]{0,20}=?.{0,6}", fullmatch=True))
     if not override.startswith("-"):
-        assert_refused_or_fine("overrides: keys", "check", str(QUICKSTART), override)
+        assert_refused_or_fine("overrides: keys", "explain", str(QUICKSTART), override)
 
 
 def linked(folder: Path, source: Path) -> Path:
@@ -155,25 +155,25 @@ def changed_file(folder: Path, data: st.DataObject, names: list[str]) -> None:
         file.write_text(json.dumps(data.draw(mutated(json.loads(content)))))
 
 
-@fuzz(80)
+@fuzz(21)
 def test_mutated_model_folders_run_or_are_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = linked(Path(folder, "model"), STEP_ADDER)
         names = ["config.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
         changed_file(model, data, [*names, "model.safetensors"])
-        assert_refused_or_fine("model folders", "check", str(QUICKSTART), f"policy.model_name={model}")
+        assert_refused_or_fine("model folders", "explain", str(QUICKSTART), f"policy.model_name={model}")
 
 
-@fuzz(80)
+@fuzz(21)
 def test_mutated_heads_run_or_are_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         head = linked(Path(folder, "head"), HEAD)
         changed_file(head, data, ["config.json", "config.json", "config.json", "head_card.json", "model.safetensors"])
         drafters = f"policy.generation.specrollout.drafters=[{{type: eagle3, model: '{head}'}}]"
-        assert_refused_or_fine("heads", "check", str(QUICKSTART), drafters)
+        assert_refused_or_fine("heads", "explain", str(QUICKSTART), drafters)
 
 
-@fuzz(40)
+@fuzz(11)
 def test_mutated_draft_models_run_or_are_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = linked(Path(folder, "model"), STEP_ADDER)
@@ -182,14 +182,14 @@ def test_mutated_draft_models_run_or_are_refused(data: st.DataObject) -> None:
         more = {"remote": ", workers: 1", "mtp": ""}.get(kind, "")
         named = "" if kind == "mtp" else f", model: '{model}'"
         drafters = f"policy.generation.specrollout.drafters=[{{type: {kind}{named}{more}}}]"
-        assert_refused_or_fine("draft models", "check", str(QUICKSTART), drafters)
+        assert_refused_or_fine("draft models", "explain", str(QUICKSTART), drafters)
 
 
 def write_complete_run(folder: Path, tree: dict[str, Any]) -> None:
     """Writes a run directory with two finished steps."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    (folder / "run.json").write_text('{"command": "x", "versions": {}, "commit": null, "started": "now"}')
+    (folder / "run.json").write_text('{"records": 1, "command": "x", "versions": {}, "commit": null, "started": "now"}')
     for name, record in (("metrics", metrics), ("samples", lambda step, rng: {"step": step}), ("trace", trace)):
         lines = (json.dumps(record(step, random.Random(step))) for step in (0, 1))
         (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -200,7 +200,7 @@ def write_complete_run(folder: Path, tree: dict[str, Any]) -> None:
         seal_folder(checkpoint)
 
 
-@fuzz(8)
+@fuzz(3)
 def test_mutated_run_directories_lose_nothing(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
@@ -222,19 +222,17 @@ def test_mutated_run_directories_lose_nothing(data: st.DataObject) -> None:
 
 
 ARGUMENTS = st.sampled_from([
-    "run", "check", "bench", "explain", "launch", "plan", "profile", "ladder", "simulate", "report", "refresh-draft",
-    "serve-drafter", "publish-draft", "list", "papers", str(QUICKSTART), "nowhere.yaml", "/", "", "grpo.seed=x", "=", "--out",
-    "--device", "H100", "--nodes", "-1", "--dry-run", "--profile", "--ladder", "--trace", "--policy", "--rollouts",
+    "run", "check", "bench", "explain", "launch", "profile", "ladder", "simulate", "report", "refresh-draft", "rollouts",
+    "serve-drafter", "publish-draft", "list", "papers", str(QUICKSTART), "nowhere.yaml", "/", "", "grpo.seed=x", "=",
+    "--out", "--device", "H100", "--nodes", "-1", "--dry-run", "--profile", "--ladder", "--trace", "--policy", "--rollouts",
     "--weights", "--address", "tcp://x", "--batch", "nan", "--help-me", "-h=1", "--",
 ])  # fmt: skip
 
 
-@fuzz(50)
+@fuzz(13)
 def test_random_arguments_run_or_are_refused(data: st.DataObject) -> None:
     """Commands that start engines are left out, because valid arguments would start them."""
-    command = data.draw(
-        st.sampled_from(["check", "explain", "plan", "simulate", "report", "refresh-draft", "publish-draft"])
-    )
+    command = data.draw(st.sampled_from(["check", "explain", "simulate", "report", "refresh-draft", "publish-draft"]))
     arguments = data.draw(st.lists(ARGUMENTS, max_size=5))
     with tempfile.TemporaryDirectory() as folder:
         before = os.getcwd()

@@ -55,7 +55,7 @@ class Run:
         arguments = ["run", str(QUICKSTART.with_name(name)), *overrides]
         self._marker = Path(tempfile.mkdtemp()) / "marker"
         script = [str(Path(__file__).with_name("phased_run.py")), phase or "", str(STEP), str(self._marker)]
-        command = [*script, *arguments] if phase else ["-m", "nemo_specrollout.cli.main", *arguments]
+        command = [*script, *arguments] if phase else ["-m", "lab.cli.main", *arguments]
         self.process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,

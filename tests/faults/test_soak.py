@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 NUM_ROLLOUTS, FIRST, HALF = 1000, 50, 500
 # Mebibytes by which memory may grow after the first rollouts, and in the second half of all. vLLM without anything of ours
 # grows by 5 in the first half and by 0.3 in the second; a leak of 0.12 a rollout, as was once measured, is 60 in each.
-MOST_MIB, MOST_IN_SECOND_HALF_MIB = 16.0, 2.0
+MAX_MIB, MAX_IN_SECOND_HALF_MIB = 16.0, 2.0
 
 
 def soak(model: Path, num_rollouts: int) -> None:
@@ -70,5 +70,5 @@ test_soak.soak(Path({str(tiny_model)!r}), {NUM_ROLLOUTS})
     for name in ("fds", "threads"):
         counts = [line[name] for line in lines[FIRST:]]
         assert max(counts) - min(counts) <= 2, (name, min(counts), max(counts))
-    assert at[NUM_ROLLOUTS - 25] - at[FIRST] < MOST_MIB
-    assert at[NUM_ROLLOUTS - 25] - at[HALF] < MOST_IN_SECOND_HALF_MIB
+    assert at[NUM_ROLLOUTS - 25] - at[FIRST] < MAX_MIB
+    assert at[NUM_ROLLOUTS - 25] - at[HALF] < MAX_IN_SECOND_HALF_MIB

@@ -19,7 +19,7 @@ from triton import language as tl
 import nemo_specrollout
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.generation import draft_sampling_triton, row_sampling_triton
-from nemo_specrollout.generation.row_sampling import Drafts, Logits, RowKeys
+from nemo_specrollout.generation.sampled_rows import Drafts, Logits, RowKeys
 from nemo_specrollout.remote.verifier import draft_stream_triton
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.sampling.equality_triton import accept_rows
@@ -56,7 +56,7 @@ def slots() -> torch.Tensor:
 
 def observe_and_choose() -> None:
     """All requests share evidence, and contexts whose buckets are few."""
-    world = BoardWorld(5, 3, 1, 4, 2)
+    world = BoardWorld(5, 3, 4, 2)
     world.use_triton()
     for number in range(2):
         world.step(number)

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from nemo_specrollout.generation import row_sampling_triton
-from nemo_specrollout.generation.row_sampling import Drafts, Drawn, Logits, RowKeys
+from nemo_specrollout.generation.sampled_rows import Drafts, Drawn, Logits, RowKeys
 from nemo_specrollout.sampling.equality import accept_by_equality
 
 assert interpreter.torch is torch  # imported before vllm

@@ -32,7 +32,7 @@ from nemo_specrollout.nemo_rl.row_seeds import SEEDS_KEY, RowSeeds
 
 ray.get_gpu_ids = lambda: [0]  # NeMo-RL's worker asks for its GPU; here it is no actor
 
-BLOCK = {"enabled": True, "budget": {"policy": "random"}}
+BLOCK = {"enabled": True, "budget": {"policy": "fixed", "k": 8}}
 # What NeMo-RL passes to SamplingParams, one at a time. Where tokens are compared with NeMo-RL's own engine, whose noise
 # is another, the case is one that leaves no choice: greedy, or a filter that keeps a single token.
 CASES: dict[str, dict[str, Any]] = {

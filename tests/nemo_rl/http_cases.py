@@ -21,7 +21,7 @@ from nemo_specrollout.nemo_rl.ray_workers import SpecrolloutVllmAsyncWorkerImpl
 
 BLOCKS = {
     "plain": {"enabled": True, "drafters": []},
-    "drafted": {"enabled": True, "budget": {"policy": "random"}},
+    "drafted": {"enabled": True, "budget": {"policy": "fixed", "k": 8}},
     "strict": {"enabled": True, "http_seeds": "required"},
 }
 WORDS = "1 2 3 1 2 3 1 2 3"

@@ -60,7 +60,6 @@ def main(base: Path) -> None:
     on = config(base, f"{BLOCK}.enabled=true")
     found["on_returns"] = install(on)
     found["on_replaced"] = [new is not old for new, old in zip(names(), native, strict=True)]
-    found["on_environment"] = on.policy["generation"]["vllm_cfg"]["env_vars"]
     found["on_facts"] = on.policy["generation"]["specrollout_run"]
     uninstall()
     found["undone"] = names() == native

@@ -25,7 +25,7 @@ VARIANTS = {
 }
 # Functions of ours that the driver calls in a step, none of which calls another of them.
 OURS = {"supervisor.py": ("begin_step", "end_step", "policy_updated"), "generation.py": ("_with_seeds",),
-        "logger.py": ("_extended", "_step_done")}  # fmt: skip
+        "logger.py": ("_with_ours", "_step_done")}  # fmt: skip
 
 
 def step_seconds(log: str) -> list[float]:

@@ -4,7 +4,7 @@
 run_scenarios.py BASE.yaml SCENARIOS.json OUT_DIR; a scenario is a name and its overrides. OUT_DIR/<name>/result.json tells
 how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine's actor after N steps,
 or after N recorded prompt groups where the scenario records them. `"kill"` names another actor by a part of its class name.
-With `"kill_its"` the actor's child process that runs such a module is killed. `"environment"` is set while it runs.
+`"environment"` is set while it runs.
 How far the weights move is in OUT_DIR/<name>/weights.jsonl, written by `cpu_host`.
 NEMO_RL_CPU_PROFILE=1 writes OUT_DIR/<name>/profile.pstats, of the driver.
 """
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray._private.state import actors  # the public list needs Ray's dashboard
 
@@ -35,15 +34,11 @@ class Killing:
 
     after: int
     actor: str
-    child: str | None
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> "Killing | None":
         after = facts.get("kill_after")
-        return None if after is None else cls(after, facts.get("kill", "Vllm"), facts.get("kill_its"))
-
-
-DRAFTER = "nemo_specrollout.remote.drafter.drafter_service"
+        return None if after is None else cls(after, facts.get("kill", "Vllm"))
 
 
 def run_all(base: Path, scenarios: dict[str, Any], out: Path) -> None:
@@ -94,33 +89,22 @@ class _Profile(cProfile.Profile):
 
 
 def _actors_left() -> list[str]:
-    """Names of the engines' actors, of ours, and of drafters, that are alive when a run is over."""
+    """Names of the engines' actors, and of ours, that are alive when a run is over."""
     time.sleep(2)  # Ray's own book-keeping of deaths
     kinds = ("Vllm", "HeadTrainer", "SpecrolloutDrafter", "SpecrolloutExchange")
-    left = [actor["Name"] or actor["ActorClassName"] for name in kinds for actor in _alive(name)]
-    return left + [f"{DRAFTER} {process.pid}" for process in psutil.process_iter() if _runs(process, DRAFTER)]
+    return [actor["Name"] or actor["ActorClassName"] for name in kinds for actor in _alive(name)]
 
 
 def _alive(name: str) -> list[dict[str, Any]]:
     return [a for a in actors().values() if a["State"] == "ALIVE" and name in a["ActorClassName"]]
 
 
-def _runs(process: psutil.Process, module: str) -> bool:
-    """Returns whether the process runs `module` and belongs to this test."""
-    try:
-        return module in process.cmdline()[1:3] and process.environ().get("TINY") == os.environ["TINY"]
-    except psutil.Error:  # it ended meanwhile
-        return False
-
-
 def _kill(folder: Path, killing: Killing) -> None:
-    """SIGKILL to the first such actor, or to its child, once it is time."""
+    """SIGKILL to the first such actor, once it is time."""
     while not _is_time(folder, killing.after):
         time.sleep(0.2)
     pid = _alive(killing.actor)[0]["Pid"]
-    if killing.child is not None:
-        (pid,) = [child.pid for child in psutil.Process(pid).children() if _runs(child, killing.child)]
-    print(f"=== kills {killing.child or 'the actor'} of {killing.actor} {pid}", flush=True)
+    print(f"=== kills {killing.actor} {pid}", flush=True)
     os.kill(pid, signal.SIGKILL)
 
 

@@ -10,11 +10,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from nemo_specrollout.config.model_folder import longest_text, tensor_shapes, tokenizer_fingerprint, with_tied_lm_head
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment
 from nemo_specrollout.remote.protocol.drafter_side import DraftModel
 from nemo_specrollout.remote.protocol.messages import Open, column
+from nemo_specrollout.storage.model_folder import longest_text, tensor_shapes, tokenizer_fingerprint, with_tied_lm_head
 
 WORKER = "nemo_specrollout.remote.drafter.shadow_worker.ShadowWorker"
 SCHEDULER = "nemo_specrollout.remote.drafter.shadow_scheduler.ShadowScheduler"

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter process: an engine, a socket, and the loop between them. `python -m ...drafter_service SPEC` runs one."""
+"""A drafter: an engine, a socket, and the loop between them."""
 
-import json
 import secrets
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from nemo_specrollout.config.drafter_configs import shared_secret
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
-from nemo_specrollout.remote.verifier.drafter_pool import DrafterReport, DrafterSpec
-from nemo_specrollout.remote.verifier.json_child import end_with_parent
 
 IDLE_WAIT_S = 0.05
 """Longest wait for a message while no shadow sequence may draft, in seconds."""
@@ -55,7 +50,7 @@ class DrafterService:
                 self._socket.wait(IDLE_WAIT_S)
 
     def turn(self) -> bool:
-        """Takes what arrived, drafts a token for each shadow that may draft, and sends answers; returns whether it drafted."""
+        """Reads messages, drafts a token for each shadow sequence that may draft, and answers. Returns whether it drafted."""
         side, status = self._side, self.status
         for peer, message in self._socket.receive():
             side.receive(peer, message, time.monotonic())
@@ -78,31 +73,3 @@ class DrafterService:
         """Stops the engine and frees the address."""
         self._socket.close()
         self._engine.close()
-
-
-def main(text: str) -> int:
-    """Serves by the `DrafterSpec` in `text` until the parent process ends, and reports the status as JSON lines on stdout.
-
-    Returns the exit code.
-    """
-    end_with_parent()
-
-    def report(status: DrafterReport) -> None:
-        print(json.dumps(asdict(status)), flush=True)
-
-    try:
-        service = DrafterService(DrafterSpec(**json.loads(text)), report)
-    except ConfigError as error:
-        print(str(error), file=sys.stderr)
-        return 2
-    try:
-        service.run(report)
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        service.close()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -13,14 +13,12 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
 from nemo_specrollout.remote.drafter.shadow_scheduler import TextChange
+from nemo_specrollout.sampling.platforms import native_worker
 
-if compat.device_type() != "cpu":
-    from vllm.v1.worker.gpu_worker import Worker
-else:  # only here, because importing vLLM's CPU worker replaces parts of torch.cuda
-    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+_NativeWorker: Any = native_worker(compat.device_type())
 
 
-class ShadowWorker(Worker):
+class ShadowWorker(_NativeWorker):
     """vLLM's worker, whose requests are the shadow sequences of `ShadowScheduler`."""
 
     model_runner: Any

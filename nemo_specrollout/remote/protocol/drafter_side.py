@@ -34,7 +34,7 @@ from nemo_specrollout.remote.protocol.shadow_sequences import DRAFT_ROW, ShadowS
 
 SESSION_TIMEOUT_S = 120.0
 """Silence after which a verifier is forgotten, in seconds. If it comes back, it opens all of its requests again."""
-MOST_SESSIONS = 1024
+MAX_SESSIONS = 1024
 """Largest number of verifiers at a time."""
 NO_SHADOW = -1
 
@@ -173,8 +173,8 @@ class DrafterSide:
             return "the draft model's tokenizer is not the policy's: name a draft model of the same family"
         if hello.vocab_size != self.model.vocab_size and not (hello.tokenizer and self.model.tokenizer):
             return f"the draft model's vocabulary has {self.model.vocab_size} ids, the policy's {hello.vocab_size}"
-        if len(self._sessions) >= MOST_SESSIONS:
-            return f"the drafter serves {MOST_SESSIONS} verifiers already, which is the limit"
+        if len(self._sessions) >= MAX_SESSIONS:
+            return f"the drafter serves {MAX_SESSIONS} verifiers already, which is the limit"
         return None
 
     def _load_weights(self, message: Publish) -> Published:

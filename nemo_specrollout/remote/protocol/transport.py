@@ -23,7 +23,7 @@ from nemo_specrollout.remote.protocol.messages import (
     encode,
 )
 
-MOST_FRAMES = 1024
+MAX_FRAMES = 1024
 """Most frames that one `receive` takes, so that a peer that floods cannot keep its receiver from working."""
 PUBLISH_TIMEOUT_S = 120.0
 """Time in which drafters have to answer a publication, in seconds."""
@@ -83,7 +83,7 @@ class DrafterSocket(_BoundedSocket):
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
         """Yields the messages that have arrived, each with its sender."""
-        for _ in range(MOST_FRAMES):
+        for _ in range(MAX_FRAMES):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -113,7 +113,7 @@ class VerifierSocket(_BoundedSocket):
 
     def receive(self) -> Iterator[Message]:
         """Yields the messages that have arrived. Raises FrameError for a frame that no drafter with our secret sends."""
-        for _ in range(MOST_FRAMES):
+        for _ in range(MAX_FRAMES):
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:

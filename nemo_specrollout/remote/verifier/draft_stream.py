@@ -2,12 +2,12 @@
 """The remote drafters of an engine, as one drafter: proposes what they have sent by now, and never waits.
 
 The draft stream is a table of draft buffers. The host writes it and the device reads it, without waiting for each other.
-Tokens reach the host some steps after the device has them, and drafts reach the device late. So a row holds draft tokens of
-some earlier time, and the length of the text at that time: its base. A kernel compares the first of them with what the device
-has sampled since then. If they are equal, the other tokens are the proposal. A half-written row is at worst a wrong draft.
+A row of it is late: it holds draft tokens, and the length that the text had when they were drafted (the base). A kernel
+compares the first draft tokens with the tokens that the device has sampled since then. If they are equal, the other draft
+tokens are the proposal. A half-written row is at worst a wrong draft.
 
-Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence, W most tokens of a row;
-X = 2 + 2 W columns of the table: base, count, tokens, evidence levels.
+Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence, W tokens that a row has
+room for; X = 2 + 2 W columns of the table: base, count, tokens, evidence levels.
 """
 
 import secrets
@@ -18,16 +18,16 @@ from threading import Lock
 
 import numpy as np
 import torch
-from numba import njit
 
 from nemo_specrollout.drafters.base import Proposals, Texts
-from nemo_specrollout.remote.protocol.draft_buffers import BASE, COUNT, KEPT, LATE, STALE, TOKENS, WRONG
+from nemo_specrollout.remote.protocol.draft_buffers import KEPT, LATE, STALE, TOKENS, WRONG
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.protocol.messages import FrameError
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
 from nemo_specrollout.remote.protocol.verifier_side import PeerState, PolicyModel, StreamRequest, VerifierSide
-from nemo_specrollout.sampling.numba_common import on_tensors
+from nemo_specrollout.sampling.platforms import kernels_for
 
+_KERNELS = "nemo_specrollout.remote.verifier.draft_stream_triton"
 NOWHERE = ""
 """Address of a drafter that has not been placed yet. Nothing is sent to it."""
 
@@ -49,45 +49,13 @@ class DraftStream:
 
     @property
     def most_ahead(self) -> int:
-        """Largest number of draft tokens in a row."""
+        """Draft tokens that a row has room for."""
         return (self.table_SX.shape[1] - TOKENS) // 2
 
     def propose(self, texts: Texts, proposals: Proposals) -> None:
         """Writes up to K draft tokens of each request. A row without a request gets none."""
-        arguments = (*texts, self._on_device(), *proposals, self.counts_3)
-        if texts.slots_B.is_cuda:
-            from nemo_specrollout.remote.verifier.draft_stream_triton import align
-
-            align(*arguments)
-        else:
-            _align(*arguments)
-
-
-@on_tensors
-@njit(cache=True, nogil=True)
-def _align(slots_B, total_len_S, token_ids_SL, table_SX, tokens_BK, levels_BK, found_B, counts_3):  # type: ignore[no-untyped-def]
-    most_ahead = (table_SX.shape[1] - TOKENS) // 2
-    for b in range(len(slots_B)):
-        slot = slots_B[b]
-        found_B[b] = 0
-        if slot < 0:
-            continue
-        counts_3[0] += 1
-        base, count = table_SX[slot, BASE], min(table_SX[slot, COUNT], most_ahead)
-        offset = total_len_S[slot] - base
-        if base < 0 or offset < 0 or offset >= count:
-            continue
-        i = 0
-        while i < offset and table_SX[slot, TOKENS + i] == token_ids_SL[slot, base + i]:
-            i += 1
-        if i < offset:
-            continue
-        found_B[b] = min(count - offset, tokens_BK.shape[1])
-        for k in range(found_B[b]):
-            tokens_BK[b, k] = table_SX[slot, TOKENS + offset + k]
-            levels_BK[b, k] = table_SX[slot, TOKENS + most_ahead + offset + k]
-        counts_3[1] += 1
-        counts_3[2] += found_B[b]
+        kernels = kernels_for(texts.slots_B.device.type, _KERNELS)
+        kernels.align(*texts, self._on_device(), *proposals, self.counts_3)
 
 
 class RemoteDrafter:
@@ -105,7 +73,7 @@ class RemoteDrafter:
     def __init__(
         self, addresses: Sequence[str], secret: bytes, max_model_len: int, model: PolicyModel, stream: DraftStream
     ) -> None:
-        """Connects to nothing before the first request. `stream` decides on the number of slots and of drafts ahead."""
+        """Opens no connection before the first request. `stream` gives the numbers of slots and draft tokens."""
         self.stream = stream
         num_slots, num_drafters = len(stream.table_SX), len(addresses)
         self._addresses = ["not set yet"] * num_drafters  # so that each of `addresses` is a change
@@ -147,7 +115,7 @@ class RemoteDrafter:
                 self._vacate(slot)
 
     def token_callback(self, slots_B: np.ndarray) -> Callable[[Sequence[Sequence[int]]], None]:
-        """Returns a function that takes the tokens of this step's requests when they are on the host, in any thread."""
+        """Returns a function to call, in any thread, with the tokens of this step's requests when they are on the host."""
         return partial(self._committed, slots_B.tolist(), self._tenures_S[slots_B].tolist())
 
     def propose(self, texts: Texts, proposals: Proposals) -> None:

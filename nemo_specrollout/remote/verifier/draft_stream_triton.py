@@ -5,24 +5,24 @@ import torch
 import triton
 import triton.language as tl
 
-from nemo_specrollout.remote.verifier import draft_stream
+from nemo_specrollout.remote.protocol import draft_buffers
 
-_BASE, _COUNT, _TOKENS = (tl.constexpr(c) for c in (draft_stream.BASE, draft_stream.COUNT, draft_stream.TOKENS))
+_BASE, _COUNT, _TOKENS = (tl.constexpr(c) for c in (draft_buffers.BASE, draft_buffers.COUNT, draft_buffers.TOKENS))
 
 
 @triton.jit
 def _align(  # type: ignore[no-untyped-def]
     slots_ptr, total_len_ptr, token_ids_ptr, token_ids_stride, table_ptr, tokens_ptr, tokens_stride, levels_ptr,
-    levels_stride, found_ptr, counts_ptr, MOST_AHEAD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    levels_stride, found_ptr, counts_ptr, MAX_AHEAD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
     if slot < 0:
         tl.store(found_ptr + request, 0)
         return
-    row = table_ptr + slot * (_TOKENS + 2 * MOST_AHEAD)
+    row = table_ptr + slot * (_TOKENS + 2 * MAX_AHEAD)
     base = tl.load(row + _BASE)
-    count = tl.minimum(tl.load(row + _COUNT), MOST_AHEAD)
+    count = tl.minimum(tl.load(row + _COUNT), MAX_AHEAD)
     offset = tl.load(total_len_ptr + slot) - base
     is_near = (base >= 0) & (offset >= 0) & (offset < count)
     i = tl.arange(0, BLOCK)
@@ -34,7 +34,7 @@ def _align(  # type: ignore[no-untyped-def]
     k = i - offset
     is_draft = tl.where(k >= 0, k, K) < found
     tl.store(tokens_ptr + request * tokens_stride + k, token, mask=is_draft)
-    level = tl.load(row + _TOKENS + MOST_AHEAD + i, mask=is_draft, other=0)
+    level = tl.load(row + _TOKENS + MAX_AHEAD + i, mask=is_draft, other=0)
     tl.store(levels_ptr + request * levels_stride + k, level.to(tl.int8), mask=is_draft)
     tl.store(found_ptr + request, found)
     tl.atomic_add(counts_ptr, 1)
@@ -53,9 +53,9 @@ def align(
     counts_3: torch.Tensor,
 ) -> None:
     """Writes proposals (see `DraftStream.propose`)."""
-    most_ahead = (table_SX.shape[1] - draft_stream.TOKENS) // 2
+    most_ahead = (table_SX.shape[1] - draft_buffers.TOKENS) // 2
     _align[(len(slots_B),)](
         slots_B, total_len_S, token_ids_SL, token_ids_SL.stride(0), table_SX, tokens_BK, tokens_BK.stride(0), levels_BK,
-        levels_BK.stride(0), found_B, counts_3, MOST_AHEAD=most_ahead, K=tokens_BK.shape[1],
+        levels_BK.stride(0), found_B, counts_3, MAX_AHEAD=most_ahead, K=tokens_BK.shape[1],
         BLOCK=triton.next_power_of_2(most_ahead), num_warps=1,
     )  # fmt: skip

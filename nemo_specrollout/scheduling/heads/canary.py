@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canary of a draft head: raises an alarm if acceptance collapses or declines, and names the likely cause.
 
-Nothing else fails if a head is all zeros or sees the wrong layers: its drafts are merely never right. Drafts that fail only
-in long contexts reveal a wrong RoPE or a head with a shorter context.
+Nothing else fails if a head is all zeros or sees the wrong layers: its drafts are merely never right.
 
-Shapes: C classes of context length, shortest first; K draft positions. A rate at position k is P(the first k + 1
-drafts are all accepted).
+Shapes: K draft positions. A rate at position k is P(the first k + 1 drafts are all accepted).
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,15 +29,7 @@ MIN_REQUESTS = 16
 """Minimum number of requests behind a collapse alarm: the last few of a rollout may just be hard to draft for."""
 MIN_RATE = 1e-3
 MAX_RATE = 0.999
-NUM_CLASSES = 3
-"""Classes of context length."""
-RECENT_DRAFTED = 500.0
-"""Draft tokens after which a class's recent counts decay to 1/e."""
-ENOUGH_RECENT = 48.0
-"""Recent draft tokens before a class is judged."""
-FALLEN_SHARE = 2 / 3
-"""Share of the shortest class's relative acceptance at which a longer class has failed."""
-WEIGHT_CAUSES = ("non_finite", "all_zero", "shared", "differs", "layer_ids", "qkv", "rope")
+WEIGHT_CAUSES = ("non_finite", "all_zero", "shared", "differs", "layer_ids", "rope")
 """Causes in the head's weights or config. A change of tasks can explain the others."""
 
 
@@ -53,11 +43,6 @@ class HeadHealth:
     """Names of the head's own tensors that lie in the policy's memory."""
     differs_from_published: bool = False
     layer_ids_wrong: bool = False
-    qkv_interleaved: bool = False
-    fails_in_long_contexts: bool = False
-    """Whether drafts fail in long contexts only (`ContextCanary`)."""
-    head_context: int | None = None
-    """Longest context of the head in tokens, if the engine's may be longer."""
     rope_difference: str = ""
     """Description of how the head's RoPE differs from the policy's."""
     age_in_versions: int = 0
@@ -69,8 +54,7 @@ def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
 
     A head may have been trained with its own RoPE. If it was right until a refit, its RoPE is not the cause.
     """
-    made_for = f"; the head was made for {health.head_context} tokens" if health.head_context is not None else ""
-    rope = f"; {health.rope_difference}" if health.rope_difference else ""
+    rope = health.rope_difference
     is_rope_suspect = bool(rope) and (event != "refit" or health.age_in_versions == 0)
     shared = ", ".join(health.shares_target_tensors[:3])
     causes = (
@@ -79,10 +63,7 @@ def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
         (bool(shared), "shared", f"the head's {shared} lie in the policy's memory, so a refit overwrites them"),
         (health.differs_from_published, "differs", "the engine's head is not the published one; publish it again"),
         (health.layer_ids_wrong, "layer_ids", "the head gets other layers than in training; check its layer ids"),
-        (health.qkv_interleaved, "qkv", "the head's query, key and value rows are interleaved as in Megatron, unlike vLLM"),
-        (health.fails_in_long_contexts, "context",
-         f"context limit or RoPE, because drafts fail in long contexts only{made_for}{rope}"),
-        (is_rope_suspect, "rope", f"RoPE{rope}: if it was trained with the policy's, correct its config.json"),
+        (is_rope_suspect, "rope", f"RoPE; {rope}: if it was trained with the policy's, correct its config.json"),
         (health.age_in_versions > 0, "stale", f"the head is {health.age_in_versions} policy versions old; refresh it"),
         (True, "unknown",
          "no fault of the head is known; if the tasks are unchanged, compare its drafts with the trainer's"),
@@ -283,60 +264,3 @@ def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
         middle = (low + high) / 2
         low, high = (middle, high) if (middle**positions_K).sum() < acceptance_length - 1.0 else (low, middle)
     return np.clip(low**positions_K, MIN_RATE, MAX_RATE)
-
-
-def context_edges(longest: int, head_context: int | None) -> np.ndarray:
-    """Returns the context lengths where the second and third class begin, int64 [C - 1]."""
-    return np.array([longest // 8, longest // 2] if head_context is None else [head_context // 2, head_context])
-
-
-class ContextCanary:
-    """Watches one draft model by context length, with one `Canary` for each class.
-
-    It raises an alarm, once after each publish or wake, if a class collapses while the shortest class is as before. An
-    unseen class is expected to behave like the shortest one, because a head may never have worked there. Steps may be left
-    out. Example: after `canary.begin("publish")`, call `alarm = canary.observe(drafted_CK, accepted_CK)` in some steps.
-    """
-
-    def __init__(self) -> None:
-        self._canaries = [Canary() for _ in range(NUM_CLASSES)]
-        self._recent_C3 = np.zeros((NUM_CLASSES, 3))
-        """Recent tokens drafted, accepted, and expected to be accepted, by class."""
-        self._has_told = False
-
-    def begin(self, event: str, expected_length: float | None = None, num_positions: int = 3) -> None:
-        """Notes an event; see `Canary.begin`."""
-        for canary in self._canaries:
-            canary.begin(event, expected_length, num_positions)
-        self._recent_C3[:] = 0.0
-        self._has_told = self._has_told and event == "refit"
-
-    @property
-    def fails_in_long_contexts(self) -> bool:
-        """Whether recent acceptance has fallen in a class of longer contexts, but not in the shortest class."""
-        drafted_C, accepted_C, expected_C = self._recent_C3.T
-        seen = np.flatnonzero(drafted_C >= ENOUGH_RECENT)
-        if len(seen) < 2:
-            return False
-        short, *longer = accepted_C[seen] / expected_C[seen]
-        return bool(short >= STALE_SHARE and min(longer) <= FALLEN_SHARE * short)
-
-    def observe(self, drafted_CK: np.ndarray, accepted_CK: np.ndarray, num_steps: int = 1) -> Alarm | None:
-        """Adds the verified and accepted draft tokens of `num_steps` engine steps. Returns an alarm or None.
-
-        Both counts are [C, K] and non-increasing along K.
-        """
-        alarm = None
-        for c in np.flatnonzero(drafted_CK[:, 0]):
-            level, drafted_K, accepted_K = self._canaries[c].level, drafted_CK[c], accepted_CK[c]
-            if not level.is_known and self._canaries[0].level.is_known:
-                level.assume(self._canaries[0].level.rates(len(drafted_K)))
-            if level.is_known:
-                self._recent_C3[c] *= np.exp(-drafted_K.sum() / RECENT_DRAFTED)
-                self._recent_C3[c] += drafted_K.sum(), accepted_K.sum(), level.expected(drafted_K)
-            found = self._canaries[c].observe(drafted_K, accepted_K, num_steps=num_steps)
-            alarm = found if c > 0 and found is not None else alarm
-        if alarm is None or self._has_told or not self.fails_in_long_contexts:
-            return None
-        self._has_told = True
-        return replace(alarm, health=HeadHealth(fails_in_long_contexts=True))

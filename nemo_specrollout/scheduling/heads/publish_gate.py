@@ -11,7 +11,7 @@ import numpy as np
 from scipy.special import stdtrit  # the quantile of Student's t
 
 MIN_FIRST_GAIN = 0.1
-"""Acceptance length by which a first head must beat drafting nothing."""
+"""Acceptance length that a first head must gain over drafting nothing."""
 MIN_SAMPLES = 8
 """Minimum number of held-out prompts."""
 SKEWNESS_WEIGHT = 2.0

@@ -16,7 +16,7 @@ LEARNING_WEIGHT = 0.5
 """Weight of the latest refresh in the outlook."""
 MIN_RECOVERY = 0.05
 MAX_RECOVERY = 1.5
-SMALLEST_FALL = 0.02
+MIN_FALL = 0.02
 """Loss of acceptance length below which recovery cannot be measured."""
 MAX_BACKOFF = 64
 """Maximum factor on `min_gap` after refused candidates."""
@@ -27,8 +27,8 @@ SHORTEST_S = 0.5
 SMOOTHING = 0.5
 """Weight of the latest step in the mean acceptance length."""
 RATE_STEP = 3.0
-"""Factor by which a worse candidate lowers the learning rate."""
-LEAST_SHARE = 1e-3
+"""Divisor of the learning rate after a worse candidate."""
+MIN_SHARE = 1e-3
 """Minimum share of the usual learning rate."""
 
 
@@ -72,7 +72,7 @@ class RefreshOutlook:
         """Returns the outlook after a refresh of `seconds` that changed acceptance from `length_before` to `length_after`."""
         fall = length_at_last_publish - length_before
         recovery = self.recovery
-        if fall >= SMALLEST_FALL:
+        if fall >= MIN_FALL:
             won_back = min(max((length_after - length_before) / fall, 0.0), MAX_RECOVERY)
             recovery = max(MIN_RECOVERY, _towards(self.recovery, won_back))
         # A head below the level of the last publish has no surplus. The recovery accounts for the difference.
@@ -122,7 +122,7 @@ class RefreshObservation:
 
     @property
     def gain_s_per_step(self) -> float:
-        """Seconds by which a refreshed head shortens an RL step."""
+        """Seconds that a refreshed head saves in an RL step."""
         saved_s = self.costs.token_s(self.acceptance_length) - self.costs.token_s(self.expected_length)
         return self.tokens_per_step * saved_s
 
@@ -339,4 +339,4 @@ class RefreshRate:
         if published:
             self.share = min(1.0, self.share * RATE_STEP**0.5)
         elif difference < 0.0:
-            self.share = max(LEAST_SHARE, self.share / RATE_STEP)
+            self.share = max(MIN_SHARE, self.share / RATE_STEP)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assignment of requests to engines: the dispatch at the start of a rollout, and the straggler policy later.
+"""The straggler policy: which requests move to another engine, which are raced by several, and which racers give up.
 
-The policy decides which requests move to another engine, which are raced by several, and which racers give up.
 All engines produce the same tokens for a request, so the first engine to finish has *the* response. The policy is therefore
 not biased towards short responses. It follows Algorithm 3 of SpecActor (arXiv 2511.16193), which gives free engines to the
 requests with the worst acceptance. Here each change must promise an earlier end by measured speeds, including prefill.
@@ -9,21 +8,19 @@ requests with the worst acceptance. Here each change must promise an earlier end
 Shapes: R requests, E engines.
 """
 
-import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Protocol
 
 from nemo_specrollout.config.block import FastestOfNConfig
-from nemo_specrollout.scheduling.racing.draft_ladder import SpeedModel
+from nemo_specrollout.scheduling.racing.speed_table import SpeedModel
 from nemo_specrollout.scheduling.racing.tail_forecast import TailForecast, TailObservation
 
 NUM_LAST = 4
 """Requests of an engine that are considered for a move or a race: those that end last."""
-MOST_CHANGES = 64
+MAX_CHANGES = 64
 """Maximum number of changes in a decision; the last plan may exceed it."""
-MOST_UNIMPROVABLE = 16
+MAX_UNIMPROVABLE = 16
 """Engines without a worthwhile change, after which the policy looks at no more engines."""
 LEAST_CHANCE = 0.05
 """Probability of winning below which a racer gives up."""
@@ -50,6 +47,13 @@ class _Plan:
     is_race: bool
     end_s: float
     """Predicted end of both engines, whichever is later."""
+
+
+class TailPolicy(Protocol):
+    """Decides which requests move, and which are raced."""
+
+    def decide(self, seen: TailObservation) -> TailDecision:
+        """Returns the attempts to start and to stop."""
 
 
 class FastestOfN:
@@ -85,7 +89,7 @@ class FastestOfN:
             if forecast.chance(request, racer) < LEAST_CHANCE:
                 forecast.stop(request, racer)
         unimprovable: set[int] = set()
-        while len(forecast.changes) < MOST_CHANGES and len(unimprovable) < MOST_UNIMPROVABLE:
+        while len(forecast.changes) < MAX_CHANGES and len(unimprovable) < MAX_UNIMPROVABLE:
             if (engine := forecast.last_engine(unimprovable)) is None:
                 break
             plan = self._best_plan(forecast, engine)
@@ -133,36 +137,8 @@ class FastestOfN:
             return
         movable = [r for r in forecast.by_end(engine) if len(forecast.engines_of(r)) == 1]
         size = 2
-        while size <= min(len(movable), MOST_CHANGES // 2):
+        while size <= min(len(movable), MAX_CHANGES // 2):
             bundle = tuple(movable[:size])
             for target in forecast.targets(bundle[0], size):
                 yield _Plan(bundle, engine, target, False, forecast.end_after_move(bundle, engine, target))
             size *= 2
-
-
-def in_shards(num_requests: int, num_engines: int) -> np.ndarray:
-    """Returns the engine of each request, int64 [R], in contiguous shards of equal size, as in NeMo-RL."""
-    return np.arange(num_requests) * num_engines // max(num_requests, 1)
-
-
-def longest_first(groups_R: Sequence[int], expected_R: np.ndarray, loads_E: np.ndarray) -> np.ndarray:
-    """Returns the engine of each request, int64 [R]: the longest first, onto the engine with the fewest expected tokens.
-
-    `groups_R` numbers the prompt of each request, `expected_R` is its expected length in tokens. `loads_E` are the expected
-    tokens that engines already have; a value that is not finite excludes the engine.
-
-    Samples of a prompt stay together if there are at least two prompts for each engine: drafters learn from them, and the
-    engine shares the KV cache of their prompt. Source: LPT scheduling, Graham 1969, within 4/3 of the shortest makespan.
-    """
-    names = np.unique(np.asarray(groups_R), return_inverse=True)[1]
-    least = [(load, e) for e, load in enumerate(loads_E.tolist()) if np.isfinite(load)]
-    num_groups = int(names.max(initial=-1)) + 1
-    units_R = names if num_groups >= 2 * len(least) else np.arange(len(expected_R))
-    loads = np.bincount(units_R, weights=expected_R)
-    engine_of_unit = np.zeros(len(loads), np.int64)
-    heapq.heapify(least)
-    for unit in np.argsort(-loads, kind="stable").tolist():
-        load, engine = heapq.heappop(least)
-        engine_of_unit[unit] = engine
-        heapq.heappush(least, (load + loads[unit], engine))
-    return engine_of_unit[units_R]

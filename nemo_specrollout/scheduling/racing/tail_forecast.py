@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_specrollout.scheduling.racing.draft_ladder import SpeedModel
+from nemo_specrollout.scheduling.racing.speed_table import SpeedModel
 
 
 def drain(alone_s_B: np.ndarray, slowdowns_B: np.ndarray) -> np.ndarray:

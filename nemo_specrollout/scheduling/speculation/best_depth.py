@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled kernel of `draft_plan.AutoPlanner`: the draft depth of a model that promises the most tokens a second.
+"""Compiled kernel of `draft_plan.AutoPlanner`: finds the draft depth of a model with the highest predicted tokens a second.
 
 It weighs draft tokens by histograms of their survival. Most tokens of a good drafter are nearly sure, and a few are not. A
 planner that knows only the mean takes all draft tokens for equally likely. If rows are expensive it then sees no gain,
@@ -79,7 +79,11 @@ def _summarize(share_KQ, row_price, mean_K, top_K, worth_K):  # type: ignore[no-
 
 @njit(cache=True, inline="always")
 def _split(survival, mean, top):  # type: ignore[no-untyped-def]
-    """Returns the weights of the histogram and of sure tokens in a mixture whose mean is `survival`. The rest fails."""
+    """Returns the weights of two kinds of tokens in a mixture of three kinds whose mean survival is `survival`.
+
+    The first kind is distributed as the histogram, with the mean `mean`. The second survives with `top`, the centre of the
+    highest bin. The third always fails; its weight is what the others leave, and above 0 only if `survival` is below `mean`.
+    """
     if mean <= 0.0 or survival >= top:
         return 0.0, 1.0
     if survival <= mean:
@@ -90,7 +94,7 @@ def _split(survival, mean, top):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _worth(survival_K, depth, row_price, mean_K, top_K, worth_K):  # type: ignore[no-untyped-def]
-    """Returns the expected tokens of a proposal less `row_price` for each token that is worth verifying."""
+    """Returns the sum over a proposal's tokens of survival less `row_price`, the price of verifying one, where positive."""
     worth = 0.0
     for k in range(depth):
         if survival_K[k] > 0.0:
@@ -103,9 +107,9 @@ def _worth(survival_K, depth, row_price, mean_K, top_K, worth_K):  # type: ignor
 def _collect(  # type: ignore[no-untyped-def]
     found_BK, forecast_BK, found_worth_B, depth, share_PKQ, row_price, mean_PK, top_PK, worth_PK, counts, sums
 ):
-    """Sorts survival into bins if the model drafts `depth` tokens. Returns whether it drafts for any request.
+    """Counts the draft tokens of a step in which the model drafts `depth` tokens, by bin of survival, and sums survival.
 
-    Each request takes the model's drafts or the found ones, whichever are worth more.
+    Each request takes the model's drafts or the found ones, whichever are worth more. Returns whether any takes the model's.
     """
     num_positions = found_BK.shape[1]
     counts[:] = 0.0

@@ -50,7 +50,7 @@ class BudgetPolicy(ABC):
 
 
 class AutoBudget(BudgetPolicy):
-    """Verifies the likeliest draft tokens of the batch, as many as give the most tokens a second.
+    """Verifies the likeliest draft tokens of the batch. Their number maximizes the predicted tokens a second.
 
     A step of B requests that verifies the n likeliest tokens yields B + (sum of their survival) tokens. `StepCosts` predicts
     its duration. The best n must beat a step without drafts by the share `margin`. Ties with the last token are included.
@@ -78,22 +78,9 @@ class FixedBudget(BudgetPolicy):
         return BudgetDecision(np.minimum(np.minimum(available_B, self.k), caps_B))
 
 
-class RandomBudget(BudgetPolicy):
-    """Verifies a random number of draft tokens. Tests use it to show that outputs do not depend on budgets."""
-
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng(0)
-
-    def allocate(self, survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts | None) -> BudgetDecision:
-        available_B = np.minimum(np.count_nonzero(survival_BK, axis=1), caps_B)
-        return BudgetDecision(self._rng.integers(0, available_B + 1))
-
-
 def build_budget(config: BudgetConfig) -> BudgetPolicy:
     """Returns the policy that `config.policy` names."""
-    if config.policy == "auto":
-        return AutoBudget(config.margin)
-    return {"fixed": lambda: FixedBudget(config.k), "random": RandomBudget}[config.policy]()
+    return AutoBudget(config.margin) if config.policy == "auto" else FixedBudget(config.k)
 
 
 @njit(cache=True, error_model="numpy")
@@ -135,8 +122,8 @@ class DraftingPause:
     def requests_arrived(self, num_requests: int) -> None:
         """Takes note of new requests."""
 
-    def should_pause(self, num_requests: int) -> bool:
-        """Returns whether to leave out drafts in this step of `num_requests` requests. Call it once in each step."""
+    def count_step(self, num_requests: int) -> bool:
+        """Counts a step of `num_requests` requests. Returns whether to leave out its drafts."""
         return False
 
 
@@ -149,7 +136,7 @@ class AutoPause(DraftingPause):
     - Drafts that pay lead to drafting from either state, and reset that count.
     - So do another batch size class, and a batch with at least half new requests. But each class keeps its count.
 
-    Example: call `drafts_decided(0)` after each budget, then `should_pause(8)` for the next step.
+    Example: call `drafts_decided(0)` after each budget, then `count_step(8)` for the next step.
     """
 
     def __init__(self) -> None:
@@ -166,7 +153,7 @@ class AutoPause(DraftingPause):
     def requests_arrived(self, num_requests: int) -> None:
         self._num_new += num_requests
 
-    def should_pause(self, num_requests: int) -> bool:
+    def count_step(self, num_requests: int) -> bool:
         size = min(num_requests.bit_length(), SIZES - 1)
         if size != self._size or 2 * self._num_new >= num_requests:
             self._size, self._num_refused, self._num_left, self._num_new = size, 0, 0, 0
@@ -182,17 +169,6 @@ class AutoPause(DraftingPause):
         return True
 
 
-class RandomPause(DraftingPause):
-    """Begins and ends pauses at random. Tests use it to show that outputs do not depend on pauses."""
-
-    def __init__(self) -> None:
-        self._rng, self._is_paused = np.random.default_rng(1), False
-
-    def should_pause(self, num_requests: int) -> bool:
-        self._is_paused ^= bool(self._rng.random() < 1 / 4)
-        return self._is_paused
-
-
 def build_pause(config: BudgetConfig) -> DraftingPause:
     """Returns the pause policy that goes with the budget policy `config.policy`."""
-    return {"auto": AutoPause, "fixed": DraftingPause, "random": RandomPause}[config.policy]()
+    return AutoPause() if config.policy == "auto" else DraftingPause()

@@ -71,8 +71,8 @@ class DraftPlanner(ABC):
     def plan(self, observed: PlanObservation) -> DraftPlan:
         """Returns the plan for the next steps."""
 
-    def should_plan(self, num_requests: int) -> bool:
-        """Returns whether a step of `num_requests` requests needs a new plan."""
+    def count_step(self, num_requests: int) -> bool:
+        """Counts a step of `num_requests` requests. Returns whether it needs a new plan."""
         return True
 
     def observe_step(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:  # noqa: B027
@@ -86,11 +86,11 @@ class DraftPlanner(ABC):
 
 
 class AutoPlanner(DraftPlanner):
-    """Plans the depth that promises the most tokens a second. Plans 0 unless that depth beats reading alone by `margin`.
+    """Plans the depth with the highest predicted tokens a second. Plans 0 unless that depth beats reading alone by `margin`.
 
     At each depth, a request takes the model's drafts if they promise more than the found ones, and the likeliest draft
     tokens are verified. Until the drafting times are known, the planner tries each depth in turn. A model that wins less than
-    following costs lies dormant (`Following`). During a new trial the model drafts one token in every second step, even if
+    following costs lies dormant (`Dormancy`). During a new trial the model drafts one token in every second step, even if
     its forecast is bad: that forecast may come from other tasks. A model that wins nothing now is kept if it will probably
     win more in the tail than reading costs until then (`_hope_s`).
     """
@@ -99,14 +99,14 @@ class AutoPlanner(DraftPlanner):
 
     def __init__(self, margin: float) -> None:
         self.margin = margin
-        self._following = Following()
+        self._dormancy = Dormancy()
         self._num_tried = 0
         self._drafts_for_trial = False
         """True if the last plan drafted only because the model is on trial."""
         self._size = self._num_steps_left = 0
         """Bit length of the number of requests of the last plan, and the steps for which the plan is still valid."""
 
-    def should_plan(self, num_requests: int) -> bool:
+    def count_step(self, num_requests: int) -> bool:
         self._num_steps_left -= 1
         if self._num_steps_left > 0 and num_requests.bit_length() == self._size:
             return False
@@ -125,7 +125,7 @@ class AutoPlanner(DraftPlanner):
             observed = replace(observed, share_PKQ=SurvivalSpread(num_positions).share_PKQ)
         depth, won_s = self._best(observed, costs, draft)
         is_hopeless = won_s <= 0.0 and self._hope_s(observed, costs, draft) <= 0.0
-        self._drafts_for_trial = depth == 0 and self._following.is_on_trial and not self._drafts_for_trial
+        self._drafts_for_trial = depth == 0 and self._dormancy.is_on_trial and not self._drafts_for_trial
         if self._drafts_for_trial:
             self._num_steps_left = 1
             return DraftPlan(1, -draft.draft_s(num_requests, num_requests, 1), is_hopeless)
@@ -164,14 +164,14 @@ class AutoPlanner(DraftPlanner):
         return hope_s
 
     def observe_step(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
-        self._following.step(num_requests, max(plan.won_s, 0.0), max(-plan.won_s, 0.0), now_s, plan.is_hopeless)
-        self.follows, self.gives_up = self._following.is_on, self._following.gives_up
+        self._dormancy.step(num_requests, max(plan.won_s, 0.0), max(-plan.won_s, 0.0), now_s, plan.is_hopeless)
+        self.follows, self.gives_up = self._dormancy.is_awake, self._dormancy.gives_up
 
     def observe_ended(self, num_requests: int) -> None:
-        self._following.ended(num_requests)
+        self._dormancy.ended(num_requests)
 
     def model_changed(self) -> None:
-        self._following.begin()
+        self._dormancy.begin()
         self.follows, self.gives_up = True, False
 
 
@@ -185,29 +185,13 @@ class FixedPlanner(DraftPlanner):
         return DraftPlan(self.k)
 
 
-class RandomPlanner(DraftPlanner):
-    """Drafts a random depth. For tests, it also stops following at random: new requests, or the running ones."""
-
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng(1)
-
-    def observe_step(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
-        self.follows = bool(self._rng.random() < (31 / 32 if self.follows else 1 / 4))
-        self.gives_up = bool(self._rng.random() < 1 / 128)
-
-    def plan(self, observed: PlanObservation) -> DraftPlan:
-        return DraftPlan(int(self._rng.integers(0, observed.forecast_BK.shape[1] + 1)))
-
-
 def build_planner(config: BudgetConfig) -> DraftPlanner:
     """Returns the planner that goes with the budget policy `config.policy`."""
-    if config.policy == "auto":
-        return AutoPlanner(config.margin)
-    return {"fixed": lambda: FixedPlanner(config.k), "random": RandomPlanner}[config.policy]()
+    return AutoPlanner(config.margin) if config.policy == "auto" else FixedPlanner(config.k)
 
 
-class Following:
-    """Decides whether a draft model follows new requests. Owns the seconds that drafts saved and that following took.
+class Dormancy:
+    """Decides when a draft model lies dormant. Owns the seconds that drafts saved and that following requests took.
 
     A model can only draft for a request that it has followed from the first token on. The model follows new requests as
     long as its drafts save more time than following takes. Otherwise it lies dormant until the next trial. A request that
@@ -215,11 +199,11 @@ class Following:
     comes early and the running requests are given up.
 
     Example: call `step(64, 0.002, 0.0002, now_s)` after each step and `ended(3)` when 3 followed requests have ended. Then
-    `is_on` tells whether new requests are followed.
+    `is_awake` tells whether the model follows new requests.
     """
 
     def __init__(self) -> None:
-        self.is_on = True
+        self.is_awake = True
         self._won_s = self._cost_s = self._resumes_at_s = 0.0
         self._num_ended = self._most_at_once = self._num_hopeless = 0
         self._num_trial_steps = 0
@@ -228,7 +212,7 @@ class Following:
     @property
     def is_on_trial(self) -> bool:
         """Whether this is one of the first steps of a trial."""
-        return self.is_on and self._num_trial_steps > 0
+        return self.is_awake and self._num_trial_steps > 0
 
     @property
     def gives_up(self) -> bool:
@@ -242,7 +226,7 @@ class Following:
         worked. `is_hopeless`: until these requests end, the model will save less than following takes.
         """
         self._num_hopeless = self._num_hopeless + 1 if is_hopeless and not self.gives_up else 0
-        if not self.is_on:
+        if not self.is_awake:
             if now_s >= self._resumes_at_s:
                 self._begin_trial()
             return
@@ -251,8 +235,8 @@ class Following:
         self._cost_s += cost_s
         self._most_at_once = max(self._most_at_once, num_requests)
         if self.gives_up or self._num_ended >= GENERATIONS * self._most_at_once:
-            self.is_on = self._won_s >= self._cost_s
-            if self.is_on:
+            self.is_awake = self._won_s >= self._cost_s
+            if self.is_awake:
                 self._watch_share = FIRST_WATCH_SHARE
             else:
                 self._resumes_at_s = now_s + self._cost_s / self._watch_share
@@ -269,7 +253,7 @@ class Following:
         self._begin_trial()
 
     def _begin_trial(self) -> None:
-        self.is_on, self._num_trial_steps, self._num_hopeless = True, HOPELESS_STEPS, 0
+        self.is_awake, self._num_trial_steps, self._num_hopeless = True, HOPELESS_STEPS, 0
         self._restart_evaluation()
 
     def _restart_evaluation(self) -> None:

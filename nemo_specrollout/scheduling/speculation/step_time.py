@@ -2,7 +2,7 @@
 """Measured step times: seconds of an engine step by its number of requests and draft rows.
 
 A step with n draft rows takes about as long as a plain step of as many rows, plus a constant for handling drafts. A draft row
-costs more or less than a request's row: it needs no scheduling, but it is accepted or rejected (docs/benchmarks/index.md).
+costs more or less than a request's row: it needs no scheduling, but it is accepted or rejected.
 Samples are clipped and decayed, because clocks are noisy and contexts grow.
 
 The constants say how fast the table learns and forgets; none is a time of some machine. They were set by hand so that one

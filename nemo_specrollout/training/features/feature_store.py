@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Feature store on disk, between the rollouts that compute features and the training of a head.
 
-A store has a bounded size and survives a crash at any moment. `index.json` names the policy whose features it holds, and the
-shards that belong to it.
+A store has a bounded size and survives a crash at any moment: each shard appears by one rename, and its name says how old it
+is. `index.json` says what the features are of.
 """
 
 import dataclasses
@@ -10,30 +10,29 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.training.features.features import SequenceFeatures, is_held_out
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Number of the file format. A store of another format cannot be read."""
 INDEX = "index.json"
 SHARD_BYTES = 64 << 20
 """Largest size of a shard, bytes."""
 SEQUENCE_OVERHEAD_BYTES = 512
-"""Most bytes that a sequence takes in a shard beyond its tensors."""
+"""Bytes that a sequence takes in a shard beyond its tensors, at most."""
 SHARD_OVERHEAD_BYTES = 1024
-"""Most bytes that a shard takes beyond its sequences."""
+"""Bytes that a shard takes beyond its sequences, at most."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class FeatureSource:
     policy_name: str
     """Folder or name of the policy, for people who read the file."""
     tokenizer_hash: str
-    """Hash of the tokenizer (`config.model_folder.tokenizer_fingerprint`)."""
+    """Hash of the tokenizer (`storage.model_folder.tokenizer_fingerprint`)."""
     vocab_size: int
     """Number of token ids of the policy."""
     hidden_size: int
@@ -58,47 +57,13 @@ class FeatureSource:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """File of sequences that one policy version computed."""
-
-    number: int
-    """Position in the order of writing. A store never uses a number twice."""
-    policy_version: int
-    """Version of the weights that computed the features."""
-    num_bytes: int
-    """Size of the file."""
-    num_tokens: int
-    """Tokens of all sequences."""
-    num_training: int
-    """Sequences to train on."""
-    num_held_out: int
-    """Sequences that are kept from training."""
-    digest: str
-    """SHA-256 of the file, hexadecimal."""
-
-    @property
-    def name(self) -> str:
-        """File name in the store's folder."""
-        return f"shard-{self.number:08d}.safetensors"
-
-    @property
-    def age_key(self) -> tuple[int, int]:
-        """Sort key: a store reads the largest first and drops the smallest first."""
-        return self.policy_version, self.number
-
-
-@dataclass(frozen=True)
 class FeatureIndex:
-    """Content of `index.json`. Readers ignore every file that it does not list."""
+    """Content of `index.json`."""
 
     source: FeatureSource
     """Policy whose features the store holds."""
     held_out_share: float
     """Share of prompts whose sequences are kept from training."""
-    next_number: int = 0
-    """Number of the next shard."""
-    shards: tuple[Shard, ...] = ()
-    """Shards in the order of writing."""
 
 
 def is_feature_store(folder: Path) -> bool:
@@ -107,60 +72,70 @@ def is_feature_store(folder: Path) -> bool:
 
 
 class FeatureReader:
-    """Reads a store, which another process may be writing.
-
-    Every call sees the shards that the index lists at that moment. A shard that the writer drops meanwhile is skipped.
-    """
+    """Reads a store, which another process may be writing. A shard that the writer drops meanwhile is skipped."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def index(self) -> FeatureIndex:
-        """Returns the current index. Raises FileNotFoundError if there is none, ValueError if it is damaged."""
+        """Returns what the features are of. Raises FileNotFoundError without an index, ValueError for a damaged one."""
         path = self.folder / INDEX
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-            if tree.pop("format") != FORMAT:
+            if tree["format"] != FORMAT:
                 raise ValueError(f"{path}: another version of this package wrote it; remove {self.folder}")
-            source = tree.pop("source")
-            source["layer_ids"] = tuple(source["layer_ids"])
-            shards = tuple(Shard(**shard) for shard in tree.pop("shards"))
-            return FeatureIndex(source=FeatureSource(**source), shards=shards, **tree)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            source = {**tree["source"], "layer_ids": tuple(tree["source"]["layer_ids"])}
+            return FeatureIndex(FeatureSource(**source), tree["held_out_share"])
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: not the index of a feature store ({error!r}); remove {self.folder}") from error
 
-    def shards(self, versions: Collection[int] | None = None) -> list[Shard]:
-        """Returns the shards of the given policy versions, or of all, newest first."""
-        shards = [s for s in self.index().shards if versions is None or s.policy_version in versions]
-        return sorted(shards, key=lambda s: s.age_key, reverse=True)
+    def shards(self, versions: Collection[int] | None = None) -> list[Path]:
+        """Returns the files of the given policy versions, or of all, newest first."""
+        files = sorted(self.folder.glob("shard-*.safetensors"), key=_age, reverse=True)
+        return [file for file in files if versions is None or _age(file)[0] in versions]
 
     def sequences(self, held_out: bool, versions: Collection[int] | None = None) -> Iterator[SequenceFeatures]:
         """Yields the training or the held-out sequences, newest policy version first."""
         for shard in self.shards(versions):
-            yield from self.read(shard, held_out)
+            yield from _read(shard, held_out)
 
-    def read(self, shard: Shard, held_out: bool) -> Iterator[SequenceFeatures]:
-        """Yields the training or the held-out sequences of a shard; none if the writer has dropped the shard."""
-        try:
-            file = safe_open(self.folder / shard.name, framework="pt")
-        except (FileNotFoundError, RuntimeError):  # RuntimeError: the file vanished between two accesses of safetensors
-            if shard in self.index().shards:
-                raise
-            return
-        with file:
-            names = set(file.keys())
-            for i, facts in enumerate(json.loads(file.metadata()["sequences"])):
-                if facts["held_out"] == held_out:
-                    tokens, aux, final = (file.get_tensor(f"{i}.{name}") for name in ("token_ids", "aux", "final"))
-                    prompt_ids = file.get_tensor(f"{i}.prompt_ids") if f"{i}.prompt_ids" in names else None
-                    place = facts["prompt_length"], shard.policy_version, facts["first_position"]
-                    yield SequenceFeatures(tokens, aux, final, *place, prompt_ids)
+    def num_sequences(self) -> int:
+        """Returns the number of all sequences."""
+        num = 0
+        for shard in self.shards():
+            with safe_open(shard, framework="pt") as file:
+                num += len(json.loads(file.metadata()["sequences"]))
+        return num
 
 
-def data_hash(stores: Iterable[FeatureReader]) -> str:
-    """Returns a hash of the contents of all shards of all stores, for the card of a head."""
-    digests = sorted(shard.digest for store in stores for shard in store.shards())
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+def _age(shard: Path) -> tuple[int, int]:
+    """Returns policy version and number of a shard. The number counts the shards in the order of writing."""
+    version, number = shard.stem.split("-")[1:]
+    return int(version), int(number)
+
+
+def _read(shard: Path, held_out: bool) -> Iterator[SequenceFeatures]:
+    """Yields the training or the held-out sequences of a shard; none if the writer has dropped the shard."""
+    try:
+        file = safe_open(shard, framework="pt")
+    except (FileNotFoundError, RuntimeError):  # RuntimeError: the file vanished between two accesses of safetensors
+        if shard.exists():
+            raise
+        return
+    with file:
+        names = set(file.keys())
+        for i, facts in enumerate(json.loads(file.metadata()["sequences"])):
+            if facts["held_out"] == held_out:
+                tokens, aux, final = (file.get_tensor(f"{i}.{name}") for name in ("token_ids", "aux", "final"))
+                prompt_ids = file.get_tensor(f"{i}.prompt_ids") if f"{i}.prompt_ids" in names else None
+                place = facts["prompt_length"], _age(shard)[0], facts["first_position"]
+                yield SequenceFeatures(tokens, aux, final, *place, prompt_ids)
+
+
+def data_hash(sequences: Iterable[SequenceFeatures]) -> str:
+    """Returns a hash of tokens and policy versions, in any order, for the card of a head."""
+    contents = (f.token_ids_T.numpy().tobytes() + f.policy_version.to_bytes(8, "little") for f in sequences)
+    return hashlib.sha256(b"".join(sorted(hashlib.sha256(data).digest() for data in contents))).hexdigest()
 
 
 def newest_sequences(
@@ -170,9 +145,8 @@ def newest_sequences(
 
     The last sequence is the one that reaches `max_tokens` tokens in total. `versions` limits the policy versions.
     """
-    shards = [(shard, store) for store in stores for shard in store.shards(versions)]
-    shards.sort(key=lambda pair: pair[0].age_key, reverse=True)
-    return first_tokens((f for shard, store in shards for f in store.read(shard, held_out)), max_tokens)
+    shards = sorted((shard for store in stores for shard in store.shards(versions)), key=_age, reverse=True)
+    return first_tokens((f for shard in shards for f in _read(shard, held_out)), max_tokens)
 
 
 def first_tokens(sequences: Iterable[SequenceFeatures], max_tokens: int) -> list[SequenceFeatures]:
@@ -188,12 +162,11 @@ def first_tokens(sequences: Iterable[SequenceFeatures], max_tokens: int) -> list
 
 
 class FeatureStore(FeatureReader):
-    """The only writer of a store, which also reads what it has flushed.
+    """Only writer of a store, which also reads what it has flushed.
 
-    The folder holds the index, the shards that it lists, and a lock file. At any moment, even if the process is killed,
-    every listed shard is complete and all shards together take at most `max_bytes`. A kill loses what was appended
-    since the last flush: at most an eighth of `max_bytes`, or one sequence. A full store drops whole shards of the
-    oldest policy versions.
+    The folder holds the index, the shards, and a lock file. At any moment, even if the process is killed, every shard is
+    complete and all shards together take at most `max_bytes`. A kill loses what was appended since the last flush: at
+    most an eighth of `max_bytes`, or one sequence. A full store drops whole shards of the oldest policy versions.
 
     Example: `store = FeatureStore(folder, 1 << 30, source); store.append(features); store.flush()`.
     """
@@ -255,10 +228,9 @@ class FeatureStore(FeatureReader):
 
     def forget_after(self, version: int) -> None:
         """Drops features of policy versions above `version`, from which a resumed run goes on."""
-        index = self.index()
-        kept = [s for s in index.shards if s.policy_version <= version]
-        if len(kept) < len(index.shards):
-            self._commit(index, kept)
+        for shard in self.shards():
+            if _age(shard)[0] > version:
+                shard.unlink()
 
     def flush(self) -> None:
         """Writes what was appended.
@@ -271,7 +243,7 @@ class FeatureStore(FeatureReader):
             try:
                 self._add_shard(version, sequences)
             except OSError as error:
-                used = sum(s.num_bytes for s in self.shards())
+                used = sum(shard.stat().st_size for shard in self.shards())
                 raise OSError(
                     error.errno,
                     f"{error.strerror}: {len(sequences)} sequences of policy version {version} could not be stored; free "
@@ -289,58 +261,40 @@ class FeatureStore(FeatureReader):
             logger.warning("%s: this file system has no locks; make sure that only one process writes", self.folder)
 
     def _recover(self) -> None:
-        """Starts the index, or checks it and drops damaged shards and unlisted files."""
+        """Writes the index, or checks it; removes what a killed process left unfinished."""
         try:
             index = self.index()
         except FileNotFoundError:
             index = FeatureIndex(self.source, self.held_out_share)
+            write_atomically(self.folder / INDEX, json.dumps({"format": FORMAT, **asdict(index)}, indent=1))
         differences = self.source.differences(index.source)
         if index.held_out_share != self.held_out_share:
             differences.append(f"held_out_share {self.held_out_share}, not {index.held_out_share}")
         if differences:
             raise ValueError(f"{self.folder} holds other features ({'; '.join(differences)}); choose another folder")
-        sizes = {path.name: path.stat().st_size for path in self.folder.glob("shard-*")}
-        intact = [s for s in index.shards if sizes.get(s.name) == s.num_bytes]
-        if len(intact) < len(index.shards):
-            logger.warning("%s: dropped %d damaged shards", self.folder, len(index.shards) - len(intact))
-        self._commit(index, _newest_within(intact, self.max_bytes))
+        for leftover in (*self.folder.glob(".shard-*"), *self.folder.glob(f".{INDEX}.*")):
+            leftover.unlink()
+        self._make_room(0)
 
     def _add_shard(self, version: int, sequences: list[tuple[SequenceFeatures, bool]]) -> None:
-        """Makes room for a shard, writes it, and lists it, in this order."""
-        data = _serialized(sequences)
-        index, num_held_out = self.index(), sum(held_out for _, held_out in sequences)
-        shard = Shard(
-            number=index.next_number,
-            policy_version=version,
-            num_bytes=len(data),
-            num_tokens=sum(f.num_tokens for f, _ in sequences),
-            num_training=len(sequences) - num_held_out,
-            num_held_out=num_held_out,
-            digest=hashlib.sha256(data).hexdigest(),
-        )
-        kept = _newest_within([*index.shards, shard], self.max_bytes)
-        if shard not in kept:
-            return
-        if len(kept) <= len(index.shards):
-            index = self._commit(index, kept[:-1])
-        try:
-            write_atomically(self.folder / shard.name, data)
-            self._commit(index, kept)
-        except OSError:
-            (self.folder / shard.name).unlink(missing_ok=True)
-            raise
+        """Makes room for a shard and writes it, unless newer shards leave no room for its version."""
+        number = max((_age(shard)[1] for shard in self.shards()), default=-1) + 1
+        data, file = _serialized(sequences), self.folder / f"shard-{version:08d}-{number:08d}.safetensors"
+        if self._make_room(len(data), _age(file)):
+            write_atomically(file, data)
 
-    def _commit(self, index: FeatureIndex, shards: list[Shard]) -> FeatureIndex:
-        """Lists `shards`, and removes the files of all others only after that."""
-        next_number = max([index.next_number, *(s.number + 1 for s in shards)])
-        committed = dataclasses.replace(index, next_number=next_number, shards=tuple(shards))
-        write_atomically(self.folder / INDEX, json.dumps({"format": FORMAT, **asdict(committed)}, indent=1))
-        listed = {s.name for s in shards}
-        for path in self.folder.iterdir():
-            if path.name not in listed and path.name.startswith(("shard-", ".shard-", f".{INDEX}.")):
-                with suppress(OSError):  # the next commit tries again
-                    path.unlink()
-        return committed
+    def _make_room(self, num_bytes: int, age: tuple[float, float] = (math.inf, 0)) -> bool:
+        """Drops the oldest shards until `num_bytes` more fit. Returns False, and drops none, if that would take newer ones."""
+        shards = [(shard, shard.stat().st_size) for shard in self.shards()]
+        older = [(shard, size) for shard, size in shards if _age(shard) < age]
+        excess = num_bytes - self.max_bytes + sum(size for _, size in shards)
+        if excess > sum(size for _, size in older):
+            return False
+        while excess > 0:
+            shard, size = older.pop()
+            shard.unlink()
+            excess -= size
+        return True
 
     def _check(self, features: SequenceFeatures) -> None:
         """Raises ValueError if a sequence cannot be stored."""
@@ -358,7 +312,7 @@ class FeatureStore(FeatureReader):
 
 
 def _copied(features: SequenceFeatures) -> SequenceFeatures:
-    """Returns features whose tensors own exactly the memory that they show."""
+    """Returns a copy on the CPU, which does not keep the larger tensors alive that the features are slices of."""
     names = ("token_ids_T", "aux_TF", "final_TH", *(() if features.prompt_ids_P is None else ("prompt_ids_P",)))
     copies = {n: getattr(features, n).detach().cpu().clone(memory_format=torch.contiguous_format) for n in names}
     return dataclasses.replace(features, **copies)
@@ -373,11 +327,3 @@ def _serialized(sequences: list[tuple[SequenceFeatures, bool]]) -> bytes:
         tensors |= {f"{i}.{name}": tensor for name, tensor in named.items() if tensor is not None}
         facts.append({"prompt_length": f.prompt_length, "first_position": f.first_position, "held_out": held_out})
     return save(tensors, {"sequences": json.dumps(facts)})
-
-
-def _newest_within(shards: list[Shard], max_bytes: int) -> list[Shard]:
-    """Returns the newest shards that take at most `max_bytes` together, in the order given."""
-    by_age = sorted(shards, key=lambda s: s.age_key, reverse=True)
-    totals = accumulate(s.num_bytes for s in by_age)
-    kept = {s.number for s, total in zip(by_age, totals, strict=True) if total <= max_bytes}
-    return [s for s in shards if s.number in kept]

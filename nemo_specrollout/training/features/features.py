@@ -107,7 +107,7 @@ def hf_features(
         policy: The decoder (`load_policy`).
         texts: Texts with at least one generated token each.
         layer_ids: Auxiliary layers. The feature of layer i is the residual stream before the policy's layer i.
-        max_tokens: Most positions of a micro-batch, padding included. A longer text is a micro-batch of its own.
+        max_tokens: Maximum number of positions of a micro-batch, padding included. A longer text is a micro-batch of its own.
     """
     found: dict[int, SequenceFeatures] = {}
     for batch in _micro_batches([len(ids) for ids, _ in texts], max_tokens):

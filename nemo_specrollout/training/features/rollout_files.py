@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads rollouts and prompts from text files, for the offline training of a draft head.
+"""Reads rollouts from text files, for the offline training of a draft head.
 
 A line of a JSONL file of rollouts has one of three forms, and may have further keys:
   {"prompt_token_ids": [...], "response_token_ids": [...]}
@@ -19,9 +19,9 @@ from typing import Any
 from nemo_specrollout.training.features.features import Text, is_held_out
 
 MIN_PROMPTS = 16
-"""Fewest different prompts by which a head can be trained and judged."""
+"""Minimum number of different prompts to train and judge a head."""
 MIN_HELD_OUT_PROMPTS = 8
-"""Fewest different prompts by which a head can be judged."""
+"""Minimum number of different prompts to judge a head."""
 FORMS = "prompt_token_ids and response_token_ids, prompt and response, or token_ids and token_loss_mask as NeMo-RL logs them"
 
 Encode = Callable[[str, bool], list[int]]
@@ -83,7 +83,7 @@ def read_rollouts(
         paths: Files, or folders.
         policy_folder: Folder whose tokenizer encodes texts.
         vocab_size: Number of token ids of the policy.
-        max_length: Most tokens of a text. A longer text is cut, or skipped if its prompt alone fills that length.
+        max_length: Maximum number of tokens of a text. A longer text is cut, or skipped if its prompt alone fills that length.
     """
     encode, files = _encoder(policy_folder), rollout_files(paths)
     texts: list[RolloutText] = []
@@ -109,28 +109,6 @@ def read_rollouts(
     )
     sentences = [f"rollouts: {len(texts)} texts of {num_tokens} tokens in {len(files)} files"]
     return texts, sentences + [f"{number} {what}" for number, what in left_out if number]
-
-
-def read_prompts(file: Path, policy_folder: Path, vocab_size: int) -> list[list[int]]:
-    """Returns the token ids of the different prompts in a file, in order.
-
-    Each line is a prompt: a plain text, {"prompt": "..."} or {"prompt_token_ids": [...]}.
-    """
-    encode, prompts = _encoder(policy_folder), []
-    first = next((line for _, line in _lines(file)), "")
-    records = _records(file) if first.startswith("{") else ((w, {"prompt": line}) for w, line in _lines(file))
-    for where, record in records:
-        if isinstance(record.get("prompt"), str):
-            ids: Any = encode(record["prompt"], True)
-        elif "prompt_token_ids" in record:
-            ids = record["prompt_token_ids"]
-        else:
-            raise ValueError(f"{where}: keys {_keys(record)}; a prompt has prompt (text) or prompt_token_ids")
-        _check_ids(ids, vocab_size, where)
-        prompts.append(tuple(ids))
-    if not any(prompts):
-        raise ValueError(f"--prompts {file}: no prompt in it; give one a line")
-    return [list(ids) for ids in dict.fromkeys(prompts) if ids]
 
 
 def held_out_share(prompts: Iterable[Sequence[int]], wanted: float) -> float:

@@ -12,17 +12,18 @@ F = auxiliary layers * H. C rows of a chunk, P positions that a chunk attends to
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from nemo_specrollout.training.features.features import CHUNK_ELEMENTS, SequenceFeatures
-from nemo_specrollout.training.head.draft_loss import draft_pass, projected
 from nemo_specrollout.training.head.head import DraftHead
 
 MAX_CHUNK_ROWS = 512
-"""Most rows of a chunk."""
+"""Maximum number of rows of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ def measure_acceptance(
     return Acceptance(*np.array(sums_N3K).reshape(-1, 3, num_drafts).swapaxes(0, 1))
 
 
-def probabilities(logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
+def probabilities(logits_RV: Tensor, temperature: float) -> Tensor:
     """Returns the distributions at `temperature`, float32 [R, V]. At 0 the arg-max has probability 1."""
     if temperature == 0.0:
         return torch.zeros_like(logits_RV, dtype=torch.float32).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
     return torch.softmax(logits_RV.float() / temperature, dim=-1)
 
 
-def overlap(policy_RD: torch.Tensor, head_RD: torch.Tensor) -> torch.Tensor:
+def overlap(policy_RD: Tensor, head_RD: Tensor) -> Tensor:
     """Returns 1 - TV of two distributions, float32 [R].
 
     `policy_RD` has the policy's probabilities of the tokens that the head can draft. Drafts of all others are rejected.
@@ -93,7 +94,7 @@ def overlap(policy_RD: torch.Tensor, head_RD: torch.Tensor) -> torch.Tensor:
 
 def draft_logits(
     head: DraftHead, features: SequenceFeatures, num_drafts: int, chunk_rows: int
-) -> Iterator[tuple[int, int, torch.Tensor]]:
+) -> Iterator[tuple[int, int, Tensor]]:
     """Yields (first row, draft position, logits [C, D]) chunk by chunk. Row t reads token t+1 and the states at t.
 
     The logits equal the ones of `speculators`' training forward. The rows of a chunk attend to the first-draft keys of all
@@ -104,20 +105,55 @@ def draft_logits(
     keys = DynamicCache()
     for start in range(0, num_rows, chunk_rows):
         stop = min(start + chunk_rows, num_rows)
-        hidden_1CH = projected(model, features.aux_TF[None, start:stop].to(model.fc.weight))
+        hidden_1CH = _projected(model, features.aux_TF[None, start:stop].to(model.fc.weight))
         mask_CP = torch.ones(stop - start, stop, dtype=torch.bool, device=head.device).tril(start)
         own_CC = torch.eye(stop - start, dtype=torch.bool, device=head.device)
         for k in range(num_drafts):
             # Rows beyond the end of the sequence may hold any token: no caller uses their drafts.
             rows_C = torch.arange(start + 1 + k, stop + 1 + k, device=head.device)
             tokens_1C = tokens_T[rows_C.clamp(max=num_rows)][None]
-            hidden_1CH = draft_pass(model, tokens_1C, hidden_1CH, rows_C[None], mask_CP, keys)
+            hidden_1CH = _draft_pass(model, tokens_1C, hidden_1CH, rows_C[None], mask_CP, keys)
             normed_1CH = model.norm(hidden_1CH)
             yield start, k, model.lm_head(normed_1CH)[0]
             hidden_1CH = normed_1CH if model.config.norm_output else hidden_1CH
             mask_CP = torch.cat([mask_CP, own_CC], dim=1)
         if num_drafts > 1:
             keys.crop(-(num_drafts - 1) * (stop - start))
+
+
+def _projected(model: Any, aux_1CF: Tensor) -> Tensor:
+    """Returns the head's first hidden states, [1, C, H], from the policy's auxiliary states."""
+    if model.input_norm is not None:
+        aux_1CF = model.input_norm(aux_1CF)
+    elif model.fc_norm is not None:
+        parts = aux_1CF.chunk(len(model.fc_norm), dim=-1)
+        aux_1CF = torch.cat([norm(part) for norm, part in zip(model.fc_norm, parts, strict=True)], dim=-1)
+    return model.fc(aux_1CF)
+
+
+def _draft_pass(
+    model: Any,
+    tokens_1C: Tensor,
+    hidden_1CH: Tensor,
+    positions_1C: Tensor,
+    mask_CP: Tensor,
+    keys: DynamicCache,
+) -> Tensor:
+    """Returns the hidden states after the head's layers, [1, C, H].
+
+    Appends the rows' keys to `keys`. `mask_CP` says which keys of all passes so far a row attends to.
+    """
+    states = torch.cat([model.embed_tokens(tokens_1C), hidden_1CH], dim=-1)
+    rotary = model.rotary_emb(states, positions_1C)
+    for layer in model.layers:
+        states = layer(
+            states,
+            attention_mask=mask_CP[None, None],
+            position_ids=positions_1C,
+            past_key_values=keys,
+            position_embeddings=rotary,
+        )
+    return states
 
 
 def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, temperature: float) -> np.ndarray:

@@ -22,7 +22,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
+from nemo_specrollout.storage.model_folder import EMBEDDING, LM_HEAD
 from nemo_specrollout.training.head.head_facts import (
     check_head,
     check_layer_ids,
@@ -245,18 +245,16 @@ def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[st
 
     Raises ValueError if the folder has no embedding under its Hugging Face name.
     """
-    found: dict[str, torch.Tensor] = {}
-    has_embedding = False
+    wanted, found = {*names, EMBEDDING}, dict[str, torch.Tensor]()
     for file in sorted(policy_folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            present = set(opened.keys())
-            has_embedding |= EMBEDDING in present
-            found |= {name: opened.get_tensor(name) for name in present.intersection(names)}
-    if not has_embedding:
-        raise ValueError(
-            f"{policy_folder}: no {EMBEDDING} in its safetensors; give a Hugging Face folder of the policy"
-        )
-    return found
+            found |= {name: opened.get_tensor(name) for name in wanted.intersection(opened.keys())}
+    for file in () if found else sorted(policy_folder.glob("pytorch_model*.bin")):
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        found |= {name: tensors[name] for name in wanted & tensors.keys()}
+    if EMBEDDING not in found:
+        raise ValueError(f"{policy_folder}: its weights have no {EMBEDDING}; give a Hugging Face folder of the policy")
+    return {name: tensor for name, tensor in found.items() if name in names}
 
 
 @torch.no_grad()

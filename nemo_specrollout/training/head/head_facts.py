@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from nemo_specrollout.config.model_folder import read_object, size_in, tensor_shapes
+from nemo_specrollout.storage.model_folder import read_object, size_in, tensor_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ def read_policy_facts(folder: Path) -> PolicyFacts:
 
 
 def read_head_facts(folder: Path) -> HeadFacts:
-    """Reads the config and the tensors' headers. Raises ValueError if the folder is no EAGLE-3 head or is truncated."""
+    """Reads the config and the tensors' headers. Raises ValueError for a folder that is truncated or not an EAGLE-3 head."""
     config, where = _read_config(folder, "head"), folder / "config.json"
     is_flat = "transformer_layer_config" not in config
     layer = config if is_flat else _block(config, "transformer_layer_config", folder)
@@ -140,7 +140,7 @@ def check_head(folder: Path, policy_folder: Path, read_tensors: bool = True) -> 
 
 
 def misfit(head: str, policy: str) -> str | None:
-    """Returns why a head does not fit a policy, by their headers; None if it fits or a name is no folder here."""
+    """Returns why a head does not fit a policy, from their headers; None if it fits, or if either is not a folder here."""
     if Path(head).is_dir() and Path(policy).is_dir():
         try:
             check_head(Path(head), Path(policy), read_tensors=False)

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.storage.files import write_atomically
+from nemo_specrollout.storage.model_folder import read_object
 
 NUM_KEPT = 3
 """Newest heads and teachers that are kept. After an alarm, an engine reads its head and the one before it."""

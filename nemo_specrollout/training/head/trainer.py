@@ -12,10 +12,10 @@ import torch
 from speculators.losses.utils import resolve_loss_config
 
 from nemo_specrollout.config.block import MIXED_LOSS
-from nemo_specrollout.config.files import replacing_file
+from nemo_specrollout.storage.files import replacing_file
 from nemo_specrollout.training.features.features import SequenceFeatures
-from nemo_specrollout.training.head.draft_loss import Piece, pack, plan_batches, row_loss, training_loss
 from nemo_specrollout.training.head.head import DraftHead
+from nemo_specrollout.training.head.packing import Piece, pack, plan_batches
 
 OnStep = Callable[[int, int, float], None]
 """Called after a step with its number, the (estimated) total number of steps, and the loss."""
@@ -195,16 +195,15 @@ class HeadTrainer:
         return value
 
     def _loss(self, sequences: Sequence[SequenceFeatures], pieces: list[Piece], loss: str) -> torch.Tensor:
-        """Returns the loss: by the fused kernels of `speculators` on a GPU, and with less work on a CPU."""
-        model, settings, device = self.head.model, self.settings, self.head.device
-        # Compiled kernels on a GPU need batches of one shape.
-        batch = pack(sequences, pieces, settings.ttt_steps, settings.batch_tokens if self._is_cuda else None)
+        """Returns the loss of `speculators`' training forward."""
+        settings, device = self.settings, self.head.device
+        # Compiled kernels on a GPU need batches of one shape. No batch may have fewer rows than draft positions.
+        num_rows = settings.batch_tokens if self._is_cuda else settings.ttt_steps
+        batch = pack(sequences, pieces, settings.ttt_steps, num_rows)
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         config = resolve_loss_config(loss, "fused" if self._is_cuda else "eager")
         with torch.autocast(device.type, torch.bfloat16, enabled=self._uses_bfloat16):
-            if self._is_cuda:
-                return model(**batch, ttt_steps=settings.ttt_steps, loss_config=config)[1]
-            return training_loss(model, batch, settings.ttt_steps, row_loss(config))
+            return self.head.model(**batch, ttt_steps=settings.ttt_steps, loss_config=config)[1]
 
     def _learning_rate(self, used_share: float) -> float:
         settings = self.settings

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.versions import installed_versions
+from nemo_specrollout.installed.versions import installed_versions
 from nemo_specrollout.sampling.seeds import content_hash
 from nemo_specrollout.scheduling.heads.publish_gate import MIN_SAMPLES, GateDecision, PublishGate
+from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import Acceptance, measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead
 from nemo_specrollout.training.head.head_facts import check_head
 from nemo_specrollout.training.head.trainer import Budget, HeadTrainer, TrainingProgress, TrainingSettings
 
-SMALLEST_GAIN = 0.05
-"""Fewest accepted drafts per step that a head in service is assumed to bring, so that ratios stay finite."""
+MIN_GAIN = 0.05
+"""Minimum accepted drafts per step of a head in service, assumed so that ratios stay finite."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Refresh:
         if not self.published or judgement is None:
             return None
         before = 1.0 if judgement.before is None else judgement.before.expected_length
-        return (judgement.after.expected_length - 1.0) / max(before - 1.0, SMALLEST_GAIN)
+        return (judgement.after.expected_length - 1.0) / max(before - 1.0, MIN_GAIN)
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,11 @@ from nemo_specrollout.training.refresh.refresh_options import RefreshOptions
 from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
 HELD_OUT_TOKENS = 60_000
-"""Most tokens of held-out sequences by which heads are judged."""
+"""Maximum number of held-out tokens that judge the heads."""
 COMPARED_SEQUENCES = 8
 """Sequences of a feature store whose features are computed again, to check that they are the policy's."""
 CHECKED_SEQUENCES = 64
-"""Sequences by which it is judged whether rollouts are the policy's own."""
+"""Sequences that show whether rollouts are the policy's own."""
 CHUNK_TEXTS = 64
 """Texts whose features are computed together. Chunks are the same after an interruption, so the features are too."""
 FLUSH_EVERY_S = 15.0
@@ -67,7 +67,7 @@ SMALLEST_STORE_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class RefreshJob:
-    """Inputs of an offline refresh that all of its parts share."""
+    """One `refresh-draft` command: its options, its policy, and where its results and messages go."""
 
     options: RefreshOptions
     state: RefreshState
@@ -96,11 +96,9 @@ class RefreshJob:
 
 Loaded = tuple[RefreshData, dict[str, Any], DraftHead]
 """Features, the entries of the head's card about them, and the head that training starts from."""
-AnswerPrompts = Callable[[RefreshJob], None]
-"""Writes the policy's responses to the prompts of `options.prompts` into `state.rollouts`."""
 
 
-def load_data(job: RefreshJob, answer_prompts: AnswerPrompts) -> Loaded:
+def load_data(job: RefreshJob) -> Loaded:
     """Returns the features to train on, and the untrained head or the one of `--draft`.
 
     The features come from a feature store, or are computed from rollouts and stored in `job.state`. Raises ValueError
@@ -112,9 +110,6 @@ def load_data(job: RefreshJob, answer_prompts: AnswerPrompts) -> Loaded:
         raise ValueError(f"--rollouts {stores[0]} is a feature store; give it alone, or files and folders of rollouts")
     if stores:
         return _from_store(job, stores[0])
-    if job.options.prompts is not None:
-        answer_prompts(job)
-        paths = [job.state.rollouts]
     texts, sentences = read_rollouts(paths, job.policy, job.facts.vocab_size, job.max_length)
     for sentence in sentences:
         job.view.say(sentence)
@@ -168,7 +163,7 @@ def _from_texts(job: RefreshJob, texts: list[RolloutText]) -> Loaded:
 
 def _capture(job: RefreshJob, texts: Sequence[RolloutText], store: FeatureStore, lm_head_VH: torch.Tensor) -> None:
     """Stores the features that the store lacks. Raises ValueError if the rollouts cannot be the policy's own."""
-    num_done = sum(s.num_training + s.num_held_out for s in store.shards())
+    num_done = store.num_sequences()
     if num_done >= len(texts):
         return
     policy, flushed = load_policy(job.policy, job.device, job.feature_dtype), time.monotonic()
@@ -222,8 +217,8 @@ def _data_of(job: RefreshJob, reader: FeatureReader) -> tuple[RefreshData, dict[
             f"{MIN_HELD_OUT_PROMPTS} prompts are needed to judge by, give more rollouts"
         )
     facts = {
-        "hash": data_hash([reader]),
-        "rollouts": list(job.options.rollouts) or [f"generated from {job.options.prompts}"],
+        "hash": data_hash([*training, *held_out]),
+        "rollouts": list(job.options.rollouts),
         "sequences": len(training),
         "tokens": sum(f.num_tokens for f in training),
         "held_out_share": reader.index().held_out_share,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline refresh: a draft head from stored rollouts or from prompts, in one command that can be killed and repeated."""
+"""Offline refresh: a draft head from stored rollouts, in one command that can be killed and repeated."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,6 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
-from nemo_specrollout.training.checkpoints.policy_source import find_policy, policy_folder
 from nemo_specrollout.training.features.feature_store import first_tokens, is_feature_store
 from nemo_specrollout.training.features.rollout_files import rollout_files
 from nemo_specrollout.training.head.acceptance import measure_acceptance
@@ -26,25 +25,23 @@ from nemo_specrollout.training.head.trainer import (
 )
 from nemo_specrollout.training.refresh.candidate import Judge, Judgement, Refresh, RefreshData, write_card
 from nemo_specrollout.training.refresh.offline_data import (
-    AnswerPrompts,
     RefreshJob,
     disk_errors,
     load_data,
 )
+from nemo_specrollout.training.refresh.policy_checkpoint import convert, hf_folder
 from nemo_specrollout.training.refresh.refresh_options import DEFAULT_MINUTES, RefreshOptions
 from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
 SAVE_EVERY_S = 15.0
 """Seconds between two writes of the trainer's state."""
 MEASURE_EVERY_S = 20.0
-"""Fewest seconds between two measurements of acceptance while training."""
+"""Minimum seconds between two measurements of acceptance while training."""
 LIVE_TOKENS = 1_000
-"""Most tokens of held-out sequences by which acceptance is measured while training."""
+"""Maximum number of held-out tokens that measure acceptance while training."""
 
 
-def refresh_offline(
-    options: RefreshOptions, view: Any, answer_prompts: AnswerPrompts, check: Callable[[], None] = lambda: None
-) -> bool:
+def refresh_offline(options: RefreshOptions, view: Any, check: Callable[[], None] = lambda: None) -> bool:
     """Makes the head; returns whether it was published.
 
     All that took time is kept in `DIR.partial`, and nothing else is written before the gate has decided. A folder that this
@@ -53,7 +50,6 @@ def refresh_offline(
     Args:
         options: Options of the user.
         view: Output for the user, a `cli.refresh_draft.TerminalView`.
-        answer_prompts: Generates rollouts from prompts; called only for `--prompts`.
         check: Raises KeyboardInterrupt if the user asked to stop. Called between steps.
 
     Raises ValueError for bad input and OSError for a full disk.
@@ -66,9 +62,9 @@ def refresh_offline(
             if continues:
                 view.say(f"going on with {state.folder}")
             try:
-                _make_head(_start(options, state, view, check), answer_prompts)
+                _make_head(_start(options, state, view, check))
             except (ValueError, OSError):
-                if not continues and not state.rollouts.exists() and not any(state.features.glob("shard-*")):
+                if not continues and not any(state.features.glob("shard-*")):
                     state.discard()
                 raise
         return _close(options, state, view)
@@ -77,7 +73,7 @@ def refresh_offline(
 
 
 def _start(options: RefreshOptions, state: RefreshState, view: Any, check: Callable[[], None]) -> RefreshJob:
-    """Finds device and policy. A policy that is no Hugging Face folder is converted, once."""
+    """Finds device and policy. A checkpoint of NeMo-RL is converted, once."""
     # transformers reports every load with a bar, and the unused LM head as unexpected.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -85,15 +81,15 @@ def _start(options: RefreshOptions, state: RefreshState, view: Any, check: Calla
         raise ValueError("--device cuda: this machine has no CUDA device; leave it out")
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if options.device == "auto" else options.device)
-    checkpoint, policy = Path(options.policy), state.policy
-    if not policy.is_dir():
-        is_converted = find_policy(checkpoint).kind != "hugging_face"
-        with view.phase(f"{'converting' if is_converted else 'reading'} {checkpoint}"):
-            policy = policy_folder(checkpoint, state.policy, options.hf_config)
+    policy = state.policy if state.policy.is_dir() else hf_folder(Path(options.policy))
+    if policy is None:
+        policy = state.policy
+        with view.phase(f"NeMo-RL converts {options.policy}"):
+            convert(Path(options.policy), policy)
     return RefreshJob(options, state, view, check, policy, read_policy_facts(policy), device)
 
 
-def _make_head(job: RefreshJob, answer_prompts: AnswerPrompts) -> None:
+def _make_head(job: RefreshJob) -> None:
     """Trains and judges a candidate, and moves it into its place."""
     options, state = job.options, job.state
     if options.draft_folder is not None:
@@ -106,7 +102,7 @@ def _make_head(job: RefreshJob, answer_prompts: AnswerPrompts) -> None:
         tv_after=options.tv_after,
         seed=options.seed,
     )
-    data, data_facts, head = load_data(job, answer_prompts)
+    data, data_facts, head = load_data(job)
     refresh = _refreshed(job, HeadTrainer(head, settings), data)
     with disk_errors(state.folder):
         policy = {"folder": str(Path(options.policy)), "version": options.policy_version}
@@ -199,14 +195,12 @@ def _close(options: RefreshOptions, state: RefreshState, view: Any) -> bool:
 
 def _named_files(options: RefreshOptions) -> list[Path]:
     """Returns the files and folders that must not change while a refresh is unfinished. Raises ValueError for missing ones."""
-    policy, draft, prompts = Path(options.policy), options.draft_folder, options.prompts
+    policy, draft = Path(options.policy), options.draft_folder
     if not policy.is_dir():
         raise ValueError(f"--policy {policy} is not a folder; name a Hugging Face folder or a checkpoint")
     if draft is not None and not draft.is_dir():
         raise ValueError(f"--draft {draft} is not a folder; name a head's, or leave it out to begin from scratch")
-    if prompts is not None and not Path(prompts).is_file():
-        raise ValueError(f"--prompts {prompts}: no such file; give one prompt a line, or JSONL")
-    named = [policy, *(Path(path) for path in (draft, prompts) if path is not None)]
+    named = [policy, *([] if draft is None else [draft])]
     for path in map(Path, options.rollouts):
         named += [path] if is_feature_store(path) else rollout_files([path])
     return named

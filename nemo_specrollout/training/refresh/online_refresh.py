@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from nemo_specrollout.config.block import MIXED_LOSS, SpecrolloutConfig
-from nemo_specrollout.config.model_folder import tokenizer_fingerprint
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
 from nemo_specrollout.scheduling.heads.refresh_schedule import RefreshDecision, RefreshRate, RefreshSchedule, StepFacts
+from nemo_specrollout.storage.model_folder import tokenizer_fingerprint
 from nemo_specrollout.training.features.feature_store import FeatureReader, FeatureSource, data_hash, newest_sequences
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
 from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
@@ -17,9 +17,9 @@ from nemo_specrollout.training.head.trainer import BATCH_TOKENS, Budget, Trainin
 from nemo_specrollout.training.refresh.candidate import Judge, Refresh, RefreshData, refresh_head, write_card
 
 TRAINING_TOKENS = 60_000
-"""Most tokens of features that a refresh learns from."""
+"""Maximum number of tokens that a refresh learns from."""
 HELD_OUT_TOKENS = 6_000
-"""Most tokens of held-out features by which a refresh is judged."""
+"""Maximum number of held-out tokens that judge a refresh."""
 
 
 class OnlineRefresh:
@@ -66,7 +66,7 @@ class OnlineRefresh:
         return self._schedule.after_step(facts)
 
     def set_policy_weights(self, policy_tensors: Mapping[str, torch.Tensor]) -> None:
-        """Sets the policy's LM head and embedding, by which heads learn and are judged."""
+        """Sets the policy's LM head and embedding, the teacher and the judge of the heads."""
         for head in (self.head, self._promising):
             if head is not None:
                 head.set_policy_weights(policy_tensors)
@@ -132,7 +132,8 @@ class OnlineRefresh:
         folder = self._folder.candidate(step, refresh.published)
         save_head(refresh.candidate, folder)
         policy = {"folder": str(self._policy_folder), "version": policy_version}
-        counts = {"hash": data_hash(stores), "sequences": len(data.training), "held_out": len(data.held_out)}
+        everything = [*data.training, *data.held_out]
+        counts = {"hash": data_hash(everything), "sequences": len(data.training), "held_out": len(data.held_out)}
         write_card(folder, self._policy_folder, refresh, settings, policy, counts)
         if refresh.published:
             self._folder.publish(PublishedHead(folder, policy_version, refresh.expected_length))

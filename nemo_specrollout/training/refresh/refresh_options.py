@@ -28,26 +28,15 @@ def _flag(
 class RefreshOptions:
     """Values of all flags. None means that the flag was not given; its help text says what that does."""
 
-    policy: str = _flag("policy: a Hugging Face folder, Megatron checkpoint, or NeMo-RL step folder", "CKPT")
+    policy: str = _flag(
+        "policy: a Hugging Face folder, or a step_N folder of NeMo-RL, which NeMo-RL then converts", "CKPT"
+    )
     out: str = _flag("folder of the new head, which vLLM serves without conversion", "DIR")
     draft: str | None = _flag(
         "start from this head, and replace it only if the new one is better; else from scratch", "DIR", None
     )
     rollouts: tuple[str, ...] = _flag(
         "JSONL files, folders of them (also NeMo-RL's logs), or a feature store", "PATH", ()
-    )
-    prompts: str | None = _flag(
-        "instead of --rollouts: file of prompts, which the policy answers, or a config of the local runner, whose tasks "
-        "make the prompts",
-        "FILE",
-        None,
-    )
-    num_prompts: int = _flag("prompts from --prompts CONFIG, of its bench.workloads or else its data", "N", 256, low=16)
-    samples_per_prompt: int = _flag("responses to each of --prompts", "N", 4, low=1)
-    max_new_tokens: int = _flag("longest response to --prompts, tokens", "N", 512, low=1)
-    rollout_dtype: str = _flag("dtype of the engine for --prompts: float32 or bfloat16", "NAME", "float32", DTYPES)
-    hf_config: str | None = _flag(
-        "folder with config and tokenizer, for a Megatron checkpoint that does not name its model", "DIR", None
     )
     layer_ids: tuple[int, ...] = _flag(
         "policy layers whose inputs a new head reads, e.g. 2,18,33; else an early, a middle and a late one", "IDS", ()
@@ -80,9 +69,7 @@ class RefreshOptions:
         "most disk space, and memory, of features; beyond it the first rollouts are left out", "G", 8.0, above=0.0
     )
     dtype: str = _flag("dtype of the saved head: float32 or bfloat16", "NAME", "float32", DTYPES)
-    seed: int = _flag(
-        "seed of a new head, of the order of its data, and of the rollouts of --prompts", "N", 0, low=0, high=2**32 - 1
-    )
+    seed: int = _flag("seed of a new head, and of the order of its data", "N", 0, low=0, high=2**32 - 1)
     policy_version: int = _flag("step of the policy, for the head's card", "N", 0, low=0)
     device: str = _flag("auto, cpu or cuda", "NAME", "auto", ("auto", "cpu", "cuda"))
     replace: bool = _flag("replace a head that is at --out", "", False)

@@ -9,20 +9,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import differences
+from nemo_specrollout.storage.files import write_atomically
+from nemo_specrollout.storage.model_folder import read_object
 from nemo_specrollout.training.features.feature_store import is_feature_store
 
 _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_config")
-"""Keys of a config.json by which a folder is taken for a head."""
+"""Keys that show that a config.json is a head's."""
 
 
 class RefreshState:
     """Owns DIR.partial while a refresh makes the head DIR.
 
     The folder receives, in this order: `arguments.json` (the options, with sizes and times of the input files), `policy/`
-    (if converted), `rollouts.jsonl` (if generated), `features/`, `trainer.pt`, `candidate/` and `verdict.json`. Each is
+    (if converted), `features/`, `trainer.pt`, `candidate/` and `verdict.json`. Each is
     complete or missing. Example:
 
         state = RefreshState(Path("head"), replace=False)
@@ -40,7 +40,6 @@ class RefreshState:
             out.with_name(f"{out.name}.{end}") for end in ("partial", "refused", "features")
         )
         self.policy = self.folder / "policy"
-        self.rollouts = self.folder / "rollouts.jsonl"
         self.features = self.folder / "features"
         self.trainer = self.folder / "trainer.pt"
         self.candidate = self.folder / "candidate"

@@ -3,7 +3,7 @@
 
 One file for each thing that stands in: `typing_names` (Python 3.13), `cuda` (torch.cuda, devices), `refit` (weights
 between processes), `vllm_engine` (the CPU build), `actors` (Ray), `megatron` and `transformer_engine`. `record` writes down
-rollouts, and `weights` how far they move. Of ours there is `wild_tail` alone, for scenarios that ask for it.
+rollouts, and `weights` how far they move. Of ours there are `wild_tail` and `random_budgets`, for scenarios that ask for them.
 """
 
 from nemo_rl_cpu import typing_names
@@ -39,6 +39,8 @@ def register() -> None:
             "nemo_rl.experience.rollout_manager": "nemo_rl_cpu.record:record_groups",
             "nemo_rl.models.generation.vllm.vllm_generation": "nemo_rl_cpu.record:record_batches",
             "nemo_specrollout.racing.exchange": "nemo_rl_cpu.wild_tail:go_wild",
+            "nemo_specrollout.scheduling.speculation.budget": "nemo_rl_cpu.random_budgets:draw_budgets",
+            "nemo_specrollout.scheduling.speculation.draft_plan": "nemo_rl_cpu.random_budgets:draw_depths",
             "nemo_rl.models.generation.vllm.vllm_worker_async": "nemo_rl_cpu.vllm_engine:restore_names",
             "vllm.engine.arg_utils": "nemo_rl_cpu.vllm_engine:refuse_sleep_mode",
             "vllm.entrypoints.llm": "nemo_rl_cpu.vllm_engine:never_sleep",

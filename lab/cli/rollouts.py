@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specrollout-lab rollouts`: a policy answers prompts, for `refresh-draft --rollouts`. A killed command can be repeated."""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress, TaskID
+
+from lab.local.run_config import RunConfig, read_run_config
+from nemo_specrollout.cli.command_line import check_out, use_threads
+from nemo_specrollout.cli.terminal import log_console, progress_bar
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
+
+CHUNK_REQUESTS = 256
+"""Requests whose responses are written together."""
+SEED_OFFSET = 1_000_000
+"""Distance from the task seeds of runs and benches, so that a head does not learn their prompts."""
+
+
+def rollouts(parsed: argparse.Namespace) -> int:
+    """Appends a line for each sample that the file lacks; returns 0. Raises ConfigError.
+
+    A response depends on its prompt, its number and the seed alone, so a continued command ends with the same rollouts.
+    """
+    counts = {"--num": parsed.num, "--samples": parsed.samples}
+    raise_first_mistake("", *((n < 1, name, f"{n}; make at least one") for name, n in counts.items()))
+    check_out(parsed.out)
+    use_threads(os.cpu_count() or 1)
+    # A full check of the config would want the head that is to be made.
+    config, _ = read_run_config(load_config(parsed.config, parsed.overrides))
+    if parsed.prompts is None:
+        prompts = task_prompts(config, parsed.num, parsed.seed)
+    else:
+        prompts = _prompts_in(parsed.prompts, Path(config.policy.model_name))
+    fitting = [ids for ids in prompts if len(ids) < config.policy.max_total_sequence_length]
+    console, num_done = log_console(), _cut_to_whole_lines(parsed.out)
+    if len(fitting) < len(prompts):
+        console.print(f"{len(prompts) - len(fitting)} prompts fill the context: skipped")
+    samples = [(p, s) for p in range(len(fitting)) for s in range(parsed.samples)]
+    if num_done < len(samples):
+        _answer(config, parsed, fitting, samples[num_done:])
+    console.print(f"{len(samples)} rollouts in {parsed.out}")
+    return 0
+
+
+def task_prompts(config: RunConfig, num: int, seed: int) -> list[list[int]]:
+    """Returns prompts as token ids, of `bench.workloads` in turn, or else of `data`.
+
+    Raises ConfigError for tasks that do not exist.
+    """
+    from lab.local.step_rollout import load_tokenizer
+    from lab.local.tasks import build_task, check_tasks
+
+    for data in config.workloads.values():
+        if data.dataset_name == "reasoning_gym":
+            check_tasks(data.tasks, "data.tasks")
+    tokenizer = load_tokenizer(Path(config.policy.model_name))
+    tasks = [build_task(data, tokenizer) for data in config.workloads.values()]
+    made = [task.problems(config.grpo.seed + SEED_OFFSET + seed, -(-num // len(tasks))) for task in tasks]
+    pairs = [(task, problem) for row in zip(*made, strict=True) for task, problem in zip(tasks, row, strict=True)]
+    return [task.encode(problem) for task, problem in pairs[:num]]
+
+
+def _prompts_in(file: Path, policy: Path) -> list[list[int]]:
+    """Returns the different prompts of a file, in order: a text a line, or {"prompt_token_ids": [...]}."""
+    from lab.local.step_rollout import load_tokenizer
+
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        read: list[Any] = [json.loads(line)["prompt_token_ids"] if line.startswith("{") else line for line in lines]
+    except (OSError, ValueError, LookupError) as error:
+        raise ConfigError(f"--prompts: {file} cannot be read ({error}); write a prompt a line") from error
+    tokenizer = load_tokenizer(policy)
+    ids = [list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt for prompt in read]
+    return [list(prompt) for prompt in dict.fromkeys(map(tuple, ids))]
+
+
+def _answer(
+    config: RunConfig, parsed: argparse.Namespace, prompts: Sequence[Sequence[int]], samples: Sequence[tuple[int, int]]
+) -> None:
+    """Writes a response to each sample, (index of its prompt, number of the sample)."""
+    from lab.local.engine import RolloutEngine
+    from nemo_specrollout.generation.requests import RolloutRequest
+
+    generation = replace(config.policy.generation, specrollout=SpecrolloutConfig())
+    engine = RolloutEngine(Path(config.policy.model_name), generation, seed=parsed.seed)
+    try:
+        with progress_bar(log_console()) as progress:
+            bar = progress.add_task("rollouts", total=len(samples))
+            for start in range(0, len(samples), CHUNK_REQUESTS):
+                requests = [RolloutRequest(prompts[p], p, s) for p, s in samples[start : start + CHUNK_REQUESTS]]
+                made = engine.generate(requests, partial(_move, progress, bar, start))
+                with parsed.out.open("a", encoding="utf-8") as file:
+                    for request, rollout in zip(requests, made, strict=True):
+                        ids = {
+                            "prompt_token_ids": list(request.prompt_token_ids),
+                            "response_token_ids": rollout.token_ids,
+                        }
+                        file.write(json.dumps(ids) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+    finally:
+        engine.close()
+
+
+def _move(progress: Progress, bar: TaskID, start: int, done: int) -> None:
+    progress.update(bar, completed=start + done)
+
+
+def _cut_to_whole_lines(file: Path) -> int:
+    """Cuts off a line that a killed process did not finish; returns the number of remaining lines."""
+    content = file.read_bytes() if file.is_file() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with file.open("rb+") as opened:
+            opened.truncate(len(whole))
+    return whole.count(b"\n")

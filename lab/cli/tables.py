@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of the commands."""
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.table import Table
+
+
+def new_table(
+    names: Sequence[str], *, boxed: bool, left: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()
+) -> Table:
+    """Returns a table with columns `names`, right-justified except for those in `left`. A log gets no box."""
+    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A coordinator that also deals requests out to its engines, restarts dead ones, and gives them new weights.
+
+Shapes: R requests, E engines.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import numpy as np
+
+from lab.placement.planner import counted
+from lab.simulation.dealing import in_shards, longest_first
+from nemo_specrollout.generation.requests import Rollout
+from nemo_specrollout.racing.attempts import Response, Timeline
+from nemo_specrollout.racing.coordinator import Coordinator
+from nemo_specrollout.racing.turns import EngineFleet, Request
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
+from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, DecodeSpeedTable
+from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision, TailPolicy
+from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
+
+
+class LocalFleet(EngineFleet, Protocol):
+    """The engines of a local run."""
+
+    def revive(self) -> None:
+        """Begins to restart dead engines with the current weights. Raises RuntimeError if no engine is left."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
+        """Gives every engine new weights, after the turns that it has queued."""
+
+
+class Stay:
+    """Policy that moves and races nothing."""
+
+    def decide(self, seen: TailObservation) -> TailDecision:
+        return TailDecision()
+
+
+class DealingCoordinator(Coordinator):
+    """Coordinator of a local run's engines. Without a policy, a request stays where it was dealt unless that engine dies."""
+
+    engines: LocalFleet
+
+    def __init__(
+        self, engines: LocalFleet, policy: TailPolicy | None, ladder: DecodeSpeedTable, lengths: LengthEstimator
+    ) -> None:
+        super().__init__(engines, policy or Stay(), ladder, lengths)
+        self._stays = policy is None
+
+    def roll_out(
+        self,
+        requests: Sequence[Request],
+        on_finished: Callable[[int], None] = lambda done: None,
+        task: str = ANY_TASK,
+    ) -> tuple[list[Rollout], Timeline]:
+        """Returns the responses, in the order of `requests`, and the timeline. An interrupted rollout is abandoned."""
+        keys = self.deal(requests, task)
+        try:
+            num_done = 0
+            while num_done < len(keys):
+                num_done += len(self.advance())
+                on_finished(num_done)
+        except BaseException:
+            self.abandon()
+            raise
+        responses, timeline = self.take(keys)
+        return [r.rollout for r in responses], timeline
+
+    def deal(self, requests: Sequence[Request], task: str = ANY_TASK) -> list[int]:
+        """Begins requests, deals them out to engines, and returns their keys."""
+        self.engines.revive()
+        keys = self._begin(requests, task)
+        self._deal_out(keys)
+        return keys
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
+        """Gives all engines new weights, also while requests are under way."""
+        self.decide_races()
+        self.engines.load_weights(tensors, policy_version)
+
+    def _lose(self, engine: int) -> None:
+        super()._lose(engine)
+        self.engines.revive()
+
+    def _consult_policy(self) -> None:
+        if self._stays:
+            self._deal_out(self._waiting())
+        else:
+            super()._consult_policy()
+
+    def _deal_out(self, keys: Sequence[int]) -> None:
+        """Starts requests: by expected length if there is a policy, else in equal shards as NeMo-RL does."""
+        is_alive_E = self._is_alive_E()
+        if not keys or not is_alive_E.any():
+            return
+        responses = [self.responses[key] for key in keys]
+        expected_R = self._remaining(responses)
+        if self._stays:
+            alive = np.flatnonzero(is_alive_E)
+            engine_R = alive[in_shards(len(keys), len(alive))]
+        else:
+            loads_E = np.where(is_alive_E, self._loads_E(), np.inf)
+            engine_R = longest_first([r.request.prompt_index for r in responses], expected_R, loads_E)
+        for i in np.argsort(-expected_R, kind="stable").tolist():
+            self._start(keys[i], int(engine_R[i]))
+
+    def _loads_E(self) -> np.ndarray:
+        """Returns the expected tokens to come by engine, float64 [E]."""
+        responses: list[Response] = [self.responses[key] for key in self._active]
+        loads_E = np.zeros(len(self._assigned))
+        for response, tokens in zip(responses, self._remaining(responses).tolist(), strict=True):
+            loads_E[list(response.attempts)] += tokens
+        return loads_E
+
+
+def timeline_record(timeline: Timeline) -> dict[str, Any]:
+    """Returns a line of `timeline.jsonl`, whose keys call an engine a worker."""
+    spans = [asdict(s) for s in timeline.spans]
+    for span in spans:
+        span["worker"] = span.pop("engine")
+    return {
+        "num_workers": len(timeline.methods),
+        "methods": list(timeline.methods),
+        "saved_s": timeline.saved_s,
+        "spans": spans,
+    }
+
+
+def describe(figures: Mapping[str, Any]) -> str:
+    """Returns `Timeline.figures` in one line for users; empty if no request moved or raced and no engine died."""
+    if not any(figures[name] for name in ("moves", "races", "deaths", "diverged")):
+        return ""
+    parts = [
+        counted(figures["moves"], "move"),
+        counted(figures["races"], "race")
+        + (f" ({figures['won_by_racer']} won by the racer)" if figures["races"] else ""),
+        *([counted(figures["deaths"], "worker") + " died"] if figures["deaths"] else []),
+        *([counted(figures["diverged"], "attempt") + " diverged"] if figures["diverged"] else []),
+    ]
+    saved = "" if figures["saved_s"] is None else f"; saved {figures['saved_s']:.2f} s (estimate)"
+    return f"{', '.join(parts)}{saved}; workers idle for {figures['idle_share']:.0%} of their time"

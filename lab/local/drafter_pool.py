@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafter processes of a local run: starts, watches and restarts them. A rollout waits for them only at its start."""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lab.local.json_child import JsonChild
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec
+
+HANG_S = 30.0
+"""Silence after which a process is killed, in seconds."""
+START_S = 600.0
+"""Longest time that a process may take to start, in seconds."""
+FIRST_PAUSE_S = 1.0
+"""Pause before a process is restarted, in seconds. It doubles with each end before the process has reported anything."""
+LONGEST_PAUSE_S = 60.0
+_WATCH_PERIOD_S = 0.5
+
+
+class DrafterProcess:
+    """One drafter process, restarted at the same address when it ends or hangs. Call `watch` periodically.
+
+    States: starting, up, down (until its pause is over), stopped.
+    """
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        self.spec = spec
+        self.num_restarts = self.num_told = 0
+        self.deaths: list[str] = []
+        """Last output of each process that has ended. `take_deaths` has told of the first `num_told`."""
+        self.status: DrafterReport | None = None
+        """Latest report of the process; None until it has bound its address."""
+        self._pause_s, self._resume_at_s = FIRST_PAUSE_S, 0.0
+        self._child: JsonChild | None = None
+        self._heard_s = 0.0
+        self._start()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None while no process exists."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the process drafts."""
+        return self.status is not None and self.status.is_up
+
+    def watch(self) -> None:
+        """Kills a process that hangs, and restarts one that has ended."""
+        now_s = time.monotonic()
+        if self._child is not None:
+            silence_s = now_s - self._heard_s
+            if silence_s > (HANG_S if self.is_up else START_S):
+                self._child.kill()
+            if not self._child.has_ended:
+                return
+            self.deaths.append(self._child.last_words())
+            self._child, self.status = None, None
+            self._resume_at_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        if now_s >= self._resume_at_s:
+            self.num_restarts += 1
+            self._start()
+
+    def stop(self) -> None:
+        """Ends the process, which is not restarted."""
+        child, self._child, self._resume_at_s = self._child, None, math.inf
+        if child is not None:
+            child.end()
+
+    def failure(self) -> str | None:
+        """Returns the last output of a process that ended before it was up; None otherwise."""
+        if self.is_up or self._child is None or not self._child.has_ended:
+            return None
+        return self._child.last_words()
+
+    def _start(self) -> None:
+        self._child = JsonChild("lab.local.drafter_process", self.spec, {"OMP_NUM_THREADS": "1"})
+        self.status, self._heard_s = None, time.monotonic()
+        threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
+
+    def _listen(self, child: JsonChild) -> None:
+        """Reads the reports of a process until it ends. Runs in its own thread."""
+        for report in child.reports():
+            with contextlib.suppress(TypeError):
+                status = DrafterReport(**report)
+                if child is self._child:
+                    self.status, self._heard_s = status, time.monotonic()
+                    self.spec = replace(self.spec, address=status.address)
+                    self._pause_s = FIRST_PAUSE_S
+
+
+class DrafterPool:
+    """Owns the drafter processes of a run, and the thread that watches them.
+
+    Example: `pool = DrafterPool(specs)`, an engine for `pool.addresses()`, `pool.wait_until_up()`, at the end `pool.stop()`.
+    """
+
+    def __init__(self, specs: Sequence[DrafterSpec]) -> None:
+        """Starts all processes."""
+        self.processes = [DrafterProcess(spec) for spec in specs]
+        self._stopped = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+
+    def addresses(self) -> list[str]:
+        """Waits until all drafters have bound their addresses, and returns these. Raises ConfigError if one cannot start."""
+        self._wait(lambda process: process.status is not None)
+        return [p.spec.address for p in self.processes]
+
+    def wait_until_up(self) -> None:
+        """Waits until all drafters are up, then restarts each that fails. Raises ConfigError if one cannot start."""
+        self._wait(lambda process: process.is_up)
+        self.start_watching()
+
+    def start_watching(self) -> None:
+        """Restarts each drafter that fails from now on, even before it was up. Returns at once."""
+        self._watcher.start()
+
+    def _wait(self, is_there: Callable[[DrafterProcess], bool]) -> None:
+        deadline = time.monotonic() + START_S
+        while not all(map(is_there, self.processes)):
+            reasons = [r for r in (p.failure() for p in self.processes) if r is not None]
+            if not reasons and time.monotonic() > deadline:
+                reasons = [f"not up after {START_S:.0f} s"]
+            if reasons:
+                self.stop()
+                raise ConfigError(f"a drafter process cannot start: {reasons[0]}")
+            time.sleep(0.05)
+
+    def take_deaths(self) -> list[str]:
+        """Returns a sentence for each process that has ended since the last call."""
+        found: list[str] = []
+        for number, process in enumerate(self.processes):
+            untold = process.deaths[process.num_told :]
+            process.num_told += len(untold)
+            found += [
+                f"drafter process {number} died ({w}); it is restarted, and no token depends on it" for w in untold
+            ]
+        return found
+
+    def stop(self) -> None:
+        """Ends all processes."""
+        self._stopped.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        for process in self.processes:
+            process.stop()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_WATCH_PERIOD_S):
+            for process in self.processes:
+                process.watch()
+
+
+def with_addresses(block: SpecrolloutConfig, addresses: Sequence[str]) -> SpecrolloutConfig:
+    """Returns `block` with `addresses` as the addresses of its remote drafter."""
+    assert block.remote is not None
+    remote = replace(block.remote, workers=0, addresses=tuple(addresses))
+    return replace(block, drafters=tuple(remote if d is block.remote else d for d in block.drafters))

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of the draft board on a CPU. `drafters/board.py` says what they compute.
+
+`t` are the board's tables. Shapes: as in `drafters/board.py`; L = NUM_LEVELS.
+
+What a step adds to a table that all requests share is summed apart, and added at the end. So no request reads what another
+request of its step has learned, and the order of the requests does not matter. On a GPU they run at the same time.
+"""
+
+import numpy as np
+from numba import njit
+
+from lab.vllm_on_cpu.own_kernels.tensors import on_tensors
+from nemo_specrollout.drafters import base
+from nemo_specrollout.drafters.base import NUM_LEVELS
+
+F32 = np.float32
+MAX_RATE = F32(base.MAX_RATE)
+PRIOR_STRENGTH = F32(base.PRIOR_STRENGTH)
+
+
+@njit(cache=True, nogil=True)
+def _fade_and_add(t, new_evidence_DE2, new_position_DK2, new_weight_D2, new_calibration_2):  # type: ignore[no-untyped-def]
+    """Scales hits and trials down to the evidence window, then adds the step's. Evidence that is not tried keeps its counts.
+    All draft positions of a drafter are scaled like its first position."""
+    window = F32(base.EVIDENCE_WINDOW)
+    for d in range(t.evidence_DE2.shape[0]):
+        for e in range(t.evidence_DE2.shape[1]):
+            if t.evidence_DE2[d, e, 1] > window:
+                t.evidence_DE2[d, e] *= window / t.evidence_DE2[d, e, 1]
+        if t.position_DK2[d, 0, 1] > window:
+            t.position_DK2[d] *= window / t.position_DK2[d, 0, 1]
+    t.evidence_DE2[:] += new_evidence_DE2
+    t.position_DK2[:] += new_position_DK2
+    t.factor_weight_D2[:] = t.factor_weight_D2 * F32(base.FACTOR_WEIGHT_DECAY) + new_weight_D2
+    t.calibration_2[:] = t.calibration_2 * F32(base.CALIBRATION_DECAY) + new_calibration_2
+
+
+@njit(cache=True, nogil=True)
+def _raw_factor(factor_2):  # type: ignore[no-untyped-def]
+    """Returns a request's hits over the hits that its evidence predicted, with a prior of 1."""
+    return (factor_2[0] + PRIOR_STRENGTH) / (factor_2[1] + PRIOR_STRENGTH)
+
+
+@njit(cache=True, nogil=True)
+def _factor(factor_2, weight_2):  # type: ignore[no-untyped-def]
+    """Returns the factor for new drafts: the raw factor, weighted by the quality of earlier predictions from factors."""
+    weight = min(max((weight_2[0] + F32(1)) / (weight_2[1] + F32(1)), F32(0)), F32(1))
+    return F32(1) + weight * (_raw_factor(factor_2) - F32(1))
+
+
+@njit(cache=True, nogil=True)
+def _count_verified(t, slot, step, num_verified, num_accepted):  # type: ignore[no-untyped-def]
+    """Adds the drafts that the step verified, and those that it accepted, to all counts."""
+    d = t.chosen_S[slot]
+    t.verified_DK2[d, :num_verified, 0] += 1
+    t.verified_DK2[d, :num_accepted, 1] += 1
+    t.steps_TD2[step, d, 0] += num_verified
+    t.steps_TD2[step, d, 1] += num_accepted
+    t.request_S2[slot, 0] += num_verified
+    t.request_S2[slot, 1] += num_accepted
+
+
+@njit(cache=True, nogil=True)
+def _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_position_DK2, new_weight_D2):  # type: ignore[no-untyped-def]
+    """Compares a request's open proposals with its text, each up to its first miss or the end of the text."""
+    # Names of their own, because numba counts references at each access to a field.
+    length_D, base_D, checked_D, factor_D2 = t.length_SD[slot], t.base_SD[slot], t.checked_SD[slot], t.factor_SD2[slot]
+    tokens_DK, evidence_DK = t.tokens_SDK[slot], t.evidence_SDK[slot]
+    for d in range(len(length_D)):
+        excess = _raw_factor(factor_D2[d]) - F32(1)
+        while length_D[d] > 0:
+            k = checked_D[d]
+            if base_D[d] + k >= len(text_L):
+                break
+            is_hit = text_L[base_D[d] + k] == tokens_DK[d, k]
+            evidence = evidence_DK[d, k]
+            rate = rates_DE[d, evidence]
+            new_weight_D2[d, 0] += excess * (F32(is_hit) - rate)
+            new_weight_D2[d, 1] += excess * excess * rate
+            factor_D2[d, 0] = factor_D2[d, 0] * base.REQUEST_DECAY + is_hit
+            factor_D2[d, 1] = factor_D2[d, 1] * base.REQUEST_DECAY + rate
+            new_evidence_DE2[d, evidence, 0] += is_hit
+            new_evidence_DE2[d, evidence, 1] += 1
+            new_position_DK2[d, k, 0] += is_hit
+            new_position_DK2[d, k, 1] += 1
+            checked_D[d] = k + 1
+            if not is_hit or k + 1 == length_D[d]:
+                length_D[d] = 0
+
+
+@on_tensors
+@njit(cache=True, nogil=True)
+def observe(texts, num_sampled_B, num_rejected_B, t, step, reference):  # type: ignore[no-untyped-def]
+    rates_DE = t.evidence_DE2[..., 0] / t.evidence_DE2[..., 1]
+    new_evidence_DE2, new_position_DK2 = np.zeros_like(t.evidence_DE2), np.zeros_like(t.position_DK2)
+    new_weight_D2, new_calibration_2 = np.zeros_like(t.factor_weight_D2), np.zeros_like(t.calibration_2)
+    t.steps_TD2[step] = 0
+    for b in range(len(texts.slots_B)):
+        slot = texts.slots_B[b]
+        if slot < 0 or num_sampled_B[b] == 0:
+            continue
+        d, total_len = t.chosen_S[slot], texts.total_len_S[slot]
+        num_verified = min(num_sampled_B[b] - 1 + num_rejected_B[b], t.submitted_S[slot])
+        num_accepted = min(num_sampled_B[b] - 1, num_verified)
+        t.submitted_S[slot] = 0
+        if num_verified > 0:
+            _count_verified(t, slot, step, num_verified, num_accepted)
+            if d != reference and t.evidence_SDK[slot, d, 0] < NUM_LEVELS:
+                factor, survival = _factor(t.factor_SD2[slot, d], t.factor_weight_D2[d]), F32(1)
+                new_calibration_2[0] += num_accepted
+                for evidence in t.evidence_SDK[slot, d, :num_verified]:
+                    survival *= min(rates_DE[d, evidence] * factor, MAX_RATE)
+                    new_calibration_2[1] += survival
+        text_L = texts.token_ids_SL[slot, :total_len]
+        _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_position_DK2, new_weight_D2)
+    _fade_and_add(t, new_evidence_DE2, new_position_DK2, new_weight_D2, new_calibration_2)
+
+
+@njit(cache=True, nogil=True)
+def _relate(tokens_DK, count_D, reference, relation_DK):  # type: ignore[no-untyped-def]
+    """Writes the relation of each token to the proposal of the other side (`NUM_RELATIONS`). The reference is one side."""
+    relation_DK[:] = 0
+    if reference < 0:
+        return
+    relation_DK[:] = 3 if count_D[reference] > 0 else 0
+    relation_DK[reference] = 3 if count_D.sum() > count_D[reference] else 0
+    for d in range(len(count_D)):
+        for k in range(min(count_D[d], count_D[reference]) if d != reference else 0):
+            is_same = tokens_DK[d, k] == tokens_DK[reference, k]
+            relation_DK[d, k] = 1 if is_same else 2
+            relation_DK[reference, k] = min(relation_DK[reference, k], relation_DK[d, k])
+            if not is_same:
+                break
+
+
+@njit(cache=True, nogil=True)
+def _rate(rates_DE, evidence_DK, count_D, factor_D, row_price, ignored, rate_DK):  # type: ignore[no-untyped-def]
+    """Writes the rates of all draft tokens. Returns the drafter of the highest worth above 0, `ignored` left out, or -1."""
+    best, most = -1, F32(0)
+    for d in range(len(count_D)):
+        worth, survival = F32(0), F32(1)
+        for k in range(count_D[d]):
+            rate_DK[d, k] = min(rates_DE[d, evidence_DK[d, k]] * factor_D[d], MAX_RATE)
+            survival *= rate_DK[d, k]
+            worth += max(survival - F32(row_price), survival * F32(base.MIN_WORTH_SHARE))
+        if worth > most and d != ignored:
+            best, most = d, worth
+    return best
+
+
+@njit(cache=True, nogil=True)
+def _write_model_outlook(outlook_4K, rate_K, max_drafts, factor, position_K2):  # type: ignore[no-untyped-def]
+    """Writes rows 1 and 3 of a request's outlook. `rate_K` are the rates of the model's drafts.
+
+    Positions that the model did not draft have the rate of their position.
+    """
+    is_new, count = outlook_4K[1, 0] == 0.0, len(rate_K)
+    decay = F32(1 - (base.OUTLOOK_DECAY if count > 0 else base.OUTLOOK_RETURN))
+    usual, expected, position_rate = F32(1), F32(1), F32(base.PRIOR_RATE)
+    for k in range(len(position_K2)):
+        hits, trials = position_K2[k]
+        position_rate = (hits + PRIOR_STRENGTH * position_rate) / (trials + PRIOR_STRENGTH)
+        by_position = min(position_rate * factor, MAX_RATE) if k < max_drafts else F32(0)
+        usual *= by_position
+        expected *= rate_K[k] if k < count else by_position
+        before = usual if is_new else outlook_4K[1, k]
+        after = expected if count > 0 else usual
+        outlook_4K[1, k] = before + decay * (after - before)
+        outlook_4K[3, k] = expected if k < count else F32(0)
+
+
+@njit(cache=True, nogil=True)
+def _write_text_outlook(outlook_4K, rate_K, calibration_2):  # type: ignore[no-untyped-def]
+    """Writes rows 0 and 2 of a request's outlook. `rate_K` are the rates of the best text proposal."""
+    calibration = (calibration_2[0] + PRIOR_STRENGTH) / (calibration_2[1] + PRIOR_STRENGTH)
+    outlook_4K[2] = 0
+    survival = F32(1)
+    for k in range(len(rate_K)):
+        survival *= rate_K[k]
+        outlook_4K[2, k] = min(survival * calibration, F32(1))
+    outlook_4K[0] += F32(1 - base.OUTLOOK_DECAY) * (outlook_4K[2] - outlook_4K[0])
+
+
+@on_tensors
+@njit(cache=True, nogil=True)
+def choose(texts, t, model, reference, row_price):  # type: ignore[no-untyped-def]
+    num_drafters, _, num_positions = t.tokens_DBK.shape
+    rates_DE = t.evidence_DE2[..., 0] / t.evidence_DE2[..., 1]
+    tried_DL2 = t.evidence_DE2.reshape(num_drafters, -1, NUM_LEVELS, 2).sum(1)
+    rates_DL = tried_DL2[..., 0] / tried_DL2[..., 1]
+    evidence_DK = np.empty((num_drafters, num_positions), np.int8)
+    rate_DK = np.empty((num_drafters, num_positions), np.float32)
+    count_D, factor_D = np.empty(num_drafters, np.int32), np.empty(num_drafters, np.float32)
+    for b in range(len(texts.slots_B)):
+        slot = texts.slots_B[b]
+        t.drafts_BK[b] = 0
+        if slot < 0:
+            continue
+        t.rates_SK[slot] = 0
+        max_drafts = min(max(t.limit_S[slot] - texts.total_len_S[slot] - 1, 0), num_positions)
+        for d in range(num_drafters):
+            count_D[d] = min(t.found_DB[d, b], max_drafts)
+            factor_D[d] = _factor(t.factor_SD2[slot, d], t.factor_weight_D2[d])
+        if model >= 0:
+            rates = rates_DL if count_D[model] > 0 else rates_DE
+            best = _rate(rates, t.levels_DBK[:, b], count_D, factor_D, row_price, model, rate_DK)
+            outlook_4K, model_rate_K = t.outlook_S4K[slot], rate_DK[model, : count_D[model]]
+            _write_text_outlook(outlook_4K, rate_DK[best, : count_D[best] if best >= 0 else 0], t.calibration_2)
+            _write_model_outlook(outlook_4K, model_rate_K, max_drafts, factor_D[model], t.position_DK2[model])
+        _relate(t.tokens_DBK[:, b], count_D, reference, evidence_DK)
+        evidence_DK *= NUM_LEVELS
+        evidence_DK += t.levels_DBK[:, b]
+        best = _rate(rates_DE, evidence_DK, count_D, factor_D, row_price, -1, rate_DK)
+        t.submitted_S[slot] = 0
+        if best >= 0:
+            count = count_D[best]
+            t.chosen_S[slot], t.submitted_S[slot] = best, count
+            t.drafts_BK[b, :count] = t.tokens_DBK[best, b, :count]
+            t.rates_SK[slot, :count] = rate_DK[best, :count]
+        for d in range(num_drafters):
+            count = count_D[d]
+            if count > 0 and (t.length_SD[slot, d] == 0 or d == best):
+                t.length_SD[slot, d], t.base_SD[slot, d], t.checked_SD[slot, d] = count, texts.total_len_S[slot], 0
+                t.tokens_SDK[slot, d, :count] = t.tokens_DBK[d, b, :count]
+                t.evidence_SDK[slot, d, :count] = evidence_DK[d, :count]

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling of a step's rows on a CPU, by vLLM's functions (`generation/row_sampling.py`)."""
+
+import torch
+from vllm.v1.worker.gpu.sample import gumbel, logprob
+
+from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.sampled_rows import Drafts, Drawn, Logits, RowKeys
+from nemo_specrollout.sampling.equality import accept_by_equality
+
+
+def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None) -> Drawn:
+    """Implements `row_sampling.draw_rows`."""
+    logprobs = emitted_BK = counts_B = None
+    tokens_R = compat.draw(scored.values_RV, *keys, apply_temperature=scored.divides)
+    if graded is not None:
+        values_RV, divides = graded
+        if divides:
+            values_RV = values_RV.to(torch.float32, copy=True)
+            gumbel.apply_temperature(values_RV, keys.slots_R, keys.temperature_S)
+        logprobs = logprob.compute_topk_scores(values_RV, 0, tokens_R)
+    if drafts is not None:
+        emitted_BK, counts_B = accept_by_equality(tokens_R, *drafts)
+    return Drawn(tokens_R, logprobs, emitted_BK, counts_B)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program of several commands: table of the commands, parsing, and how it ends. A user's mistake is one sentence."""
+
+import argparse
+import errno
+import io
+import os
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.cli.terminal import Interrupts, Terminated, complain, scratch_folder
+from nemo_specrollout.config.load import NEMO_RL_DIR
+from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
+
+EXIT_FAILED = 1
+"""Exit code of a command that failed."""
+EXIT_BAD_INPUT = 2
+"""Exit code after a user's mistake."""
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+EXIT_NO_READER = 141
+"""Exit code if the reader of standard output has ended."""
+EXIT_TERMINATED = 143
+"""Exit code after SIGTERM."""
+_MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
+"""Full disks, used-up quotas, and disks that broke or are read-only: finished work is kept."""
+_PATH_ERRORS = {
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP
+}  # fmt: skip
+"""Paths that the user named and that cannot be used."""
+Flag = tuple[str, dict[str, Any]]
+"""Name and options of one `argparse.ArgumentParser.add_argument` call."""
+
+
+def flag(name: str, metavar: str | None, text: str, **options: Any) -> Flag:
+    """Returns a flag. A default is added to the help text, and gives the flag its type."""
+    if options.get("default"):
+        text += f"; default: {options['default']}"
+        options.setdefault("type", type(options["default"]))
+    if metavar is not None:
+        options["metavar"] = metavar
+    return name, {"help": text, **options}
+
+
+CONFIG = flag("config", "CONFIG", "a NeMo-RL-shaped YAML file", type=Path)
+OVERRIDES = flag("overrides", "key=value", "e.g. grpo.max_num_steps=3", nargs="*", default=[])
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand."""
+
+    name: str
+    text: str
+    """Help line."""
+    function: str
+    """`MODULE:FUNCTION`, imported when it is called. It takes the parsed arguments and returns the exit code."""
+    flags: tuple[Flag, ...] = ()
+    more_flags: Callable[[argparse.ArgumentParser], None] | None = None
+    """Adds flags that are derived from a record."""
+    extra: str = ""
+    """Extra of `pyproject.toml` whose packages the command needs."""
+    in_scratch_folder: bool = False
+    """Whether the command starts engines, so that its temporary files go into a folder that is removed at its end."""
+
+    def run(self, parsed: argparse.Namespace) -> int:
+        """Imports the command's function and calls it; returns the exit code."""
+        module, _, name = self.function.partition(":")
+        return int(getattr(import_module(module), name)(parsed))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, by the name that the user types."""
+
+    name: str
+    text: str
+    """Its purpose, for the usage."""
+    commands: tuple[Command, ...]
+    installation: str
+    """Command that installs missing packages; `{extra}` stands for the extra of the user's command, in brackets."""
+
+    def parse(self, arguments: list[str] | None) -> tuple[Command, argparse.Namespace]:
+        """Returns the command and its parsed arguments. Flags may stand between CONFIG and key=value.
+
+        Prints the usage and exits with code 2 if no command takes the arguments.
+        """
+        parser = argparse.ArgumentParser(prog=self.name, description=self.text, allow_abbrev=False)
+        subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+        for command in self.commands:
+            text = command.text
+            subparser = subparsers.add_parser(command.name, help=text, description=text, allow_abbrev=False)
+            for name, options in command.flags:
+                subparser.add_argument(name, **options)
+            if command.more_flags is not None:
+                command.more_flags(subparser)
+        parsed, rest = parser.parse_known_args(arguments)
+        if unknown := [text for text in rest if text.startswith("-") or "overrides" not in parsed]:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if rest:
+            parsed.overrides = [*parsed.overrides, *rest]
+        return next(command for command in self.commands if command.name == parsed.command), parsed
+
+    def run(self, arguments: list[str] | None) -> int:
+        """Runs a command; returns its exit code."""
+        for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows its number
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        command, parsed = self.parse(arguments)
+        # Megatron-Core warns that Apex and Transformer Engine are missing, and vLLM of deprecated names in torch.
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        try:
+            _resolve_nemo_rl_dir()
+            with Interrupts(), scratch_folder() if command.in_scratch_folder else nullcontext():
+                return command.run(parsed)
+        except (ConfigError, KeyboardInterrupt, SystemExit, OSError, ModuleNotFoundError) as error:
+            if isinstance(error, BrokenPipeError) and _output_is_closed():
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return EXIT_NO_READER
+            if (end := self._lack(error, command) or _end_of(error)) is None:
+                raise
+            sentence, code = end
+            complain(sentence, self.name)
+            return code
+
+    def _lack(self, error: BaseException, command: Command) -> tuple[str, int] | None:
+        """Returns sentence and exit code for a missing package; None in NeMo-RL, and for a module of this repository."""
+        package = str(getattr(error, "name", "")).partition(".")[0]
+        ours = {module.partition(".")[0] for module in (__name__, command.function)}
+        if not isinstance(error, ModuleNotFoundError) or package in ours or "nemo_rl" in sys.modules:
+            return None
+        where = f"{self.name} {command.name} needs the Python package {package}, which is not installed here"
+        fix = self.installation.format(extra=f"[{command.extra}]" if command.extra else "")
+        return f"{where}; in the checkout: {fix}", EXIT_BAD_INPUT
+
+
+def check_out(path: Path, name: str = "--out") -> None:
+    """Raises ConfigError, which begins with the flag `name`, if `path` cannot be written as a file."""
+    folder = path.absolute().parent
+    is_no_file = (path.exists() and not path.is_file()) or not folder.is_dir()
+    raise_first_mistake(
+        "",
+        (is_no_file, name, f"{path} cannot be a file there; name one in a folder that exists"),
+        (not os.access(folder, os.W_OK | os.X_OK), name, f"{path} cannot be written to; choose another"),
+    )
+
+
+def use_threads(count: int = 1) -> None:
+    """Sets the number of OpenMP threads, unless the environment does. Call it before torch is loaded.
+
+    OpenMP's barriers spin: with two threads, any other load on the machine makes a step ten times slower.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(count))
+
+
+def _resolve_nemo_rl_dir() -> None:
+    """Makes NEMO_RL_DIR an absolute path for all that reads it, here and in child processes. An empty one counts as unset."""
+    named = os.environ.pop(NEMO_RL_DIR, "")
+    if named:
+        os.environ[NEMO_RL_DIR] = os.path.abspath(os.path.expanduser(named))
+
+
+def _output_is_closed() -> bool:
+    """Returns whether standard output is a pipe whose reader has ended, as `head` does."""
+    try:
+        output = sys.stdout.fileno()
+    except OSError:  # a stream in memory has no file descriptor
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _end_of(error: BaseException) -> tuple[str, int] | None:
+    """Returns the sentence and the exit code for an error that is no fault of the program; None for any other."""
+    if isinstance(error, ConfigError):
+        return str(error), EXIT_BAD_INPUT
+    # Ray's own SIGTERM handler exits with the number of the signal.
+    if isinstance(error, Terminated) or (isinstance(error, SystemExit) and error.code == signal.SIGTERM):
+        return "terminated by SIGTERM", EXIT_TERMINATED
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", EXIT_INTERRUPTED
+    if not isinstance(error, OSError) or error.errno not in _PATH_ERRORS | _MACHINE_ERRORS:
+        return None
+    name = error.filename or ("the current folder" if error.errno == errno.ENOENT else "")
+    what = f"{str(name)[:200]}: {error.strerror}" if name else str(error.strerror)
+    if error.errno in _PATH_ERRORS:
+        return f"{what}; mend that, or name another path", EXIT_BAD_INPUT
+    return f"{what}; what was finished is kept: mend that and run it again", EXIT_FAILED

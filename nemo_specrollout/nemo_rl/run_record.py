@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of a run in NeMo-RL, in the format that the report reads (docs/reference/metrics.md)."""
+
+import json
+from collections.abc import Mapping
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.reports.records import FOLDER, FORMAT, METRICS, PREFIX, RUN, SUMMARY, read_lines
+from nemo_specrollout.reports.summary import summary_of
+from nemo_specrollout.storage.files import write_atomically
+
+_NATIVE_KEYS = (
+    "loss", "reward", "gen_kl_error", "token_mult_prob_error", "draft_loss", "mean_gen_tokens_per_sample",
+    "avg_trajectory_age",
+)  # fmt: skip
+"""NeMo-RL's own metrics that the record keeps beside ours."""
+_PHASE_TIMERS = {
+    "generation_s": ("generation", "exposed_generation"),
+    "logprob_s": ("policy_and_reference_logprobs", "logprob_inference_prep"),
+    "train_s": ("policy_training", "training_prep"),
+    "refit_s": ("prepare_for_generation/total", "weight_sync", "offload_before_refit"),
+    "validation_s": ("total_validation_time",),
+    "checkpoint_s": ("checkpointing",),
+    "step_s": ("total_step_time",),
+}
+"""NeMo-RL's timers of each phase and of the step, in all its loops. None of a phase's timers lies within another."""
+
+
+class RunRecord:
+    """Owns `run.json`, `metrics.jsonl`, `samples.jsonl` and `summary.json` of a run.
+
+    A line of the JSON-lines files is a training step. If a resumed run repeats a step, the later line counts. A step's line
+    is written when its timers are known, which NeMo-RL logs last.
+    """
+
+    def __init__(self, log_dir: Path, facts: Mapping[str, Any]) -> None:
+        """`facts` go into `run.json` as they are."""
+        self.folder = log_dir / FOLDER
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / RUN, json.dumps({"records": FORMAT, **facts}, indent=2) + "\n")
+        for path in self.folder.glob("*.jsonl"):  # end lines that a killed run left unfinished
+            content = path.read_bytes()
+            if content and not content.endswith(b"\n"):
+                path.write_bytes(content + b"\n")
+        self._steps = read_lines(self.folder / METRICS)
+        self._open: dict[str, Any] | None = None
+
+    def add(self, step: int, metrics: Mapping[str, Any], log: StepLog) -> None:
+        """Begins a step's line with its metrics, entries and alarms, and appends its samples.
+
+        A metric below another name, such as `tail/moves`, is left out: an entry has it.
+        """
+        self.finish_step()
+        ours = {k.removeprefix(PREFIX): x for k, x in metrics.items() if k.startswith(PREFIX) or k in _NATIVE_KEYS}
+        figures = {k: float(x) for k, x in ours.items() if isinstance(x, Number) and "/" not in k}  # type: ignore[arg-type]
+        self._open = {"step": step, **figures, **log.entries, **({"alarms": log.alarms} if log.alarms else {})}
+        if log.samples:
+            self._append("samples.jsonl", {"step": step, "samples": log.samples})
+
+    def finish_step(self, timers: Mapping[str, Any] | None = None) -> None:
+        """Writes the step that `add` began, with NeMo-RL's `timers` in seconds, and rewrites the summary."""
+        if self._open is None:
+            return
+        record, self._open = self._open | _phases(timers or {}), None
+        self._append(METRICS, record)
+        self._steps.append(record)
+        write_atomically(self.folder / SUMMARY, json.dumps(summary_of(self._steps), indent=2) + "\n")
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        with (self.folder / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _phases(timers: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the seconds of each phase that has a timer."""
+    known = {
+        name: [float(timers[t]) for t in of if isinstance(timers.get(t), Number)] for name, of in _PHASE_TIMERS.items()
+    }
+    return {name: sum(seconds) for name, seconds in known.items() if seconds}

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a drafter, and the counters that it reports. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, any_port
+from nemo_specrollout.config.strict import ConfigError
+
+CPU_KV_BYTES = 256 << 20
+"""KV cache of a drafter on a CPU."""
+GPU_MEMORY_SHARE = 0.9
+"""Share of a GPU's memory that a drafter with the whole GPU takes."""
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """Settings of a drafter."""
+
+    model: str
+    """Hugging Face folder of the draft model."""
+    address: str = any_port("127.0.0.1")
+    """ZeroMQ address to bind; port 0 takes any free one."""
+    precision: str = "float32"
+    max_model_len: int = 2048
+    """Longest text of a request, in tokens."""
+    max_requests: int = 256
+    """Requests to draft for at a time, of all verifiers."""
+    most_ahead: int = 24
+    """Draft tokens that a shadow sequence may be ahead of the committed text."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Hosts that may ask for drafts; empty allows all."""
+    vllm_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vllm.LLM."""
+
+
+@dataclass
+class DrafterReport:
+    """Counters and state of a drafter."""
+
+    address: str
+    """Address at which it listens."""
+    is_up: bool = False
+    """Whether the engine has started."""
+    num_steps: int = 0
+    """Steps of the engine."""
+    num_drafted: int = 0
+    """Draft tokens."""
+    num_corrections: int = 0
+    num_refused_frames: int = 0
+    """Frames that were dropped."""
+    num_open: int = 0
+    """Shadow sequences in use."""
+    draft_version: int = 0
+    busy_s: float = 0.0
+    """Time that the engine spent drafting, in seconds."""
+    up_s: float = 0.0
+    """Time since the engine started, in seconds."""
+
+
+def drafter_spec(
+    drafter: RemoteDrafterConfig,
+    vllm_cfg: Mapping[str, Any],
+    address: str = DrafterSpec.address,
+    *,
+    on_cpu: bool = True,
+) -> DrafterSpec:
+    """Returns the settings of a drafter for a policy whose engine has NeMo-RL's `policy.generation.vllm_cfg`.
+
+    Raises ConfigError if the model's folder is missing.
+    """
+    if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
+        raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")
+    memory: dict[str, float] = {"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}
+    if not on_cpu and drafter.gpus:
+        memory = {"gpu_memory_utilization": GPU_MEMORY_SHARE * drafter.gpus}
+    shared = {name: vllm_cfg[name] for name in ("max_model_len", "precision") if name in vllm_cfg}
+    if shared.get("precision") == "fp8":  # NeMo-RL's word for a quantization of the policy
+        shared["precision"] = "auto"
+    return DrafterSpec(
+        address=address,
+        model=drafter.model,
+        max_requests=drafter.max_requests,
+        most_ahead=drafter.most_ahead,
+        allowed_hosts=drafter.allowed_hosts,
+        vllm_kwargs={"enforce_eager": vllm_cfg.get("enforce_eager", True), **memory, **drafter.vllm_kwargs},
+        **shared,
+    )

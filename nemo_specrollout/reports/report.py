@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes `report.html` and `picture.png` of a run from its records: of a run of the lab and of a run in NeMo-RL alike."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_specrollout.reports.charts import Draw, charts_of, save_picture
+from nemo_specrollout.reports.page import NONE, card, cards, charts, facts, folded, in_digits, page, step_list, table
+from nemo_specrollout.reports.records import Record, Run, naming_damage, number, refreshes
+from nemo_specrollout.reports.summary import summary_of
+from nemo_specrollout.storage.files import write_atomically
+
+PAGE, PICTURE = "report.html", "picture.png"
+MAX_ROWS = 200
+"""Rows of a table, and alarms in the list. A run may have thousands of steps."""
+COLUMNS = {
+    "step": ("step", "d"),
+    "reward": ("reward", ".3f"),
+    "response<br>tokens": ("mean_gen_tokens_per_sample", ".1f"),
+    "step<br>s": ("step_s", ".1f"),
+    "generation<br>s": ("generation_s", ".2f"),
+    "rollout<br>s": ("rollout_s", ".2f"),
+    "plain<br>est. s": ("plain_estimate_s", ".2f"),
+    "speedup<br>est. x": ("speedup_estimate", ".2f"),
+    "tokens<br>a step": ("acceptance_length", ".2f"),
+    "with<br>drafts": ("steps_with_drafts", ".0%"),
+    "our host<br>time": ("host_share", ".1%"),
+    "log-prob<br>gap": ("logprob_gap", ".1e"),
+    "tokens<br>checked": ("tokens_checked", ",d"),
+    "<br>equal": ("tokens_equal", ",d"),
+}
+"""Columns of the table: heading (HTML) -> key of the step, format."""
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Further parts of report and picture, for a kind of run."""
+
+    sections: Sequence[str] = ()
+    """HTML that follows the charts of the page."""
+    panels: Sequence[tuple[Draw, Any]] = ()
+    """Panels of the picture, each with its data."""
+
+
+def write_pages(folder: Path, extras_of: Callable[[Run], Extras] = lambda _: Extras()) -> tuple[Path, Path]:
+    """Writes report and picture into `folder`, each atomically, and returns their paths.
+
+    Raises ConfigError for damaged records, and OSError.
+    """
+    report, picture = folder / PAGE, folder / PICTURE
+    with naming_damage(folder):
+        run = Run.read(folder)
+        extras = extras_of(run) if run.steps else Extras()
+        write_atomically(report, _page(run, extras))
+        save_picture(run, picture, extras.panels)
+    return report, picture
+
+
+def _page(run: Run, extras: Extras) -> str:
+    parts = list[str]()
+    if run.steps:
+        alarms = step_list("Alarms", run.alarms[-MAX_ROWS:], "alarms")
+        parts = [
+            cards(_cards(run)),
+            alarms,
+            charts(charts_of(run)),
+            *extras.sections,
+            _head_decisions(run),
+            _table(run),
+        ]
+    config = run.folder / "config.yaml"
+    if config.is_file():
+        parts.append(folded("Resolved config", config.read_text(encoding="utf-8", errors="replace")))
+    else:
+        parts.append(folded("policy.generation.specrollout", yaml.safe_dump(run.about.get("block"), sort_keys=False)))
+    versions = run.about.get("versions")
+    known = {key: run.about[key] for key in ("command", "started", "commit") if run.about.get(key)}
+    known |= dict(sorted(versions.items())) if isinstance(versions, Mapping) else {}
+    parts.append(facts("How this run was made", known))
+    folder = run.folder.resolve()
+    return page(f"Run {folder.parent.name if folder.name == 'specrollout' else folder.name}", _status(run), parts)
+
+
+def _status(run: Run) -> str:
+    if not run.steps:
+        return "no finished step yet"
+    first, last = run.steps[0]["step"], run.steps[-1]["step"]
+    which = f"steps {first} to {last}" if first != last else f"step {first}"
+    state = ", completed" if run.summary.get("completed") else ""
+    seconds = number(run.summary, "wall_s")
+    in_all = f", {seconds:.0f} s in all" if math.isfinite(seconds) else ""
+    return f"{len(run.steps)} finished step{'s' * (len(run.steps) > 1)}: {which}{state}{in_all}"
+
+
+def _cards(run: Run) -> Iterator[str]:
+    """Yields the cards for which the run has numbers, and the card of alarms."""
+    summary = summary_of(run.steps)
+    yield from _rollout_cards(run, summary)
+    yield from _training_cards(run, summary)
+    yield from _engine_cards(run, summary)
+    listed = "listed below" if len(run.alarms) <= MAX_ROWS else f"the last {MAX_ROWS} are listed below"
+    yield card("Alarms", str(len(run.alarms)), *((listed, "bad") if run.alarms else ("none raised", "")))
+
+
+def _rollout_cards(run: Run, summary: Record) -> Iterator[str]:
+    speedup, length = (number(summary, key) for key in ("speedup_estimate", "acceptance_length"))
+    if math.isfinite(speedup):
+        yield card("Rollout speedup", in_digits(speedup, ".2f", "x"), "over the plain estimate", "good" * (speedup > 1))
+    checked, equal = (number(summary, key) for key in ("tokens_checked", "tokens_equal"))
+    if checked == 0:
+        yield card("Tokens equal", NONE, "none was checked against a plain rollout")
+    elif equal < checked:
+        yield card("Tokens equal", f"{equal / checked:.3%}", f"{equal:,.0f} of {checked:,.0f} checked", "bad")
+    elif equal == checked:
+        yield card("Tokens equal", f"{equal:,.0f}", f"of {checked:,.0f} checked against a plain rollout", "good")
+    if math.isfinite(length):
+        note = "tokens a request gains in an engine step; 1 is plain"
+        yield card("Acceptance length", in_digits(length, ".2f"), note)
+    if math.isfinite(share := run.mean("generation_share")):
+        note = f"of a step's {in_digits(run.mean('step_s'), '.3g', ' s')}, mean of steps"
+        yield card("Generation", in_digits(share, ".0%"), note)
+
+
+def _training_cards(run: Run, summary: Record) -> Iterator[str]:
+    first, last = (number(summary, key) for key in ("reward_first", "reward_last"))
+    if math.isfinite(first) or math.isfinite(last):
+        change = f"{in_digits(first, '.2f')} \N{RIGHTWARDS ARROW} {in_digits(last, '.2f')}"
+        yield card("Reward", change, "means of the first and last fifth")
+    gap, bound = number(summary, "largest_logprob_gap"), run.alarm_bound
+    if math.isfinite(gap):
+        note = f"nats a token, the largest; alarm above {in_digits(bound, 'g')}"
+        yield card("Log-prob gap", in_digits(gap, ".1e"), note, "bad" if gap > bound else "")
+
+
+def _engine_cards(run: Run, summary: Record) -> Iterator[str]:
+    if "refreshes" in summary:
+        note = f"refreshes published; {in_digits(number(summary, 'refresh_share'), '.1%')} of the run's time"
+        yield card("Draft heads", f"{summary['heads_published']} of {summary['refreshes']}", note)
+    if "tail_moves" in summary:
+        won = in_digits(number(summary, "tail_won_by_racer"), "d")
+        note = f"estimate; moves: {summary['tail_moves']}, races: {summary['tail_races']}, won by the racer: {won}"
+        yield card("Saved in the tail", in_digits(number(summary, "tail_saved_s"), "+.1f", " s"), note)
+    if drafted := [step for step in run.steps if number(step, "draft_supply.num_drafters") > 0]:
+        yield _drafters_card(run, drafted[-1]["draft_supply"])
+    if (derived := number(summary, "seeds_derived")) > 0:
+        yield card("Seeds derived", f"{derived:,.0f}", "requests over HTTP without a seed of their own")
+
+
+def _drafters_card(run: Run, supply: Record) -> str:
+    ready, named = number(supply, "num_ready"), number(supply, "num_drafters")
+    in_time = in_digits(run.mean("draft_supply.occupancy"), ".0%")
+    note = f"drafters answer; drafts in time {in_time}; bottleneck: {supply.get('bottleneck') or 'not known'}"
+    return card("Remote drafters", f"{in_digits(ready, 'd')} of {named:.0f}", note, "bad" * (ready < named))
+
+
+def _head_decisions(run: Run) -> str:
+    """Returns the decision of each refresh, and the latest decision of the trigger."""
+    decided = [(step["step"], step["draft_refresh"]) for step in run.steps if "draft_refresh" in step]
+    shown = dict([*refreshes(run.steps)[-MAX_ROWS:], *decided[-1:]])
+    gates = {step: f"; gate: {record['gate']}" if "gate" in record else "" for step, record in shown.items()}
+    said = [(step, f"{record.get('decision', NONE)}{gates[step]}") for step, record in shown.items()]
+    return step_list("Decisions about the draft head", said)
+
+
+def _table(run: Run) -> str:
+    shown = run.steps[-MAX_ROWS:]
+    title = f"The last {MAX_ROWS} of {len(run.steps)} steps" if len(shown) < len(run.steps) else "Step by step"
+    columns = {heading: column for heading, column in COLUMNS.items() if column[0] == "step" or run.has(column[0])}
+    return table(title, columns, shown, lambda step, key: _is_bad(run, step, key))
+
+
+def _is_bad(run: Run, step: Record, key: str) -> bool:
+    if key == "tokens_equal":
+        return number(step, key) < number(step, "tokens_checked")
+    return key == "logprob_gap" and number(step, key) > run.alarm_bound

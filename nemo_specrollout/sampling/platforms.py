@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Platforms other than a GPU: each registers its vLLM worker, and bodies of its own for our kernels.
+
+A GPU runs vLLM's GPU worker and our Triton kernels, and has no entry here. A platform's plugin registers the platform before
+an engine starts.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+"""vLLM's worker for a GPU."""
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The code that engines on devices of one type run."""
+
+    worker: str
+    """Full name of vLLM's worker class."""
+    kernels: Mapping[str, str]
+    """For each of our modules of Triton kernels, the name of a module that has the same functions."""
+
+
+_platforms: dict[str, Platform] = {}
+"""Registered platforms by the type of their devices, as torch names it."""
+
+
+def register_platform(device_type: str, platform: Platform) -> None:
+    """Makes engines of this process on devices of `device_type` use a platform's worker and kernels."""
+    _platforms[device_type] = platform
+
+
+def kernels_for(device_type: str, module: str) -> ModuleType:
+    """Returns our module of Triton kernels, or what a platform registered in its place."""
+    platform = _platforms.get(device_type)
+    return importlib.import_module(module if platform is None else platform.kernels[module])
+
+
+def native_worker(device_type: str) -> Any:
+    """Returns vLLM's worker class for the devices of this process."""
+    platform = _platforms.get(device_type)
+    module, _, name = (GPU_WORKER if platform is None else platform.worker).rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode speeds as measured: of each draft method, by task and by the number of requests in the engine.
+
+A run keeps its table up to date. It starts from a file, if `fastest_of_n.ladder` names one; `specrollout-lab ladder` writes
+such files. SpecActor (arXiv 2511.16193), Algorithm 3, uses a "draft ladder" in the same place, which ranks methods by
+acceptance. Measured tokens a second include both acceptance and the cost of drafting.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.measured_file import MeasuredFile
+from nemo_specrollout.config.strict import bounded, check_columns
+
+FORMAT = 1
+ANY_TASK = "any"
+PLAIN = "plain"
+"""Name of the method without drafts."""
+MEMORY_S = 20.0
+"""Seconds of an engine's decoding that a measurement remembers. Older samples decay."""
+SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024])
+"""Batch sizes with separate measurements; others count for the nearest."""
+GUESSED_SLOPE = 0.5
+"""Assumed exponent of speed ~ 1 / batch beyond the measured batch sizes."""
+
+
+def draft_method(block: SpecrolloutConfig) -> str:
+    """Returns the name of the draft method that combines the drafters of an engine's block."""
+    return "+".join(d.type for d in block.drafters) or PLAIN
+
+
+class SpeedModel(Protocol):
+    """Decode and prefill speeds of engines, measured or simulated."""
+
+    def tokens_per_s(self, method: int, batch: int) -> float:
+        """Returns the tokens a second of each of `batch` typical requests under a draft method."""
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Returns the seconds of a prefill of `num_tokens` tokens. The engine's other requests wait for it."""
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """Measurements of one draft method on one task, as lists over batch sizes."""
+
+    task: str
+    """Name of the task, or `any`."""
+    method: str
+    """Types of the drafters, joined by +; `plain` without drafters."""
+    batches: tuple[int, ...] = bounded(low=1)
+    """Numbers of requests in the engine, ascending."""
+    tokens_per_s: tuple[float, ...] = bounded(above=0.0)
+    """Tokens a second of each request."""
+    weights_s: tuple[float, ...] = bounded(above=0.0)
+    """Request seconds behind each measurement."""
+    acceptance: float = bounded(0.0, low=0.0, high=1.0)
+    """Share of verified draft tokens that were accepted. For information only."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if the lists differ in length, are empty or not ascending."""
+        check_columns(path, batches=self.batches, tokens_per_s=self.tokens_per_s, weights_s=self.weights_s)
+
+
+@dataclass(frozen=True)
+class SpeedTableFile(MeasuredFile):
+    """A decode-speed table in a file, which `specrollout-lab ladder` writes."""
+
+    KIND: ClassVar = "ladder"
+    device: str
+    """Description of the machine."""
+    policy: str
+    """Folder or name of the policy."""
+    prefill_s_per_token: float = bounded(above=0.0)
+    """Prefill seconds for each token."""
+    rungs: tuple[SpeedRow, ...] = ()
+    """Measurements by task; the fastest method with one request first."""
+    format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
+    """Version of the file format."""
+
+
+class DecodeSpeedTable:
+    """Decode speeds by draft method and batch size, decayed over what is observed. Owns all measurements.
+
+    Methods are numbered as in `methods`. Speeds that rise with the batch size are evened out by weighted isotonic regression.
+    Between measured batch sizes, log speed is interpolated over log size. A method without measurements gets the mean of the
+    others. Without any measurement, only the ratios of the predictions are meaningful.
+
+    Example: after `observe("any", 0, 1, 300, 2.0)`, `tokens_per_s(0, 1)` is 150 and `tokens_per_s(0, 4)` a guess of 75.
+    """
+
+    def __init__(self, methods: Sequence[str], file: SpeedTableFile | None = None) -> None:
+        self.methods = tuple(methods)
+        self.prefill = _DecayedRate()
+        """Prefilled tokens and their seconds."""
+        self.rates: dict[tuple[str, int], _RatesByBatch] = defaultdict(_RatesByBatch)
+        """Measurements by task and method."""
+        self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        if file is None:
+            return
+        self.prefill.add(MEMORY_S / file.prefill_s_per_token, MEMORY_S)
+        for rung in file.rungs:
+            if rung.method in self.methods:
+                means = self.rates[rung.task, self.methods.index(rung.method)]
+                for batch, rate, weight_s in zip(rung.batches, rung.tokens_per_s, rung.weights_s, strict=True):
+                    means[batch].add(rate * weight_s, weight_s)
+
+    def observe(self, task: str, method: int, batch: int, num_tokens: int, seconds: float) -> None:
+        """Adds `num_tokens` tokens in `seconds`, both summed over requests of `task` in an engine of `batch` requests."""
+        size = int(SIZES[np.argmin(np.abs(np.log(SIZES / batch)))])
+        for name in {task, ANY_TASK}:
+            self.rates[name, method][size].add(num_tokens, seconds)
+        self._curves.clear()
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Adds prefills of `num_tokens` tokens in `seconds`."""
+        self.prefill.add(num_tokens, seconds)
+
+    def tokens_per_s(self, method: int, batch: int) -> float:
+        """Returns the tokens a second of each of `batch` typical requests. Never rises with the batch."""
+        if not self.rates.get((ANY_TASK, method)):
+            others = [m for m in range(len(self.methods)) if self.rates.get((ANY_TASK, m))]
+            return float(np.mean([self.tokens_per_s(m, batch) for m in others])) if others else batch**-GUESSED_SLOPE
+        if method not in self._curves:
+            self._curves[method] = self.rates[ANY_TASK, method].curve()
+        sizes, log_rates = self._curves[method]
+        nearest = np.clip(batch, sizes[0], sizes[-1])
+        rate = np.exp(np.interp(np.log(nearest), np.log(sizes), log_rates))
+        return float(rate * (nearest / batch) ** GUESSED_SLOPE)
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Returns the seconds of a prefill of `num_tokens` tokens; 0 before the first measurement."""
+        return num_tokens / self.prefill.ratio if self.prefill.seconds else 0.0
+
+    def task_speed(self, task: str, method: int) -> float:
+        """Returns the speed of a task's requests relative to typical ones under `method`; 1 if either is unknown."""
+        own, typical = (self.rates.get((name, method), _RatesByBatch()) for name in (task, ANY_TASK))
+        shared = [(own[b].ratio, typical[b].ratio, own[b].seconds) for b in own if b in typical]
+        weight = sum(s for _, _, s in shared)
+        return float(np.exp(sum(s * np.log(a / b) for a, b, s in shared) / weight)) if weight else 1.0
+
+
+@dataclass
+class _DecayedRate:
+    """Tokens over seconds, over about the last `memory_s` seconds."""
+
+    memory_s: float = MEMORY_S
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, num_tokens: float, seconds: float) -> None:
+        keep = min(1.0, max(self.memory_s - seconds, 0.0) / self.seconds) if self.seconds else 0.0
+        self.tokens, self.seconds = keep * self.tokens + num_tokens, keep * self.seconds + seconds
+
+    @property
+    def ratio(self) -> float:
+        return max(self.tokens, 1e-9) / self.seconds
+
+
+class _RatesByBatch(dict[int, _DecayedRate]):
+    """Rates of one method by batch size.
+
+    Memory is counted in seconds of the engine, so that a slow step counts once, however many requests wait for it.
+    """
+
+    def __missing__(self, batch: int) -> _DecayedRate:
+        self[batch] = _DecayedRate(MEMORY_S * batch)
+        return self[batch]
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns batch sizes and the logarithms of tokens a second, which do not rise; both float64."""
+        from scipy.optimize import isotonic_regression
+
+        sizes = np.array(sorted(self), float)
+        rates = np.array([self[int(b)].ratio for b in sizes])
+        weights = np.array([self[int(b)].seconds / b for b in sizes])
+        return sizes, np.log(isotonic_regression(rates, weights=weights, increasing=False).x)

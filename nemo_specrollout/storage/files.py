@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes files atomically, and reads regular files alone."""
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replaces the file at `path` by `content`, text as UTF-8; it is on disk when this returns.
+
+    On an OSError the old file stays. A process that dies meanwhile may leave a temporary file beside it, which
+    `temporary_names` matches.
+    """
+    with replacing_file(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """Yields the path of a temporary file, which replaces the file at `path`, on disk, if the block succeeds.
+
+    If the block fails, the old file stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def temporary_names(names: Iterable[str]) -> re.Pattern[str]:
+    """Returns a pattern of the temporary files that a dead process may have left beside files called `names`."""
+    return re.compile(rf"\.({'|'.join(map(re.escape, names))})\.[0-9]+")
+
+
+def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
+    """Returns the content of a file that the user named, at most the first `most_bytes` bytes.
+
+    Raises OSError, also for a path that is not a regular file: reading a pipe without a writer would never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return file.read(-1 if most_bytes is None else most_bytes)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` survive a power cut, if its file system supports that; some network ones do not."""
+    with suppress(OSError):
+        sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Writes a file's content, or the names in a folder, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Ray actor that is a remote drafter in NeMo-RL: its start, its secret, its death and its failure."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from lab.local.rollout_pool import OwnRay
+from nemo_specrollout.config.drafter_configs import as_key, is_loopback, secret_of_run
+from nemo_specrollout.nemo_rl.remote_drafters import DrafterStatus, SpecrolloutDrafter
+from nemo_specrollout.remote.drafter.drafter_spec import DrafterSpec
+from nemo_specrollout.remote.protocol.messages import PROTOCOL, Hello, Welcome
+from nemo_specrollout.remote.protocol.transport import VerifierSocket
+
+pytestmark = pytest.mark.integration
+
+KWARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Any]]:
+    """Returns a function that starts the actor; Ray needs no CPU for it."""
+    own, kind = OwnRay(), SpecrolloutDrafter
+    yield lambda *arguments: kind.options(num_cpus=0).remote(*arguments)  # type: ignore[attr-defined]
+    own.stop()
+
+
+def status_when(actor: Any, is_there: Callable[[DrafterStatus], bool]) -> DrafterStatus:
+    """Waits for a status. While Ray starts the actor again, its calls fail."""
+    while True:
+        try:
+            status: DrafterStatus = ray.get(actor.status.remote())
+            if is_there(status):
+                return status
+        except ray.exceptions.ActorUnavailableError:
+            pass
+        time.sleep(0.1)
+
+
+def test_a_killed_drafter_is_started_again_with_the_run_s_secret(start: Callable[..., Any], tiny_model: Path) -> None:
+    secret = secret_of_run()
+    actor = start(
+        DrafterSpec(str(tiny_model), max_model_len=256, max_requests=4, vllm_kwargs=KWARGS), "127.0.0.1", secret
+    )
+    first = status_when(actor, lambda status: bool(status.address))
+    assert is_loopback(first.address)
+    os.kill(ray.get(actor.__ray_call__.remote(lambda drafter: os.getpid())), signal.SIGKILL)
+    second = status_when(actor, lambda status: status.actor != first.actor and status.is_up)
+    stranger, verifier = (VerifierSocket(second.address, key) for key in (b"another secret, also long", as_key(secret)))
+    for socket in (stranger, verifier):
+        socket.send(Hello(PROTOCOL, 1, 96, "", []))
+    assert verifier.wait(60.0) and [type(message) for message in verifier.receive()] == [Welcome]
+    assert not stranger.wait(0.5)
+    stranger.close()
+    verifier.close()
+    ray.kill(actor)
+
+
+def test_a_drafter_that_cannot_start_says_why(start: Callable[..., Any], tmp_path: Path) -> None:
+    actor = start(DrafterSpec(str(tmp_path / "none"), vllm_kwargs=KWARGS), "127.0.0.1", secret_of_run())
+    with pytest.raises(ray.exceptions.RayTaskError, match="none"):
+        status_when(actor, lambda status: False)
+    ray.kill(actor)
