@@ -4,11 +4,12 @@
 import json
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.nemo_rl.logger import WatchingLogger
-from nemo_specrollout.nemo_rl.logprob_gap import GapAlarm
+from nemo_specrollout.nemo_rl.logprob_gap import gap_alarms
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.reports.records import FORMAT
 
@@ -95,7 +96,7 @@ def watching_logger(
     log_dir: Path, log: StepLog | None = None, causes: Sequence[str] = (), last_step: int = 1 << 60
 ) -> Any:
     """Returns our logger of a run in `log_dir`."""
-    alarm = GapAlarm(0.02, causes)
-    logger = StandIn({"log_dir": str(log_dir)}, gap_alarm=alarm, facts={"versions": VERSIONS}, last_step=last_step)
+    alarms = partial(gap_alarms, bound=0.02, causes=causes)
+    logger = StandIn({"log_dir": str(log_dir)}, gap_alarms=alarms, facts={"versions": VERSIONS}, last_step=last_step)
     logger.step_log = log or StepLog()
     return logger

@@ -103,7 +103,7 @@ def check_constructors() -> None:
     with suppress(AttributeError):  # what a real constructor has set is missing
         single_controller.ControlledGeneration("cluster", CONFIG, added=1)
     with TemporaryDirectory() as folder:
-        facts = {"gap_alarm": 1.0, "facts": {}, "last_step": 1}
+        facts = {"gap_alarms": list, "facts": {}, "last_step": 1}
         generation.SpecrolloutLogger({"log_dir": folder}, **facts, added=1)
     found["VllmGeneration"] = PASSED if received["ControlledGeneration"] == 1 else "lost"
     found["Logger"] = PASSED if received["SpecrolloutLogger"] == 1 else "lost"

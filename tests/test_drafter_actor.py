@@ -13,8 +13,8 @@ import ray
 
 from lab.local.rollout_pool import OwnRay
 from nemo_specrollout.config.drafter_configs import as_key, is_loopback, secret_of_run
-from nemo_specrollout.nemo_rl.remote_drafters import DrafterStatus, SpecrolloutDrafter
-from nemo_specrollout.remote.drafter.drafter_spec import DrafterSpec
+from nemo_specrollout.nemo_rl.remote_drafters import SpecrolloutDrafter
+from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec
 from nemo_specrollout.remote.protocol.messages import PROTOCOL, Hello, Welcome
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
 
@@ -31,11 +31,11 @@ def start() -> Iterator[Callable[..., Any]]:
     own.stop()
 
 
-def status_when(actor: Any, is_there: Callable[[DrafterStatus], bool]) -> DrafterStatus:
+def status_when(actor: Any, is_there: Callable[[DrafterReport], bool]) -> DrafterReport:
     """Waits for a status. While Ray starts the actor again, its calls fail."""
     while True:
         try:
-            status: DrafterStatus = ray.get(actor.status.remote())
+            status: DrafterReport = ray.get(actor.status.remote())
             if is_there(status):
                 return status
         except ray.exceptions.ActorUnavailableError:
@@ -51,7 +51,7 @@ def test_a_killed_drafter_is_started_again_with_the_run_s_secret(start: Callable
     first = status_when(actor, lambda status: bool(status.address))
     assert is_loopback(first.address)
     os.kill(ray.get(actor.__ray_call__.remote(lambda drafter: os.getpid())), signal.SIGKILL)
-    second = status_when(actor, lambda status: status.actor != first.actor and status.is_up)
+    second = status_when(actor, lambda status: status.process != first.process and status.is_up)
     stranger, verifier = (VerifierSocket(second.address, key) for key in (b"another secret, also long", as_key(secret)))
     for socket in (stranger, verifier):
         socket.send(Hello(PROTOCOL, 1, 96, "", []))

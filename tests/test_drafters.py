@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import tensor
 
-from nemo_specrollout.config.drafter_configs import DRAFTERS, TEXT_DRAFTERS, LookupDrafterConfig
+from nemo_specrollout.config.drafter_configs import DRAFTERS, LookupDrafterConfig, TextDrafterConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Proposals, Texts
 from nemo_specrollout.drafters.text import build_text_drafter
 from nemo_specrollout.generation.requests import RequestIdentity
 
 pytestmark = pytest.mark.unit
+TEXT_DRAFTERS = [name for name, cls in DRAFTERS.items() if issubclass(cls, TextDrafterConfig)]
 
 NUM_SLOTS, LONGEST, VOCABULARY = 8, 64, 20
 

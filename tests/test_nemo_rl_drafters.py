@@ -27,12 +27,11 @@ from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerCli
 from nemo_specrollout.nemo_rl.remote_drafters import (
     HANG_S,
     START_S,
-    DrafterStatus,
     RemoteDrafters,
     stats_between,
 )
 from nemo_specrollout.nemo_rl.step_log import StepLog
-from nemo_specrollout.remote.drafter.drafter_spec import GPU_MEMORY_SHARE, drafter_spec
+from nemo_specrollout.remote.drafter.drafter_spec import GPU_MEMORY_SHARE, DrafterReport, drafter_spec
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 
 pytestmark = pytest.mark.unit
@@ -44,7 +43,7 @@ class ScriptedLink(ActorLink):
     """A link without an actor: it returns the status, or raises the failure, that a test sets."""
 
     def __init__(self) -> None:
-        self.next: DrafterStatus | ActorFailed | None = None
+        self.next: DrafterReport | ActorFailed | None = None
         self.waits_s = 0.0
         self.num_ended = 0
         """Times that the driver has ended the actor's process."""
@@ -54,7 +53,7 @@ class ScriptedLink(ActorLink):
     def waited_s(self) -> float:
         return self.waits_s
 
-    def answer(self) -> DrafterStatus | None:
+    def answer(self) -> DrafterReport | None:
         told, self.next = self.next, None
         if isinstance(told, ActorFailed):
             raise told
@@ -89,7 +88,7 @@ class Driver:
         self.log = StepLog()
         self.drafters = RemoteDrafters(self._start, "known to few", self.log, starts_later=starts_later)
 
-    def look(self, *news: DrafterStatus | ActorFailed | None) -> list[list[str]]:
+    def look(self, *news: DrafterReport | ActorFailed | None) -> list[list[str]]:
         """Sets the status of each drafter, and returns the addresses that the engines then get."""
         for link, said in zip(self.links, news, strict=False):
             link.next = said
@@ -111,14 +110,14 @@ class Driver:
         return [None]
 
 
-def at(address: str, actor: int, *, silence_s: float = 0.0) -> DrafterStatus:
-    return DrafterStatus(actor, address, is_up=True, silence_s=silence_s)
+def at(address: str, actor: int, *, silence_s: float = 0.0) -> DrafterReport:
+    return DrafterReport(address, is_up=True, process=actor, silence_s=silence_s)
 
 
 def test_engines_get_new_addresses_of_drafters_without_waiting() -> None:
     driver = Driver()
     assert driver.look(None, None) == []
-    assert driver.look(at(HERE, 1), DrafterStatus(2)) == [[HERE, ""]]
+    assert driver.look(at(HERE, 1), DrafterReport("", process=2)) == [[HERE, ""]]
     assert driver.look(at(HERE, 1), at(THERE, 2)) == [[HERE, THERE]]
     assert driver.look(at(HERE, 1), at(THERE, 2)) == []
     assert driver.log.alarms == [] and driver.num_restarts == 0
@@ -154,7 +153,7 @@ def test_a_drafter_that_failed_or_hangs_is_ended() -> None:
 
 def test_a_drafter_that_loads_may_be_silent_for_longer() -> None:
     driver = Driver()
-    driver.look(DrafterStatus(1, silence_s=HANG_S + 1), DrafterStatus(2, silence_s=START_S + 1))
+    driver.look(DrafterReport("", process=1, silence_s=HANG_S + 1), DrafterReport("", process=2, silence_s=START_S + 1))
     assert [link.num_ended for link in driver.links] == [0, 1]
 
 

@@ -26,11 +26,12 @@ from lab.local.engine import RolloutEngine
 from lab.local.rollout_pool import DEAD, MAX_RESTARTS, RolloutPool, ray
 from lab.local.run_sections import GenerationConfig, VllmConfig
 from lab.local.speed_table_file import table_file
+from lab.local.timeline import Timeline
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.racing.attempts import AttemptOutcome, Response, Timeline
+from nemo_specrollout.racing.attempts import AttemptOutcome, Response
 from nemo_specrollout.racing.turn_engine import TurnEngine
 from nemo_specrollout.racing.turns import TurnOrders
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator

@@ -18,13 +18,13 @@ from test_fastest_of_n import EvenSpeeds
 from test_report import COLUMNS, Page, metrics, trace, write_run
 
 from lab.cli.main import main
-from lab.local.coordinator import describe, timeline_record
 from lab.local.progress import Progress
 from lab.local.rollout_charts import MAX_ENGINES, MAX_ROWS, shown_requests, shown_timeline, tail_chart
 from lab.local.run_report import write_pages
+from lab.local.timeline import AttemptSpan, Timeline, describe
 from lab.local.traces import can_drain, whole_trace
 from nemo_specrollout.generation.requests import RolloutRequest
-from nemo_specrollout.racing.attempts import Attempt, AttemptOutcome, AttemptSpan, Response, Timeline
+from nemo_specrollout.racing.attempts import Attempt, AttemptOutcome, Response
 from nemo_specrollout.racing.estimates import DecodeSpeeds, Savings
 from nemo_specrollout.reports.summary import summary_of
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
@@ -51,7 +51,7 @@ SPANS = (
 
 def timeline(step: int = 4, saved_s: float | None = 1.5, num_workers: int = 2) -> dict[str, Any]:
     """Returns a line of `timeline.jsonl`."""
-    return {"step": step, **timeline_record(Timeline(METHODS * (num_workers // 2), SPANS, saved_s))}
+    return {"step": step, **Timeline(METHODS * (num_workers // 2), SPANS, saved_s).record()}
 
 
 def with_tail(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def responses(**runs: tuple[int, int]) -> dict[int, Response]:
     found = {}
     for name, (worker, num_tokens) in runs.items():
         response = Response(RolloutRequest([1, 2], 0, 0), [7] * num_tokens)
-        response.attempts = {worker: Attempt(0, num_tokens)} if worker >= 0 else {}
+        response.attempts = {worker: Attempt(worker, 0, num_tokens)} if worker >= 0 else {}
         found[int(name.removeprefix("r"))] = response
     return found
 
@@ -211,10 +211,10 @@ def test_the_rollout_shown_is_the_one_where_most_was_saved() -> None:
 
 
 def test_rows_are_for_requests_that_several_had_and_for_the_last() -> None:
-    spans = timeline_record(Timeline(METHODS, SPANS))["spans"]
+    spans = Timeline(METHODS, SPANS).record()["spans"]
     assert shown_requests(spans) == [3, 1, 0, 2]
     late = tuple(AttemptSpan(r, 0, 0.0, 0, 10.0 + r, 9, "won") for r in range(10, 60))
-    many = timeline_record(Timeline(METHODS, late))["spans"]
+    many = Timeline(METHODS, late).record()["spans"]
     assert shown_requests([*many, *spans]) == [1, 0, 2, *range(60 - MAX_ROWS + 3, 60)]
 
 

@@ -430,7 +430,7 @@ def test_the_shape_of_engine_stats(engine: RolloutEngine, accounted: Accounted) 
     assert after.trace.columns == expected
     assert (np.diff(after.trace.column("time_s")) > 0).all() and (after.trace.column("host_s") >= 0).all()
     assert len(after.plain_step_s) > 64 and (np.diff(after.plain_step_s) >= 0).all()
-    costs = worker_of(engine).specrollout_accounts._table.costs()
+    costs = worker_of(engine).specrollout_accounts.step_times.costs()
     assert costs.overhead_s >= 0 and np.isfinite(costs.discount_s)
 
 

@@ -26,7 +26,7 @@ from nemo_specrollout.config.drafter_configs import (
     RemoteDrafterConfig,
 )
 from nemo_specrollout.config.strict import ConfigError, bounded, build
-from nemo_specrollout.doctor.child_process import end_with_parent
+from nemo_specrollout.doctor.diagnosis import end_with_parent
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 from nemo_specrollout.remote.protocol.messages import Open
 

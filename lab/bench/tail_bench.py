@@ -27,10 +27,10 @@ from lab.local.run_config import RunConfig, read_run_config
 from lab.local.statistics import count_equal
 from lab.local.step_rollout import StepPrompts, load_tokenizer, step_prompts
 from lab.local.tasks import build_task
+from lab.local.timeline import Timeline
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.racing.attempts import Timeline
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN

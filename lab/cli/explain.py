@@ -18,11 +18,12 @@ from lab.simulation.compare import TAIL, Comparison, as_configured, drafted, ons
 from lab.simulation.data_sheets import device_named
 from lab.simulation.scenario import Scenario
 from lab.simulation.setting import Fleet
-from nemo_specrollout.cli.check import Subject, describe_config, trap_lines
+from nemo_specrollout.cli.check import Subject, describe_config
 from nemo_specrollout.cli.command_line import EXIT_BAD_INPUT
 from nemo_specrollout.cli.terminal import complain, log_console
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
+from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
@@ -78,7 +79,7 @@ def _section(console: Console, title: str, lines: Iterable[str]) -> None:
 
 def _trap_lines(subject: Subject) -> Iterator[str]:
     """Yields the notes on this config, then the known traps of the installed versions."""
-    traps = list(trap_lines(subject.tree))
+    traps = list(known_traps(subject.tree))
     for kind, text in [*subject.notes, *traps]:
         yield f"{kind:<12} {text}"
     if not traps:

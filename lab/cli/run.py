@@ -4,6 +4,7 @@
 import argparse
 import time
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lab.cli.prepare import Prepared, prepare_run
@@ -16,6 +17,23 @@ if TYPE_CHECKING:
     from lab.local.progress import Progress
     from lab.local.run_directory import RunDirectory
     from lab.local.runner import GrpoRunner
+
+
+class RunInterrupts(Interrupts):
+    """Interrupts that do not disturb the writing of a run's results."""
+
+    _is_shielded = False
+
+    def shield(self) -> None:
+        """Keeps later signals from raising anything. They are still remembered."""
+        self._is_shielded = True
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        try:
+            super()._interrupt(number, frame)
+        except KeyboardInterrupt:
+            if not self._is_shielded:
+                raise
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -50,7 +68,7 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
     started, ended = time.perf_counter(), None
     completed = False
     runner = _start(prepared, directory, progress)
-    with Interrupts() as interrupts:
+    with RunInterrupts() as interrupts:
         try:
             for sentence in directory.begin():
                 progress.warn(sentence)

@@ -33,7 +33,7 @@ from nemo_specrollout.reports.panels import STYLE
 from nemo_specrollout.reports.records import Record, read_lines
 from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, StepFacts
 from nemo_specrollout.storage.files import write_atomically
-from nemo_specrollout.training.features.feature_store import FeatureReader, newest_sequences
+from nemo_specrollout.training.features.feature_store import FeatureReader, first_tokens
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head_folder import HeadFolder
@@ -69,13 +69,18 @@ class Recording:
 
     def sequences(self, version: int, held_out: bool) -> list[SequenceFeatures]:
         """Returns the features of the policy of a version."""
-        return list(FeatureReader(self.folder / "features").sequences(held_out, versions=[version]))
+        found = FeatureReader(self.folder / "features").sequences(held_out)
+        return [features for features in found if features.policy_version == version]
+
+    def newest(self, version: int, held_out: bool, max_tokens: int) -> list[SequenceFeatures]:
+        """Returns the `first_tokens` of the policies up to a version, the newest first."""
+        found = FeatureReader(self.folder / "features").sequences(held_out)
+        return first_tokens((features for features in found if features.policy_version <= version), max_tokens)
 
     def data(self, version: int) -> RefreshData:
         """Returns the newest features after step `version`, for training and for judging."""
-        stores, versions = [FeatureReader(self.folder / "features")], range(version + 1)
-        training = newest_sequences(stores, False, TRAINING_TOKENS, versions)
-        return RefreshData(training, newest_sequences(stores, True, HELD_OUT_TOKENS, versions))
+        training = self.newest(version, False, TRAINING_TOKENS)
+        return RefreshData(training, self.newest(version, True, HELD_OUT_TOKENS))
 
     def teacher(self, version: int) -> dict[str, torch.Tensor]:
         """Returns the LM head and embedding of the policy of a version."""

@@ -26,7 +26,6 @@ from nemo_specrollout.config.block import BudgetConfig, VerifyConfig
 from nemo_specrollout.config.drafter_configs import FolderDrafterConfig
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
 from nemo_specrollout.storage.files import write_atomically
-from nemo_specrollout.training.features.feature_store import FeatureReader, newest_sequences
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
@@ -42,6 +41,8 @@ HELD_OUT_TOKENS = 6_000
 """Tokens that the gate judges by."""
 TRUTH_TOKENS = 20_000
 """Tokens that measure whether a candidate is worse."""
+LAST_VERSION = 5
+"""Last policy version whose features are used."""
 WORSE_BY = 0.01
 """Accepted tokens a step by which a candidate counts as worse."""
 DataFault = Callable[[SequenceFeatures], SequenceFeatures]
@@ -112,12 +113,11 @@ class Material:
 
 def material_of(recording: Recording) -> Material:
     """Returns features of the first policies, for which the head in service was trained."""
-    stores, versions = [FeatureReader(recording.folder / "features")], range(6)
-    held = newest_sequences(stores, True, HELD_OUT_TOKENS + TRUTH_TOKENS, versions)
+    held = recording.newest(LAST_VERSION, True, HELD_OUT_TOKENS + TRUTH_TOKENS)
     tokens, split = 0, 0
     while tokens < HELD_OUT_TOKENS:
         tokens, split = tokens + held[split].num_tokens, split + 1
-    return Material(newest_sequences(stores, False, TRAINING_TOKENS, versions), held[:split], held[split:])
+    return Material(recording.newest(LAST_VERSION, False, TRAINING_TOKENS), held[:split], held[split:])
 
 
 def drill_refresh(

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from lab.local.coordinator import DealingCoordinator, timeline_record
+from lab.local.coordinator import DealingCoordinator
 from lab.local.fleet import RolloutFleet
 from lab.local.run_config import RunConfig
 from lab.local.run_sections import AsyncGrpoConfig
 from lab.local.statistics import stock_stats
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
-from nemo_specrollout.racing.attempts import Response, Timeline
+from lab.local.timeline import Timeline
+from nemo_specrollout.racing.attempts import Response
 from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
 
 _LOOK_S = 0.005
@@ -170,7 +171,7 @@ class TrajectoryCollector:
         for number, batch in list(self._under_way.items()):
             batch.waiting_for.difference_update(finished)
             if not batch.waiting_for:
-                responses, timeline = self._coordinator.take(batch.keys)
+                responses, timeline = self._coordinator.take_with_timeline(batch.keys)
                 seconds = time.perf_counter() - batch.begun_s
                 found = Trajectories(number, batch.prompts, responses, timeline, batch.first_version, seconds)
                 assert 0 <= found.age <= self._config.max_trajectory_age_steps, f"a trajectory of age {found.age}"
@@ -258,7 +259,7 @@ class AsyncFleet(RolloutFleet):
                 "collector_idle_s": self._idle_s - before,
             },
             num_older_B=[_num_older(r, found.target) for r in found.responses],
-            timeline=timeline_record(timeline),
+            timeline=timeline.record(),
         )
 
 

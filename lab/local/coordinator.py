@@ -4,16 +4,15 @@
 Shapes: R requests, E engines.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from lab.placement.planner import counted
+from lab.local.timeline import Timeline
 from lab.simulation.dealing import in_shards, longest_first
 from nemo_specrollout.generation.requests import Rollout
-from nemo_specrollout.racing.attempts import Response, Timeline
+from nemo_specrollout.racing.attempts import Response
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.turns import EngineFleet, Request
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
@@ -66,8 +65,14 @@ class DealingCoordinator(Coordinator):
         except BaseException:
             self.abandon()
             raise
-        responses, timeline = self.take(keys)
+        responses, timeline = self.take_with_timeline(keys)
         return [r.rollout for r in responses], timeline
+
+    def take_with_timeline(self, keys: Sequence[int]) -> tuple[list[Response], Timeline]:
+        """Returns and forgets responses that have ended, with their timeline."""
+        responses, saved_s = self.take(keys)
+        methods = tuple(self._speeds.table.methods[m] for m in self.engines.methods)
+        return responses, Timeline.of(responses, methods, saved_s)
 
     def deal(self, requests: Sequence[Request], task: str = ANY_TASK) -> list[int]:
         """Begins requests, deals them out to engines, and returns their keys."""
@@ -114,31 +119,3 @@ class DealingCoordinator(Coordinator):
         for response, tokens in zip(responses, self._remaining(responses).tolist(), strict=True):
             loads_E[list(response.attempts)] += tokens
         return loads_E
-
-
-def timeline_record(timeline: Timeline) -> dict[str, Any]:
-    """Returns a line of `timeline.jsonl`, whose keys call an engine a worker."""
-    spans = [asdict(s) for s in timeline.spans]
-    for span in spans:
-        span["worker"] = span.pop("engine")
-    return {
-        "num_workers": len(timeline.methods),
-        "methods": list(timeline.methods),
-        "saved_s": timeline.saved_s,
-        "spans": spans,
-    }
-
-
-def describe(figures: Mapping[str, Any]) -> str:
-    """Returns `Timeline.figures` in one line for users; empty if no request moved or raced and no engine died."""
-    if not any(figures[name] for name in ("moves", "races", "deaths", "diverged")):
-        return ""
-    parts = [
-        counted(figures["moves"], "move"),
-        counted(figures["races"], "race")
-        + (f" ({figures['won_by_racer']} won by the racer)" if figures["races"] else ""),
-        *([counted(figures["deaths"], "worker") + " died"] if figures["deaths"] else []),
-        *([counted(figures["diverged"], "attempt") + " diverged"] if figures["diverged"] else []),
-    ]
-    saved = "" if figures["saved_s"] is None else f"; saved {figures['saved_s']:.2f} s (estimate)"
-    return f"{', '.join(parts)}{saved}; workers idle for {figures['idle_share']:.0%} of their time"

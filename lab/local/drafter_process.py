@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.doctor.child_process import end_with_parent
+from nemo_specrollout.doctor.diagnosis import end_with_parent
 from nemo_specrollout.remote.drafter.drafter_service import DrafterService
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec
 

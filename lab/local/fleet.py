@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lab.local.coordinator import DealingCoordinator, timeline_record
+from lab.local.coordinator import DealingCoordinator
 from lab.local.engine_stats import EngineStats
 from lab.local.rollout_pool import DEAD, RolloutPool
 from lab.local.run_config import RunConfig
 from lab.local.speed_table_file import table_file
 from lab.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
 from lab.local.step_rollout import Prompts, RolloutSource, StepRollout, check_tokens
+from lab.local.timeline import Timeline
 from lab.simulation.dealing import in_shards
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.installed.versions import this_machine
-from nemo_specrollout.racing.attempts import AttemptOutcome, Timeline
+from nemo_specrollout.racing.attempts import AttemptOutcome
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable, SpeedTableFile
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
@@ -64,7 +65,7 @@ class RolloutFleet(RolloutSource):
         prompts = self._prompts(step)
         rollouts, stats, timeline = self.measure(prompts.requests, on_finished)
         sample_stats = self.take_sample_stats(prompts.requests, timeline)
-        rollout = StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline_record(timeline))
+        rollout = StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline.record())
         return check_tokens(rollout, self.generate, self._config)
 
     def measure(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrollout.doctor.child_process import PARENT
+from nemo_specrollout.doctor.diagnosis import PARENT
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from lab.local.coordinator import describe as describe_tail
+from lab.local.timeline import describe as describe_tail
 from nemo_specrollout.remote.protocol.drafter_stats import in_words
 
 _HEADER = " step  reward  length   rollout  speedup tok/step       equal   train      gap"

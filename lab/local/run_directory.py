@@ -21,7 +21,7 @@ from nemo_specrollout.config.strict import ConfigError, differences
 from nemo_specrollout.installed.versions import checkout_commit, installed_versions
 from nemo_specrollout.reports.records import FORMAT, METRICS, RUN, SUMMARY, read_lines, read_object_or_nothing
 from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
-from nemo_specrollout.storage.files import sync_folder, temporary_names, write_atomically
+from nemo_specrollout.storage.files import sync_folder, write_atomically
 
 NUM_CHECKPOINTS = 2
 """Checkpoints that are kept."""
@@ -30,7 +30,9 @@ LINES = (METRICS, "samples.jsonl", "trace.jsonl", "timeline.jsonl")
 PAGES = ("report.html", "picture.png")
 _MAY_CHANGE = {"grpo.max_num_steps", "logger.log_dir"}
 """Keys of the config that may change when a run is resumed."""
-_TEMPORARY = temporary_names(("config.yaml", RUN, LADDER, *LINES, SUMMARY, *PAGES))
+_WRITTEN = ("config.yaml", RUN, LADDER, *LINES, SUMMARY, *PAGES)
+_TEMPORARY = re.compile(rf"\.({'|'.join(map(re.escape, _WRITTEN))})\.[0-9]+")
+"""Files that `replacing_file` leaves behind when its process dies."""
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """Errors of a file system without locks, e.g. Lustre mounted without `flock`."""

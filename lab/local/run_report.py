@@ -65,4 +65,4 @@ def _extras_of(run: Run) -> report.Extras:
     }
     sections = [chart(title, svg, HOW_TO_READ[title]) for title, svg in drawn.items() if svg]
     last = whole_trace(traces[-1]) if traces else {}
-    return report.Extras(sections, [(draw_drain, last)] if can_drain(last) else [])
+    return sections, [(draw_drain, last)] if can_drain(last) else []

@@ -2,7 +2,6 @@
 """`nemo-specrollout check`: validates a config and prints what it means on this machine; without torch."""
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from nemo_specrollout.config.block import OFF, SpecrolloutConfig
 from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config
-from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, runtime_of
+from nemo_specrollout.config.nemo_rl_tree import Finding, at, runtime_of
 from nemo_specrollout.config.nemo_rl_values import unknown_overrides
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.training.head.block_heads import drafter_misfits
@@ -26,10 +25,8 @@ class Subject:
 
     tree: dict[str, Any]
     lines: list[tuple[str, str]]
-    """Names and sentences that describe the run."""
     block: SpecrolloutConfig
     findings: list[Finding]
-    """Errors, warnings and notes."""
 
     @property
     def errors(self) -> list[str]:
@@ -46,7 +43,7 @@ def check(parsed: argparse.Namespace) -> int:
     """Prints what the config means on this machine, and its errors, one a line; returns 0 if it can run."""
     subject = describe_config(read_nemo_rl_config(parsed.config, parsed.overrides))
     unknown = ((finding.kind, str(finding)) for finding in unknown_overrides(parsed.config, parsed.overrides))
-    traps = () if subject.errors else trap_lines(subject.tree)
+    traps = () if subject.errors else known_traps(subject.tree)
     for name, text in [*subject.lines, *subject.notes, *unknown, *traps]:
         print(f"{name:<12} {text}")
     for error in subject.errors:
@@ -70,8 +67,3 @@ def describe_config(tree: dict[str, Any]) -> Subject:
         unfit = (reason.partition(": ") for reason in drafter_misfits(block, str(at(tree, "policy.model_name"))))
         findings += [Finding(subject, text, "error") for subject, _, text in unfit]
     return Subject(tree, describe_nemo_rl(tree), block, findings)
-
-
-def trap_lines(tree: Tree) -> Iterator[tuple[str, str]]:
-    """Yields state and sentence of each known fault of the installed packages that the config meets."""
-    yield from (("avoided" if trap.is_avoided else "not avoided", str(trap)) for trap in known_traps(tree))

@@ -21,15 +21,11 @@ from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
 
 EXIT_FAILED = 1
-"""Exit code of a command that failed."""
 EXIT_BAD_INPUT = 2
-"""Exit code after a user's mistake."""
 EXIT_INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 EXIT_NO_READER = 141
 """Exit code if the reader of standard output has ended."""
 EXIT_TERMINATED = 143
-"""Exit code after SIGTERM."""
 _MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 """Full disks, used-up quotas, and disks that broke or are read-only: finished work is kept."""
 _PATH_ERRORS = {
@@ -56,11 +52,8 @@ OVERRIDES = flag("overrides", "key=value", "e.g. grpo.max_num_steps=3", nargs="*
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand."""
-
     name: str
     text: str
-    """Help line."""
     function: str
     """`MODULE:FUNCTION`, imported when it is called. It takes the parsed arguments and returns the exit code."""
     flags: tuple[Flag, ...] = ()
@@ -72,7 +65,6 @@ class Command:
     """Whether the command starts engines, so that its temporary files go into a folder that is removed at its end."""
 
     def run(self, parsed: argparse.Namespace) -> int:
-        """Imports the command's function and calls it; returns the exit code."""
         module, _, name = self.function.partition(":")
         return int(getattr(import_module(module), name)(parsed))
 
@@ -83,16 +75,12 @@ class Program:
 
     name: str
     text: str
-    """Its purpose, for the usage."""
     commands: tuple[Command, ...]
     installation: str
     """Command that installs missing packages; `{extra}` stands for the extra of the user's command, in brackets."""
 
     def parse(self, arguments: list[str] | None) -> tuple[Command, argparse.Namespace]:
-        """Returns the command and its parsed arguments. Flags may stand between CONFIG and key=value.
-
-        Prints the usage and exits with code 2 if no command takes the arguments.
-        """
+        """Returns the command and its parsed arguments; argparse exits if none takes them. Flags may precede key=value."""
         parser = argparse.ArgumentParser(prog=self.name, description=self.text, allow_abbrev=False)
         subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
         for command in self.commands:

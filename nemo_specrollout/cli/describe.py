@@ -70,10 +70,7 @@ def _in_words(drafter: DrafterConfig) -> str:
 def describe_speculation(block: SpecrolloutConfig, native: Any, workers_place: str) -> list[tuple[str, str]]:
     """Returns names and sentences on drafters, budget and exactness.
 
-    Args:
-        block: The block in effect.
-        native: The user's `speculative_config`, if any.
-        workers_place: Where the run starts remote drafters.
+    `native` is the user's `speculative_config`, if any; the run starts remote drafters at `workers_place`.
     """
     if not block.enabled:
         return [("speculation", "off: exactly vLLM's own sampler and no drafts")]
@@ -97,7 +94,6 @@ def describe_speculation(block: SpecrolloutConfig, native: Any, workers_place: s
 
 
 def _remote_in_words(drafter: RemoteDrafterConfig, workers_place: str) -> str:
-    """Returns a sentence on the place of remote drafters and on who starts them."""
     if drafter.workers:
         where = f"{drafter.workers} {workers_place}"
     else:
@@ -150,7 +146,6 @@ def _describe_asynchrony(tree: Tree) -> str:
 
 
 def _describe_versions() -> str:
-    """Returns the installed versions of packages that a run in NeMo-RL uses. The run may take place on another machine."""
     versions = {**installed_versions(), "nemo-rl": nemo_rl_version(), "vllm": vllm_version()}
     names = ("nemo-specrollout", "torch", "transformers", "megatron-core", "ray", "nemo-rl", "vllm")
     here = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
@@ -217,10 +212,7 @@ def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:
 
 
 def engine_in_words(vllm_kwargs: Mapping[str, Any], *, on_gpu: bool, is_eager: bool) -> str:
-    """Returns a line like the one that a run prints at its start; it says what only the run can tell.
-
-    vLLM's own config also knows this, but importing vLLM takes longer than the whole command `check`. A test compares the two.
-    """
+    """Returns a line like the one that a run prints at its start. It is not asked of vLLM, whose import takes too long."""
     version, compilation = vllm_version(), vllm_kwargs.get("compilation_config")
     if is_asynchronous(vllm_kwargs):
         scheduling = "asynchronous scheduling"

@@ -45,9 +45,8 @@ def doctor(parsed: argparse.Namespace) -> int:
     if parsed.in_nemo_rl:
         return _in_nemo_rl(parsed)
     console, found = log_console(), list[Diagnosis]()
-    limits = list(
-        _guarded(environment.MACHINE, environment.diagnose_machine)
-    )  # before the temporary folder is replaced
+    # Looked at before the temporary folder is replaced.
+    limits = list(_guarded(environment.MACHINE, environment.diagnose_machine))
     with ExitStack() as stack:
         with suppress(OSError):  # the section `machine` reports it
             stack.enter_context(scratch_folder())
@@ -61,7 +60,7 @@ def doctor(parsed: argparse.Namespace) -> int:
 
 
 def _in_nemo_rl(parsed: argparse.Namespace) -> int:
-    """Runs the same command in the environment of NeMo-RL's driver; returns its exit code. Raises ConfigError."""
+    """Runs the same command in the environment of NeMo-RL's driver. Raises ConfigError."""
     arguments = ["doctor", *([] if parsed.config is None else [str(parsed.config)]), *parsed.overrides]
     arguments += [] if parsed.json is None else ["--json", str(parsed.json)]
     arguments += ["--no-self-test"] * parsed.no_self_test
@@ -73,7 +72,6 @@ def _in_nemo_rl(parsed: argparse.Namespace) -> int:
 def _sections(
     parsed: argparse.Namespace, limits: list[Diagnosis], console: Console
 ) -> Iterator[tuple[Section, Source]]:
-    """Yields each section and the function that makes its diagnoses, in the order of the output."""
     yield environment.VERSIONS, lambda: environment.diagnose_versions(environment.found_versions())
     yield environment.DEVICE, environment.diagnose_device
     yield environment.MACHINE, lambda: limits

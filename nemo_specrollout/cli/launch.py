@@ -40,14 +40,10 @@ _KEYS_OF_FLAGS = {
     "checkpointing.checkpoint_dir": "--run-dir",
     "logger.log_dir": "--run-dir",
 }
-"""Keys of the config that a flag sets."""
 _MAY_CHANGE = {"grpo.max_num_steps", "grpo.max_num_epochs", "checkpointing.checkpoint_must_save_by"}
 """Keys that may differ when a run is resumed: its length, and the end of each job."""
 _SAVE_MARGIN_S = 25 * 60
-"""Time between the last checkpoint and the time limit, in seconds, as in NeMo-RL's own recipes; half the limit at most.
-
-It also covers the time before the first step, because NeMo-RL's clock starts there.
-"""
+"""Seconds between the last checkpoint and the time limit, also for the time before NeMo-RL's clock, the first step."""
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -90,7 +86,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def _enter_checkout(nemo_rl: str) -> None:
-    """Lets configs inherit from the configs of the checkout `nemo_rl`; prints a note if the shell names another one."""
+    """Lets configs inherit from configs of the checkout `nemo_rl`; prints a note if the shell names another one."""
     named = os.environ.get(NEMO_RL_DIR)
     os.environ[NEMO_RL_DIR] = nemo_rl
     if named and os.path.realpath(os.path.expanduser(named)) != os.path.realpath(nemo_rl):
@@ -135,10 +131,9 @@ def gpus_beside(block: SpecrolloutConfig | None) -> int:
 
 
 def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int) -> list[Finding]:
-    """Returns a note if NeMo-RL takes only a part of each node, because our actors need `beside` GPUs.
+    """Returns a note if NeMo-RL takes only a part of the `present` GPUs of each node, because our actors need `beside` GPUs.
 
-    `ray.sub` wants all GPUs of a node, `present`, for Ray. NeMo-RL then takes as many as `cluster` says. Raises ConfigError
-    if the two numbers do not fit.
+    Raises ConfigError if the numbers do not fit: `ray.sub` wants all GPUs of a node for Ray.
     """
     taken, nodes = cluster["gpus_per_node"], cluster["num_nodes"]
     actors = "the head's trainer and remote drafters"
@@ -186,8 +181,7 @@ def _must_save_by(checkpointing: dict[str, Any], time: str) -> str:
 class LaunchDirectory:
     """Holds `config.yaml`, `job.sh`, `addon/` and `submissions.jsonl`; NeMo-RL adds checkpoints and logs.
 
-    Invariant: after the first submission, config and code of the run stay the same. Until then they may be written again.
-    `addon/` is a copy of this package, so that an edit of the original cannot change a run. Each file is written as a whole.
+    Invariant: after the first submission, config and code stay the same. `addon/` is a copy of this package.
     """
 
     path: Path

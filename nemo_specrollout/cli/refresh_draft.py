@@ -103,11 +103,9 @@ class TerminalView:
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
 
     def say(self, text: str) -> None:
-        """Prints a line."""
         self.console.print(text)
 
     def warn(self, text: str) -> None:
-        """Prints a warning."""
         self.console.print(f"warning: {text}", style="yellow")
 
     @contextmanager

@@ -2,8 +2,8 @@
 """`nemo-specrollout report`: the report and the picture of a run directory."""
 
 import argparse
-from importlib import import_module
-from pathlib import Path
+
+from nemo_specrollout.reports.records import find_run
 
 
 def report(parsed: argparse.Namespace) -> int:
@@ -11,15 +11,10 @@ def report(parsed: argparse.Namespace) -> int:
 
     Raises ConfigError if the folder is no run directory, or its files are damaged.
     """
-    return write_report(parsed.run_dir, "nemo_specrollout.reports.report")
+    folder = find_run(parsed.run_dir)
+    # The charts' packages, which may be missing, are imported after the folder was looked at.
+    from nemo_specrollout.reports.report import write_pages
 
-
-def write_report(run_dir: Path, module: str) -> int:
-    """Writes the pages of a run by `write_pages` of a module, and returns the exit code. Raises ConfigError."""
-    # The folder is looked at before the charts' packages, which may be missing, are imported.
-    from nemo_specrollout.reports.records import find_run
-
-    folder = find_run(run_dir)
-    page, picture = import_module(module).write_pages(folder)
+    page, picture = write_pages(folder)
     print(f"report  {page}\npicture {picture}")
     return 0

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slurm for `launch`: settings of a cluster, job script and `sbatch` line of a run; NeMo-RL's `ray.sub` does the rest.
-
-A setting is taken from the flags, else from the cluster file, else from the environment.
-"""
+"""Slurm for `launch`: settings of a cluster, job script and `sbatch` line of a run; NeMo-RL's `ray.sub` does the rest."""
 
 import dataclasses
 import hashlib
@@ -51,9 +48,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
 class _ShellTemplate(Template):
-    """A template whose placeholders do not look like shell variables."""
-
-    delimiter = "@"
+    delimiter = "@"  # `$` is the shell's
 
 
 _JOB = _ShellTemplate(Path(__file__).with_name("job.sh.template").read_text(encoding="utf-8"))
@@ -64,9 +59,7 @@ class ClusterSettings:
     """A cluster and its NeMo-RL. Paths are absolute. `ray.sub` does not quote, so no value has special characters."""
 
     account: str
-    """Slurm account."""
     partition: str
-    """Slurm partition."""
     time: str
     """Time limit of one job, as Slurm writes it."""
     container: str
@@ -188,11 +181,8 @@ def seconds(time: str, field: str) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """One job of a run."""
-
     settings: ClusterSettings
     run: str
-    """Absolute path of the run directory."""
     num_nodes: int
     gpus_per_node: int
     max_num_steps: int | None

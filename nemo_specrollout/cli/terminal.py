@@ -14,18 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 PREFIX = "specrollout-"
-"""Beginning of a scratch folder's name."""
 LOCK = "in_use"
 """File that the owner of a scratch folder holds locked."""
 LEFT_BEHIND_S = 3600.0
 """Least age, in seconds, of an unlocked folder that a later command removes. A younger one may be about to be locked."""
-_LOG_WIDTH = 120
-"""Columns of output that goes into a file."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -33,7 +31,7 @@ def log_console() -> Console:
     """Returns a console for standard output. If that is no terminal, its width fits all tables."""
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if not console.is_terminal:
-        console.width = _LOG_WIDTH
+        console.width = 120
     return console
 
 
@@ -56,15 +54,14 @@ class Terminated(KeyboardInterrupt):
 class Interrupts:
     """Context in which SIGINT raises KeyboardInterrupt, SIGTERM raises Terminated, and both are remembered.
 
-    Python ignores exceptions in a finalizer or a callback from C++, so an interrupt may get lost there. `check` raises it
-    again. Outside of the main thread, where Python sets no signal handlers, the context changes nothing.
+    Python ignores exceptions in a finalizer or a callback from C++; `check` raises such a lost one again. Only the main
+    thread can set signal handlers; in others the context changes nothing.
     """
 
     def __init__(self) -> None:
         self._asked: KeyboardInterrupt | None = None
-        self._is_shielded = False
 
-    def __enter__(self) -> "Interrupts":
+    def __enter__(self) -> Self:
         in_main_thread = threading.current_thread() is threading.main_thread()
         self._before = {s: signal.signal(s, self._interrupt) for s in _SIGNALS} if in_main_thread else {}
         return self
@@ -78,15 +75,10 @@ class Interrupts:
         if self._asked is not None:
             raise self._asked
 
-    def shield(self) -> None:
-        """Keeps later signals from raising anything, while results are written. They are still remembered."""
-        self._is_shielded = True
-
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         asked = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
         self._asked = self._asked or asked
-        if not self._is_shielded:
-            raise asked
+        raise asked
 
 
 @contextmanager

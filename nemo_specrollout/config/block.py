@@ -26,8 +26,7 @@ class DraftRefreshConfig:
     """`draft_refresh`; its presence turns refreshing on."""
 
     trigger: str = choice(*TRIGGERS, default="auto")
-    """`auto`: a refresh when it pays, by measured acceptance and costs. `interval`: every `interval` steps. `every_step`.
-    `never`: no training; features are collected for a replay, and in a local run each policy's LM head."""
+    """`auto`: when it pays, by measured acceptance and costs. `interval`, `every_step`. `never`: features are collected."""
     interval: int = bounded(10, low=1)
     """RL steps between refreshes under `trigger: interval`."""
     min_gap: int = bounded(2, low=1)
@@ -35,8 +34,7 @@ class DraftRefreshConfig:
     margin: float = bounded(0.25, low=0.0)
     """Under `trigger: auto`, the share by which the expected gain of time must exceed the time of the refresh."""
     max_time_share: float = bounded(0.2, above=0.0, high=1.0)
-    """Largest share of the run's time that refreshes may take, for any trigger. A local run waits for them; in NeMo-RL they
-    run in parallel."""
+    """Largest share of the run's time that refreshes may take, for any trigger; in NeMo-RL they run in parallel."""
     trainer_gpus: int = bounded(0, low=0, high=1)
     """In NeMo-RL, GPUs of the Ray worker that trains the head, in addition to the GPUs of the cluster; 0 trains on a CPU."""
     max_train_seconds: float | None = bounded(None, above=0.0)
@@ -44,8 +42,8 @@ class DraftRefreshConfig:
     loss: str = choice(*LOSSES, default="tv+kl_div")
     """Loss of the head: speculators' loss of that name, or the mean of two (docs/benchmarks/heads.md compares them)."""
     learning_rate: float | None = bounded(None, above=0.0, high=1.0)
-    """Learning rate of AdamW, which trains the head. It is constant within a refresh. null: 1e-3 up to a hidden size of 256,
-    falling to 3e-5 at 4096. Each candidate that is worse than the head in service cuts that default to a third."""
+    """Learning rate of AdamW. null: 1e-3 up to a hidden size of 256, falling to 3e-5 at 4096; a worse candidate than the
+    head in service cuts that default to a third."""
     ttt_steps: int = bounded(5, low=1, high=16)
     """Positions ahead that the head is trained to draft on its own features."""
     tokens_per_batch: int | None = bounded(None, low=8)
@@ -77,8 +75,7 @@ class FastestOfNConfig:
     min_gain: float = bounded(0.1, low=0.0, high=1.0)
     """Relative time that a move or race must be expected to save, of the time until the slower of two engines ends."""
     methods: tuple[tuple[str, ...], ...] = ()
-    """Drafter types of each engine, from those in `drafters`. Engine i has entry i, modulo their number. Empty: every engine
-    has all drafters."""
+    """Drafter types of each engine; engine i has entry i, modulo their number. Empty: every engine has all drafters."""
     ladder: str | None = None
     """File that `specrollout-lab ladder` wrote, with initial decode speeds. null: speeds are learned while running."""
 
@@ -124,9 +121,7 @@ class SpecrolloutConfig:
     """The drafters. The draft board picks among them for each request and step. Empty: no speculation, but the same sampler,
     hence the same tokens."""
     budget: BudgetConfig = BudgetConfig()
-    """Number of draft tokens."""
     verify: VerifyConfig = VerifyConfig()
-    """Check that drafts do not change tokens."""
     draft_refresh: DraftRefreshConfig | None = None
     """Trains the `eagle3` head while the policy is trained; null is off."""
     fastest_of_n: FastestOfNConfig | None = None

@@ -13,9 +13,7 @@ from nemo_specrollout.config.strict import ConfigError, bounded, choice, raise_f
 DRAFT_SAMPLING = ("shared_noise", "greedy")
 
 SECRET_VARIABLE = "NEMO_SPECROLLOUT_SECRET"
-"""Environment variable with the shared secret."""
 _SHORTEST_SECRET = 16
-"""Characters that a secret must have."""
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -51,10 +49,7 @@ def as_key(secret: str) -> bytes:
 
 
 def secret_of_run() -> str:
-    """Returns the secret of drafters that a run starts itself: from the environment, else a new random one.
-
-    Raises ConfigError if the secret in the environment is too short.
-    """
+    """Returns the secret of drafters that a run starts, the environment's or a random one. Raises ConfigError if too short."""
     secret = os.environ.get(SECRET_VARIABLE, "")
     if secret and len(secret) < _SHORTEST_SECRET:
         fix = f"give it at least {_SHORTEST_SECRET} characters, or remove it: the run then makes a secret of its own"
@@ -188,11 +183,10 @@ class RemoteDrafterConfig(DrafterConfig):
     addresses: tuple[str, ...] = ()
     """Addresses of drafters that `serve-drafter` started, e.g. tcp://10.0.0.7:5570."""
     gpus: float = bounded(0.0, low=0.0, high=1.0)
-    """GPUs of each drafter that NeMo-RL starts, in addition to the GPUs of `cluster`. Two drafters may share one (0.5);
-    0 runs on a CPU."""
+    """GPUs of each drafter that NeMo-RL starts, beside the GPUs of `cluster`; 0.5: two share one, 0: on a CPU."""
     most_ahead: int = bounded(24, low=1, high=64)
-    """Draft tokens by which a drafter may be ahead of a request's committed text. While one step's drafts are being verified,
-    the next step's are drafted: less than twice `num_speculative_tokens` makes drafters wait."""
+    """Draft tokens by which a drafter may be ahead of a request's committed text. Less than twice `num_speculative_tokens`
+    makes drafters wait."""
     max_requests: int = bounded(256, low=1, high=4096)
     """Requests that one drafter process serves at a time, all engines together."""
     allowed_hosts: tuple[str, ...] = ()
@@ -234,11 +228,6 @@ def _types_of(base: type[DrafterConfig]) -> tuple[str, ...]:
     return tuple(name for name, cls in DRAFTERS.items() if issubclass(cls, base))
 
 
-TEXT_DRAFTERS = _types_of(TextDrafterConfig)
-"""Types of the drafters without weights."""
 MODEL_DRAFTERS = _types_of(ModelDrafterConfig)
-"""Types of the drafters with weights inside the policy's engine."""
 BLOCK_DRAFTERS = _types_of(BlockDrafterConfig)
-"""Types of the drafters that propose all draft tokens of a step in one pass."""
 REMOTE_DRAFTER = RemoteDrafterConfig.type
-"""Type of the drafter in an engine of its own."""

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults of vLLM and NeMo-RL that need no error to spoil a run: affected configs, symptoms, and our remedies.
+"""Known faults of vLLM and NeMo-RL that spoil a run without an error: configs, symptoms, our remedies (docs/upstream/)."""
 
-Sources: docs/upstream/, and the code of both packages as read and run.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
@@ -12,54 +9,34 @@ from nemo_specrollout.config.nemo_rl_tree import GENERATION, Tree, at, block_is_
 from nemo_specrollout.installed.versions import nemo_rl_version, version_numbers, vllm_version
 
 VLLM, NEMO_RL = "vllm", "nemo-rl"
-Version = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class KnownTrap:
-    """A known fault of a package."""
-
     package: str
     affects: Callable[[Tree], bool]
-    """Tells whether a config runs into the fault."""
     text: str
     """Condition and symptom."""
     remedy: str
-    """Countermeasure of specrollout."""
-    since: Version = ()
-    """First version with the fault."""
-    before: Version | None = None
+    before: tuple[int, ...] | None = None
     """First version without the fault; None if there is none yet."""
 
     def is_in(self, version: str | None) -> bool:
         """Returns whether `version` has the fault. Of a run elsewhere it is None, and probably recent."""
         numbers = None if version is None else version_numbers(version)
-        if numbers is None:
-            return self.before is None
-        return self.since <= numbers and (self.before is None or numbers < self.before)
+        return self.before is None or (numbers is not None and numbers < self.before)
 
 
-@dataclass(frozen=True)
-class MetTrap:
-    """A known trap that affects a config with the packages that are installed here."""
-
-    trap: KnownTrap
-    version: str | None
-    """Installed version; None if the package is not installed here, because the run may be elsewhere."""
-    is_avoided: bool
-    """Whether the remedy is in force."""
-
-    def __str__(self) -> str:
-        here = "not installed here" if self.version is None else f"here {self.version}"
-        remedy = self.trap.remedy if self.is_avoided else f"not avoided, because the block is off ({self.trap.remedy})"
-        return f"{self.trap.package}, {here}: {self.trap.text}; {remedy}"
-
-
-def known_traps(tree: Tree) -> list[MetTrap]:
-    """Returns the traps that affect a config: of the versions installed here, and of packages that are not installed."""
-    here = {VLLM: vllm_version(), NEMO_RL: nemo_rl_version()}
-    met = [trap for trap in TRAPS if trap.is_in(here[trap.package]) and trap.affects(tree)]
-    return [MetTrap(trap, here[trap.package], block_is_on(tree)) for trap in met]
+def known_traps(tree: Tree) -> Iterator[tuple[str, str]]:
+    """Yields state and sentence of each trap that affects a config, of the versions here and of packages that are missing."""
+    versions = {VLLM: vllm_version(), NEMO_RL: nemo_rl_version()}
+    for trap in TRAPS:
+        version = versions[trap.package]
+        if trap.is_in(version) and trap.affects(tree):
+            here = "not installed here" if version is None else f"here {version}"
+            is_avoided = block_is_on(tree)
+            remedy = trap.remedy if is_avoided else f"not avoided, because the block is off ({trap.remedy})"
+            yield "avoided" if is_avoided else "not avoided", f"{trap.package}, {here}: {trap.text}; {remedy}"
 
 
 def _samples_drafts(tree: Tree) -> bool:
@@ -78,7 +55,7 @@ TRAPS = (
     KnownTrap(VLLM, _samples_drafts, "the V2 model runner draws a draft and the token that replaces it from the same noise: "
               "if drafts are sampled, samples are not the policy's",
               "a draft is accepted only if it is the token that the policy samples, so that shared noise is correct",
-              since=(0, 25, 1), before=(0, 29, 0)),
+              before=(0, 29, 0)),
     KnownTrap(VLLM, lambda t: "eagle3" in drafter_types(t), "if a head's config names no layers, vLLM guesses which of the "
               "policy's states the head reads, and two of them for a policy of four layers: a crash, or wrong rows without "
               "an error", "`refresh-draft` writes the layers into the config; a run that refreshes the head refuses one "

@@ -24,12 +24,7 @@ from nemo_specrollout.storage.files import read_regular
 NEMO_RL_DIR = "NEMO_RL_DIR"
 """Environment variable with the folder of NeMo-RL, which the shipped recipes use in `defaults`."""
 _MAX_BYTES = 16 << 20
-"""Largest config file, in bytes."""
-_DEEPEST = 100
-"""Deepest nesting of blocks."""
 _SHOWN = 120
-"""Characters of a path or an override that a message shows."""
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FIXES = {
     "cannot start any token": "indent with spaces, not tabs; quote a value that begins with @, ` or %",
     "mapping values are not allowed": "indent keys of one block alike; quote a value that has ': ' in it",
@@ -49,7 +44,6 @@ _UNREADABLE = (OmegaConfBaseException, yaml.YAMLError, ValueError, AttributeErro
 _REPLACES = "_override_"
 """A block at the top of a file with this key set to true replaces its parents' block instead of merging with it."""
 _KEY = re.compile(r"[\w/+-]+(\.[\w/+-]+)*")
-"""Dotted names of keys."""
 
 
 def _larger(a: Any, b: Any) -> Any:  # OmegaConf cannot inspect the signature of `max`
@@ -63,8 +57,7 @@ _RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv,
 def load_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the resolved tree of the file at `path`, on top of its `defaults`, with `overrides` applied.
 
-    `defaults` names one or several files relative to the file that has it; later ones win. An override may begin with `+`,
-    which NeMo-RL requires for new keys. Raises ConfigError, which names the file or the override.
+    Later files of `defaults` win. An override may begin with `+`, as in NeMo-RL for new keys. Raises ConfigError.
     """
     with warnings.catch_warnings():
         # OmegaConf 2.4 renames this method to one that means something else in 2.3.
@@ -86,10 +79,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def new_keys(path: Path, overrides: Sequence[str]) -> list[tuple[str, str, list[str]]]:
-    """Returns the overrides without `+` whose key the file at `path` lacks, with the missing name and the names in its block.
-
-    A key of an earlier override is known. `load_config` must have accepted `overrides`.
-    """
+    """Returns valid overrides without `+` whose key the file at `path` lacks, with the missing name and its block's names."""
     tree, found = _load_with_defaults(path, ()), list[tuple[str, str, list[str]]]()
     for override in overrides:
         node: Any = OmegaConf.to_container(tree, resolve=False)
@@ -156,15 +146,12 @@ def _override(tree: DictConfig, override: str) -> DictConfig:
         raise ConfigError(f"{where}: expected key=value, e.g. grpo.max_num_steps=3")
     if "[" in key:
         raise ConfigError(f"{where}: an entry of a list cannot be changed alone; give the whole list")
-    if _KEY.fullmatch(key) is None or key.count(".") >= _DEEPEST:
+    if _KEY.fullmatch(key) is None:
         raise ConfigError(f"{where}: {key[:_SHOWN]!r} is not a key; write names with dots, e.g. grpo.max_num_steps")
     if key.split(".")[0] in ("defaults", _REPLACES):
         raise ConfigError(f"{where}: {key!r} belongs at the top of a file; write a config that has it")
     try:
-        _check_depth(value, where)
         above = OmegaConf.from_dotlist([f"{key}={value}"])
-    except ConfigError:
-        raise
     except _UNREADABLE as error:
         raise ConfigError(f"{where}: {_problem(error)}") from error
     return _merged(tree, above, where)
@@ -194,16 +181,13 @@ def _read_yaml(path: Path) -> Any:
     """Returns the OmegaConf tree of the file at `path`. Raises ConfigError for any content that it cannot read."""
     text = _read_text(path)
     try:
-        _check_depth(text, str(path))
         return OmegaConf.load(io.StringIO(text))
-    except ConfigError:
-        raise
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}{_place(error)}: {_problem(error)}") from error
     except OSError as error:  # OmegaConf raises it for a file with only a number or a date
         raise ConfigError(f"{path}: expected a mapping of sections at the top") from error
     except (TypeError, *_UNREADABLE) as error:
-        raise ConfigError(f"{path}: a value in it cannot be read ({error}); quote it") from error
+        raise ConfigError(f"{path}: a value in it cannot be read ({_problem(error)}); quote it") from error
 
 
 def _read_text(path: Path) -> str:
@@ -222,21 +206,6 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{name}, line {line}: not UTF-8 text; save it as UTF-8") from error
-
-
-def _check_depth(text: str, where: str) -> None:
-    """Raises ConfigError if blocks are nested more than `_DEEPEST` deep, and YAMLError for malformed YAML.
-
-    Call it before the blocks are built, because building recurses as deep as they are nested.
-    """
-    depth = 0
-    for event in yaml.parse(text, Loader=_LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
-            line = event.start_mark.line + 1
-            raise ConfigError(
-                f"{where}, line {line}: blocks are nested more than {_DEEPEST} deep; no config needs that"
-            )
 
 
 def _problem(error: Exception) -> str:

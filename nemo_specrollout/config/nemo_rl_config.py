@@ -66,11 +66,7 @@ def effective_config(tree: Tree) -> SpecrolloutConfig | None:
 
 
 def check_nemo_rl(tree: Tree) -> list[Finding]:
-    """Returns all findings about a NeMo-RL config: errors, then warnings, then notes.
-
-    There are none about options if the block is not enabled, because NeMo-RL then runs without this package. There is one
-    if NeMo-RL cannot.
-    """
+    """Returns all findings about a NeMo-RL config: errors, then warnings, then notes; none about a block that is off."""
     return _checked(tree)[1]
 
 
@@ -102,10 +98,7 @@ def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
 
 
 def malformed(tree: Tree) -> Iterator[Finding]:
-    """Yields errors about sections that are missing or are not blocks. With such errors no other check is possible.
-
-    A config of an algorithm without rollouts has only the error that says so.
-    """
+    """Yields errors that make all other checks impossible: no rollouts, or sections that are missing or are not blocks."""
     if (without := _without_rollouts(tree)) is not None:
         yield without
         return
@@ -129,7 +122,6 @@ def _block(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
 
 
 def _nemo_rl_version() -> Iterator[Finding]:
-    """Yields a finding about the installed NeMo-RL. A missing package is not an error, because the run may be elsewhere."""
     nemo_rl = nemo_rl_version()
     if nemo_rl is None:
         yield Finding("nemo-rl", "not installed here; `check` did not compare the config with NeMo-RL itself", "note")
@@ -191,7 +183,6 @@ _NO_ROLLOUTS = ("teachers", "sft", "dpo", "rm")
 
 
 def _without_rollouts(tree: Tree) -> Finding | None:
-    """Returns the error about a config of an algorithm that does not roll out, or of an evaluation."""
     training = next((name for name in _NO_ROLLOUTS if at(tree, name)), None)
     if training is not None:
         return Finding(training, "a run of this kind makes no rollouts; there is nothing to speed up", "error")

@@ -43,10 +43,7 @@ def strings_at(tree: Tree, keys: Collection[str], above: str = "") -> Iterator[t
 
 
 def size_at(tree: Tree, path: str, default: int = 1, *, low: int = 1) -> int:
-    """Returns the integer at a dotted path; `default` if it is absent or null.
-
-    Raises ConfigError for another type, or a value below `low`.
-    """
+    """Returns the integer at a dotted path; `default` if it is null. Raises ConfigError if it is not one, or below `low`."""
     parent = path.rpartition(".")[0]
     block, value = at(tree, parent, {}), at(tree, path)
     if not isinstance(block, Mapping):
@@ -109,10 +106,7 @@ def asynchronous_block(tree: Tree) -> str | None:
 
 
 def stale_kv_field(tree: Tree) -> str | None:
-    """Returns the path of the false field because of which running requests keep the KV cache of older weights, if any.
-
-    The SingleController always updates weights while requests run.
-    """
+    """Returns the path of the false field because of which running requests keep the KV cache of older weights, if any."""
     block = "async_rl" if at(tree, "async_rl") is not None else asynchronous_block(tree)
     is_in_flight = block == "async_rl" or (block is not None and at(tree, f"{block}.in_flight_weight_updates"))
     field = f"{block}.recompute_kv_cache_after_weight_updates"
@@ -157,7 +151,6 @@ class Rule:
     trips: Callable[[Any], object]
     """Tells whether a value breaks the rule; the value is None if the path is absent."""
     text: str
-    """Reason and fix."""
     kind: str = "error"
     when: Callable[[Tree], object] = lambda tree: True
     """Tells whether the rule applies to a tree."""
@@ -190,9 +183,8 @@ RUNTIMES = ("local", "nemo_rl")
 
 
 def runtime_of(tree: Tree) -> str:
-    """Returns `local` or `nemo_rl`: what the key `runtime` says, else what the config is written for.
+    """Returns `local` or `nemo_rl`, by the key `runtime`; else by the key that only NeMo-RL's configs have, a node's GPUs.
 
-    NeMo-RL's own configs have no such key. All of them name the GPUs of a node, which the local runner does not use.
     Raises ConfigError for another value.
     """
     runtime = tree.get("runtime", "nemo_rl" if at(tree, "cluster.gpus_per_node") else "local")

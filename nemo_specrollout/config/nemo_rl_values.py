@@ -73,10 +73,7 @@ _FREE_ENDINGS = ("env_vars", "kwargs", "overrides")
 
 
 def unknown_overrides(path: Path, overrides: Sequence[str]) -> Iterator[Finding]:
-    """Yields a finding about each override without `+` whose key the config at `path` lacks; `overrides` are valid.
-
-    A key that resembles a known one is warned of. Any other may be an option that NeMo-RL's configs leave out.
-    """
+    """Yields a warning of each override that misspells a key of the config at `path`, and a note of any other new key."""
     if all(_is_free(override) for override in overrides):
         return
     for override, name, known in new_keys(path, overrides):

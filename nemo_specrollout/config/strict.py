@@ -93,8 +93,7 @@ def tagged(variants: Mapping[str, type], *, default: Any) -> Any:
 def build(cls: type[T], values: Any, path: str) -> T:
     """Returns an instance of dataclass `cls` from the mapping found at `path` of the config.
 
-    Calls its method `check(path)`, if it has one. Raises ConfigError for a key that is unknown or missing, and for a value of
-    another type or out of its bounds.
+    Calls its method `check(path)`, if it has one. Raises ConfigError for an unknown or missing key, or a wrong value.
     """
     fields, hints = _fields(cls), typing.get_type_hints(cls)
     _check_keys(values, fields, path)

@@ -33,10 +33,7 @@ print(json.dumps({"code": spec and spec.origin, "heads": util.find_spec("specula
 
 
 def diagnose_actors() -> Iterator[Diagnosis]:
-    """Yields a diagnosis of each actor that needs this package. Each Python is started once.
-
-    Where PYTHONPATH lacks this package, the Pythons get the copy that a run would give them.
-    """
+    """Yields a diagnosis of each actor that needs this package, with the PYTHONPATH that a run would give it."""
     if not can_run_nemo_rl():
         yield ACTORS.ok("NeMo-RL", "not in this environment; `doctor --in-nemo-rl` looks inside NeMo-RL's own, by uv")
         return

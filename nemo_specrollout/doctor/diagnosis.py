@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,9 +17,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.doctor.child_process import PARENT, end_with_parent
 from nemo_specrollout.nemo_rl.patch_points import in_one_line
 
+PARENT = "SPECROLLOUT_PARENT"
+"""Environment variable with the process id of a child's parent."""
 _SHOWN_LINES = 6
 """Lines of a process's log that the terminal shows."""
 _LOG_LINES = 60
@@ -41,12 +43,9 @@ class Diagnosis:
     """The result of one check."""
 
     section: str
-    """Title under which `doctor` prints the result."""
     name: str
-    """The package, setting or file that was checked."""
     state: State
     found: str
-    """The observation there."""
     to_do: str = ""
     """One sentence with the fix; empty if there is nothing to do."""
     log: tuple[str, ...] = ()
@@ -66,7 +65,6 @@ class Section:
     title: str
 
     def ok(self, name: str, found: str) -> Diagnosis:
-        """Returns the diagnosis of a check without objections."""
         return Diagnosis(self.title, name, State.OK, found)
 
     def warn(self, name: str, found: str, to_do: str) -> Diagnosis:
@@ -83,13 +81,11 @@ class Outcome:
     """The end of a child process, with all answers that the child gave before it failed."""
 
     told: Mapping[str, Any]
-    """Answers by name."""
     failure: str
     """Reason of the failure in one line; empty if the child succeeded."""
     log: tuple[str, ...]
     """The last lines that the child or a library wrote."""
     seconds: float
-    """Wall time of the process."""
 
 
 def run_child(module: str, order: Any, timeout_s: float, environment: Mapping[str, str] | None = None) -> Outcome:
@@ -133,10 +129,23 @@ def _run(module: str, folder: Path, timeout_s: float, environment: Mapping[str, 
     return f"ended with exit code {code}" if code else ""
 
 
-def answer(work: Callable[[Any, Tell], None]) -> None:
-    """Calls `work(order, tell)` and ends the process. Each answer by `tell` is written at once, so that none is lost.
+def end_with_parent() -> None:
+    """Makes this process exit soon after its parent has ended, whatever it is doing then."""
+    parent = os.environ.get(PARENT)
 
-    The process ends without the libraries' clean-up, which may crash after all work is done.
+    def watch() -> None:
+        while str(os.getppid()) == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def answer(work: Callable[[Any, Tell], None]) -> None:
+    """Calls `work(order, tell)` and ends the process without the libraries' clean-up, which may crash.
+
+    Each answer by `tell` is written at once, so that none is lost.
     """
     end_with_parent()
     folder = Path(sys.argv[1])

@@ -29,8 +29,6 @@ from nemo_specrollout.installed.versions import (
 
 VERSIONS, DEVICE, MACHINE = Section("versions"), Section("device"), Section("machine")
 OURS, PYTHON, VLLM, NEMO_RL = "nemo_specrollout", "python", "vllm", "nemo-rl"
-OLDEST_PYTHON = (3, 11)
-"""Oldest supported version of Python."""
 _ENGINE = "an engine"
 NEEDED = {
     "torch": ("torch", _ENGINE),
@@ -43,13 +41,11 @@ NEEDED = {
 }
 """Packages that this package imports: the name of the module, and what needs the package."""
 TORCH_TIMEOUT_S = 120.0
-"""Seconds for loading torch and using the GPU."""
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
 GIB = 1 << 30
 SMALLEST_SHM = GIB
 """Size of shared memory, in bytes, below which there is a warning. Docker gives 64 MiB, too little for NCCL and vLLM."""
 FEWEST_FILES = 1024
-"""Files that a process must be able to open."""
 LITTLE_DISK, TOO_LITTLE_DISK = GIB, GIB >> 4
 """Free bytes of the temporary folder below which a warning is due, and below which runs fail."""
 _RAY_TIMEOUT_S = 3.0
@@ -73,14 +69,9 @@ def _version(package: str, module: str | None = None) -> str | None:
 
 
 def diagnose_versions(found: Mapping[str, str], *, is_release: bool | None = None) -> Iterator[Diagnosis]:
-    """Yields one diagnosis for each package. `found`: the versions by name, as `found_versions` returns them.
-
-    `is_release`: whether the NeMo-RL is v0.7.0 or older; None: as installed here.
-    """
+    """Yields one diagnosis for each package; `found`: versions by name. `is_release`: of NeMo-RL; None: as installed here."""
     yield VERSIONS.ok(OURS, found[OURS])
-    is_new = tuple(int(n) for n in found[PYTHON].split(".")[:2]) >= OLDEST_PYTHON
-    to_do = "Use Python 3.11 or later."
-    yield VERSIONS.ok(PYTHON, found[PYTHON]) if is_new else VERSIONS.fail(PYTHON, found[PYTHON], to_do)
+    yield VERSIONS.ok(PYTHON, found[PYTHON])
     yield _vllm(found)
     yield _nemo_rl(found, nemo_rl_is_a_release() if is_release is None else is_release)
     for package, (_, by) in NEEDED.items():
@@ -139,10 +130,7 @@ def driver_lines() -> list[str]:
 
 
 def devices(outcome: Outcome, drivers: list[str], cpu_build: bool) -> Iterator[Diagnosis]:
-    """Yields diagnoses by the answers of torch and the lines of the driver.
-
-    `cpu_build`: vLLM is built for a CPU, so that no GPU is expected.
-    """
+    """Yields diagnoses by torch's answers and the driver's lines. No GPU is expected if `cpu_build`, the build of vLLM."""
     for i, line in enumerate(drivers):
         yield DEVICE.ok(f"driver: GPU {i}", line)
     gpus = outcome.told.get("gpus", [])

@@ -23,7 +23,6 @@ from nemo_specrollout.nemo_rl.patch_points import (
 
 PATCH_POINTS = Section("patch points")
 TIMEOUT_S = 300.0
-"""Seconds for loading NeMo-RL."""
 _OTHER_NEMO_RL = (
     f"Use {NEMO_RL_NEEDED} (docs/reference/versions.md), or set policy.generation.specrollout.enabled: false."
 )
@@ -32,10 +31,7 @@ _OTHER_VLLM = "Install an unmodified vLLM of a supported version; if it is one, 
 
 
 def diagnose_patch_points() -> Iterator[Diagnosis]:
-    """Yields diagnoses of the patch points in NeMo-RL, of its imports, and of the names of vLLM.
-
-    Takes a minute if NeMo-RL is installed, because a process loads it. Otherwise the checkout of NEMO_RL_DIR is read.
-    """
+    """Yields diagnoses of the patch points in NeMo-RL, of its imports, which take a minute, and of the names of vLLM."""
     folder = nemo_rl_checkout()
     if folder is None or not (folder / NEMO_RL).is_dir():
         yield PATCH_POINTS.ok("NeMo-RL", "not installed, nothing to check")
@@ -90,10 +86,7 @@ def name_of(point: PatchPoint) -> str:
 
 
 def diagnose_vllm(folder: Path | None = None) -> Iterator[Diagnosis]:
-    """Yields the number of names of vLLM that are present, by use, and a diagnosis of each that is absent or changed.
-
-    `folder` holds the source of another vLLM than the installed one.
-    """
+    """Yields the number of names that are present in vLLM, in `folder` or installed, and a failure for each absent one."""
     folder = folder or installed_source("vllm")
     if folder is None:
         yield PATCH_POINTS.ok("vLLM", "not installed, nothing to check")

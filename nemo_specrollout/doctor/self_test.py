@@ -19,7 +19,6 @@ from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, Section, Tell,
 ENGINE = Section("engine")
 SELF_TEST = Section("self-test")
 TIMEOUT_S = 300.0
-"""Seconds for starting two engines and for decoding."""
 _SEND = "Send us the file of --json FILE"
 CAUSES = {
     "no locator available": "Set NUMBA_CACHE_DIR to a writable folder.",
@@ -40,13 +39,9 @@ EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 TEMPERATURES = (0.0, 1.0)
 NUM_PROMPTS = 4
 NUM_SAMPLES = 4
-"""Samples of each prompt."""
 NUM_TOKENS = 48
-"""Length of each response, in tokens."""
 VOCABULARY = 96
-"""Tokens of the model's vocabulary."""
 LONGEST_TEXT = 512
-"""Longest text of the model, in tokens."""
 _SHARPNESS = 12.0
 """Factor of the logits, with which samples differ from each other but some drafts are accepted."""
 ARGUMENTS = {
@@ -157,16 +152,13 @@ def _responses(llm: Any, temperature: float) -> list[list[int]]:
 
     prompts = [[(7 * p + 11 * i) % VOCABULARY for i in range(8)] * 3 for p in range(NUM_PROMPTS)]
     requests = [RolloutRequest(ids, p, s) for p, ids in enumerate(prompts) for s in range(NUM_SAMPLES)]
-    params = [
-        RolloutSamplingParams(
-            temperature=temperature,
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=rollout_extra_args(r),
-        )
-        for r in requests
-    ]
+    same: dict[str, Any] = {
+        "temperature": temperature,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    params = [RolloutSamplingParams(**same, extra_args=rollout_extra_args(r)) for r in requests]
     texts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests]
     return [list(o.outputs[0].token_ids) for o in llm.generate(texts, params, use_tqdm=False)]
 

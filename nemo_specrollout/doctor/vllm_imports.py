@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of vLLM that this package imports, looked up in vLLM's source without importing it.
-
-`tests/vllm_names.py` also compares what this package reads, sets, calls and replaces.
-"""
+"""Names of vLLM that this package imports, looked up in vLLM's source. `tests/vllm_names.py` compares far more."""
 
 import ast
 import functools

@@ -38,10 +38,7 @@ def names_of(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 
 class PythonSource:
-    """The source of one version of a package, in `folder`.
-
-    Example: `PythonSource(folder, "vllm").find("vllm.v1.worker.gpu.sample.gumbel.gumbel_sample")`.
-    """
+    """The source of one version of a package, in `folder`."""
 
     def __init__(self, folder: Path, package: str) -> None:
         self.folder, self.package = folder, package

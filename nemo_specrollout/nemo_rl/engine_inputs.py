@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of an engine under NeMo-RL: its arguments, with the block put into effect, and the seeds of its requests.
-
-Rows of NeMo-RL's rollouts and validation bring a seed each. Clients of the HTTP server may send a seed: in the OpenAI field
-`seed` or in a header. The seed of any other request is derived from its prompt.
-"""
+"""Inputs of an engine under NeMo-RL: its arguments, with the block put into effect, and the seeds of its requests."""
 
 import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
@@ -26,7 +22,6 @@ _WORKERS = {
     "VllmInternalWorkerExtension": "nemo_specrollout.nemo_rl.engine_workers.NemoRlWorker",
     "VllmInternalWorkerExtensionWithCheckpointEngine": "nemo_specrollout.nemo_rl.engine_workers.NemoRlCheckpointEngineWorker",
 }
-"""Our vLLM worker for each of NeMo-RL's worker extensions."""
 MTP_FROM_FOLDER = "specrollout_mtp_from_folder"
 """Key of vLLM's `additional_config`: true if the trainer does not train the native heads, so no refit brings them."""
 HEADER = b"x-specrollout-seed"
@@ -62,7 +57,7 @@ def engine_number(vllm_cfg: Mapping[str, Any]) -> int:
 
 
 class RequestSeeds(RowSeeds):
-    """Gives every request of an engine a seed. Requests without one count as rows of an engine of their own."""
+    """Gives every request of an engine a seed: the one that it brings, or one derived from its prompt."""
 
     def __init__(self, run_seed: int = 0, engine: int = 0, *, required: bool = False) -> None:
         """`engine` distinguishes equal requests that reach different engines. `required` refuses requests without a seed."""
@@ -73,10 +68,9 @@ class RequestSeeds(RowSeeds):
         self._lock = Lock()
 
     def of_rows(self, params: Any, rows: Sequence[tuple[int, int]]) -> list[Any]:
-        """Returns sampling parameters for each row.
+        """Returns sampling parameters for each row: its seed, and the length in tokens of its conversation's first prompt.
 
-        `params` is one object for all rows, or a sequence with one for each. A row is its seed, and the length in tokens of
-        its conversation's first prompt.
+        `params` is one object for all rows, or a sequence with one for each.
         """
         return [_with_row(p, seed, root) for p, (seed, root) in zip(_each(params, len(rows)), rows, strict=True)]
 

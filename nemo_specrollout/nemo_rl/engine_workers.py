@@ -32,10 +32,7 @@ check_patch_points(EXTENSION_PATCH_POINTS)
 
 
 class ExtensionOverrides:
-    """Loads a trainer's draft weights into the drafter of vLLM's V2 model runner, never into a module of the policy.
-
-    It also counts weight updates and measures their time, which does not count as a step.
-    """
+    """Loads a trainer's draft weights into the drafter, never into a module of the policy, and times weight updates."""
 
     model_runner: Any
     vllm_config: Any

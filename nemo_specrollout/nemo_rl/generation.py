@@ -80,14 +80,12 @@ class SpecrolloutGeneration(VllmGeneration):
         self._supervisor.open_exchange()
 
     def end_supervision(self) -> None:
-        """Ends the supervision by this process."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.close()
             supervisor.close_exchange()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for a copy in another process, without the supervisor."""
         return {name: value for name, value in self.__dict__.items() if name != "_supervisor"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,7 +179,6 @@ class SpecrolloutGeneration(VllmGeneration):
         return metrics | {name: np.array(value) for name, value in self.step_metrics().items()}
 
     def step_metrics(self) -> dict[str, float]:
-        """Returns our metrics since `snapshot_step_metrics`, by name."""
         return {} if self._supervisor is None else self._supervisor.end_step(self._version)
 
     @property

@@ -20,7 +20,6 @@ from nemo_specrollout.training.features.feature_store import FeatureReader
 from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
 
 MAX_RESTARTS = 1
-"""Restarts of the trainer after a failure."""
 
 
 @ray.remote(max_restarts=0, num_cpus=1)
@@ -73,9 +72,8 @@ def _local_folder(name: str) -> Path:
 class HeadRefresh:
     """Owns the trainer, the step facts that wait for it, and the record of which head the engines have.
 
-    The trainer's first answer is the `FeatureSource` of the head, all others are `RefreshRecord`s. The refresh ends for the
-    rest of the run after the trainer's second failure, or if an engine fails at its part. Until the engines load a published
-    head, at the next refit, steps still run with the old head: of these steps the trainer gets the seconds only.
+    The trainer's first answer is the `FeatureSource` of the head, all others are `RefreshRecord`s. Until the engines load a
+    published head, at the next refit, steps still run with the old head: of these the trainer gets the seconds only.
     """
 
     def __init__(
@@ -86,7 +84,6 @@ class HeadRefresh:
         workers: WorkerClient,
         log: StepLog,
     ) -> None:
-        """`start` starts the trainer."""
         assert block.draft_refresh is not None
         self._config, self._num_drafts = block.draft_refresh, block.num_speculative_tokens
         self._folder, self._start, self._workers, self._log = folder, start, workers, log
@@ -142,7 +139,6 @@ class HeadRefresh:
         return {"refresh_failures": float(self._num_failures), **self._take_record()}
 
     def close(self) -> None:
-        """Ends the refreshes and the trainer."""
         trainer, self._trainer, self._source = self._trainer, None, None
         if trainer is not None:
             trainer.close()

@@ -37,18 +37,15 @@ ACTORS = {
     f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutVllmAsyncWorker",
 }
 """NeMo-RL's Ray actors around engines, and our actors that replace them."""
-_replaced: list[tuple[Any, str, Any]] = []
-"""Replaced attributes: module, name, original."""
+_replaced: list[tuple[Any, str, Any]] = []  # module, name, original
 
 
 def install(config: Any) -> bool:
     """Puts `policy.generation.specrollout` of NeMo-RL's `MasterConfig` into effect. Call it before NeMo-RL's `setup`.
 
-    Returns whether the block is enabled. Without a block, or with `enabled: false`, nothing is touched, and no worker
-    imports this package. Otherwise `policy.generation` gets the complete block, facts of the run, and an environment
-    variable for the engines. NeMo-RL passes PYTHONPATH on to its actors. If this package is not on it, a
-    copy goes into the log folder and on PYTHONPATH. Raises ConfigError if the block, the config or the installed NeMo-RL
-    does not allow it.
+    Returns whether the block is enabled; otherwise nothing is touched. If this package is not on PYTHONPATH, which NeMo-RL
+    passes on to its actors, a copy goes into the log folder and on PYTHONPATH. Raises ConfigError if the block, the config
+    or the installed NeMo-RL does not allow the run.
     """
     uninstall()
     tree = config.model_dump()
@@ -88,7 +85,7 @@ def _is_controlled(config: Any) -> bool:
 
 
 def _trainers(config: Any) -> list[str]:
-    """Returns the modules of NeMo-RL whose names are replaced for `config`. They import each other's functions by name."""
+    """Returns the modules of NeMo-RL whose names are replaced. They import each other's functions by name."""
     has_data_plane = (getattr(config, "data_plane", None) or {}).get("enabled")
     own = next((name for name in ("distillation", "ppo") if getattr(config, name, None) is not None), None)
     own = own or ("grpo_sync" if has_data_plane else "grpo")
@@ -117,7 +114,11 @@ def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:
 
 def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
     """Raises ConfigError for errors that an engine or an actor would find minutes later."""
-    _check_drafters(block, policy)
+    for reason in drafter_misfits(block, policy["model_name"]):
+        raise ConfigError(reason)
+    if block.remote is not None and block.remote.workers:
+        drafter_spec(block.remote, policy["generation"]["vllm_cfg"])
+        secret_of_run()
     racing = block.fastest_of_n
     if racing is not None and racing.enabled and racing.ladder is not None:
         SpeedTableFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
@@ -126,15 +127,6 @@ def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
         with_specrollout({k: v for k, v in vllm_kwargs.items() if k != "speculative_config"}, block, "cuda")
     except ValueError as error:
         raise ConfigError(f"policy.generation.{error}") from error
-
-
-def _check_drafters(block: SpecrolloutConfig, policy: Any) -> None:
-    """Raises ConfigError if a drafter does not fit the policy, or if Ray cannot start the remote drafters."""
-    for reason in drafter_misfits(block, policy["model_name"]):
-        raise ConfigError(reason)
-    if block.remote is not None and block.remote.workers:
-        drafter_spec(block.remote, policy["generation"]["vllm_cfg"])
-        secret_of_run()
 
 
 def _run_facts(config: Any) -> RunFacts:
@@ -156,16 +148,15 @@ def _run_facts(config: Any) -> RunFacts:
 
 
 def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: Any, facts: RunFacts) -> Any:
-    """Returns what replaces NeMo-RL's class `Logger`."""
     from nemo_specrollout.nemo_rl.generation import SpecrolloutLogger
-    from nemo_specrollout.nemo_rl.logprob_gap import GapAlarm, gap_causes
+    from nemo_specrollout.nemo_rl.logprob_gap import gap_alarms, gap_causes
     from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 
     STEP_LOG.take()  # what an earlier run of this process has left
     summary = {"versions": installed_versions(), "block": plain_block}
     return partial(
         SpecrolloutLogger,
-        gap_alarm=GapAlarm(block.logprob_gap_alarm, gap_causes(tree)),
+        gap_alarms=partial(gap_alarms, bound=block.logprob_gap_alarm, causes=gap_causes(tree)),
         facts=summary,
         last_step=facts.last_version,
     )
@@ -237,7 +228,6 @@ def _our_actor(resolve: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def _refit_and_tell(refit: Any, policy: Any, policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refits by NeMo-RL's `refit`, and begins a policy version."""
     with policy_generation.new_weights():
         metrics = refit(policy, policy_generation, *args, **kwargs)
     policy_generation.weights_updated()
@@ -245,6 +235,5 @@ def _refit_and_tell(refit: Any, policy: Any, policy_generation: Any, *args: Any,
 
 
 def _validate_apart(validate: Any, policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Validates by NeMo-RL's `validate`, with seeds of their own kind."""
     with policy_generation.validation():
         return validate(policy_generation, *args, **kwargs)

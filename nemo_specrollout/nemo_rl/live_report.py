@@ -17,7 +17,7 @@ SHORTEST_PAUSE_BETWEEN_PICTURES_S = 600.0
 """Seconds. Weights & Biases and TensorBoard keep every picture."""
 PICTURE_NAME = "train/specrollout/picture"
 LogPlot = Callable[[Any, int, str], None]
-"""NeMo-RL's function that logs a picture: takes a matplotlib figure, the step and a name."""
+"""NeMo-RL's function that logs a matplotlib figure, with the step and a name."""
 
 
 def next_write_s(began_s: float, ended_s: float, shortest_pause_s: float = 0.0) -> float:
@@ -26,10 +26,7 @@ def next_write_s(began_s: float, ended_s: float, shortest_pause_s: float = 0.0) 
 
 
 class LiveReport:
-    """Decides when the pages of `folder` are written. An error is shown once and never ends the run.
-
-    It works in NeMo-RL's driver and in the actor of the SingleController.
-    """
+    """Decides when the pages of `folder` are written. An error is shown once and never ends the run."""
 
     def __init__(self, folder: Path, last_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`last_step` is the step after which the pages are written in any case."""

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from nemo_specrollout.nemo_rl.live_report import LiveReport
-from nemo_specrollout.nemo_rl.logprob_gap import GapAlarm, logprob_gap
+from nemo_specrollout.nemo_rl.logprob_gap import logprob_gap
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.remote.protocol.drafter_stats import in_words
@@ -38,17 +38,14 @@ class WatchingLogger:
         self,
         cfg: Mapping[str, Any],
         *args: Any,
-        gap_alarm: GapAlarm,
+        gap_alarms: Callable[[float], list[str]],
         facts: Mapping[str, Any],
         last_step: int,
         **kwargs: Any,
     ) -> None:
-        """`cfg`, `args` and `kwargs` are NeMo-RL's.
-
-        `facts` of the run go into `run.json`. `last_step` is the last step of the run.
-        """
+        """`cfg`, `args` and `kwargs` are NeMo-RL's. `facts` go into `run.json`."""
         super().__init__(cfg, *args, **kwargs)  # type: ignore[call-arg]
-        self.step_log, self._gap_alarm = STEP_LOG, gap_alarm
+        self.step_log, self._gap_alarms = STEP_LOG, gap_alarms
         self._record = RunRecord(Path(cfg["log_dir"]), facts)
         self._report = LiveReport(self._record.folder, last_step)
         self._validation = (0, 0.0)
@@ -86,7 +83,7 @@ class WatchingLogger:
         metrics |= {PREFIX + name: lag for name, lag in policy_lag(log.samples, step - 1).items()}
         gap = logprob_gap(metrics)
         if gap is not None:
-            found = self._gap_alarm.sentences(gap)
+            found = self._gap_alarms(gap)
             metrics |= {PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(bool(found))}
             log.alarms = [*found, *log.alarms]
         self._record.add(step, metrics, log)

@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, Tree, asynchronous_block, at, stale_kv_field
@@ -19,23 +18,14 @@ def logprob_gap(metrics: Mapping[str, Any]) -> float | None:
     return None if error is None else math.log(max(float(error), 1.0))
 
 
-@dataclass(frozen=True)
-class GapAlarm:
-    """Alarm for a large log-prob gap."""
-
-    bound: float
-    """`logprob_gap_alarm` of the block, nats a token."""
-    causes: Sequence[str]
-    """Likely causes of a large gap, the likeliest first."""
-
-    def sentences(self, gap: float) -> list[str]:
-        """Returns a sentence about a gap above the bound, and nothing about another gap."""
-        if gap <= self.bound:
-            return []
-        return [
-            f"engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm {self.bound}. "
-            f"Likely causes, the likeliest first: {'; '.join(self.causes)}."
-        ]
+def gap_alarms(gap: float, *, bound: float, causes: Sequence[str]) -> list[str]:
+    """Returns a sentence about a gap above the bound, in nats a token, and nothing about another gap."""
+    if gap <= bound:
+        return []
+    return [
+        f"engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm {bound}. "
+        f"Likely causes, the likeliest first: {'; '.join(causes)}."
+    ]
 
 
 def gap_causes(tree: Tree) -> list[str]:

@@ -33,10 +33,7 @@ def step_metrics(done: EngineTotals, num_engines: int) -> dict[str, float]:
 
 
 def _seconds(done: EngineTotals, num_engines: int) -> tuple[float, float | None]:
-    """Returns the seconds of steps, and those that their tokens would have taken without drafts, None if unknown.
-
-    The engines work in parallel, so both are means over the engines.
-    """
+    """Returns the mean seconds of the engines' steps, and an estimate for the same tokens without drafts; None if unknown."""
     rollout_s = (done.decode_s + done.other_s) / num_engines
     if not done.estimated_s:
         return rollout_s, None
@@ -44,7 +41,6 @@ def _seconds(done: EngineTotals, num_engines: int) -> tuple[float, float | None]
 
 
 def metrics_below(name: str, figures: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers among `figures` as metrics below a name."""
     return {f"{PREFIX}{name}/{key}": float(x) for key, x in figures.items() if isinstance(x, int | float)}
 
 
@@ -80,10 +76,7 @@ def acceptance_counts(done: EngineTotals) -> dict[str, Any]:
 
 
 def step_facts(done: EngineTotals, num_engines: int, seconds: float, steps_to_come: int) -> StepFacts | None:
-    """Returns the facts of a step for the refresh trigger, or None if nothing was decoded in the step.
-
-    `seconds` is the duration of the step.
-    """
+    """Returns the facts of a step of `seconds` for the refresh trigger, or None if nothing was decoded in it."""
     if not done.num_request_steps:
         return None
     costs = DecodeCosts.measured(*_seconds(done, num_engines), _num_tokens(done), done.num_request_steps)
@@ -97,11 +90,7 @@ def _num_tokens(done: EngineTotals) -> int:
 
 
 def head_metrics(ends: Sequence[StepEnd]) -> dict[str, float]:
-    """Returns metrics of the draft heads at the end of a step.
-
-    They are the number of alarms, the age of the oldest head in policy versions, and the share of engines whose head lies
-    dormant.
-    """
+    """Returns alarms, the age of the oldest head in policy versions, and the share of engines whose head lies dormant."""
     metrics = {"canary_alarms": float(sum(len(end.alarms) for end in ends))}
     ages = [end.policy_version - end.head_version for end in ends if end.head_version is not None]
     if ages:

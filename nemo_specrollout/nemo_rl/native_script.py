@@ -22,10 +22,7 @@ _SETUPS = ("setup", "setup_single_controller")
 
 
 def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
-    """Runs the resolved config `tree` with the script of NeMo-RL that it belongs to, or with the script `script_path`.
-
-    The script runs unedited; `install` is called before its set-up. Raises ConfigError if the run cannot start.
-    """
+    """Runs the resolved config `tree` with its script of NeMo-RL, or `script_path`. Raises ConfigError if it cannot start."""
     import nemo_rl
 
     checkout = Path(str(nemo_rl.__file__)).parent.parent

@@ -18,14 +18,11 @@ EXTENSIONS = tuple(
     f"{NEMO_RL}.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension{suffix}"
     for suffix in ("", "WithCheckpointEngine")
 )
-"""NeMo-RL's worker extensions, which vLLM adds to its worker."""
 SHARED_NAMES = ("synchronize_device",)
 """Names that both an extension and vLLM's worker may have. vLLM calls its own, and both wait for the device."""
 
 
 class Use(StrEnum):
-    """The ways in which this package uses a name of NeMo-RL."""
-
     PASSED_ON = "passed on"
     """Replaced or overridden: our code passes on all arguments and the result."""
     CALLED = "calls"
@@ -38,7 +35,6 @@ class PatchPoint:
     """A name of NeMo-RL that must exist."""
 
     module: str
-    """Dotted path of the module."""
     name: str
     """Name in the module. A method has its class before a dot."""
     use: Use
@@ -51,18 +47,18 @@ class PatchPoint:
 
 
 def _patch_points(*lines: str) -> tuple[PatchPoint, ...]:
-    """Returns the patch points of lines `MODULE: [USE] NAME[(NEEDED; KNOWN)][ -> RESULT]`, with modules below `nemo_rl`."""
+    """Returns the patch points of lines `MODULES: [USE] NAME[(NEEDED; KNOWN)][ -> RESULT]`, with modules below `nemo_rl`."""
     found = []
     for line in lines:
-        module, _, rest = line.partition(": ")
+        modules, _, rest = line.partition(": ")
         rest, _, result = rest.partition(" -> ")
         name, _, parameters = rest.removesuffix(")").partition("(")
         use, _, name = name.rpartition(" ")
         needed, known = (tuple(p for p in part.split(", ") if p) for part in f"{parameters};".split(";")[:2])
         known = tuple(p.strip() for p in known)
-        found.append(
-            PatchPoint(f"{NEMO_RL}.{module}", name, Use(use or "passed on"), needed, known, result or "nothing")
-        )
+        for module in modules.split(", "):
+            whole, how = f"{NEMO_RL}.{module}", Use(use or "passed on")
+            found.append(PatchPoint(whole, name, how, needed, known, result or "nothing"))
     return tuple(found)
 
 
@@ -121,21 +117,14 @@ CONTROLLER_PATCH_POINTS = _patch_points(
 """Patch points of runs with a block `async_rl`."""
 
 TRAINER_PATCH_POINTS = _patch_points(
-    "algorithms.grpo_sync: refit_policy_generation(policy, policy_generation; colocated_inference, "
-    "_refit_buffer_size_gb, timer, kv_scales) -> value",
+    "algorithms.grpo_sync, algorithms.distillation, algorithms.ppo: refit_policy_generation(policy, policy_generation; "
+    "colocated_inference, _refit_buffer_size_gb, timer, kv_scales) -> value",
     "algorithms.grpo_sync: SyncRolloutActor(; policy_generation, tokenizer, task_to_env, master_config, dp_cfg)",
-    "algorithms.distillation: VllmGeneration(cluster, config; name_prefix, workers_per_node, defer_model_load)",
-    "algorithms.distillation: refit_policy_generation(policy, policy_generation; colocated_inference, "
-    "_refit_buffer_size_gb, timer, kv_scales) -> value",
-    "algorithms.distillation: validate(policy_generation; val_dataloader, tokenizer, val_task_to_env, step, "
-    "master_config, logger) -> value",
-    "algorithms.distillation: Logger(cfg)",
-    "algorithms.ppo: VllmGeneration(cluster, config; name_prefix, workers_per_node, defer_model_load)",
-    "algorithms.ppo: refit_policy_generation(policy, policy_generation; colocated_inference, _refit_buffer_size_gb, "
-    "timer, kv_scales) -> value",
-    "algorithms.ppo: validate(policy_generation; val_dataloader, tokenizer, val_task_to_env, step, master_config, "
-    "logger) -> value",
-    "algorithms.ppo: Logger(cfg)",
+    "algorithms.distillation, algorithms.ppo: VllmGeneration(cluster, config; name_prefix, workers_per_node, "
+    "defer_model_load)",
+    "algorithms.distillation, algorithms.ppo: validate(policy_generation; val_dataloader, tokenizer, val_task_to_env, "
+    "step, master_config, logger) -> value",
+    "algorithms.distillation, algorithms.ppo: Logger(cfg)",
     "experience.sync_rollout_actor: SyncRolloutActor.rollout_to_tq(first_iter, task_to_env_override; input_batch, "
     "partition_id, group_size, finish_generation, carry_keys) -> value",
 )
@@ -203,10 +192,7 @@ def _result_changes(point: PatchPoint, found: Signature) -> list[Change]:
 
 
 def check_patch_points(points: Sequence[PatchPoint], source: PythonSource | None = None) -> None:
-    """Raises ConfigError if NeMo-RL lacks one of `points`, or has it in a form that does not fit.
-
-    `source` is the NeMo-RL to look at; None: the installed one.
-    """
+    """Raises ConfigError if NeMo-RL (None: the installed one) lacks one of `points`, or has it in another form."""
     if source is None:
         folder = installed_source(NEMO_RL)
         if folder is None:

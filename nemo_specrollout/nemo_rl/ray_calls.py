@@ -15,8 +15,6 @@ import ray
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
-from nemo_specrollout.telemetry.engine_stats import EngineTotals
-from nemo_specrollout.telemetry.sample_stats import StepEnd
 
 ENGINE_ACTOR = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 """NeMo-RL's actor whose Python environment our actors share. It has vLLM."""
@@ -92,12 +90,10 @@ class ActorLink:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is pending."""
         return self._call is None
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the latest call."""
         return time.monotonic() - self._called_s
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -122,15 +118,11 @@ class ActorLink:
             raise ActorFailed(reason, is_alive=isinstance(error, ray.exceptions.RayTaskError)) from error
 
     def close(self) -> None:
-        """Ends the actor for good, whatever it is doing."""
         ray.kill(self._actor)
 
 
 class WorkerClient:
-    """Calls the `specrollout_*` methods of the engines' vLLM workers.
-
-    Each method returns a list with the reply of each engine, from the rank whose outputs vLLM uses.
-    """
+    """Calls the `specrollout_*` methods of the engines' vLLM workers. Returns the reply of each engine in a list."""
 
     def __init__(self, worker_group: Any) -> None:
         """`worker_group` is NeMo-RL's group of the engines' actors."""
@@ -147,14 +139,6 @@ class WorkerClient:
         called = [(leader(engine), list(args)) for engine, args in enumerate(arguments) if args is not None]
         name = f"specrollout_{method}"
         return ray.get([call("specrollout_call", worker, method=name, arguments=args) for worker, args in called])
-
-    def engine_totals(self) -> list[EngineTotals]:
-        """Returns sums over the steps since the engine's start."""
-        return [EngineTotals.from_wire(reply) for reply in self.call("totals")]
-
-    def end_step(self, seeds: Sequence[int] | None) -> list[StepEnd]:
-        """Returns alarms, versions, and the sample stats of the requests of `seeds`; None: of all that ended."""
-        return [StepEnd.from_wire(reply) for reply in self.call("end_step", seeds)]
 
     def drafter_stats(self) -> list[DrafterStats]:
         """Returns the drafter stats of the engines that have remote drafters."""
@@ -175,7 +159,6 @@ def answer_of(call: Any) -> Any:
 
 @contextmanager
 def ray_errors_as_exchange_failed() -> Iterator[None]:
-    """Raises errors of Ray as ExchangeFailed."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:

@@ -165,10 +165,8 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
-class SpecrolloutVllmWorker(SpecrolloutVllmWorkerImpl):
-    """The actor of the synchronous engine."""
+class SpecrolloutVllmWorker(SpecrolloutVllmWorkerImpl): ...
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
-class SpecrolloutVllmAsyncWorker(SpecrolloutVllmAsyncWorkerImpl):
-    """The actor of the asynchronous engine."""
+class SpecrolloutVllmAsyncWorker(SpecrolloutVllmAsyncWorkerImpl): ...

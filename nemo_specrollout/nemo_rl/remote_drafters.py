@@ -21,31 +21,14 @@ from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterS
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 
 HANG_S = 30.0
-"""Silence after which a drafter is ended and started again, in seconds."""
+"""Silence after which a drafter is ended and started again."""
 START_S = 600.0
-"""Longest time that a drafter may take to load its model, in seconds."""
-
-
-@dataclass(frozen=True)
-class DrafterStatus:
-    """State of a drafter, as its actor reports it."""
-
-    actor: int
-    """Random number of the actor's process."""
-    address: str = ""
-    """Address at which the drafter listens; empty until it does."""
-    is_up: bool = False
-    """Whether the draft model is loaded."""
-    silence_s: float = 0.0
-    """Seconds since the drafter's loop last took a turn, or since the actor began."""
+"""Longest time that a drafter may take to load its model."""
 
 
 @ray.remote(max_restarts=-1, num_cpus=1)
 class SpecrolloutDrafter:
-    """Actor that is a drafter, which runs in a thread of it.
-
-    If its process dies, Ray starts another one, maybe on another node, whose drafter has another address.
-    """
+    """Actor with a drafter in a thread. If its process dies, Ray starts another one, with another address."""
 
     def __init__(self, spec: DrafterSpec, host: str, secret: str) -> None:
         """Returns at once. `host` is the interface on which the drafter listens; empty for the address of its node.
@@ -54,16 +37,16 @@ class SpecrolloutDrafter:
         """
         os.environ |= {SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        self._status = DrafterStatus(secrets.randbits(62))
+        self._process, self._report = secrets.randbits(62), DrafterReport("")
         self._heard_s, self._failure = time.monotonic(), ""
         spec = replace(spec, address=any_port(host or ray.util.get_node_ip_address()))
         threading.Thread(target=self._serve, args=(spec,), daemon=True).start()
 
-    def status(self) -> DrafterStatus:
-        """Returns the state of the drafter. Raises RuntimeError if it cannot start, or has failed."""
+    def status(self) -> DrafterReport:
+        """Returns the latest report. Raises RuntimeError if the drafter cannot start, or has failed."""
         if self._failure:
             raise RuntimeError(self._failure)
-        return replace(self._status, silence_s=time.monotonic() - self._heard_s)
+        return replace(self._report, process=self._process, silence_s=time.monotonic() - self._heard_s)
 
     def _serve(self, spec: DrafterSpec) -> None:
         from nemo_specrollout.remote.drafter.drafter_service import DrafterService
@@ -74,8 +57,7 @@ class SpecrolloutDrafter:
             self._failure = " ".join(f"{type(error).__name__}: {error}".split())
 
     def _note(self, report: DrafterReport) -> None:
-        self._status = replace(self._status, address=report.address, is_up=report.is_up)
-        self._heard_s = time.monotonic()
+        self._report, self._heard_s = replace(report), time.monotonic()
 
 
 @dataclass
@@ -83,9 +65,9 @@ class _Drafter:
     """A drafter as the driver knows it."""
 
     link: ActorLink
-    status: DrafterStatus | None = None
-    """Latest state; None before the first one, and after a failure."""
-    last_actor: int = 0
+    status: DrafterReport | None = None
+    """Latest report; None before the first one, and after a failure."""
+    last_process: int = 0
     num_restarts: int = 0
     is_told: bool = False
     """Whether the driver has told of the latest failure."""
@@ -95,16 +77,16 @@ class _Drafter:
         return "" if self.status is None else self.status.address
 
     def poll(self) -> str | None:
-        """Reads a new state, and has a failed drafter started again. Returns a sentence after a failure."""
+        """Reads a new report, and has a failed drafter started again. Returns a sentence after a failure."""
         try:
-            status: DrafterStatus | None = self.link.answer()
+            status: DrafterReport | None = self.link.answer()
             if status is None:
                 return self._failed("it does not answer") if self._is_silent(self.link.waited_s) else None
         except ActorFailed as error:
             return self._failed(str(error), is_alive=error.is_alive)
-        if self.last_actor not in (0, status.actor):
+        if self.last_process not in (0, status.process):
             self.num_restarts += 1
-        self.status, self.last_actor, self.is_told = status, status.actor, False
+        self.status, self.last_process, self.is_told = status, status.process, False
         if self._is_silent(status.silence_s):
             return self._failed("its loop stands still")
         self.link.call("status")
@@ -114,10 +96,7 @@ class _Drafter:
         return self.status is not None and silence_s > (HANG_S if self.status.is_up else START_S)
 
     def _failed(self, reason: str, *, is_alive: bool = True) -> str | None:
-        """Ends the actor's process if it `is_alive`, so that Ray starts another one.
-
-        Returns a sentence, or None if the driver has told of the failure.
-        """
+        """Restarts the actor's process if it `is_alive`. Returns a sentence, or None if the driver has told of the failure."""
         where, was_told = f" at {self.address}" if self.address else "", self.is_told
         self.status, self.is_told = None, True
         if is_alive:
@@ -129,14 +108,12 @@ class _Drafter:
 class RemoteDrafters:
     """Owns the run's drafters and the addresses that the engines have.
 
-    Drafters on GPUs are started by the first `update`, when all of NeMo-RL's workers have taken their GPUs; other drafters
-    are started at once.
+    Drafters on GPUs start at the first `update`, when all of NeMo-RL's workers have their GPUs; others start at once.
     """
 
     def __init__(
         self, start: Callable[[], Sequence[ActorLink]], secret: str, log: StepLog, *, starts_later: bool
     ) -> None:
-        """`start` starts all drafters."""
         self._start, self._secret, self._log = start, secret, log
         self._drafters = None if starts_later else [_Drafter(link) for link in start()]
         self._sent: list[str] = []
@@ -164,17 +141,13 @@ class RemoteDrafters:
         return sum(drafter.num_restarts for drafter in self._drafters or ())
 
     def close(self) -> None:
-        """Ends all drafters."""
         drafters, self._drafters = self._drafters or [], []
         for drafter in drafters:
             drafter.link.close()
 
 
 def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], log: StepLog) -> RemoteDrafters:
-    """Starts `drafter.workers` drafters for policies that are served with `vllm_cfg`. Raises ConfigError.
-
-    On a cluster of one node the drafters listen on the loopback interface.
-    """
+    """Starts `drafter.workers` drafters for policies that are served with `vllm_cfg`. Raises ConfigError."""
     secret = secret_of_run()
 
     def start() -> list[ActorLink]:

@@ -24,8 +24,7 @@ SEEDS_KEY = "specrollout_seeds"
 """Key of a generation's input: the seed of each row."""
 ROOTS_KEY = "specrollout_prompt_lengths"
 """Key of a generation's input: the length of each conversation's first prompt, in tokens."""
-_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""Odd factor of a polynomial hash modulo 2^64."""
+_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd
 _MAX_PROMPTS = 1 << 16
 """Prompts that `Conversations` remembers. When there are more, the older half is forgotten."""
 _EXTRA_BODY = "extra_body"
@@ -39,24 +38,18 @@ class SeedKind(IntEnum):
 
     ROLLOUT = 0
     VALIDATION = 1
-    KNOWN_SAMPLE = 2
-    """Seed of a rollout whose `Sample` is known."""
-    GIVEN = 3
-    """Seed of an HTTP request that brings a seed."""
-    DERIVED = 4
-    """Seed of an HTTP request that brings none."""
+    KNOWN_SAMPLE = 2  # of a rollout whose `Sample` is known
+    GIVEN = 3  # of an HTTP request that brings a seed
+    DERIVED = 4  # of an HTTP request that brings none
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Identity of one rollout."""
+    """Identity of one rollout: row of the dataset, number in the prompt's group, and epoch."""
 
     prompt: int
-    """Row of the dataset."""
     index: int
-    """Number of the rollout in the prompt's group."""
     epoch: int = 0
-    """Epoch of the dataset."""
     prompt_length: int | None = None
     """Tokens with which the conversation begins, or None if that is not known."""
 
@@ -84,10 +77,7 @@ class RowSeeds:
                 self._seen.clear()
 
     def seeds(self, rows: Iterable[Sequence[int]], kind: SeedKind = SeedKind.ROLLOUT, *stream: int) -> list[int]:
-        """Returns the seed of each row, an integer in [0, 2^63). A row is the token ids of its prompt.
-
-        Numbers in `stream` give other seeds.
-        """
+        """Returns the seed of each row (token ids), an integer in [0, 2^63). Numbers in `stream` give other seeds."""
         sample = current_sample.get()
         if sample is not None:
             return [sample_seed(self._run_seed, sample, row) for row in rows]

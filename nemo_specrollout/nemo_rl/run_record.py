@@ -37,7 +37,6 @@ class RunRecord:
     """
 
     def __init__(self, log_dir: Path, facts: Mapping[str, Any]) -> None:
-        """`facts` go into `run.json` as they are."""
         self.folder = log_dir / FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / RUN, json.dumps({"records": FORMAT, **facts}, indent=2) + "\n")
@@ -75,7 +74,6 @@ class RunRecord:
 
 
 def _phases(timers: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the seconds of each phase that has a timer."""
     known = {
         name: [float(timers[t]) for t in of if isinstance(timers.get(t), Number)] for name, of in _PHASE_TIMERS.items()
     }

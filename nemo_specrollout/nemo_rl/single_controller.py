@@ -68,10 +68,7 @@ class EpochDataLoader(StatefulDataLoader):
 
 
 class SupervisingSynchronizer:
-    """NeMo-RL's weight synchronizer, which also supervises the engines in the process that uses it.
-
-    Owns the boundary between steps: the metrics of a step cover the generation between two refits.
-    """
+    """NeMo-RL's weight synchronizer, which also supervises the engines: a step's metrics cover the time between refits."""
 
     def __init__(self, native: Any, generation: ControlledGeneration) -> None:
         self._native, self._generation = native, generation
@@ -98,7 +95,6 @@ class SupervisingSynchronizer:
         return result
 
     def shutdown(self, *args: Any, **kwargs: Any) -> Any:
-        """Shuts down NeMo-RL's synchronizer and ends the supervision."""
         try:
             return self._native.shutdown(*args, **kwargs)
         finally:

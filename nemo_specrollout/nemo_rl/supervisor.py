@@ -32,6 +32,7 @@ from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.records import PREFIX
 from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile, draft_method
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
+from nemo_specrollout.telemetry.sample_stats import StepEnd
 
 THREADS_OF_ENGINE = 4
 """Threads of the exchange's actor for each engine: one waits for orders, the others bring requests."""
@@ -43,10 +44,7 @@ class SpecrolloutExchange(StragglerExchange):
 
 
 class ExchangeDriver:
-    """Driver's end of the exchange; owns the actor.
-
-    If the actor is lost, the driver logs one alarm, and the run goes on without moves and races.
-    """
+    """Driver's end of the exchange; owns the actor. If it is lost, the run goes on without moves and races."""
 
     def __init__(self, block: SpecrolloutConfig, num_engines: int, max_new_tokens: int, log: StepLog) -> None:
         """Starts the actor. Raises ConfigError for a ladder file that is not valid."""
@@ -62,7 +60,6 @@ class ExchangeDriver:
 
     @contextmanager
     def between(self, first: str, last: str) -> Iterator[None]:
-        """Encloses work between two calls of the exchange, such as `pause` and `resume`."""
         self._call(first)
         try:
             yield
@@ -74,7 +71,6 @@ class ExchangeDriver:
         return self._call("take_figures") or {}
 
     def close(self) -> None:
-        """Ends the actor."""
         ray.kill(self.actor)
 
     def _call(self, method: str) -> Any:
@@ -143,7 +139,6 @@ class Supervisor:
             exchange.close()
 
     def rollout(self) -> AbstractContextManager[None]:
-        """Encloses the rollout of one batch by all engines."""
         return nullcontext() if self._exchange is None else self._exchange.between("begin", "end")
 
     def new_weights(self) -> AbstractContextManager[None]:
@@ -162,7 +157,6 @@ class Supervisor:
             self.begin_step()
 
     def begin_step(self) -> None:
-        """Begins the window of the next step's metrics."""
         self._before = self._read()
 
     def note_requested(self, seeds: list[int]) -> None:
@@ -184,7 +178,7 @@ class Supervisor:
         if counts := acceptance_counts(done):
             log.entries["acceptance"] = counts
         seeds, self._requested = self._requested or None, []
-        ends = self._workers.end_step(seeds)
+        ends = [StepEnd.from_wire(reply) for reply in self._workers.call("end_step", seeds)]
         log.samples += sample_lines(ends, seeds)
         log.alarms += [alarm["sentence"] for end in ends for alarm in end.alarms]
         metrics |= head_metrics(ends)
@@ -212,5 +206,5 @@ class Supervisor:
 
     def _read(self) -> tuple[EngineTotals, list[DrafterStats]]:
         """Returns sums over all engines, and the counters of each engine if there are remote drafters."""
-        totals = reduce(add, self._workers.engine_totals())
+        totals = reduce(add, map(EngineTotals.from_wire, self._workers.call("totals")))
         return totals, ([] if self._block.remote is None else self._workers.drafter_stats())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses as far as they are known, the attempts of engines to make them, and the timeline of these attempts."""
+"""Responses as far as they are known, and the attempts of engines to make them."""
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
 
 from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.racing.turns import Request
@@ -25,8 +25,9 @@ class AttemptOutcome(StrEnum):
 
 @dataclass
 class Attempt:
-    """One engine's open attempt at one request."""
+    """One engine's attempt at one request. Times come from `time.perf_counter`."""
 
+    engine: int
     name: int
     """The attempt's name in orders and results."""
     position: int
@@ -34,28 +35,14 @@ class Attempt:
     start_s: float = 0.0
     first_token: int = 0
     """Response tokens that were known when the attempt began."""
-
-
-@dataclass(frozen=True)
-class AttemptSpan:
-    """One attempt of a timeline. Times are seconds since the rollout began."""
-
-    request: int
-    """Place of the request among the timeline's requests."""
-    engine: int
-    start_s: float
-    first_token: int
-    """Response tokens that were known when the attempt began."""
-    end_s: float
-    last_token: int
-    """Response tokens that the engine had when the attempt ended."""
-    outcome: str
-    """An `AttemptOutcome`."""
+    end_s: float = 0.0
+    outcome: AttemptOutcome | None = None
+    """None while the attempt is open."""
 
 
 @dataclass
 class Response:
-    """A response as far as any engine has reported it, with its attempts. Times come from `time.perf_counter`.
+    """A response as far as any engine has reported it, with its attempts.
 
     Invariant: the first engine to report a token decides it. An engine that reports another token at its place loses its
     attempt. So the response up to each point is the work of one engine, in whatever order engines report.
@@ -65,31 +52,27 @@ class Response:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_spans: list[tuple[int, int]] = field(default_factory=list)
-    """Version and first token of the response, for each policy that sampled part of it."""
+    """Version and first token of each policy that sampled part of the response."""
     attempts: dict[int, Attempt] = field(default_factory=dict)
     """Open attempts by engine."""
-    ended: list[AttemptSpan] = field(default_factory=list)
-    """Attempts that ended. A timeline numbers their request and moves their times."""
+    ended: list[Attempt] = field(default_factory=list)
     finish_reason: str | None = None
     """`stop` or `length`; None until the response is complete."""
 
     @property
     def rollout(self) -> Rollout:
-        """The complete response."""
         assert self.finish_reason is not None
         return Rollout(self.tokens, self.logprobs, self.finish_reason)
 
     def open(self, engine: int, name: int) -> None:
         """Opens an attempt, which begins after the known part of the response."""
         num_known = len(self.tokens)
-        self.attempts[engine] = Attempt(name, num_known, time.perf_counter(), num_known)
+        self.attempts[engine] = Attempt(engine, name, num_known, time.perf_counter(), num_known)
 
     def close(self, engine: int, outcome: AttemptOutcome, end_s: float) -> int:
-        """Closes an attempt and returns its name."""
         attempt = self.attempts.pop(engine)
-        self.ended.append(
-            AttemptSpan(0, engine, attempt.start_s, attempt.first_token, end_s, attempt.position, outcome)
-        )
+        attempt.end_s, attempt.outcome = end_s, outcome
+        self.ended.append(attempt)
         return attempt.name
 
     def begin(self, engine: int) -> Request:
@@ -116,46 +99,20 @@ class Response:
         return True
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """All attempts at a rollout's requests, in the order in which they ended."""
+def tail_counts(ended: Iterable[Sequence[tuple[str, float]]]) -> dict[str, int]:
+    """Returns the counts among the metrics `tail.*` of docs/reference/metrics.md.
 
-    methods: tuple[str, ...]
-    """Draft method of each engine."""
-    spans: tuple[AttemptSpan, ...] = ()
-    saved_s: float | None = None
-    """Estimated seconds that moves and races saved; None without any, or with nothing to compare with."""
-
-    @classmethod
-    def of(cls, responses: Sequence[Response], methods: tuple[str, ...], saved_s: float | None) -> "Timeline":
-        """Returns the timeline of responses without open attempts."""
-        spans = [replace(span, request=i) for i, r in enumerate(responses) for span in r.ended]
-        first_s = min((s.start_s for s in spans), default=0.0)
-        spans = [replace(s, start_s=s.start_s - first_s, end_s=s.end_s - first_s) for s in spans]
-        return cls(methods, tuple(sorted(spans, key=lambda s: s.end_s)), saved_s)
-
-    def figures(self) -> dict[str, Any]:
-        """Returns the metrics `tail.*` of docs/reference/metrics.md."""
-        outcomes = [s.outcome for s in self.spans]
-        lost = [s for s in self.spans if s.outcome in (AttemptOutcome.BEATEN, AttemptOutcome.GAVE_UP)]
-        won_s = {s.request: s.start_s for s in self.spans if s.outcome == AttemptOutcome.WON}
-        return {
-            "moves": outcomes.count(AttemptOutcome.MOVED),
-            "races": len({s.request for s in lost}),
-            "won_by_racer": len({s.request for s in lost if s.start_s < won_s.get(s.request, 0.0)}),
-            "idle_share": self._idle_share(),
-            "saved_s": self.saved_s,
-            "deaths": len({(s.engine, s.end_s) for s in self.spans if s.outcome == AttemptOutcome.DIED}),
-            "diverged": outcomes.count(AttemptOutcome.DIVERGED),
-        }
-
-    def _idle_share(self) -> float:
-        """Returns the share of the engines' seconds in which they had no request."""
-        if not self.spans:
-            return 0.0
-        engines = range(len(self.methods))
-        busy_s = sum(covered([(s.start_s, s.end_s) for s in self.spans if s.engine == e]) for e in engines)
-        return 1.0 - busy_s / (len(engines) * max(s.end_s for s in self.spans))
+    `ended` has outcome and start of each attempt that ended, by request.
+    """
+    outcomes, num_races, num_won = Counter[str](), 0, 0
+    for attempts in ended:
+        outcomes.update(outcome for outcome, _ in attempts)
+        lost_s = [s for outcome, s in attempts if outcome in (AttemptOutcome.BEATEN, AttemptOutcome.GAVE_UP)]
+        won_s = next((s for outcome, s in attempts if outcome == AttemptOutcome.WON), 0.0)
+        num_races += bool(lost_s)
+        num_won += any(s < won_s for s in lost_s)
+    moves, diverged = outcomes[AttemptOutcome.MOVED], outcomes[AttemptOutcome.DIVERGED]
+    return {"moves": moves, "races": num_races, "won_by_racer": num_won, "diverged": diverged}
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nemo_specrollout.racing.attempts import AttemptOutcome, Response, Timeline
+from nemo_specrollout.racing.attempts import AttemptOutcome, Response
 from nemo_specrollout.racing.estimates import DecodeSpeeds, Savings
 from nemo_specrollout.racing.turns import EngineFleet, Request, Starts, TurnOrders, TurnResult
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
@@ -41,13 +41,11 @@ class _Assignments:
 class Coordinator:
     """Rolls requests out over several engines, and moves and races stragglers among them.
 
-    Owns the response of each request, its attempts, and the turn orders that are still to be sent. An attempt is one
-    engine's work on one request. Engines, speed table and length estimates belong to the caller.
+    Owns the responses, their attempts, and the turn orders that are still to be sent. Engines, speed table and length
+    estimates belong to the caller.
 
     Life of a request: `add` begins it. It waits while no engine has it, runs while one has it, and is raced while several
     have it. It ends when one attempt completes the response, and is forgotten when `take` returns it or `abandon` drops it.
-
-    Each round (`advance`) sends engines their turns, reads the results of turns, and consults the policy.
 
     Invariant: `Response.attempts` and the engines' `_Assignments.attempts` hold the same open attempts, and only requests
     under way have any. Closing an attempt removes it from both at once. So the later tokens of its engine are ignored.
@@ -94,7 +92,7 @@ class Coordinator:
         return keys
 
     def advance(self) -> list[int]:
-        """Does one round; returns the keys of the requests that ended in it."""
+        """Sends and reads turns, and consults the policy; returns the keys of the requests that ended."""
         if not self._active:
             return []
         self.send_turns()
@@ -107,18 +105,16 @@ class Coordinator:
         ended, self._ended = self._ended, []
         return ended
 
-    def take(self, keys: Sequence[int]) -> tuple[list[Response], Timeline]:
-        """Returns and forgets responses that have ended.
+    def take(self, keys: Sequence[int]) -> tuple[list[Response], float | None]:
+        """Returns and forgets responses that have ended, and estimates the seconds that moves and races saved.
 
-        The timeline says what moves and races saved if the requests were under way together, and no others with them.
+        The estimate is None unless the requests were under way together, and no others with them.
         """
         is_all = len(keys) == self._num_requests - self._first_key
         if not is_all:
             self._savings.is_unknown = True
         self._speeds.forget(keys)
-        responses = [self.responses.pop(key) for key in keys]
-        methods = tuple(self._speeds.table.methods[m] for m in self.engines.methods)
-        return responses, Timeline.of(responses, methods, self._saved_s if is_all else None)
+        return [self.responses.pop(key) for key in keys], self._saved_s if is_all else None
 
     def abandon(self, keys: Iterable[int] | None = None) -> None:
         """Stops and forgets these requests, or all that are under way. A request that has ended is left alone."""
@@ -133,7 +129,6 @@ class Coordinator:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request is under way."""
         return bool(self._active)
 
     def request_of(self, engine: int, name: int) -> int | None:
@@ -161,7 +156,7 @@ class Coordinator:
     # Attempts
 
     def _start(self, key: int, engine: int) -> None:
-        """Opens an attempt. Where it begins is fixed when its order is sent."""
+        """Opens an attempt. Its first token is fixed when its order is sent."""
         name, assigned = self._num_attempts, self._assigned[engine]
         self._num_attempts += 1
         self.responses[key].open(engine, name)
@@ -177,7 +172,6 @@ class Coordinator:
             assigned.stops.append(name)
 
     def _close(self, key: int, engine: int, outcome: AttemptOutcome, at_s: float | None = None) -> int:
-        """Closes an attempt, now or at `at_s`, and returns its name."""
         name = self.responses[key].close(engine, outcome, time.perf_counter() if at_s is None else at_s)
         del self._assigned[engine].attempts[name]
         return name

@@ -17,10 +17,7 @@ from nemo_specrollout.scheduling.racing.tail_forecast import Assignment, undistu
 
 
 class DecodeSpeeds:
-    """Decode speed of each draft method, and of each request relative to a typical one.
-
-    Owns the speeds of requests; the table with the speeds of methods belongs to the caller.
-    """
+    """Decode speed of each draft method, and of each request relative to a typical one."""
 
     def __init__(self, table: DecodeSpeedTable) -> None:
         self.table = table
@@ -29,13 +26,11 @@ class DecodeSpeeds:
         self._tasks: dict[int, str] = {}
 
     def begin(self, keys: Sequence[int], task: str) -> None:
-        """Adds requests of a task."""
         task_speed_M = np.array([self.table.task_speed(task, m) for m in range(len(self.table.methods))])
         self._rows |= zip(keys, self._speeds.begin(len(keys), task_speed_M), strict=True)
         self._tasks |= dict.fromkeys(keys, task)
 
     def forget(self, keys: Sequence[int]) -> None:
-        """Removes requests."""
         self._speeds.forget([self._rows.pop(key) for key in keys])
         for key in keys:
             del self._tasks[key]
@@ -70,10 +65,7 @@ class DecodeSpeeds:
 
 
 class Savings:
-    """Savings of requests that began together: if no request had moved or raced, how much later would they have ended?
-
-    Owns the distribution of requests before the first move or race.
-    """
+    """Savings of requests that began together: if no request had moved or raced, how much later would they have ended?"""
 
     def __init__(self, num_engines: int, now_s: float) -> None:
         self.heard_s_E = np.full(num_engines, now_s)

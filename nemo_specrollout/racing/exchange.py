@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.generation.requests import Rollout, ShardRequest
+from nemo_specrollout.racing.attempts import tail_counts
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.turns import ExchangeFailed, ExchangeReply, Starts, TurnOrders, TurnResult
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
@@ -21,10 +22,10 @@ from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 POLL_S = 1.0
 """Seconds after which an idle engine's call returns; the engine then asks again."""
+PAUSE_PATIENCE_S = 30.0
+"""Longest time for which a pause waits for the engines' turns."""
 SILENCE_S = 300.0
 """Seconds without a result after which an engine that has turns is given up."""
-_COUNTS = ("moves", "races", "won_by_racer", "diverged")
-"""Metrics of `Timeline.figures` that the exchange adds up, beside `saved_s`."""
 
 
 @dataclass
@@ -32,25 +33,19 @@ class _Member:
     """An engine that has joined."""
 
     orders: deque[TurnOrders] = field(default_factory=deque)
-    """Turn orders that the engine has not fetched."""
+    """Turn orders that it has not fetched."""
     num_turns: int = 0
     """Turns whose results are missing."""
     heard_s: float = field(default_factory=time.monotonic)
-    """Time of the engine's latest call for orders."""
 
 
 class PollingFleet:
-    """The fleet of a coordinator that cannot call its engines: they come for their orders, and hand in their results.
-
-    An engine is a member from when it joins until it leaves or is lost. It fetches its orders in order, and hands in one
-    result for each turn, in the same order.
-    """
+    """The fleet of a coordinator that cannot call its engines: they fetch orders, and hand in one result for each turn."""
 
     def __init__(self, methods: Sequence[int]) -> None:
         self.methods = list(methods)
         self.capacity = 0
         self.members: dict[int, _Member] = {}
-        """The engines that have joined, by number."""
         self.inbox: list[tuple[int, TurnResult | None]] = []
         """Results that were not read."""
 
@@ -120,7 +115,6 @@ class StragglerExchange:
     # A rollout of synchronous engines
 
     def begin(self) -> None:
-        """Begins a rollout of all engines."""
         with self._guarded():
             self._begin_with(set(range(len(self._answers))))
 
@@ -130,7 +124,6 @@ class StragglerExchange:
             self._begin_with(set())
 
     def _begin_with(self, awaited: set[int]) -> None:
-        """Forgets all requests and engines."""
         self._coordinator.abandon()
         self._fleet.members.clear()
         self._fleet.inbox.clear()
@@ -160,7 +153,6 @@ class StragglerExchange:
             return starts
 
     def cancel(self, engine: int, numbers: Sequence[int]) -> None:
-        """Drops the engine's requests of these numbers."""
         with self._guarded():
             self._forget([self._keys[engine, n] for n in numbers if (engine, n) in self._keys])
 
@@ -192,17 +184,14 @@ class StragglerExchange:
 
     # For the driver
 
-    def pause(self, patience_s: float = 30.0) -> bool:
-        """Ends races and begins nothing until `resume`, because new weights are coming.
-
-        Returns whether all engines have done so within `patience_s` seconds.
-        """
+    def pause(self) -> bool:
+        """Ends races and begins nothing until `resume`, because new weights are coming. Returns whether all turns ended."""
         with self._guarded():
             self._coordinator.decide_races()
             self._is_paused = True
             self._changed.notify_all()
             members = self._fleet.members
-            return self._changed.wait_for(lambda: not any(member.num_turns for member in members.values()), patience_s)
+            return self._changed.wait_for(lambda: not any(m.num_turns for m in members.values()), PAUSE_PATIENCE_S)
 
     def resume(self) -> None:
         """Begins requests again: all engines have the new weights."""
@@ -215,7 +204,7 @@ class StragglerExchange:
         """Returns the metrics `tail.*` of what ended since the last call; `saved_s` is missing if it is not known."""
         with self._guarded():
             totals, self._totals = self._totals, {}
-            return {**dict.fromkeys(_COUNTS, 0.0), **totals}
+            return {**tail_counts(()), **totals}
 
     # Inside
 
@@ -301,9 +290,9 @@ class StragglerExchange:
     def _take_ended(self) -> None:
         """Takes ended requests from the coordinator: all of a rollout together, so that it knows what moves saved."""
         if self._ended:
-            _, timeline = self._coordinator.take(self._ended)
-            figures = timeline.figures()
-            for name in (*_COUNTS, "saved_s"):
-                if figures[name] is not None:
-                    self._totals[name] = self._totals.get(name, 0.0) + figures[name]
+            responses, saved_s = self._coordinator.take(self._ended)
+            ended = [[(attempt.outcome or "", attempt.start_s) for attempt in r.ended] for r in responses]
+            figures = tail_counts(ended) | ({} if saved_s is None else {"saved_s": saved_s})
+            for name, figure in figures.items():
+                self._totals[name] = self._totals.get(name, 0.0) + figure
             self._ended = []

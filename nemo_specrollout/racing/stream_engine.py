@@ -90,7 +90,6 @@ class StreamEngine:
             attempt.task = asyncio.create_task(self._consume(attempt))
 
     async def stop_all(self) -> None:
-        """Stops all attempts."""
         await self._stop(list(self._attempts))
 
     async def _stop(self, names: Sequence[int]) -> None:
@@ -166,12 +165,9 @@ class StreamShard:
     """An asynchronous engine's part in the exchange. Owns the futures of the responses that callers wait for.
 
     If the exchange is lost, the engine makes its own requests alone from their beginning: the same tokens, later.
-
-    States: connected from `begin` on; alone after the exchange is lost or the engine has failed.
     """
 
     def __init__(self, number: int, engine: StreamEngine, ask: Ask) -> None:
-        """`number` is the engine's."""
         self._number, self._engine, self._ask = number, engine, ask
         self._waiting: dict[int, asyncio.Future[Rollout | None]] = {}
         self._num_requests = 0
@@ -181,7 +177,6 @@ class StreamShard:
         """Reason why the engine is alone; None while it is connected."""
 
     async def begin(self) -> None:
-        """Joins the exchange and begins to take turns."""
         try:
             await self._ask("join", self._engine.capacity)
         except ExchangeFailed as error:
@@ -222,7 +217,6 @@ class StreamShard:
             del self._waiting[number]
 
     async def _cancel(self, number: int, adding: asyncio.Future[Starts]) -> None:
-        """Cancels a request after the exchange has got it."""
         await adding
         await self._ask("cancel", [number])
 

@@ -24,13 +24,12 @@ Both raise ExchangeFailed if the exchange is lost."""
 
 @dataclass
 class _Submitted:
-    """An attempt under way in the engine."""
+    """An attempt under way in the engine, of which `num_reported` tokens were reported."""
 
     name: int
     request: Request
     engine_id: str = ""
     num_reported: int = 0
-    """Number of the engine's tokens that were reported."""
 
 
 def num_text_tokens(requests: Iterable[Request]) -> int:
@@ -41,9 +40,7 @@ def num_text_tokens(requests: Iterable[Request]) -> int:
 
 
 class TurnEngine:
-    """Takes orders, steps an engine for a while, and reports what its attempts made.
-
-    Owns the attempts under way, and how much of each was reported.
+    """Takes orders, steps an engine for a while, and reports what its attempts made. Owns the attempts under way.
 
     Invariant: each token of an attempt is reported once and in order. A turn's result holds all tokens made in the turn.
     """
@@ -75,7 +72,6 @@ class TurnEngine:
         return TurnResult(self._parts, self._finished, work, self.policy_version, steady)
 
     def stop_all(self) -> None:
-        """Stops all attempts."""
         self._stop(list(self._attempts))
 
     def _stop(self, names: Sequence[int]) -> None:

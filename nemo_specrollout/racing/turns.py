@@ -16,7 +16,7 @@ Tokens = tuple[list[int], list[float]]
 
 @dataclass(frozen=True)
 class TurnOrders:
-    """An engine's orders for one turn: what it begins and stops, and for how long it works."""
+    """An engine's orders for one turn."""
 
     starts: Starts = ()
     stops: tuple[int, ...] = ()
@@ -30,9 +30,8 @@ class TurnWork:
     """Time and tokens of a turn's decode steps and of its prefills."""
 
     decode_s: float = 0.0
-    """Seconds of the decode steps."""
     request_s: float = 0.0
-    """The same seconds, each step's multiplied by its number of requests."""
+    """Seconds of the decode steps, each multiplied by the step's number of requests."""
     num_tokens: int = 0
     """Tokens that the decode steps made."""
     prefill_s: float = 0.0
@@ -51,7 +50,6 @@ class TurnResult:
     """Finish reason (`stop` or `length`) of each attempt that ended. All of them are in `parts`, even without tokens."""
     work: TurnWork = TurnWork()
     policy_version: int = 0
-    """Version of the weights that made the tokens."""
     steady: tuple[int, ...] = ()
     """Attempts that had made tokens before this turn and took part in all of its decode steps."""
     refused: tuple[int, ...] = ()
@@ -63,7 +61,6 @@ class ExchangeReply:
     """An exchange's reply to an engine that hands in a turn's result."""
 
     orders: tuple[TurnOrders, ...]
-    """Further turns."""
     answers: tuple[tuple[int, Rollout | None], ...]
     """Responses to the engine's own requests, each with the engine's number for the request.
 
@@ -92,8 +89,7 @@ class EngineFleet(Protocol):
     def num_turns(self, engine: int) -> int:
         """Returns the number of turns that were sent and whose results are missing."""
 
-    def is_alive(self, engine: int) -> bool:
-        """Returns whether the engine takes orders."""
+    def is_alive(self, engine: int) -> bool: ...
 
 
 class ExchangeFailed(Exception):

@@ -23,9 +23,7 @@ from nemo_specrollout.reports.records import Run, acceptance_totals, accepted_sh
 from nemo_specrollout.storage.files import replacing_file
 
 DPI = 150
-"""Pixels per inch of PNG files."""
 PANELS_IN_ROW, MAX_PANELS = 3, 6
-"""Panels of a picture."""
 HALF, WHOLE = (4.4, 2.5), (9.0, 2.4)
 """Sizes of charts with one and with two panels, inches."""
 Draw = Callable[[Axes, Any], None]
@@ -165,7 +163,6 @@ def charts_of(run: Run) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def style() -> Any:
-    """Returns the context in which charts are drawn and saved."""
     return matplotlib.rc_context(panels.STYLE)
 
 
@@ -180,10 +177,7 @@ def svg_of(figure: Figure, title: str) -> str:
 
 
 def save_picture(run: Run, path: Path, extra: Sequence[tuple[Draw, Any]] = ()) -> None:
-    """Writes the run in one PNG with at most two rows of three panels. `extra` panels follow the first two.
-
-    The PNG is 1200 pixels wide and 420 pixels high for each row. Without panels it says that no step has finished.
-    """
+    """Writes the run in one PNG of at most two rows, 1200 x 420 pixels each. `extra` panels follow the first two."""
     drawn = panels_of(run) if run.steps else {}
     drawings: list[tuple[Draw, Any]] = [(drawn[name], run.steps) for name in PICTURE if name in drawn]
     drawings = [*drawings[:2], *extra, *drawings[2:]][:MAX_PANELS]

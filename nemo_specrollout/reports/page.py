@@ -65,7 +65,6 @@ def page(title: str, status: str, parts: Iterable[str]) -> str:
 
 
 def cards(of: Iterable[str]) -> str:
-    """Returns a row of cards."""
     return f'<div class="cards">{"".join(of)}</div>'
 
 
@@ -87,7 +86,6 @@ def charts(of: Iterable[tuple[str, str, str, bool]]) -> str:
 
 
 def chart(title: str, svg: str, how_to_read: str, is_wide: bool = True) -> str:
-    """Returns a section with a chart."""
     label, kind = escape(title), "wide" if is_wide else ""
     drawing = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
     return f'<section class="{kind}"><h2>{label}</h2><p>{escape(how_to_read)}</p>{drawing}</section>'
@@ -121,6 +119,5 @@ def folded(summary: str, text: str) -> str:
 
 
 def facts(title: str, of: Mapping[str, Any]) -> str:
-    """Returns a list of names and values."""
     items = "".join(f"<dt>{escape(str(k))}</dt><dd><code>{escape(str(v))}</code></dd>" for k, v in of.items())
     return f"<section><h2>{escape(title)}</h2><dl>{items}</dl></section>"

@@ -62,7 +62,6 @@ class LinePanel:
     is_share: bool = False
     """Whether the values are shares of a whole, shown in per cent."""
     is_count: bool = False
-    """Whether the y axis has whole numbers only."""
     is_log: bool = False
     """Whether the y axis is logarithmic. Zeros are drawn at its lower end."""
     is_filled: bool = False
@@ -208,12 +207,10 @@ def label_right(ax: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
 
 
 def drafter_colour(index: int) -> str:
-    """Returns the colour of a run's drafter number `index`."""
     return DRAFTER_COLOURS[index % len(DRAFTER_COLOURS)]
 
 
 def light(colour: str) -> str:
-    """Returns a lighter colour."""
     return to_hex(tuple(0.4 * c + 0.6 for c in to_rgb(colour)))  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +67,15 @@ class Run:
 
 
 def find_run(path: Path) -> Path:
-    """Returns the folder of a run's records.
+    """Returns the folder of a run's records: `path`, a folder in NeMo-RL's log folder `path`, or in one for each start.
 
-    `path` is that folder, the log folder of a run in NeMo-RL, or the folder in which NeMo-RL makes a log folder for each
-    start. The run directory of `launch` stands for its `logs`. Raises ConfigError if there is not exactly one run, or if
-    its records are damaged or of another version.
+    The run directory of `launch` stands for its `logs`. Raises ConfigError if there is not exactly one run, or if its
+    records are damaged or of another version.
     """
     is_launched = (path / "job.sh").is_file() and not (path / RUN).exists()
     logs = path / "logs" if is_launched else path
-    found = [folder for folder in (logs, logs / FOLDER) if any((folder / name).is_file() for name in (RUN, METRICS))][
-        :1
-    ]
-    found = found or sorted(metrics.parent for metrics in logs.glob(f"exp_*/{FOLDER}/{METRICS}"))
+    own = (f for f in (logs, logs / FOLDER) if (f / RUN).is_file() or (f / METRICS).is_file())
+    found = [*islice(own, 1)] or sorted(metrics.parent for metrics in logs.glob(f"exp_*/{FOLDER}/{METRICS}"))
     if len(found) > 1:
         names = ", ".join(folder.parent.name for folder in found)
         raise ConfigError(f"RUN_DIR: {logs} holds {len(found)} runs ({names}); name one of them")
@@ -107,10 +105,7 @@ def _check(folder: Path) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a JSON-lines file in the order of their steps. The last record of a step counts.
-
-    A missing file has no records. Torn lines, which a killed run leaves behind, are skipped.
-    """
+    """Returns the last record of each step in a JSON-lines file, none without a file. Torn lines are skipped."""
     records: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
@@ -221,9 +216,9 @@ def refreshes(steps: Sequence[Record]) -> list[tuple[Any, Record]]:
 
 
 def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[str, float]:
-    """Returns how many training steps the policies that began `samples` lag behind, and how many samples got new weights.
+    """Returns how many steps the policies that began `samples` lag behind `policy_version`, which is trained on them.
 
-    `samples` belong to a line of `samples.jsonl`. `policy_version` is the version of the policy that is trained on them.
+    Counts the samples that got new weights, too. `samples` belong to a line of `samples.jsonl`.
     """
     spans = [sample["policy_spans"] for sample in samples if sample and sample.get("policy_spans")]
     lags = [policy_version - min(version for version, _ in sample_spans) for sample_spans in spans]

@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,42 +36,29 @@ COLUMNS = {
 """Columns of the table: heading (HTML) -> key of the step, format."""
 
 
-@dataclass(frozen=True)
-class Extras:
-    """Further parts of report and picture, for a kind of run."""
-
-    sections: Sequence[str] = ()
-    """HTML that follows the charts of the page."""
-    panels: Sequence[tuple[Draw, Any]] = ()
-    """Panels of the picture, each with its data."""
+Extras = tuple[Sequence[str], Sequence[tuple[Draw, Any]]]
+"""HTML that follows the charts of the page, and panels of the picture, each with its data."""
 
 
-def write_pages(folder: Path, extras_of: Callable[[Run], Extras] = lambda _: Extras()) -> tuple[Path, Path]:
+def write_pages(folder: Path, extras_of: Callable[[Run], Extras] = lambda _: ((), ())) -> tuple[Path, Path]:
     """Writes report and picture into `folder`, each atomically, and returns their paths.
 
-    Raises ConfigError for damaged records, and OSError.
+    `extras_of` adds to them for a kind of run. Raises ConfigError for damaged records, and OSError.
     """
     report, picture = folder / PAGE, folder / PICTURE
     with naming_damage(folder):
         run = Run.read(folder)
-        extras = extras_of(run) if run.steps else Extras()
-        write_atomically(report, _page(run, extras))
-        save_picture(run, picture, extras.panels)
+        sections, panels = extras_of(run) if run.steps else ((), ())
+        write_atomically(report, _page(run, sections))
+        save_picture(run, picture, panels)
     return report, picture
 
 
-def _page(run: Run, extras: Extras) -> str:
+def _page(run: Run, sections: Sequence[str]) -> str:
     parts = list[str]()
     if run.steps:
         alarms = step_list("Alarms", run.alarms[-MAX_ROWS:], "alarms")
-        parts = [
-            cards(_cards(run)),
-            alarms,
-            charts(charts_of(run)),
-            *extras.sections,
-            _head_decisions(run),
-            _table(run),
-        ]
+        parts = [cards(_cards(run)), alarms, charts(charts_of(run)), *sections, _head_decisions(run), _table(run)]
     config = run.folder / "config.yaml"
     if config.is_file():
         parts.append(folded("Resolved config", config.read_text(encoding="utf-8", errors="replace")))
@@ -98,7 +84,6 @@ def _status(run: Run) -> str:
 
 
 def _cards(run: Run) -> Iterator[str]:
-    """Yields the cards for which the run has numbers, and the card of alarms."""
     summary = summary_of(run.steps)
     yield from _rollout_cards(run, summary)
     yield from _training_cards(run, summary)

@@ -3,9 +3,8 @@
 
 import errno
 import os
-import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from pathlib import Path
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces the file at `path` by `content`, text as UTF-8; it is on disk when this returns.
 
-    On an OSError the old file stays. A process that dies meanwhile may leave a temporary file beside it, which
-    `temporary_names` matches.
+    On an OSError the old file stays. A process that dies meanwhile may leave the file of `replacing_file` beside it.
     """
     with replacing_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -22,10 +20,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a temporary file, which replaces the file at `path`, on disk, if the block succeeds.
-
-    If the block fails, the old file stays.
-    """
+    """Yields the path of a temporary file, which replaces the file at `path`, on disk, if the block succeeds."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -35,11 +30,6 @@ def replacing_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-
-
-def temporary_names(names: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern of the temporary files that a dead process may have left beside files called `names`."""
-    return re.compile(rf"\.({'|'.join(map(re.escape, names))})\.[0-9]+")
 
 
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:

@@ -30,10 +30,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def size_in(config: Mapping[str, Any], name: str, where: object, default: int | None = None) -> int:
-    """Returns the whole number, at least 1, at `name` of a config; `default`, if given, for null or an absent key.
-
-    Raises ValueError, which begins with `where`, the file of the config.
-    """
+    """Returns the whole number, at least 1, at `name`; `default`, if given, for null. Raises ValueError about `where`."""
     value = config.get(name)
     if value is None and default is not None:
         return default
@@ -43,10 +40,7 @@ def size_in(config: Mapping[str, Any], name: str, where: object, default: int | 
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """Returns a hash of the tokenizer's tokens and their ids; empty if the folder has no vocabulary.
-
-    Other differences between tokenizers of one family, e.g. the chat template, do not matter.
-    """
+    """Returns a hash of the tokenizer's tokens and their ids; empty if the folder has no vocabulary."""
     tokenizer = _read(folder / "tokenizer.json")
     vocabulary = tokenizer.get("model", {}).get("vocab")
     if not vocabulary:

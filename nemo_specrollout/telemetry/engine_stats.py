@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of what an engine did: a trace of its latest steps, sums over all steps, and its counters.
 
-Sums add up over engines and subtract over time; ratios are computed last. Recording a step takes a microsecond.
-
-Shapes: S steps, T steps that are kept, C columns, D drafters, K draft positions.
+Sums add up over engines and subtract over time. Shapes: S steps, T steps that are kept, C columns.
 """
 
 import time
@@ -16,7 +14,6 @@ from typing import Any
 import numpy as np
 
 MAX_STEPS = 1 << 16
-"""Steps that a trace keeps."""
 COLUMNS = ("time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s", "draft_s")
 """Columns of every trace. `drafted_<name>` and `accepted_<name>` of each drafter follow."""
 DraftCounts = tuple[tuple[str, tuple[int, ...]], ...]
@@ -67,7 +64,6 @@ class EngineTotals:
     proposed: DraftCounts = ()
     """Draft tokens that were verified."""
     accepted: DraftCounts = ()
-    """Draft tokens that were accepted."""
 
     @classmethod
     def of(cls, steps: StepRows, plain_step_s: np.ndarray | None) -> "EngineTotals":
@@ -123,9 +119,8 @@ def _combine_counts(left: DraftCounts, right: DraftCounts, sign: int) -> DraftCo
 class StepTrace:
     """Keeps the latest steps of an engine with their durations, and sums over all of its steps.
 
-    A step lasts from the end of the step before to its own end, when the drafts for the next step are chosen. So the step
-    that had drafts pays for sampling with them. `seconds` has a meaning for pure decode steps only: these sample from every
-    row of the forward pass, in an engine that was not idle before.
+    A step lasts from the end of the step before to its own end, when the drafts for the next step are chosen. `seconds` has
+    a meaning for pure decode steps only: these sample from every row, in an engine that was not idle before.
     """
 
     def __init__(
@@ -165,9 +160,8 @@ class StepTrace:
     def end_step(self, host_s: float = 0.0, draft_s: float = 0.0) -> tuple[int, int, float, int] | None:
         """Ends the step, of which our host work took `host_s` and a drafter with weights `draft_s`.
 
-        Returns (requests, rows, seconds, rows of the previous step) of a pure decode step; None for any other step. The rows
-        of the previous step are 0 if it was no decode step. The seconds are the cost of verifying. They exclude
-        drafting, and host time of a step without drafts, which plain decoding would not spend.
+        Returns (requests, rows, seconds, rows of the previous step or 0 if it was no decode step) of a pure decode step; None
+        for any other step. The seconds exclude drafting, and host time that plain decoding would not spend.
         """
         self._close(time.perf_counter())
         step_C = self._row(0)
@@ -190,10 +184,7 @@ class StepTrace:
         return StepRows(self.columns, rows)
 
     def totals(self, plain_step_s: np.ndarray | None, **known: Any) -> EngineTotals:
-        """Returns sums over all steps, each of which is counted once; `known` are fields that the caller counts.
-
-        For `plain_step_s` see `EngineTotals.of`.
-        """
+        """Returns `EngineTotals.of` all steps, each of which is counted once; `known` are fields that the caller counts."""
         self._totals += EngineTotals.of(self.since(self._num_counted), plain_step_s)
         self._num_counted = self.num_steps
         return EngineTotals(**{**asdict(self._totals), **known})

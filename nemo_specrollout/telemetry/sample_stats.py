@@ -20,16 +20,12 @@ class SampleStats:
     """Statistics of one sample."""
 
     policy_spans: Spans
-    """Version of each policy that sampled, and the first position that it sampled.
-
-    Positions count from the start of the prompt. There is one span, unless weights were updated while the request ran.
-    """
+    """Version of each policy that sampled, and the first position that it sampled, from the start of the prompt."""
     head_versions: tuple[int, int]
     """Versions of the head in service when the request began and when it ended."""
     num_drafted: int
     """Draft tokens that were verified."""
     num_accepted: int
-    """Draft tokens that were accepted."""
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "SampleStats":
@@ -70,8 +66,6 @@ class StepEnd:
 
 @dataclass
 class _Record:
-    """A request as the log knows it."""
-
     seed: int
     policy_spans: Spans
     head_at_start: int
@@ -100,10 +94,7 @@ class SampleStatsLog:
         self._ended: dict[int, _Record] = {}
 
     def open(self, slot: int, seed: int, prompt_length: int, num_tokens: int) -> None:
-        """Starts the record of a request of `num_tokens` in `slot`. A preempted request continues its record.
-
-        The slot's counts must be zero. The counts of a preempted request are restored.
-        """
+        """Starts the record of a request in `slot`, whose counts must be zero. A preempted request continues its record."""
         record = self._ended.pop(seed, None)
         if record is None:
             record = _Record(seed, ((self.policy_version, prompt_length),), self.head_version)
@@ -136,8 +127,7 @@ class SampleStatsLog:
     def take(self, seeds: Sequence[int] | None) -> dict[int, SampleStats]:
         """Returns the statistics of requests by seed: the known ones of `seeds`, running or ended; None: all that ended.
 
-        vLLM frees the slot of a request one step after its last, so an ended request may still have a slot. It is not archived
-        when the slot is freed.
+        vLLM frees the slot of a request one step after its last, so an ended request may still have a slot.
         """
         archive, counts_S2, found = self._archive.cpu(), self._counts_S2.cpu(), dict[int, SampleStats]()
         slot_of = {} if seeds is None else {record.seed: slot for slot, record in self._running.items()}

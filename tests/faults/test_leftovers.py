@@ -14,7 +14,7 @@ import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER, TINY_ROLLOUTS
 
 from nemo_specrollout.cli.terminal import LEFT_BEHIND_S, LOCK, PREFIX, scratch_folder
-from nemo_specrollout.doctor.child_process import PARENT
+from nemo_specrollout.doctor.diagnosis import PARENT
 
 pytestmark = pytest.mark.integration
 
@@ -56,7 +56,7 @@ def test_what_a_killed_command_left_is_removed_by_a_later_one(monkeypatch: pytes
 
 def test_a_child_ends_with_its_parent_even_while_it_loads() -> None:
     """The child is busy in Python and never comes back to its loop, as one that loads a model."""
-    child = "from nemo_specrollout.doctor.child_process import end_with_parent; end_with_parent()\\nwhile True: pass"
+    child = "from nemo_specrollout.doctor.diagnosis import end_with_parent; end_with_parent()\\nwhile True: pass"
     parent = subprocess.Popen(
         [sys.executable, "-c", f"""
 import os, subprocess, sys, time

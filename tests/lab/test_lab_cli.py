@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 
 from lab.cli.main import main
 from lab.cli.prepare import prepare
+from lab.cli.run import RunInterrupts
 from lab.local.run_directory import RunDirectory
 from lab.local.run_report import results_are_of
 from lab.local.sealed_folder import seal_folder
@@ -291,6 +293,17 @@ def test_explain_and_a_refused_run_load_no_heavy_package(log_dir: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_signal_disturbs_the_writing_of_results(number: signal.Signals) -> None:
+    with RunInterrupts() as interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        interrupts.shield()
+        signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
 
 
 @pytest.mark.parametrize(("known", "expected"), [(None, "2"), ("5", "5")])

@@ -6,13 +6,14 @@ The pages are of the first two steps when the program ends: what it leaves then 
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_specrollout.nemo_rl.generation import SpecrolloutLogger
-from nemo_specrollout.nemo_rl.logprob_gap import GapAlarm
+from nemo_specrollout.nemo_rl.logprob_gap import gap_alarms
 from nemo_specrollout.nemo_rl.step_log import STEP_LOG, StepLog
 
 BLOCK = {"logprob_gap_alarm": 0.02}
@@ -39,7 +40,7 @@ def log_step(logger: Any, log: StepLog, step: int) -> None:
 def main(log_dir: Path) -> None:
     config = {**OFF, "log_dir": str(log_dir), "tensorboard_enabled": True, "tensorboard": {}, "monitor_gpus": False}
     facts = {"block": BLOCK, "versions": {}}
-    logger = SpecrolloutLogger(config, gap_alarm=GapAlarm(0.02, []), facts=facts, last_step=2)
+    logger = SpecrolloutLogger(config, gap_alarms=partial(gap_alarms, bound=0.02, causes=[]), facts=facts, last_step=2)
     for step in (1, 2, 3):
         log_step(logger, STEP_LOG, step)
     logger.loggers[0].writer.flush()

@@ -86,11 +86,9 @@ class DrafterEngine:
             raise ValueError(str(error)) from error
 
     def close_shadow(self, shadow: int) -> None:
-        """Removes a shadow sequence and frees its KV."""
         self._llm.llm_engine.abort_request([str(shadow)])
 
     def correct(self, shadow: int, num_kept: int, tokens: list[int]) -> None:
-        """Replaces the end of a shadow sequence; the kept tokens keep their KV."""
         self._scheduler.correct(shadow, num_kept, tokens)
 
     def load_weights(self, folder: Path) -> None:

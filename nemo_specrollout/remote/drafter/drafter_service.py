@@ -21,10 +21,7 @@ class DrafterService:
     """Owns the engine, the socket and the drafter side of the protocol. `run` serves until it is interrupted."""
 
     def __init__(self, spec: DrafterSpec, on_bound: Callable[[DrafterReport], object] = lambda status: None) -> None:
-        """Binds the address, reports it to `on_bound`, then starts the engine.
-
-        Raises ConfigError if the address is taken, or if vLLM cannot start the draft model.
-        """
+        """Binds the address, reports it to `on_bound`, then starts the engine. Raises ConfigError if either fails."""
         self._socket = DrafterSocket(spec.address, shared_secret([spec.address]), spec.allowed_hosts)
         self.status = DrafterReport(self._socket.address)
         on_bound(self.status)
@@ -70,6 +67,5 @@ class DrafterService:
         return len(shadows_M) > 0
 
     def close(self) -> None:
-        """Stops the engine and frees the address."""
         self._socket.close()
         self._engine.close()

@@ -41,16 +41,13 @@ class DrafterReport:
     """Counters and state of a drafter."""
 
     address: str
-    """Address at which it listens."""
+    """Address at which it listens; empty until it does."""
     is_up: bool = False
     """Whether the engine has started."""
     num_steps: int = 0
-    """Steps of the engine."""
     num_drafted: int = 0
-    """Draft tokens."""
     num_corrections: int = 0
     num_refused_frames: int = 0
-    """Frames that were dropped."""
     num_open: int = 0
     """Shadow sequences in use."""
     draft_version: int = 0
@@ -58,6 +55,10 @@ class DrafterReport:
     """Time that the engine spent drafting, in seconds."""
     up_s: float = 0.0
     """Time since the engine started, in seconds."""
+    process: int = 0
+    """Random number of the process, if Ray has started it."""
+    silence_s: float = 0.0
+    """Seconds since the drafter's loop last took a turn, or since the process began."""
 
 
 def drafter_spec(
@@ -67,10 +68,7 @@ def drafter_spec(
     *,
     on_cpu: bool = True,
 ) -> DrafterSpec:
-    """Returns the settings of a drafter for a policy whose engine has NeMo-RL's `policy.generation.vllm_cfg`.
-
-    Raises ConfigError if the model's folder is missing.
-    """
+    """Returns the settings of a drafter for engines with NeMo-RL's `vllm_cfg`. Raises ConfigError without a model."""
     if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
         raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")
     memory: dict[str, float] = {"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}

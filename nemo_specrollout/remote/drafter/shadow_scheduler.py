@@ -18,9 +18,8 @@ class TextChange:
     """Change of a request's text, sent to the vLLM workers."""
 
     start: int
-    """Index of the first token that may differ."""
+    """Index of the first token that may differ; `tokens` are the text from there on."""
     tokens: list[int]
-    """The text from there on."""
     num_computed: int
     """Tokens of the new text whose KV is in the cache."""
 

@@ -2,8 +2,7 @@
 """The verifier's draft buffers: the tokens drafted beyond the committed text of each request.
 
 Both sides keep the last positions of each text in a ring of tokens that are chained by prefix hashes. The prefix hash of a
-position covers the request's seed and all tokens before that position. Each side computes it from its own text, so equal
-hashes mean equal texts.
+position covers the request's seed and all tokens before that position.
 
 Shapes: S request slots, b some of them, N rows of a message, L longest sequence, X columns of a draft stream's table.
 """
@@ -16,7 +15,6 @@ from nemo_specrollout.sampling.numba_common import mix64
 from nemo_specrollout.sampling.seeds import GAMMA
 
 NO_REQUEST = -1
-"""Request number of a free slot."""
 SLOT_BITS = 16
 """Low bits of a request's number. They hold its slot, so the slot is found without a table."""
 SLOT_MASK = (1 << SLOT_BITS) - 1
@@ -29,17 +27,11 @@ BASE, COUNT, TOKENS = 0, 1, 2
 """Columns of a draft stream's table (`draft_stream.py`): length of the text, number of tokens that follow, first of them."""
 
 KEPT, LATE, STALE, WRONG = 0, 1, 2, 3
-"""Indices in `DraftBuffers.counts`.
-
-`KEPT`: tokens appended to a buffer. `LATE`: tokens of a position that the verifier had sampled itself by then. `STALE`: tokens
-of another text, of a request that ended, behind a gap, or beyond the buffer's end. `WRONG`: tokens that were kept, and dropped
-when the verifier sampled another token there or before.
-"""
+"""Indices in `DraftBuffers.counts` (see `DrafterStats`). Tokens behind a gap or beyond the buffer's end are stale, too."""
 
 ENTRY = np.dtype([("prefix_hash", np.uint64), ("token", np.int32), ("level", np.int8)], align=True)
 """One position of a text: hash of all tokens before it, its token, and the evidence level if the token was drafted."""
 RINGS = from_dtype(ENTRY)[:, ::1]
-"""Type of rings in the signature of a kernel."""
 _GAMMA = np.uint64(GAMMA)
 _SLOT = np.dtype(
     [
@@ -96,7 +88,7 @@ class DraftBuffers:
 
     def __init__(self, num_slots: int, most_ahead: int, vocab_size: int) -> None:
         self.counts = np.zeros(4, np.int64)
-        """Received draft tokens by outcome, int64: `KEPT`, `LATE`, `STALE`; and `WRONG`, which are some of the kept ones."""
+        """Received draft tokens by outcome, int64. The wrong ones are some of the kept ones."""
         self._slots = np.zeros(num_slots, _SLOT)
         self._slots["request"] = NO_REQUEST
         self._rings = new_rings(num_slots, most_ahead + 1)
@@ -150,10 +142,7 @@ class DraftBuffers:
         return has_lost_b
 
     def add(self, *drafts: np.ndarray) -> None:
-        """Appends draft tokens that continue the text of their requests, and counts what becomes of each token.
-
-        `drafts` are the columns of a `Drafts` message, in the order of `DRAFT_COLUMNS`.
-        """
+        """Appends draft tokens, as columns in the order of `DRAFT_COLUMNS`, and counts what becomes of each token."""
         _add(*drafts, self._slots, self._rings, self.counts, self._vocab_size)
 
     def write(self, table_SX: np.ndarray) -> None:

@@ -41,11 +41,10 @@ NO_SHADOW = -1
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Properties of a draft model that have to fit the policy."""
+    """Properties of a draft model that have to fit the policy (see `Hello`)."""
 
     vocab_size: int
     tokenizer: str
-    """Fingerprint of the tokenizer; empty if unknown."""
     max_model_len: int
     """Longest shadow sequence, in tokens."""
 
@@ -58,8 +57,7 @@ class ShadowEngine(Protocol):
     def open(self, shadow: int, opening: Open) -> None:
         """Starts a shadow sequence. Raises ValueError for a request that the engine refuses."""
 
-    def close_shadow(self, shadow: int) -> None:
-        """Frees a shadow sequence."""
+    def close_shadow(self, shadow: int) -> None: ...
 
     def correct(self, shadow: int, num_kept: int, tokens: list[int]) -> None:
         """Keeps the first `num_kept` tokens of a shadow sequence, and continues it with `tokens`."""
@@ -90,14 +88,11 @@ class _Session:
 class DrafterSide:
     """Owns the sessions of verifiers and their shadow sequences, of which the engine has the full texts and the KV.
 
-    A loop passes all that arrived to `receive`, and lets the engine draft for some of `shadows.ready_to_draft`. It passes the
-    tokens to `drafted`, and sends what `outgoing` returns.
-
     A shadow belongs to one request of one session until the session closes it, opens the request again, or is forgotten.
     """
 
     def __init__(self, engine: ShadowEngine, drafter: int, num_shadows: int, most_ahead: int) -> None:
-        """`drafter` is a random number that tells this process from others."""
+        """`drafter` is a random number of this process."""
         self.engine, self.model = engine, engine.model
         self.draft_version = 0
         self.num_corrections = 0
@@ -113,7 +108,6 @@ class DrafterSide:
 
     @property
     def num_open(self) -> int:
-        """Shadow sequences in use."""
         return self._num_shadows - len(self._free)
 
     def receive(self, peer: Hashable, message: Message, now_s: float) -> None:

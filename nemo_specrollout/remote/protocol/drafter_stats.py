@@ -32,7 +32,6 @@ class DrafterStats:
     host_s: float = 0.0
     """Time that the verifier's host spent on the protocol, in seconds."""
     num_drafters: int = 0
-    """Drafters of the engine."""
     num_ready: int = 0
     """Drafters that answer."""
     num_failures: int = 0

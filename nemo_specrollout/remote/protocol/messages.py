@@ -14,7 +14,6 @@ import numpy as np
 PROTOCOL = 1
 """Version of the protocol. Both sides must have the same."""
 MAX_FRAME_BYTES = 16 << 20
-"""Largest message, in bytes."""
 MAX_COLUMN = 1 << 16
 """Largest number of rows of a message, and of tokens in one commit."""
 LONGEST_TOKEN_S = 60.0
@@ -97,7 +96,7 @@ class Step(_Tagged, frozen=True):
     session: Count
     number: Count
     sent_ns: Count
-    """Sending time by the verifier's clock. The drafter echoes it."""
+    """Sending time by the verifier's clock, which the drafter echoes."""
     opens: Annotated[list[Open], msgspec.Meta(max_length=4096)]
     closes: bytes
     """int64: requests that ended."""
@@ -109,7 +108,7 @@ class Step(_Tagged, frozen=True):
     counts: bytes
     """Number of new tokens."""
     windows: bytes
-    """Draft tokens that the shadow sequence may be ahead of the new text."""
+    """See `Open`."""
     resends: bytes
     """1 asks for all drafts beyond the new text again."""
     tokens: bytes
@@ -126,7 +125,6 @@ class Drafts(_Tagged, frozen=True):
     answers: Count
     """Number of the latest `Step` that the drafter received."""
     echo_ns: Count
-    """`sent_ns` of that step."""
     held_ns: Count
     """Time from the arrival of that step to this answer."""
     draft_version: Count
@@ -163,7 +161,6 @@ class Published(_Tagged, frozen=True):
 Message = Hello | Welcome | Refuse | Step | Drafts | Publish | Published
 _decoder = msgspec.msgpack.Decoder(Message)
 encode = msgspec.msgpack.Encoder().encode
-"""Returns the frame of a message."""
 
 
 def decode(frame: bytes) -> Message:

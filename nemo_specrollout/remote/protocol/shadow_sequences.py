@@ -57,7 +57,6 @@ class ShadowSequences:
         self.rings[shadow, length % self.rings.shape[1]]["prefix_hash"] = text_hash(seed, text)
 
     def close(self, shadow: int) -> None:
-        """Frees a shadow: nothing is drafted for it."""
         self.state[shadow]["limit"] = 0
 
     def commit(

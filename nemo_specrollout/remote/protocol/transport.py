@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages over ZeroMQ: a ROUTER socket of each drafter, a DEALER socket for each drafter of a verifier.
 
-Each frame carries a keyed hash of its content and direction. A frame that was not made with the shared secret is dropped. Only
-`wait` and `publish` block.
+Each frame carries a keyed hash of its content and direction. Only `wait` and `publish` block.
 """
 
 import hashlib
@@ -26,7 +25,6 @@ from nemo_specrollout.remote.protocol.messages import (
 MAX_FRAMES = 1024
 """Most frames that one `receive` takes, so that a peer that floods cannot keep its receiver from working."""
 PUBLISH_TIMEOUT_S = 120.0
-"""Time in which drafters have to answer a publication, in seconds."""
 _MAC_BYTES = 16
 _QUEUED_FRAMES = 4096
 _FROM_DRAFTER, _FROM_VERIFIER = b"from drafter", b"from verifier"
@@ -66,10 +64,7 @@ class DrafterSocket(_BoundedSocket):
     """The drafter's end, which knows each verifier by its routing id."""
 
     def __init__(self, address: str, secret: bytes, allowed: Sequence[str] = ()) -> None:
-        """Binds to `address`; port 0 takes any free one. `allowed` lists the hosts that are heard; empty allows all.
-
-        Raises ConfigError if it cannot bind.
-        """
+        """Binds to `address`, or raises ConfigError; port 0 takes any free one. Only `allowed` hosts are heard; empty: all."""
         super().__init__(zmq.ROUTER, secret)
         self._allowed = frozenset(allowed)
         try:
@@ -79,7 +74,6 @@ class DrafterSocket(_BoundedSocket):
             raise ConfigError(f"{address}: cannot listen there: {error}; name a free port of this machine") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_refused = 0
-        """Frames that were dropped."""
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
         """Yields the messages that have arrived, each with its sender."""

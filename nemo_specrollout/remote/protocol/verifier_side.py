@@ -29,7 +29,7 @@ from nemo_specrollout.remote.protocol.messages import (
 )
 
 ANSWER_DEADLINE_S = 2.0
-"""Longest silence of a drafter that owes an answer, in seconds."""
+"""Longest silence of a drafter that owes an answer."""
 FLOOD_FACTOR = 4
 """A drafter is dropped if it sends this many times the draft tokens that it was asked for."""
 FLOOD_ALLOWANCE = 4096
@@ -41,7 +41,6 @@ LONGEST_PAUSE_S = 30.0
 HEARTBEAT_S = 0.2
 """Seconds between messages to a drafter without requests of ours. Its answers say that it lives, and how full it is."""
 NO_DRAFTER = -1
-"""Drafter of a request slot that is free or waits for one."""
 
 
 class PeerState(Enum):
@@ -55,13 +54,11 @@ class PeerState(Enum):
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """Properties of the policy that a draft model has to fit."""
+    """Properties of the policy that a draft model has to fit (see `Hello`)."""
 
     vocab_size: int
     tokenizer: str = ""
-    """Fingerprint of the tokenizer; empty if unknown."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a text."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +67,12 @@ class StreamRequest:
 
     slot: int
     seed: int
-    """Seed of the request's noise."""
     temperature: float
     top_k: int
     top_p: float
     limit: int
     """Longest text, in tokens. A request whose text is that long already gets no remote drafts."""
     token_ids: Sequence[int] = ()
-    """Text so far."""
 
 
 @dataclass
@@ -87,16 +82,14 @@ class Peer:
     state: PeerState = PeerState.AWAY
     reason: str = ""
     """Reason why the drafter is not ready; empty if it is, or if it was not tried yet."""
+    # What it said last (see `Welcome` and `Drafts`).
     drafter: int = 0
-    """Random number of the drafter process."""
     draft_version: int = 0
     max_model_len: int = 0
     num_shadows: int = 0
-    """Requests that the drafter can hold."""
+    token_s: float = 0.0
     num_open_there: int = 0
     """Requests that it held when it answered last, of all verifiers."""
-    token_s: float = 0.0
-    """Seconds that it takes to draft one token for each of its requests."""
     answer_s: float = 0.0
     """Seconds from a step to its answer, without the time that the drafter held it."""
     resume_at_s: float = 0.0
@@ -112,7 +105,7 @@ class Peer:
     num_failures: int = 0
 
     def greets(self, now_s: float) -> bool:
-        """Returns whether the drafter is to be greeted now, and notes the greeting."""
+        """Returns whether to greet the drafter now, and notes the greeting."""
         if self.state not in (PeerState.AWAY, PeerState.GREETED) or now_s < self.resume_at_s:
             return False
         if self.state is PeerState.GREETED:
@@ -121,7 +114,6 @@ class Peer:
         return True
 
     def welcome(self, message: Welcome, now_s: float) -> None:
-        """Marks the drafter as ready."""
         self.state, self.reason, self.ready_s = PeerState.READY, "", now_s
         self.drafter, self.draft_version = message.drafter, message.draft_version
         self.max_model_len, self.num_shadows = message.max_model_len, message.num_shadows
@@ -184,7 +176,6 @@ class VerifierSide:
         self._closes: list[list[int]] = [[] for _ in range(num_drafters)]
 
     def open(self, request: StreamRequest) -> None:
-        """Assigns a slot to a new request."""
         slot = request.slot
         self._num_requests += 1
         self._opened[slot] = request
@@ -200,10 +191,7 @@ class VerifierSide:
         self._requests[slot] = NO_REQUEST
 
     def follow(self, token_ids_SL: np.ndarray, lengths_S: np.ndarray, now_s: float) -> list[tuple[int, Message]]:
-        """Returns the messages to send, each with the index of its drafter: steps with the texts, and greetings.
-
-        Texts are int32, lengths int64.
-        """
+        """Returns messages with the indices of their drafters: steps with texts (int32; lengths are int64), and greetings."""
         messages: list[tuple[int, Message]] = [
             (d, self._hello) for d, peer in enumerate(self.peers) if peer.greets(now_s)
         ]
@@ -250,7 +238,6 @@ class VerifierSide:
         peer.resume_at_s = math.inf if why_unreachable else 0.0
 
     def slots_of(self, drafter: int) -> np.ndarray:
-        """Returns the slots of the requests that are assigned to a drafter."""
         return np.flatnonzero(self._drafter_of == drafter)
 
     def _take_back(self, slots: np.ndarray) -> None:

@@ -49,7 +49,6 @@ class DraftStream:
 
     @property
     def most_ahead(self) -> int:
-        """Draft tokens that a row has room for."""
         return (self.table_SX.shape[1] - TOKENS) // 2
 
     def propose(self, texts: Texts, proposals: Proposals) -> None:
@@ -62,10 +61,6 @@ class RemoteDrafter:
     """Owns a socket to each drafter, the requests' texts as the host knows them, and the draft stream.
 
     Tokens may reach the host in another thread than the engine's: a lock guards all that the host does, which is short.
-
-    Example: `open(...)` when requests take slots. In each step `propose(...)` on the device, and
-    `take = token_callback(slots)`. Then `take(token_ids)` when the tokens of that step are on the host, possibly steps later.
-    `close(...)` at the end.
     """
 
     name = "remote"

@@ -80,11 +80,8 @@ class Alarm:
     seen: float
     """Share of draft tokens that were accepted."""
     expected: float
-    """Expected share."""
     num_drafted: int
-    """Draft tokens behind both shares."""
     health: HeadHealth
-    """Evidence for the cause."""
 
     @property
     def cause(self) -> str:
@@ -93,7 +90,6 @@ class Alarm:
 
     @property
     def sentence(self) -> str:
-        """Text for the log."""
         after = "while running" if self.event == "running" else f"after a {self.event}"
         return (
             f"{after} {self.seen:.1%} of {self.num_drafted:,} draft tokens were accepted, {self.expected:.1%} expected: "
@@ -136,7 +132,6 @@ class Level:
         return np.concatenate([rates_K, last * step ** np.arange(1, missing + 1)])[:num_positions]
 
     def expected(self, drafted_K: np.ndarray) -> float:
-        """Returns the expected number of accepted drafts."""
         return float((drafted_K * self.rates(len(drafted_K))).sum())
 
     def assume(self, rates_K: np.ndarray) -> None:
@@ -156,13 +151,9 @@ class Canary:
     """Watches the acceptance of one draft model. Owns the expected rates and the evidence against them.
 
     A collapse alarm is a CUSUM test (Page, Biometrika 1954) of the log likelihood ratio of "a third of the acceptance" to "as
-    before". The correlation of nested positions is exact; `OVERDISPERSION` allows for differences of content. With
-    independent requests, a healthy head is accused less than once in 10^9 draft tokens. At least
-    `MIN_REQUESTS` requests must support an alarm. The expected rates follow the observed ones, so slow changes cause no
-    collapse alarm. A staleness alarm follows once after each publish if acceptance has fallen to `STALE_SHARE`. After a
-    collapse alarm the canary is silent, and learns nothing, until the next event.
-
-    Example: `canary.begin("refit")`, then after each engine step `alarm = canary.observe(drafted_K, accepted_K)`.
+    before". With independent requests, a healthy head is accused less than once in 10^9 draft tokens. The expected rates
+    follow the observed ones, so slow changes cause no collapse alarm. A staleness alarm follows once after each publish if
+    acceptance has fallen to `STALE_SHARE`. After a collapse alarm the canary is silent until the next event.
     """
 
     def __init__(self, max_age: int | None = None) -> None:
@@ -174,8 +165,7 @@ class Canary:
     def begin(self, event: str, expected_length: float | None = None, num_positions: int = 3) -> None:
         """Notes an event: a `refit`, a `publish` or a `wake` from sleep.
 
-        The expected rates stay the same unless `expected_length` is given. This is the publish gate's held-out acceptance
-        length of a head that drafts `num_positions` tokens.
+        `expected_length` is the publish gate's acceptance length of a head that drafts `num_positions` tokens, if known.
         """
         self._event, self.is_silent = event, False
         if event == "publish":
@@ -193,10 +183,7 @@ class Canary:
     def observe(
         self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth = HeadHealth(), num_steps: int = 1
     ) -> Alarm | None:
-        """Adds the verified and accepted draft tokens of `num_steps` engine steps. Returns an alarm or None.
-
-        Both counts are by position, [K], and non-increasing.
-        """
+        """Adds the verified and accepted draft tokens of `num_steps` engine steps, by position. Returns an alarm or None."""
         if self.is_silent or not drafted_K.any():
             return None
         if self.level.is_known:
@@ -243,8 +230,7 @@ class Canary:
 def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K: np.ndarray) -> float:
     """Returns the log likelihood ratio of a collapse to the rates `rates_K`, in units of independent draft tokens.
 
-    A draft is accepted only if all drafts before it are, so the outcomes of a request's positions are correlated. The sum is
-    therefore divided by the factor by which correlation and content increase the variance of the accepted number.
+    The sum is divided by the factor by which nested positions and content increase the variance of the accepted number.
     """
     dead_K = COLLAPSE_SHARE * rates_K
     missed_K = drafted_K - accepted_K
@@ -256,8 +242,7 @@ def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K:
 
 
 def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
-    """Returns the rates by position of a drafter with equal acceptance at all positions and `acceptance_length` tokens
-    a step."""
+    """Returns the rates by position of a drafter with the same acceptance at all, and `acceptance_length` tokens a step."""
     low, high = 0.0, 1.0
     positions_K = np.arange(1, num_positions + 1)
     for _ in range(40):

@@ -27,7 +27,6 @@ class GateDecision:
     """Weighted mean of the candidate's acceptance length minus the current head's."""
     bound: float
     """Lower confidence bound of the difference."""
-    confidence: float
     num_samples: int
     """Number of independent samples (prompts)."""
     reason: str
@@ -37,9 +36,8 @@ class GateDecision:
 class PublishGate:
     """Publishes a candidate if, at `confidence`, it is worse by no more than `tolerance` in acceptance length.
 
-    Of the candidates that are worse by `tolerance` or more, at most the share 1 - confidence passes. The test is a one-sided
-    paired t-test of the weighted mean difference. Samples of one prompt are alike and count as one. A first head must beat
-    drafting nothing by `MIN_FIRST_GAIN`. `confidence` is at least 0.5 and below 1.
+    The test is a one-sided paired t-test of the weighted mean difference. Samples of one prompt are alike and count as one.
+    A first head must beat drafting nothing by `MIN_FIRST_GAIN`. `confidence` is at least 0.5 and below 1.
     """
 
     def __init__(self, confidence: float = 0.95, tolerance: float = 0.0) -> None:
@@ -54,9 +52,8 @@ class PublishGate:
     ) -> GateDecision:
         """Compares the acceptance lengths of the candidate and the head in service, float [N] each.
 
-        `current_N` is None if there is no head in service. `weights_N` is the number of tokens of each sequence. `groups_N`
-        numbers the prompts; None if all prompts differ. Raises ValueError if the arrays differ in length or if a weight is
-        not positive.
+        `current_N` is None if there is none. `weights_N` is the number of tokens of each sequence. `groups_N` numbers the
+        prompts; None if all differ. Raises ValueError if lengths differ or a weight is not positive.
         """
         is_first = current_N is None
         reference_N = np.full(len(candidate_N), 1.0 + MIN_FIRST_GAIN) if current_N is None else current_N
@@ -85,10 +82,10 @@ class PublishGate:
             f"{next(means):.3f}{required}; the difference is at least {bound:+.3f} at confidence {self.confidence} "
             f"over {num_samples} prompts, {0.0 - self.tolerance:+.3f} needed"
         )
-        return GateDecision(published, difference, bound, self.confidence, num_samples, reason)
+        return GateDecision(published, difference, bound, num_samples, reason)
 
     def _refused(self, num_samples: int, why: str) -> GateDecision:
-        return GateDecision(False, math.nan, math.nan, self.confidence, num_samples, f"refused: {why}")
+        return GateDecision(False, math.nan, math.nan, num_samples, f"refused: {why}")
 
 
 def lower_bound(

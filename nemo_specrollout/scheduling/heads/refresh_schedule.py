@@ -58,7 +58,6 @@ class RefreshOutlook:
     """Expected result of the next refresh. At first, all of the loss is expected to be won back, and a little more."""
 
     refresh_s: float
-    """Seconds of a refresh."""
     recovery: float = 1.0
     """Share of the loss since the last publish that a refresh wins back."""
     surplus: float = FIRST_SURPLUS
@@ -96,14 +95,12 @@ class RefreshObservation:
     published_length: float
     """Acceptance length right after the last publish, or at the start of the run."""
     tokens_per_step: float
-    """Generated tokens of an RL step."""
     steps_to_come: int
     steps_since_refresh: int
     """RL steps since the last refresh, published or not."""
     costs: DecodeCosts
     outlook: RefreshOutlook
     run_s: float
-    """Seconds of the run so far."""
     waited_s: float = 0.0
     """Seconds of these that the run waited for refreshes."""
     cost_weight: float = 1.0
@@ -111,18 +108,15 @@ class RefreshObservation:
 
     @property
     def cost_s(self) -> float:
-        """Seconds that the run waits for a refresh."""
         return self.outlook.refresh_s * self.cost_weight
 
     @property
     def expected_length(self) -> float:
-        """Expected acceptance length right after a refresh."""
         fall = max(0.0, self.published_length - self.acceptance_length)
         return self.acceptance_length + self.outlook.recovery * fall + self.outlook.surplus
 
     @property
     def gain_s_per_step(self) -> float:
-        """Seconds that a refreshed head saves in an RL step."""
         saved_s = self.costs.token_s(self.acceptance_length) - self.costs.token_s(self.expected_length)
         return self.tokens_per_step * saved_s
 
@@ -141,11 +135,9 @@ class RefreshDecision:
 class RefreshTrigger:
     """Decides once in each RL step whether to refresh, as `config.trigger` says. Owns the time that a stale head has cost.
 
-    Refreshes never take more than `config.max_time_share` of the run's time. The trigger `auto` refreshes when the stale head
-    has cost as much time since the last refresh as a refresh takes. This ski-rental rule is optimal if acceptance falls
-    evenly, and otherwise never costs more than twice the optimum. The rest of the run must also repay the refresh with
-    `config.margin` to spare. At least `config.min_gap` steps lie between two refreshes. The gap doubles after each candidate
-    in a row that the gate refused.
+    The trigger `auto` refreshes when the stale head has cost as much time since the last refresh as a refresh takes. This
+    ski-rental rule never costs more than twice the optimum. The rest of the run must also repay the refresh with
+    `config.margin` to spare. The gap `config.min_gap` doubles after each candidate in a row that the gate refused.
     """
 
     def __init__(self, config: DraftRefreshConfig) -> None:
@@ -154,7 +146,6 @@ class RefreshTrigger:
         self._since = 0
 
     def decide(self, observed: RefreshObservation) -> RefreshDecision:
-        """Returns the decision with its reason."""
         gain_s = observed.gain_s_per_step * observed.steps_to_come
         refresh, reason = self._judge(observed, gain_s)
         waited_s, run_s = observed.waited_s + observed.cost_s, observed.run_s + observed.cost_s
@@ -212,9 +203,7 @@ class StepFacts:
     acceptance_length: float | None
     """The head's acceptance length (`HeadUse`); None if the head drafted nothing."""
     num_tokens: int
-    """Generated tokens."""
     seconds: float
-    """Duration of the step."""
     steps_to_come: int
     costs: DecodeCosts
     head_share: float = 1.0
@@ -245,12 +234,9 @@ class HeadUse:
 class RefreshSchedule:
     """Decides after each RL step whether to refresh. Owns the trigger and the history of the run's refreshes.
 
-    Example: `decision = schedule.after_step(facts)`. If it says refresh, train for `schedule.budget_s()` seconds and call
-    `schedule.refreshed(seconds, gain)`. Before the first publish, a better head is expected to draft in every step.
-    Afterwards it is expected to draft in the largest share of steps that the published head reached.
-
-    With `in_background`, the run does not wait for training. Then `max_time_share` limits the trainer's share of the time, and
-    a refresh may take as long as an RL step.
+    Before the first publish, a better head is expected to draft in every step. Afterwards it is expected to draft in the
+    largest share of steps that the published head reached. With `in_background`, the run does not wait for training. Then
+    `max_time_share` limits the trainer's share of the time, and a refresh may take as long as an RL step.
     """
 
     def __init__(self, config: DraftRefreshConfig, in_background: bool = False) -> None:
@@ -263,7 +249,6 @@ class RefreshSchedule:
         self._steps_since = 0
         self._run_s = self._step_s = 0.0
         self.waited_s = 0.0
-        """Seconds of all refreshes."""
 
     def after_step(self, facts: StepFacts) -> RefreshDecision:
         """Returns the decision with its reason. Call it once in each RL step."""
@@ -302,10 +287,7 @@ class RefreshSchedule:
         return max(SHORTEST_S, min(wanted_s, left_s if self._in_background else left_s / (1.0 - share)))
 
     def refreshed(self, seconds: float, gain: float | None) -> None:
-        """Notes a finished refresh.
-
-        `gain` is the published head's number of right draft tokens relative to the previous head. None if it was refused.
-        """
+        """Notes a finished refresh. `gain` is `Refresh.gain` of the candidate."""
         self._run_s += 0.0 if self._in_background else seconds
         self.waited_s += seconds
         self._steps_since = 0
@@ -321,21 +303,16 @@ class RefreshSchedule:
 
 
 class RefreshRate:
-    """Share of the usual learning rate that the next refresh takes. Owns the share.
+    """Owns the share of the usual learning rate that the next refresh takes.
 
-    A converged head gets worse at a rate that suits an unfinished head, and a few steps do not repair it. Therefore a worse
-    candidate lowers the share by `RATE_STEP`. A published one raises it by the root of `RATE_STEP`, up to 1.
-    Example: train at `usual * rate.share`, then call `rate.judged(difference, published)`.
+    A converged head gets worse at a rate that suits an unfinished head, and a few steps do not repair it.
     """
 
     def __init__(self) -> None:
         self.share = 1.0
 
     def judged(self, difference: float, published: bool) -> None:
-        """Adjusts the share after a candidate was judged.
-
-        `difference` is the candidate's held-out acceptance length minus the current head's. NaN changes nothing.
-        """
+        """Adjusts the share after a candidate was judged. `difference` is `Refresh.difference`; NaN changes nothing."""
         if published:
             self.share = min(1.0, self.share * RATE_STEP**0.5)
         elif difference < 0.0:

@@ -23,8 +23,7 @@ SIBLING_WEIGHT = 0.5
 class LengthEstimator:
     """Estimates E[length - length so far | length > length so far] over remembered lengths. Owns these lengths.
 
-    Each sibling weighs half as much as all other lengths together. If no remembered length is longer, a request is expected
-    to double its length, up to `max_length` tokens.
+    If no remembered length is longer, a request is expected to double its length, up to `max_length` tokens.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -74,11 +73,9 @@ ALL = slice(None)
 
 
 class RequestSpeeds:
-    """Estimates relative speeds from the tokens of each request. Owns these counts, and the expected ones of
-    a typical request.
+    """Estimates relative speeds. Owns the tokens of each request, and the expected ones of a typical request.
 
-    The logarithm of the ratio of both counts is shrunk towards the logarithm of the task's relative speed. It is shrunk the
-    more, the fewer tokens a request has. Rows of forgotten requests are reused.
+    The logarithm of their ratio is shrunk towards the task's relative speed, more if a request has few tokens.
     """
 
     def __init__(self, task_speed_RM: np.ndarray) -> None:
@@ -103,7 +100,6 @@ class RequestSpeeds:
         return rows
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Releases the rows of requests that have ended."""
         self._free += rows
 
     def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float | np.ndarray) -> None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode speeds as measured: of each draft method, by task and by the number of requests in the engine.
 
-A run keeps its table up to date. It starts from a file, if `fastest_of_n.ladder` names one; `specrollout-lab ladder` writes
-such files. SpecActor (arXiv 2511.16193), Algorithm 3, uses a "draft ladder" in the same place, which ranks methods by
-acceptance. Measured tokens a second include both acceptance and the cost of drafting.
+A run starts from a file, if `fastest_of_n.ladder` names one, and keeps its table up to date. SpecActor (arXiv 2511.16193),
+Algorithm 3, uses a "draft ladder" in the same place, which ranks methods by acceptance alone.
 """
 
 from collections import defaultdict
@@ -55,7 +54,6 @@ class SpeedRow:
     batches: tuple[int, ...] = bounded(low=1)
     """Numbers of requests in the engine, ascending."""
     tokens_per_s: tuple[float, ...] = bounded(above=0.0)
-    """Tokens a second of each request."""
     weights_s: tuple[float, ...] = bounded(above=0.0)
     """Request seconds behind each measurement."""
     acceptance: float = bounded(0.0, low=0.0, high=1.0)
@@ -72,15 +70,11 @@ class SpeedTableFile(MeasuredFile):
 
     KIND: ClassVar = "ladder"
     device: str
-    """Description of the machine."""
     policy: str
-    """Folder or name of the policy."""
     prefill_s_per_token: float = bounded(above=0.0)
-    """Prefill seconds for each token."""
     rungs: tuple[SpeedRow, ...] = ()
     """Measurements by task; the fastest method with one request first."""
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
-    """Version of the file format."""
 
 
 class DecodeSpeedTable:
@@ -88,7 +82,7 @@ class DecodeSpeedTable:
 
     Methods are numbered as in `methods`. Speeds that rise with the batch size are evened out by weighted isotonic regression.
     Between measured batch sizes, log speed is interpolated over log size. A method without measurements gets the mean of the
-    others. Without any measurement, only the ratios of the predictions are meaningful.
+    others. Without any measurement, only the ratios of the predictions are meaningful, and a prefill takes 0 s.
 
     Example: after `observe("any", 0, 1, 300, 2.0)`, `tokens_per_s(0, 1)` is 150 and `tokens_per_s(0, 4)` a guess of 75.
     """
@@ -121,7 +115,6 @@ class DecodeSpeedTable:
         self.prefill.add(num_tokens, seconds)
 
     def tokens_per_s(self, method: int, batch: int) -> float:
-        """Returns the tokens a second of each of `batch` typical requests. Never rises with the batch."""
         if not self.rates.get((ANY_TASK, method)):
             others = [m for m in range(len(self.methods)) if self.rates.get((ANY_TASK, m))]
             return float(np.mean([self.tokens_per_s(m, batch) for m in others])) if others else batch**-GUESSED_SLOPE
@@ -133,7 +126,6 @@ class DecodeSpeedTable:
         return float(rate * (nearest / batch) ** GUESSED_SLOPE)
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Returns the seconds of a prefill of `num_tokens` tokens; 0 before the first measurement."""
         return num_tokens / self.prefill.ratio if self.prefill.seconds else 0.0
 
     def task_speed(self, task: str, method: int) -> float:
@@ -162,10 +154,7 @@ class _DecayedRate:
 
 
 class _RatesByBatch(dict[int, _DecayedRate]):
-    """Rates of one method by batch size.
-
-    Memory is counted in seconds of the engine, so that a slow step counts once, however many requests wait for it.
-    """
+    """Rates of one method by batch size. Memory is counted in seconds of the engine, however many requests wait for a step."""
 
     def __missing__(self, batch: int) -> _DecayedRate:
         self[batch] = _DecayedRate(MEMORY_S * batch)

@@ -59,9 +59,6 @@ class TailPolicy(Protocol):
 class FastestOfN:
     """The straggler policy. It has no state: equal observations give equal decisions.
 
-    It observes where each request is decoded, how many tokens it probably still needs, and how fast it is under each draft
-    method (`TailObservation`). From a model of decode speeds it predicts when each engine ends (`TailForecast`).
-
     It decides in three steps:
     1. Each waiting request gets the engine where it would end first.
     2. A racer with a smaller chance of winning than `LEAST_CHANCE` gives up.
@@ -69,9 +66,8 @@ class FastestOfN:
        as long as a change brings the later end of both engines forward by the share `config.min_gain`.
 
     Example: engines 0 and 1 make 100 tokens a second for one request, and 50 for each of two. Engine 0 decodes request 0,
-    which needs 600 tokens, and request 1, which needs 500. Engine 1 is idle. Request 1 would end after 10 s and request 0
-    after 11 s. If request 0 moves, the later end is at 6 s, so the decision is `starts=((0, 1),), stops=((0, 0),)`.
-    If both engines made 100 tokens a second for each of two requests, nothing would be gained and nothing would move.
+    which needs 600 tokens, and request 1, which needs 500. They would end after 11 s and 10 s. If request 0 moves to the idle
+    engine 1, the later end is at 6 s, so the decision is `starts=((0, 1),), stops=((0, 0),)`.
     """
 
     def __init__(self, config: FastestOfNConfig, speeds: SpeedModel) -> None:
@@ -103,8 +99,7 @@ class FastestOfN:
         return TailDecision(*forecast.net_changes())
 
     def _best_plan(self, forecast: TailForecast, engine: int) -> _Plan | None:
-        """Returns the plan that brings the end of `engine` forward most, or None. Bundles are tried if no single request
-        gains enough."""
+        """Returns the plan that brings the end of `engine` forward most, or None. Bundles are tried last."""
         single = [
             plan
             for request in forecast.by_end(engine)[:NUM_LAST]

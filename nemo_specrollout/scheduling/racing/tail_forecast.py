@@ -17,9 +17,8 @@ from nemo_specrollout.scheduling.racing.speed_table import SpeedModel
 def drain(alone_s_B: np.ndarray, slowdowns_B: np.ndarray) -> np.ndarray:
     """Returns when each of an engine's requests ends, seconds from now, float64 [B].
 
-    `alone_s_B` is the time that each request would take alone. `slowdowns_B` is the factor by which a request is slower in
-    batches of 1, 2, ... B. Example: in an engine with a factor of 1.5 for two, requests of 1 s and 3 s end after 1.5 s and
-    3.5 s.
+    `alone_s_B` is the time that each would take alone. `slowdowns_B` is the factor by which it is slower in batches of 1, 2,
+    ... B. Example: with a factor of 1.5 for two, requests of 1 s and 3 s end after 1.5 s and 3.5 s.
     """
     order_B = np.argsort(alone_s_B, kind="stable")
     gaps_B = np.diff(alone_s_B[order_B], prepend=0.0)
@@ -39,7 +38,6 @@ class Assignment:
     """Distribution of requests over engines just before the first move or race of a rollout."""
 
     engine_R: np.ndarray
-    """Engine of each request under way, int64."""
     num_tokens_R: np.ndarray
     """Response tokens that the engine had reported, int64."""
     reported_s_E: np.ndarray
@@ -78,13 +76,10 @@ class TailObservation:
     doubt_RM: np.ndarray
     """Standard deviation of the logarithm of `speed_RM`, float64."""
     request_A: np.ndarray
-    """Request of each attempt, int64."""
     engine_A: np.ndarray
-    """Engine of each attempt, int64."""
     lag_A: np.ndarray
     """Tokens by which an attempt is behind the furthest attempt of its request, int64."""
     method_E: np.ndarray
-    """Draft method of each engine, int64."""
     capacity_E: np.ndarray
     """Maximum number of requests of each engine, int64; 0 for a dead engine."""
     handover_s: float = 0.0
@@ -94,8 +89,7 @@ class TailObservation:
 class TailForecast:
     """Attempts after the changes so far, and their predicted ends in seconds from now. Owns the changes.
 
-    The remaining work of an attempt is expressed as the seconds that it would take alone on its engine. `drain` turns these
-    into end times. If several engines race a request, all of them lose it when the first is expected to end.
+    If several engines race a request, all of them lose it when the first is expected to end.
     """
 
     def __init__(self, seen: TailObservation, speeds: SpeedModel) -> None:
@@ -106,7 +100,6 @@ class TailForecast:
         self._slowdowns: dict[int, list[float]] = {}
         self._ends_s: dict[int, float] = {}
         self._alone_s: list[dict[int, float]] = [{} for _ in seen.capacity_E]
-        """Seconds alone by request, for each engine."""
         self._engines: dict[int, dict[int, None]] = {}
         """Engines of each request, as an ordered set."""
         seconds_A = self._alone(seen.request_A, seen.engine_A, seen.lag_A)
@@ -162,10 +155,7 @@ class TailForecast:
         return min(candidates, key=lambda e: self._request_ends_s(e, self._with((request,), e))[request])
 
     def targets(self, request: int, num_free: int = 1) -> list[int]:
-        """Returns for each method its engine that ends first, of those that do not decode the request yet.
-
-        An engine must have capacity for `num_free` more requests.
-        """
+        """Returns for each method the engine that ends first, of those without the request and with `num_free` free places."""
         best: dict[int, int] = {}
         for engine, method in enumerate(self.seen.method_E.tolist()):
             is_free = len(self._alone_s[engine]) + num_free <= self.seen.capacity_E[engine]
@@ -184,22 +174,19 @@ class TailForecast:
         """Returns the later end of both engines if both decode the request."""
         here = self._request_ends_s(source, self._alone_s[source])
         there = self._request_ends_s(target, self._with((request,), target))
-        first_s = self._race_s(
-            request, source, self._first_end_s(request, source, here[request]), target, there[request]
-        )
+        source_s = self._first_end_s(request, source, here[request])
+        first_s = self._race_s(request, source, source_s, target, there[request])
         others_s = [self._first_end_s(r, source, e) for r, e in here.items() if r != request]
         others_s += [self._first_end_s(r, target, e) for r, e in there.items() if r != request]
         return max([first_s, *others_s])
 
     def start(self, request: int, engine: int) -> None:
-        """Adds an attempt."""
         self._alone_s[engine] = self._with((request,), engine)
         self._engines.setdefault(request, {})[engine] = None
         self._forget_ends(engine)
         self.changes.append((request, engine))
 
     def stop(self, request: int, engine: int) -> None:
-        """Removes an attempt."""
         self._forget_ends(engine)
         del self._alone_s[engine][request], self._engines[request][engine]
         self.changes.append((request, engine))
@@ -266,10 +253,7 @@ class TailForecast:
 
 
 def expected_first(mean_1: float, doubt_1: float, mean_2: float, doubt_2: float) -> float:
-    """Returns E[min] of two independent log-normal times; `doubt` is the standard deviation of the logarithm.
-
-    Source: the partial expectations of the log-normal distribution (Black 1976 uses the same formula for an option).
-    """
+    """Returns E[min] of two independent log-normal times; `doubt` is the standard deviation of the logarithm (Black 1976)."""
     spread = math.hypot(doubt_1, doubt_2)
     if spread == 0.0 or min(mean_1, mean_2) <= 0.0:
         return min(mean_1, mean_2)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled kernel of `draft_plan.AutoPlanner`: finds the draft depth of a model with the highest predicted tokens a second.
 
-It weighs draft tokens by histograms of their survival. Most tokens of a good drafter are nearly sure, and a few are not. A
-planner that knows only the mean takes all draft tokens for equally likely. If rows are expensive it then sees no gain,
+It weighs draft tokens by histograms of their survival. A planner that knows only the mean sees no gain if rows are expensive,
 although the sure tokens alone would pay.
 
 Shapes: B requests, P proposers (0: the text drafters, 1: the draft model), K draft positions, Q bins of survival, N requests.
@@ -22,17 +21,13 @@ DECAY = 0.98
 
 
 class SurvivalSpread:
-    """A histogram of survival for each proposer and draft position. Owns the decayed counts.
-
-    Example: call `observe(latest_PNK)` in each step, with 0 where nothing was proposed. Then `share_PKQ` sums to 1 over Q
-    wherever a draft was seen.
-    """
+    """A histogram of survival for each proposer and draft position. Owns the decayed counts."""
 
     def __init__(self, num_positions: int) -> None:
         self._count_PKQ = np.zeros((2, num_positions, NUM_BINS))
 
     def observe(self, survival_PNK: np.ndarray) -> None:
-        """Adds the survival of the latest proposals, float64 [P, N, K], to the histograms."""
+        """Adds the survival of the latest proposals, float64 [P, N, K]; 0 where nothing was proposed."""
         _count(self._count_PKQ, survival_PNK)
 
     def forget(self, proposer: int) -> None:

@@ -88,11 +88,9 @@ class DraftPlanner(ABC):
 class AutoPlanner(DraftPlanner):
     """Plans the depth with the highest predicted tokens a second. Plans 0 unless that depth beats reading alone by `margin`.
 
-    At each depth, a request takes the model's drafts if they promise more than the found ones, and the likeliest draft
-    tokens are verified. Until the drafting times are known, the planner tries each depth in turn. A model that wins less than
-    following costs lies dormant (`Dormancy`). During a new trial the model drafts one token in every second step, even if
-    its forecast is bad: that forecast may come from other tasks. A model that wins nothing now is kept if it will probably
-    win more in the tail than reading costs until then (`_hope_s`).
+    Until the drafting times are known, the planner tries each depth in turn. A model that wins less than following costs lies
+    dormant (`Dormancy`), sooner if the tail will probably not repay the reading (`_hope_s`). In a new trial the model drafts
+    one token in every second step, even if its forecast, maybe from other tasks, is bad.
     """
 
     weighs_model = True
@@ -145,9 +143,8 @@ class AutoPlanner(DraftPlanner):
         """Returns the seconds that the model wins until the requests end, less the time for reading.
 
         The estimate sums over one step with all requests, one with half of them, one with a quarter, and so on. If lengths
-        are exponential, each halving takes equally many steps. The remaining requests are assumed to be average ones,
-        because the best of many forecasts is mostly chance. A request that the model does not follow counts as an average
-        one, because the model will follow its successors.
+        are exponential, each halving takes equally many steps. The remaining requests are assumed to be average ones, and so
+        are requests that the model does not follow, because it will follow their successors.
         """
         found_BK, forecast_BK = observed.found_BK, observed.forecast_BK.copy()
         is_followed = forecast_BK[:, 0] > 0.0
@@ -193,12 +190,9 @@ def build_planner(config: BudgetConfig) -> DraftPlanner:
 class Dormancy:
     """Decides when a draft model lies dormant. Owns the seconds that drafts saved and that following requests took.
 
-    A model can only draft for a request that it has followed from the first token on. The model follows new requests as
-    long as its drafts save more time than following takes. Otherwise it lies dormant until the next trial. A request that
-    arrives meanwhile never gets drafts of the model. If there is no hope that the model recovers its cost, the evaluation
-    comes early and the running requests are given up.
-
-    Example: call `step(64, 0.002, 0.0002, now_s)` after each step and `ended(3)` when 3 followed requests have ended. Then
+    The model follows new requests as long as its drafts save more time than following takes. Otherwise it lies dormant until
+    the next trial. A request that arrives meanwhile never gets drafts of the model. If there is no hope that the model
+    recovers its cost, the evaluation comes early and the running requests are given up.
     `is_awake` tells whether the model follows new requests.
     """
 
@@ -211,7 +205,6 @@ class Dormancy:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether this is one of the first steps of a trial."""
         return self.is_awake and self._num_trial_steps > 0
 
     @property
@@ -248,7 +241,6 @@ class Dormancy:
         self._num_ended += num_requests
 
     def begin(self) -> None:
-        """Starts a trial of a model whose weights have changed."""
         self._watch_share = FIRST_WATCH_SHARE
         self._begin_trial()
 

@@ -62,7 +62,6 @@ class DraftTimes:
     """Fits `DraftCosts` to the latest draftings by least absolute deviations with non-negative terms. Owns the samples.
 
     Outliers (a stall, or a kernel that had to compile) have no influence unless they are half of all samples.
-    Example: `observe(num_rows=8, num_requests=8, depth=3, seconds=0.002)`, then `costs().draft_s(8, 8, 5)`.
     """
 
     def __init__(self) -> None:

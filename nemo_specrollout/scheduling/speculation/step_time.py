@@ -5,8 +5,7 @@ A step with n draft rows takes about as long as a plain step of as many rows, pl
 costs more or less than a request's row: it needs no scheduling, but it is accepted or rejected.
 Samples are clipped and decayed, because clocks are noisy and contexts grow.
 
-The constants say how fast the table learns and forgets; none is a time of some machine. They were set by hand so that one
-stall has no lasting effect and drafts are tried again soon. `tests/test_scheduling.py` holds what they must achieve.
+The constants were set by hand so that one stall has no lasting effect and drafts are tried again soon.
 """
 
 import heapq
@@ -125,9 +124,7 @@ class DraftSurcharge:
 class StepTimeTable:
     """Decayed mean times of plain steps in buckets of rows, a quarter octave wide. Owns the surcharge of drafts.
 
-    A prediction blends each bucket with a line through all buckets. The line weighs more if the bucket has few recent
-    samples. Invariant: `plain_s` never falls as rows grow.
-    Example: `observe(8, 8, 0.004, rows_before=8)`, then `costs().plain_s[8]`.
+    A prediction blends each bucket with a line through all buckets. Invariant: `plain_s` never falls as rows grow.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -148,11 +145,10 @@ class StepTimeTable:
         self._changes = 0
 
     def observe(self, num_requests: int, num_rows: int, seconds: float, rows_before: int) -> None:
-        """Adds the duration of a pure decode step; its rows beyond `num_requests` are drafts. The step before had
-        `rows_before` rows.
+        """Adds the duration of a pure decode step; its rows beyond `num_requests` are drafts.
 
-        A step without drafts counts only if it repeats the size of the step before, as in plain decoding: then caches and
-        kernels are warm. Steps with drafts vary in size, so the first step of each size counts for little.
+        A step without drafts counts only if it has the `rows_before` of the step before: then caches and kernels are warm.
+        Steps with drafts vary in size, so the first step of each size counts for little.
         """
         rows, num_drafts = min(num_rows, self._max_rows), num_rows - num_requests
         is_warm = rows in self._sizes_drafted if num_drafts else num_rows == rows_before
@@ -237,8 +233,7 @@ def _line(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> tuple[f
 def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
     """Returns the number of requests in each decode step, int64, if responses of these lengths get one token a step.
 
-    Prefill produces a request's first token, so that token costs no decode step. At most `max_num_seqs` requests run at a
-    time, in the given order. The next request starts when one ends.
+    A request's first token costs no decode step. At most `max_num_seqs` requests run at a time, in the given order.
     """
     running: list[int] = []
     spans = []
@@ -256,8 +251,7 @@ def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
 def plain_estimate_s(lengths: Sequence[int], max_num_seqs: int, plain_step_s: Sequence[float], other_s: float) -> float:
     """Returns the counterfactual: the estimated seconds of a plain rollout with these response lengths.
 
-    `plain_step_s[b]` is the table's time of a decode step of b requests. `other_s` is the time that the measured rollout
-    spent outside decode steps (prefill, start), which speculation does not change.
+    `plain_step_s[b]` is the time of a decode step of b requests, `other_s` the time outside decode steps (prefill, start).
     """
     batches = plain_batch_sizes(lengths, max_num_seqs)
     return other_s + float(np.asarray(plain_step_s)[batches].sum())

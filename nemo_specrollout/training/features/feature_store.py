@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Feature store on disk, between the rollouts that compute features and the training of a head.
 
-A store has a bounded size and survives a crash at any moment: each shard appears by one rename, and its name says how old it
-is. `index.json` says what the features are of.
+A store has a bounded size and survives a crash at any moment. `index.json` says what the features are of.
 """
 
 import dataclasses
@@ -11,7 +10,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,7 +27,6 @@ FORMAT = 2
 """Number of the file format. A store of another format cannot be read."""
 INDEX = "index.json"
 SHARD_BYTES = 64 << 20
-"""Largest size of a shard, bytes."""
 SEQUENCE_OVERHEAD_BYTES = 512
 """Bytes that a sequence takes in a shard beyond its tensors, at most."""
 SHARD_OVERHEAD_BYTES = 1024
@@ -44,9 +42,7 @@ class FeatureSource:
     tokenizer_hash: str
     """Hash of the tokenizer (`storage.model_folder.tokenizer_fingerprint`)."""
     vocab_size: int
-    """Number of token ids of the policy."""
     hidden_size: int
-    """Width of the policy's hidden states."""
     layer_ids: tuple[int, ...]
     """Auxiliary layers, in the order in which their states are stored."""
 
@@ -61,13 +57,11 @@ class FeatureIndex:
     """Content of `index.json`."""
 
     source: FeatureSource
-    """Policy whose features the store holds."""
     held_out_share: float
     """Share of prompts whose sequences are kept from training."""
 
 
 def is_feature_store(folder: Path) -> bool:
-    """Returns whether the folder is a feature store."""
     return (folder / INDEX).is_file()
 
 
@@ -89,18 +83,16 @@ class FeatureReader:
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: not the index of a feature store ({error!r}); remove {self.folder}") from error
 
-    def shards(self, versions: Collection[int] | None = None) -> list[Path]:
-        """Returns the files of the given policy versions, or of all, newest first."""
-        files = sorted(self.folder.glob("shard-*.safetensors"), key=_age, reverse=True)
-        return [file for file in files if versions is None or _age(file)[0] in versions]
+    def shards(self) -> list[Path]:
+        """Returns the files, newest policy version first."""
+        return sorted(self.folder.glob("shard-*.safetensors"), key=_age, reverse=True)
 
-    def sequences(self, held_out: bool, versions: Collection[int] | None = None) -> Iterator[SequenceFeatures]:
+    def sequences(self, held_out: bool) -> Iterator[SequenceFeatures]:
         """Yields the training or the held-out sequences, newest policy version first."""
-        for shard in self.shards(versions):
+        for shard in self.shards():
             yield from _read(shard, held_out)
 
     def num_sequences(self) -> int:
-        """Returns the number of all sequences."""
         num = 0
         for shard in self.shards():
             with safe_open(shard, framework="pt") as file:
@@ -138,14 +130,9 @@ def data_hash(sequences: Iterable[SequenceFeatures]) -> str:
     return hashlib.sha256(b"".join(sorted(hashlib.sha256(data).digest() for data in contents))).hexdigest()
 
 
-def newest_sequences(
-    stores: Sequence[FeatureReader], held_out: bool, max_tokens: int, versions: Collection[int] | None = None
-) -> list[SequenceFeatures]:
-    """Returns the training or the held-out sequences of several stores, newest policy version first.
-
-    The last sequence is the one that reaches `max_tokens` tokens in total. `versions` limits the policy versions.
-    """
-    shards = sorted((shard for store in stores for shard in store.shards(versions)), key=_age, reverse=True)
+def newest_sequences(stores: Sequence[FeatureReader], held_out: bool, max_tokens: int) -> list[SequenceFeatures]:
+    """Returns the `first_tokens` of the training or the held-out sequences of several stores, newest policy version first."""
+    shards = sorted((shard for store in stores for shard in store.shards()), key=_age, reverse=True)
     return first_tokens((f for shard in shards for f in _read(shard, held_out)), max_tokens)
 
 
@@ -164,11 +151,9 @@ def first_tokens(sequences: Iterable[SequenceFeatures], max_tokens: int) -> list
 class FeatureStore(FeatureReader):
     """Only writer of a store, which also reads what it has flushed.
 
-    The folder holds the index, the shards, and a lock file. At any moment, even if the process is killed, every shard is
-    complete and all shards together take at most `max_bytes`. A kill loses what was appended since the last flush: at
-    most an eighth of `max_bytes`, or one sequence. A full store drops whole shards of the oldest policy versions.
-
-    Example: `store = FeatureStore(folder, 1 << 30, source); store.append(features); store.flush()`.
+    At any moment, even if the process is killed, every shard is complete and all shards together take at most `max_bytes`.
+    A kill loses what was appended since the last flush: at most an eighth of `max_bytes`, or one sequence. A full store
+    drops whole shards of the oldest policy versions.
     """
 
     def __init__(self, folder: Path, max_bytes: int, source: FeatureSource, held_out_share: float = 0.1) -> None:
@@ -201,12 +186,8 @@ class FeatureStore(FeatureReader):
     def append(self, features: SequenceFeatures, prompt_ids: torch.Tensor | Sequence[int] | None = None) -> None:
         """Keeps a copy of a sequence, which is on disk after the next flush.
 
-        Args:
-            features: The sequence.
-            prompt_ids: The prompt that decides whether the sequence is held out; by default the sequence's own.
-
-        Raises ValueError if the features do not fit the source or the store, or if their prompt is unknown. Raises
-        OSError as `flush` does.
+        `prompt_ids` decides whether the sequence is held out; by default the sequence's own prompt. Raises ValueError if the
+        features do not fit the source or the store, or if their prompt is unknown, and OSError as `flush` does.
         """
         self._check(features)
         held_out = is_held_out(features.whole_prompt_P if prompt_ids is None else prompt_ids, self.held_out_share)
@@ -217,10 +198,7 @@ class FeatureStore(FeatureReader):
         self._buffered_bytes += num_bytes
 
     def keep(self, captured: Iterable[SequenceFeatures]) -> None:
-        """Stores the sequences that begin in the prompt and have a generated token; a head cannot learn from others.
-
-        Raises as `append` and `flush` do.
-        """
+        """Stores the sequences that begin in the prompt and have a generated token; a head cannot learn from others."""
         for features in captured:
             if features.first_position < features.prompt_length < features.first_position + features.num_tokens:
                 self.append(features)
@@ -233,11 +211,7 @@ class FeatureStore(FeatureReader):
                 shard.unlink()
 
     def flush(self) -> None:
-        """Writes what was appended.
-
-        Raises OSError if that fails, e.g. because the disk is full. The store then lacks some or all of what was
-        appended, and is intact otherwise.
-        """
+        """Writes what was appended. If that raises OSError, the store lacks some or all of it, and is intact otherwise."""
         buffer, self._buffer, self._buffered_bytes = self._buffer, {}, 0
         for version, sequences in sorted(buffer.items()):
             try:

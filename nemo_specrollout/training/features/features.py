@@ -51,7 +51,6 @@ class SequenceFeatures:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens with features."""
         return len(self.token_ids_T)
 
     @property
@@ -75,16 +74,12 @@ class SequenceFeatures:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the tensors, bytes."""
         tensors = (self.token_ids_T, self.aux_TF, self.final_TH, self.prompt_ids_P)
         return sum(t.nbytes for t in tensors if t is not None)
 
 
 def is_held_out(prompt_ids: torch.Tensor | Sequence[int], share: float) -> bool:
-    """Returns whether sequences of this prompt are kept from training, which is the case for a `share` of all prompts.
-
-    The answer depends on the prompt's content alone, so all samples of a prompt have the same.
-    """
+    """Returns whether all sequences of this prompt are kept from training, which is so for a `share` of all prompts."""
     data = np.ascontiguousarray(np.asarray(prompt_ids), dtype="<i8").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < share * 2**64
 
@@ -101,13 +96,10 @@ def load_policy(
 def hf_features(
     policy: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int], max_tokens: int = 8192
 ) -> list[SequenceFeatures]:
-    """Returns the features of `texts` in their order, by a forward pass in the policy's dtype.
+    """Returns the features of `texts` in their order, by forward passes in the policy's dtype.
 
-    Args:
-        policy: The decoder (`load_policy`).
-        texts: Texts with at least one generated token each.
-        layer_ids: Auxiliary layers. The feature of layer i is the residual stream before the policy's layer i.
-        max_tokens: Maximum number of positions of a micro-batch, padding included. A longer text is a micro-batch of its own.
+    Each text has a generated token. The feature of layer i is the residual stream before the policy's layer i. A pass has
+    at most `max_tokens` positions, padding included; a longer text has a pass of its own.
     """
     found: dict[int, SequenceFeatures] = {}
     for batch in _micro_batches([len(ids) for ids, _ in texts], max_tokens):

@@ -35,13 +35,11 @@ class RolloutText:
     token_ids: list[int]
     """Tokens of prompt and response."""
     prompt_length: int
-    """Tokens before the response."""
     first_prompt_length: int
     """Tokens of the first prompt, which all samples of a conversation share."""
 
     @property
     def first_prompt(self) -> list[int]:
-        """Tokens of the first prompt."""
         return self.token_ids[: self.first_prompt_length]
 
     @property
@@ -79,11 +77,7 @@ def read_rollouts(
 ) -> tuple[list[RolloutText], list[str]]:
     """Returns the texts of files and folders, in the order given, and sentences about what was read and left out.
 
-    Args:
-        paths: Files, or folders.
-        policy_folder: Folder whose tokenizer encodes texts.
-        vocab_size: Number of token ids of the policy.
-        max_length: Maximum number of tokens of a text. A longer text is cut, or skipped if its prompt alone fills that length.
+    A text of more than `max_length` tokens is cut, or skipped if its prompt alone fills that length.
     """
     encode, files = _encoder(policy_folder), rollout_files(paths)
     texts: list[RolloutText] = []
@@ -187,10 +181,7 @@ def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[Rollo
 
 
 def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
-    """Yields a text for each generated span that follows other tokens, in a line that NeMo-RL logged.
-
-    Each value of such a line is a padded batch of one sample. The mask is 1 at generated tokens.
-    """
+    """Yields a text for each generated span, where the mask is 1, that follows other tokens in a line of NeMo-RL."""
     rows, masks = _as_batch(record["token_ids"]), _as_batch(record["token_loss_mask"])
     lengths = record.get("input_lengths") or [len(row) for row in rows]
     lengths = lengths if isinstance(lengths, list) else [lengths]

@@ -23,7 +23,6 @@ from nemo_specrollout.training.features.features import CHUNK_ELEMENTS, Sequence
 from nemo_specrollout.training.head.head import DraftHead
 
 MAX_CHUNK_ROWS = 512
-"""Maximum number of rows of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ def measure_acceptance(
 ) -> Acceptance:
     """Returns the expected acceptance of `num_drafts` drafts after each generated token of `sequences`.
 
-    At temperature 0 the policy is greedy. Only the head's keys and values grow in memory with the length of a sequence.
     Raises ValueError for a head with sliding-window attention.
     """
     assert num_drafts >= 1 and temperature >= 0.0
@@ -122,7 +120,7 @@ def draft_logits(
 
 
 def _projected(model: Any, aux_1CF: Tensor) -> Tensor:
-    """Returns the head's first hidden states, [1, C, H], from the policy's auxiliary states."""
+    """Returns the head's first hidden states, [1, C, H]."""
     if model.input_norm is not None:
         aux_1CF = model.input_norm(aux_1CF)
     elif model.fc_norm is not None:
@@ -132,17 +130,9 @@ def _projected(model: Any, aux_1CF: Tensor) -> Tensor:
 
 
 def _draft_pass(
-    model: Any,
-    tokens_1C: Tensor,
-    hidden_1CH: Tensor,
-    positions_1C: Tensor,
-    mask_CP: Tensor,
-    keys: DynamicCache,
+    model: Any, tokens_1C: Tensor, hidden_1CH: Tensor, positions_1C: Tensor, mask_CP: Tensor, keys: DynamicCache
 ) -> Tensor:
-    """Returns the hidden states after the head's layers, [1, C, H].
-
-    Appends the rows' keys to `keys`. `mask_CP` says which keys of all passes so far a row attends to.
-    """
+    """Returns the hidden states after the head's layers, [1, C, H]; appends the rows' keys to `keys`."""
     states = torch.cat([model.embed_tokens(tokens_1C), hidden_1CH], dim=-1)
     rotary = model.rotary_emb(states, positions_1C)
     for layer in model.layers:
@@ -157,10 +147,7 @@ def _draft_pass(
 
 
 def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, temperature: float) -> np.ndarray:
-    """Returns the three sums of a sequence, float [3, K].
-
-    The start in row t is token t+1, and its k-th draft stands for token t+2+k.
-    """
+    """Returns the sums of a sequence, float [3, K]. The start in row t is token t+1; its k-th draft is for token t+2+k."""
     num_rows = features.num_tokens - 1
     chunk = max(1, min(MAX_CHUNK_ROWS, CHUNK_ELEMENTS // len(head.teacher_VH)))
     sums_3K = np.zeros((3, num_drafts))

@@ -48,11 +48,7 @@ class DraftHead:
     """Network that learns, with copies of the policy's LM head and embedding, which training does not change.
 
     `model.verifier_lm_head` computes the policy's logits, for the draft vocabulary, from the policy's normed final
-    hidden states. `teacher_VH` is the same matrix for the whole vocabulary. Example:
-
-        head = create_head(Path("policy"), layer_ids=(1, 2, 3))
-        head.set_policy_weights({"lm_head.weight": new_VH, "model.embed_tokens.weight": new_VH})
-        save_head(head, Path("head"))
+    hidden states. `teacher_VH` is the same matrix for the whole vocabulary.
     """
 
     def __init__(self, config: Eagle3SpeculatorConfig, draft_token_ids: torch.Tensor | None, policy: Path) -> None:
@@ -77,12 +73,10 @@ class DraftHead:
 
     @property
     def device(self) -> torch.device:
-        """Device of the network."""
         return self.model.fc.weight.device
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Layers of the policy whose inputs the head reads."""
         return tuple(self.model.target_layer_ids)
 
     def to(self, device: torch.device | str) -> "DraftHead":
@@ -138,14 +132,8 @@ def create_head(
 ) -> DraftHead:
     """Returns an untrained float32 head of one layer that resembles the policy, so that it learns in fewer steps.
 
-    Args:
-        policy_folder: Hugging Face folder of the policy, with config.json and safetensors.
-        layer_ids: Auxiliary layers; by default `default_layer_ids`.
-        draft_token_ids: Tokens that the head can draft; by default all.
-        device: Device of the head.
-        seed: Seed of the weights that are not the policy's.
-
-    Raises ValueError for layer ids that the policy does not have.
+    It reads `default_layer_ids` and drafts all tokens unless told otherwise. `seed` is of the weights that are not the
+    policy's. Raises ValueError for layer ids that the policy does not have.
     """
     facts, policy = read_policy_facts(policy_folder), AutoConfig.from_pretrained(policy_folder)
     layer_ids = tuple(layer_ids) if layer_ids is not None else default_layer_ids(facts.num_layers)
@@ -166,9 +154,8 @@ def create_head(
 
 
 def load_eagle3_head(folder: Path, policy_folder: Path, device: torch.device | str = "cpu") -> DraftHead:
-    """Returns the head in a folder, as float32, for training or measuring.
+    """Returns the head in a folder of any layout that `head_facts` reads, as float32, for training or measuring.
 
-    The folder is from `save_head`, `speculators`, or a tool that writes vLLM's flat layout, such as NeMo-RL.
     Raises ValueError if `check_head` refuses it.
     """
     facts = check_head(folder, policy_folder, read_tensors=False)
@@ -241,10 +228,7 @@ def _head_config(
 
 
 def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Returns the named tensors that the policy has. A tied policy has no LM head.
-
-    Raises ValueError if the folder has no embedding under its Hugging Face name.
-    """
+    """Returns the named tensors that the policy has. Raises ValueError if it has no embedding of its Hugging Face name."""
     wanted, found = {*names, EMBEDDING}, dict[str, torch.Tensor]()
     for file in sorted(policy_folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -261,8 +245,7 @@ def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[st
 def _copy_policy_layers(head: DraftHead, policy_folder: Path, num_layers: int) -> None:
     """Copies the policy's weights that have the head's shapes: LM head, norms and last layer.
 
-    The head's attention reads an embedding beside the hidden state. Its weights for the embedding are the first layer's,
-    because the first layer also reads the embedding.
+    The head's attention also reads an embedding. Its weights for that are the first layer's, which reads it too.
     """
     model, hidden = head.model, head.model.hidden_size
     first, last = "model.layers.0.", f"model.layers.{num_layers - 1}."

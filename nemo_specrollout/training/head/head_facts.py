@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 LAYER_IDS_FIELD = "eagle_aux_hidden_state_layer_ids"
-"""Key of the auxiliary layers in a head's config."""
 MODEL_TYPES = ("qwen3", "llama")
 """Kinds of decoder layer that a head may have."""
 
@@ -48,28 +47,21 @@ class HeadFacts:
     layer: Mapping[str, Any]
     """Config of the head's decoder layer, which is of one of `MODEL_TYPES`."""
     hidden_size: int
-    """Width of the hidden states, which the head shares with the policy."""
     vocab_size: int
-    """Number of the policy's token ids."""
     draft_vocab_size: int
-    """Number of token ids that the head can draft."""
     max_position_embeddings: int
-    """Longest context, tokens."""
     layer_ids: tuple[int, ...]
     """Layers of the policy whose inputs the head reads; empty if the config has none."""
     flags: Mapping[str, bool]
     """Switches of the architecture, by their names in `speculators`."""
     shapes: Mapping[str, Shape]
-    """Shape of every tensor in the folder."""
 
     @property
     def has_reduced_vocab(self) -> bool:
-        """Whether the head can draft only some of the policy's tokens."""
         return self.draft_vocab_size != self.vocab_size
 
     @property
     def model_type(self) -> str:
-        """Kind of decoder layer."""
         return self.layer.get("model_type", "llama")
 
 
@@ -117,7 +109,6 @@ def read_head_facts(folder: Path) -> HeadFacts:
 
 
 def read_head_tensors(folder: Path) -> "dict[str, torch.Tensor]":
-    """Returns every tensor of the head by name."""
     tensors: dict[str, torch.Tensor] = {}
     for file in _tensor_files(folder):
         with safe_open(file, "pt") as opened:
@@ -126,10 +117,9 @@ def read_head_tensors(folder: Path) -> "dict[str, torch.Tensor]":
 
 
 def check_head(folder: Path, policy_folder: Path, read_tensors: bool = True) -> HeadFacts:
-    """Returns the facts of a head that fits the policy and is complete.
+    """Returns the facts of a head that fits the policy and is complete; raises ValueError for any other.
 
-    Configs and headers are read in milliseconds. With `read_tensors`, all tensors are read and checked too.
-    Raises ValueError with the field, its value and the fix.
+    Without `read_tensors`, only configs and headers are read, in milliseconds.
     """
     facts, policy = read_head_facts(folder), read_policy_facts(policy_folder)
     _check_fit(facts, policy)

@@ -20,7 +20,6 @@ class PublishedHead:
     """Head in service. The numbers are None if an older version of this package published it."""
 
     folder: Path
-    """Folder of the head."""
     policy_version: int | None = None
     """Version of the policy that it was trained for."""
     expected_length: float | None = None
@@ -38,18 +37,15 @@ class RefreshRecord:
     gate: str | None = None
     """Verdict of the publish gate. This and the following fields are None if the head was not refreshed."""
     published: bool | None = None
-    """Whether the gate let the new head pass."""
     refresh_s: float | None = None
     """Seconds that training and judging took."""
     head: str | None = None
     """Name of the published head's folder."""
     policy_version: int | None = None
-    """Version of the policy that the new head was trained for."""
     expected_length: float | None = None
     """Acceptance length of the new head on held-out sequences, tokens."""
 
     def known(self) -> dict[str, Any]:
-        """Returns the fields that are not None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

@@ -23,14 +23,11 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a sequence."""
+    """Tokens from `start` to before `stop` of one sequence, given by its index."""
 
     sequence: int
-    """Index of the sequence."""
     start: int
-    """First token."""
     stop: int
-    """Token after the last one."""
 
     @property
     def num_rows(self) -> int:
@@ -67,12 +64,10 @@ def pack(
 ) -> Batch:
     """Returns the batch of `pieces`, padded to `num_rows` rows if given.
 
-    A row holds token t+1, the auxiliary states at t and the final hidden state at t+1. The head thus reads what it reads in
-    vLLM (`shift_batch` of `speculators`) and learns the distribution of token t+2. Sequences do not attend to each other.
-
-    The loss leaves out prompts, and the distribution after a sequence's last token. It also leaves out the first
-    `ttt_steps` - 1 rows of a piece, which `speculators` would compare with drafts from the piece before. These rows lie
-    in the prompt if it has at least `ttt_steps` tokens.
+    As in vLLM (`shift_batch` of `speculators`), a row holds token t+1, the auxiliary states at t and the final state at t+1.
+    The head learns the distribution of token t+2. The loss leaves out prompts, and the distribution after a
+    sequence's last token. It also leaves out the first `ttt_steps` - 1 rows of a piece, which `speculators` would compare
+    with drafts from the piece before.
     """
     parts = [_rows(sequences[piece.sequence], piece, document, ttt_steps) for document, piece in enumerate(pieces)]
     batch = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}

@@ -51,9 +51,7 @@ class TrainingSettings:
     batch_tokens: int = 256
     """Rows of a packed batch. Longer sequences are cut."""
     max_grad_norm: float = 1.0
-    """Global norm to which gradients are clipped."""
     seed: int = 0
-    """Seed of the batches and their order."""
 
     def __post_init__(self) -> None:
         resolve_loss_config(self.loss, "eager")
@@ -64,13 +62,10 @@ class TrainingProgress:
     """Progress of a training, and its place in the data."""
 
     steps: int = 0
-    """Optimizer steps."""
     tokens: int = 0
     """Rows that were trained on, prompts included."""
     seconds: float = 0.0
-    """Seconds of training."""
     epoch: int = 0
-    """Number of the current pass over the data."""
     batches_of_epoch: int = 0
     """Batches of the current pass that were trained on."""
 
@@ -80,9 +75,7 @@ class Budget:
     """Length of a training, in one of two units. With `seconds`, results are not repeatable."""
 
     steps: int | None = None
-    """Optimizer steps."""
     seconds: float | None = None
-    """Seconds of training."""
 
     def __post_init__(self) -> None:
         assert (self.steps is None) != (self.seconds is None) and (self.steps or self.seconds or 0) > 0
@@ -98,12 +91,8 @@ class Budget:
 class HeadTrainer:
     """Owns a head while it learns, with the optimizer and the place in the data.
 
-    `train` may be called several times, with a list of sequences and a budget each; the optimizer's state remains.
     After `load`, the next `train` continues the training that `save` interrupted, bit for bit if the data and the budget
-    are the same. The policy's tensors never change and never get a gradient. Example:
-
-        trainer = HeadTrainer(head, TrainingSettings())
-        trainer.train(sequences, Budget(steps=500))
+    are the same. Example: `HeadTrainer(head, TrainingSettings()).train(sequences, Budget(steps=500))`.
     """
 
     def __init__(self, head: DraftHead, settings: TrainingSettings) -> None:
@@ -120,10 +109,7 @@ class HeadTrainer:
         self._uses_bfloat16 = self._is_cuda or bool(has_fast_bfloat16)
 
     def train(
-        self,
-        sequences: Sequence[SequenceFeatures],
-        budget: Budget,
-        on_step: OnStep = lambda step, total, loss: None,
+        self, sequences: Sequence[SequenceFeatures], budget: Budget, on_step: OnStep = lambda step, total, loss: None
     ) -> TrainingProgress:
         """Trains until the budget is used, with as many passes over the data as that takes; returns the totals.
 

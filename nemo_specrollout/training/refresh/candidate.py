@@ -38,10 +38,7 @@ class RefreshData:
 
     @property
     def lacking(self) -> str | None:
-        """Data that is still missing for a refresh, as text for the log; None if the data is complete.
-
-        A refresh waits until there are as many held-out prompts as the gate needs.
-        """
+        """Data that is missing to train and to let the gate judge, as text for the log; None if nothing is."""
         if not self.training:
             return "no sequence to learn from was captured so far"
         if (count := num_prompts(self.held_out)) < MIN_SAMPLES:
@@ -55,7 +52,6 @@ class Judgement:
 
     decision: GateDecision
     after: Acceptance
-    """Acceptance of the candidate."""
     before: Acceptance | None
     """Acceptance of the head in service; None if there is none."""
 
@@ -76,20 +72,15 @@ class Refresh:
 
     @property
     def published(self) -> bool:
-        """Whether the gate let the candidate pass."""
         return self.judgement is not None and self.judgement.decision.published
 
     @property
     def difference(self) -> float:
-        """Held-out acceptance length of the candidate minus that length of the head in service.
-
-        NaN if the gate could not compare them, minus infinity if training failed.
-        """
+        """The gate's difference; minus infinity if training failed."""
         return -math.inf if self.judgement is None else self.judgement.decision.difference
 
     @property
     def expected_length(self) -> float | None:
-        """Held-out acceptance length of the candidate; None if training failed."""
         return None if self.judgement is None else self.judgement.after.expected_length
 
     @property
@@ -107,11 +98,9 @@ class Judge:
     """Compares a candidate with the head in service."""
 
     gate: PublishGate
-    """Test that the candidate must pass."""
     num_drafts: int
     """Drafts per step for which acceptance is measured."""
     temperature: float = 1.0
-    """Sampling temperature of the rollouts."""
 
     def compare(
         self, candidate: DraftHead, current: DraftHead | None, held_out: Sequence[SequenceFeatures]
@@ -132,12 +121,7 @@ class Judge:
 
 
 def refresh_head(
-    current: DraftHead,
-    start: DraftHead,
-    data: RefreshData,
-    settings: TrainingSettings,
-    budget: Budget,
-    judge: Judge,
+    current: DraftHead, start: DraftHead, data: RefreshData, settings: TrainingSettings, budget: Budget, judge: Judge
 ) -> Refresh:
     """Trains a copy of `start`, which is `current` or a promising candidate, and judges it against `current`.
 

@@ -38,12 +38,7 @@ from nemo_specrollout.training.features.features import (
     is_held_out,
     load_policy,
 )
-from nemo_specrollout.training.features.rollout_files import (
-    MIN_HELD_OUT_PROMPTS,
-    RolloutText,
-    held_out_share,
-    read_rollouts,
-)
+from nemo_specrollout.training.features.rollout_files import RolloutText, held_out_share, read_rollouts
 from nemo_specrollout.training.head.head import DraftHead, create_head, load_eagle3_head
 from nemo_specrollout.training.head.head_facts import PolicyFacts
 from nemo_specrollout.training.refresh.candidate import RefreshData, num_prompts
@@ -71,26 +66,21 @@ class RefreshJob:
 
     options: RefreshOptions
     state: RefreshState
-    """Folder of what is done so far."""
     view: Any
     """Output for the user, a `cli.refresh_draft.TerminalView`."""
     check: Callable[[], None]
     """Raises KeyboardInterrupt if the user asked to stop. Called between steps."""
     policy: Path
-    """Hugging Face folder of the policy."""
     facts: PolicyFacts
     device: torch.device
-    """Device of policy and head."""
 
     @property
     def max_length(self) -> int:
-        """Longest text, tokens."""
         context = self.facts.max_position_embeddings
         return min(self.options.max_length or context, context)
 
     @property
     def feature_dtype(self) -> torch.dtype:
-        """Type of the policy's forward pass and of the features."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
 
@@ -99,10 +89,9 @@ Loaded = tuple[RefreshData, dict[str, Any], DraftHead]
 
 
 def load_data(job: RefreshJob) -> Loaded:
-    """Returns the features to train on, and the untrained head or the one of `--draft`.
+    """Returns the features of a store, or of rollouts, with a head. The features of rollouts are stored in `job.state`.
 
-    The features come from a feature store, or are computed from rollouts and stored in `job.state`. Raises ValueError
-    for data that cannot be used, OSError for a full disk.
+    Raises ValueError for data that cannot be used, OSError for a full disk.
     """
     paths = [Path(path) for path in job.options.rollouts]
     stores = [path for path in paths if is_feature_store(path)]
@@ -210,22 +199,19 @@ def _data_of(job: RefreshJob, reader: FeatureReader) -> tuple[RefreshData, dict[
     """Reads a store. Raises ValueError if it has too little to train on or to judge by."""
     training = _shuffled(reader, held_out=False)
     held_out = first_tokens(_shuffled(reader, held_out=True), HELD_OUT_TOKENS)
-    prompts = num_prompts(held_out)
-    if prompts < MIN_HELD_OUT_PROMPTS or not training:
-        raise ValueError(
-            f"{reader.folder}: {len(training)} sequences to train on and {prompts} held-out prompts are too few; "
-            f"{MIN_HELD_OUT_PROMPTS} prompts are needed to judge by, give more rollouts"
-        )
+    data = RefreshData(training, held_out)
+    if (lacking := data.lacking) is not None:
+        raise ValueError(f"{reader.folder}: {lacking}; give more rollouts")
     facts = {
         "hash": data_hash([*training, *held_out]),
         "rollouts": list(job.options.rollouts),
         "sequences": len(training),
         "tokens": sum(f.num_tokens for f in training),
         "held_out_share": reader.index().held_out_share,
-        "held_out_prompts": prompts,
+        "held_out_prompts": num_prompts(held_out),
         "temperature": job.options.temperature,
     }
-    return RefreshData(training, held_out), facts
+    return data, facts
 
 
 def _shuffled(reader: FeatureReader, held_out: bool) -> list[SequenceFeatures]:

@@ -24,11 +24,7 @@ from nemo_specrollout.training.head.trainer import (
     default_learning_rate,
 )
 from nemo_specrollout.training.refresh.candidate import Judge, Judgement, Refresh, RefreshData, write_card
-from nemo_specrollout.training.refresh.offline_data import (
-    RefreshJob,
-    disk_errors,
-    load_data,
-)
+from nemo_specrollout.training.refresh.offline_data import RefreshJob, disk_errors, load_data
 from nemo_specrollout.training.refresh.policy_checkpoint import convert, hf_folder
 from nemo_specrollout.training.refresh.refresh_options import DEFAULT_MINUTES, RefreshOptions
 from nemo_specrollout.training.refresh.refresh_state import RefreshState
@@ -45,13 +41,7 @@ def refresh_offline(options: RefreshOptions, view: Any, check: Callable[[], None
     """Makes the head; returns whether it was published.
 
     All that took time is kept in `DIR.partial`, and nothing else is written before the gate has decided. A folder that this
-    call started is removed again if it holds nothing to continue from.
-
-    Args:
-        options: Options of the user.
-        view: Output for the user, a `cli.refresh_draft.TerminalView`.
-        check: Raises KeyboardInterrupt if the user asked to stop. Called between steps.
-
+    call started is removed again if it holds nothing to continue from. `view` and `check` are as in `RefreshJob`.
     Raises ValueError for bad input and OSError for a full disk.
     """
     state = RefreshState(Path(options.out), options.replace)
@@ -131,16 +121,14 @@ def _refreshed(job: RefreshJob, trainer: HeadTrainer, data: RefreshData) -> Refr
 
 
 def _on_step(job: RefreshJob, trainer: HeadTrainer, data: RefreshData, move: Callable[..., None]) -> OnStep:
-    """Returns the function that saves the trainer, measures acceptance and moves the bar, each when it is due.
-
-    The trainer is also saved after the last step, so that a command that is killed while it judges need not train again.
-    """
+    """Returns the function that saves the trainer, measures acceptance and moves the bar, each when it is due."""
     sample, acceptance = first_tokens(data.held_out, LIVE_TOKENS), ""
     saved = time.monotonic()
     measure_at = saved + MEASURE_EVERY_S
 
     def on_step(step: int, total: int, loss: float) -> None:
         nonlocal saved, measure_at, acceptance
+        # The last step is saved too: a command that is killed while it judges need not train again.
         if step >= total or time.monotonic() - saved > SAVE_EVERY_S:
             with disk_errors(job.state.folder):
                 trainer.save(job.state.trainer)

@@ -41,13 +41,7 @@ class OnlineRefresh:
     ) -> None:
         """Starts with the head that `folder` names, or else with `first_head`. Raises ValueError if it does not fit.
 
-        Args:
-            block: The block with `draft_refresh`.
-            policy_folder: Hugging Face folder of the policy.
-            first_head: Folder of the configured head.
-            folder: Folder of the run's heads.
-            temperature: Sampling temperature of the rollouts.
-            in_background: Whether the run goes on while a refresh trains.
+        With `in_background`, the run goes on while a refresh trains.
         """
         assert block.draft_refresh is not None
         self._config = config = block.draft_refresh
@@ -62,7 +56,7 @@ class OnlineRefresh:
         self._schedule, self._rate = RefreshSchedule(config, in_background), RefreshRate()
 
     def decide(self, facts: StepFacts) -> RefreshDecision:
-        """Returns whether to refresh, and why. To be called once in each RL step."""
+        """Returns whether to refresh. To be called once in each RL step."""
         return self._schedule.after_step(facts)
 
     def set_policy_weights(self, policy_tensors: Mapping[str, torch.Tensor]) -> None:
@@ -84,10 +78,7 @@ class OnlineRefresh:
         )
 
     def train(self, data: RefreshData, settings: TrainingSettings, budget: Budget | None = None) -> Refresh:
-        """Trains a candidate on complete data and judges it; adapts the schedule and the learning rate to the result.
-
-        The budget is by default the seconds that the schedule allows.
-        """
+        """Trains a candidate on complete data and judges it; adapts the schedule and the learning rate to the result."""
         budget = budget or Budget(seconds=self._schedule.budget_s())
         refresh = refresh_head(self.head, self._promising or self.head, data, settings, budget, self._judge)
         self._schedule.refreshed(refresh.seconds, refresh.gain)
@@ -111,14 +102,9 @@ class OnlineRefresh:
         policy_version: int,
         policy_tensors: Mapping[str, torch.Tensor],
     ) -> RefreshRecord:
-        """Trains a head on the newest features, and publishes it if it passes the gate.
+        """Trains a head on the newest features of all engines, and publishes it if it passes the gate.
 
-        Args:
-            decision: Why the head is refreshed.
-            step: RL step that has ended.
-            stores: Feature stores of all engines.
-            policy_version: Version of the policy that the head is trained for.
-            policy_tensors: LM head and embedding of that policy.
+        `step` is the RL step that has ended. `policy_tensors` are the LM head and embedding of `policy_version`.
         """
         data = RefreshData(
             newest_sequences(stores, held_out=False, max_tokens=TRAINING_TOKENS),

@@ -35,10 +35,9 @@ def hf_folder(checkpoint: Path) -> Path | None:
 
 
 def convert(step: Path, out: Path) -> None:
-    """Has NeMo-RL's converter write the policy of a step folder to `out`, completely or not at all.
+    """Has NeMo-RL's converter, in NeMo-RL's environment, write the policy of a step folder to `out` completely or not at all.
 
-    The converter runs in NeMo-RL's environment. For a Megatron policy it needs a GPU. Raises ValueError, with the command, if
-    there is no such environment or the converter fails.
+    For a Megatron policy it needs a GPU. Raises ValueError, with the command, if there is no environment or it fails.
     """
     unfinished = out.with_name(f".{out.name}.tmp")
     checkout = nemo_rl_checkout() or Path(os.environ.get(NEMO_RL_DIR) or DEFAULT_NEMO_RL_DIR)
@@ -67,11 +66,8 @@ def _converter(step: Path, out: Path, checkout: Path) -> list[str]:
     if iteration is None:
         extra, script, source = [], "convert_dcp_to_hf.py", ["--dcp-ckpt-path", str(weights)]
     else:
-        extra, script, source = (
-            ["--extra", "mcore"],
-            "convert_megatron_to_hf.py",
-            ["--megatron-ckpt-path", str(iteration)],
-        )
+        extra, script = ["--extra", "mcore"], "convert_megatron_to_hf.py"
+        source = ["--megatron-ckpt-path", str(iteration)]
     converter = str(checkout / "examples" / "converters" / script)
     run = ["uv", "run", "--project", str(checkout), *extra, "python", converter]
     return [*run, "--config", str(step / "config.yaml"), *source, "--hf-ckpt-path", str(out)]

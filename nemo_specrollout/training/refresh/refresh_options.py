@@ -83,5 +83,4 @@ class RefreshOptions:
 
     @property
     def draft_folder(self) -> Path | None:
-        """Folder of the head to start from; None to start from scratch."""
         return None if self.draft is None else Path(self.draft)

@@ -22,13 +22,8 @@ class RefreshState:
     """Owns DIR.partial while a refresh makes the head DIR.
 
     The folder receives, in this order: `arguments.json` (the options, with sizes and times of the input files), `policy/`
-    (if converted), `features/`, `trainer.pt`, `candidate/` and `verdict.json`. Each is
-    complete or missing. Example:
-
-        state = RefreshState(Path("head"), replace=False)
-        continues = state.open({"steps": 500}, [policy], restart=False)
-        state.put(True, "published: ...")
-        state.close(keep_features=False)
+    (if converted), `features/`, `trainer.pt`, `candidate/` and `verdict.json`. Each is complete or missing.
+    Order of calls: `recover`, `open`, `put`, `close`.
     """
 
     def __init__(self, out: Path, replace: bool) -> None:
@@ -62,24 +57,16 @@ class RefreshState:
             raise ValueError(f"{self.kept_features}, where features go, is not a feature store; name another --out")
 
     def recover(self) -> None:
-        """Restores the old head if an earlier process died while it exchanged heads. To be called before anything else.
-
-        Raises ValueError if another process works in the folder.
-        """
+        """Restores the old head if a process died in `put`. Raises ValueError if another process works in the folder."""
         if self.folder.is_dir():
             self._take_lock()
             if self.replaced.is_dir() and not self.out.exists():
                 os.rename(self.replaced, self.out)
 
     def open(self, arguments: Mapping[str, Any], inputs: Iterable[Path], restart: bool) -> bool:
-        """Starts a refresh, or continues one; returns whether it continues one.
+        """Starts a refresh, or continues one; returns whether it continues one. `restart` drops what an earlier process left.
 
-        Args:
-            arguments: Options that must be the same to continue.
-            inputs: Files and folders that must not have changed.
-            restart: Whether to throw away what an earlier process left.
-
-        Raises ValueError if the earlier process had other arguments or inputs.
+        Raises ValueError if that process had other arguments, or input files and folders that have changed.
         """
         wanted = json.loads(json.dumps({"arguments": dict(arguments), "inputs": _fingerprint(inputs, self.out)}))
         contents = [p for p in self.folder.glob("*") if p.name != ".lock"]
@@ -106,8 +93,7 @@ class RefreshState:
     def put(self, published: bool, reason: str) -> None:
         """Moves the candidate to `out` or to `refused`, instead of the head that is there.
 
-        At any moment `out` has a complete head, except between two renames. If the process dies there, `recover` moves the
-        old head back from `replaced/`.
+        `out` always has a complete head, except between two renames. After a crash there, `recover` helps.
         """
         place = self.out if published else self.refused
         write_atomically(self._verdict, json.dumps([published, reason]) + "\n")
@@ -127,12 +113,10 @@ class RefreshState:
         self.discard()
 
     def discard(self) -> None:
-        """Removes the folder."""
         self.release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def release(self) -> None:
-        """Lets another process use the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
