@@ -24,9 +24,8 @@ from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.cli.terminal import log_console, scratch_folder
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.doctor import actors, environment, patch_point_check, self_test
-from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, State
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, State, in_one_line
 from nemo_specrollout.installed.versions import vllm_version
-from nemo_specrollout.nemo_rl.patch_points import in_one_line
 from nemo_specrollout.storage.files import write_atomically
 
 CONFIG = Section("config")

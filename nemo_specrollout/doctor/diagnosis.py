@@ -17,8 +17,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.nemo_rl.patch_points import in_one_line
-
 PARENT = "SPECROLLOUT_PARENT"
 """Environment variable with the process id of a child's parent."""
 _SHOWN_LINES = 6
@@ -164,3 +162,9 @@ def answer(work: Callable[[Any, Tell], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns an exception's type and the beginning of its message."""
+    message = " ".join(str(error).split())[:400]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

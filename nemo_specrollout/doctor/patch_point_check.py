@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.nemo_rl_tree import nemo_rl_checkout
-from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, run_child
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, in_one_line, run_child
 from nemo_specrollout.doctor.vllm_imports import VllmSource, imports_of
 from nemo_specrollout.installed.python_source import PythonSource, installed_source
 from nemo_specrollout.installed.versions import NEMO_RL_NEEDED, can_run_nemo_rl, vllm_version
@@ -17,7 +17,6 @@ from nemo_specrollout.nemo_rl.patch_points import (
     NEMO_RL,
     PatchPoint,
     changes_of,
-    in_one_line,
     unknown_shared_names,
 )
 

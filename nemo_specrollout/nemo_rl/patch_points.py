@@ -216,9 +216,3 @@ def unknown_shared_names(nemo_rl: PythonSource, vllm: PythonSource) -> list[str]
     extension = set().union(*(nemo_rl.members(name) for name in EXTENSIONS))
     shared = extension & set(vllm.members("vllm.v1.worker.gpu_worker.Worker"))
     return sorted(name for name in shared.difference(SHARED_NAMES) if not name.startswith("__"))
-
-
-def in_one_line(error: BaseException) -> str:
-    """Returns an exception's type and the beginning of its message."""
-    message = " ".join(str(error).split())[:400]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
