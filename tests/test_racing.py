@@ -330,6 +330,18 @@ def test_a_killed_process_costs_no_token(pool: RolloutPool, expected: dict[str, 
     assert pool.pids[0] != victim and {s.engine for s in timeline.spans} == {0, 1}
 
 
+def test_turns_of_another_coordinator_are_left_alone(pool: RolloutPool, expected: dict[str, list[Rollout]]) -> None:
+    """A local run has two coordinators of one pool. Turns of an abandoned rollout may end while the next one runs."""
+    requests = six_prompts()
+    order = [*range(8, 16), *range(8), *range(16, len(requests))]
+    first = coordinator(pool, WildPolicy(1))
+    first.deal(requests)
+    first.send_turns()
+    first.abandon()
+    made, _ = coordinator(pool, WildPolicy(2)).roll_out([requests[i] for i in order])
+    assert_equal(made, [expected["T=1"][i] for i in order])
+
+
 def kill(pid: int) -> None:
     """Kills a process, and waits until it runs no longer."""
     os.kill(pid, signal.SIGKILL)

@@ -4,6 +4,7 @@
 Shapes: R requests under way, A attempts, E engines; see `scheduling/racing/straggler_policy.py`.
 """
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, DecodeSpeed
 from nemo_specrollout.scheduling.racing.straggler_policy import TailPolicy
 from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
 
+_NAMES = itertools.count()
+"""Names of attempts. Coordinators of one fleet share them: an engine may still report the attempts of another coordinator."""
 TURN_SHARE = 0.05
 """Length of a turn, as a share of the time since the requests began. Short turns cost overhead, long ones delay decisions."""
 SHORTEST_TURN_S = 0.05
@@ -63,7 +66,6 @@ class Coordinator:
         self._ended: list[int] = []
         self._assigned = [_Assignments() for _ in engines.methods]
         self._num_requests = 0
-        self._num_attempts = 0
         self._speeds = DecodeSpeeds(table)
         self._stood_still: set[int] = set()
         self._saved_s: float | None = None
@@ -157,8 +159,7 @@ class Coordinator:
 
     def _start(self, key: int, engine: int) -> None:
         """Opens an attempt. Its first token is fixed when its order is sent."""
-        name, assigned = self._num_attempts, self._assigned[engine]
-        self._num_attempts += 1
+        name, assigned = next(_NAMES), self._assigned[engine]
         self.responses[key].open(engine, name)
         assigned.attempts[name] = key
         assigned.starts[name] = None
