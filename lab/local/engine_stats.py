@@ -31,7 +31,7 @@ class EngineStats:
     plain_step_s: list[float] | None = None
     """Seconds of a step without drafts, by number of requests; None while unknown."""
     head_is_dormant: bool | None = None
-    """Whether new requests get no drafts of the drafter with weights; None without one."""
+    """True if new requests get no drafts of the drafter with weights; None without one."""
     capture_s: float = 0.0
     """Seconds of engine time that the capture of features has taken."""
     drafter_stats: dict[str, Any] | None = None

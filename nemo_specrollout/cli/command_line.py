@@ -62,7 +62,7 @@ class Command:
     extra: str = ""
     """Extra of `pyproject.toml` whose packages the command needs."""
     in_scratch_folder: bool = False
-    """Whether the command starts engines, so that its temporary files go into a folder that is removed at its end."""
+    """True if the command starts engines, so that its temporary files go into a folder that is removed at its end."""
 
     def run(self, parsed: argparse.Namespace) -> int:
         module, _, name = self.function.partition(":")

@@ -27,7 +27,7 @@ _LIFTED_REFUSALS = {"ngram/ngram_gpu speculative decoding", f"speculative method
 _config: Any = VllmConfig
 _runner_module: Any = model_runner
 _is_text_allowed = False
-"""Whether this process allows text drafters already."""
+"""True if this process allows text drafters already."""
 
 
 class TextSpeculator(BaseSpeculator):

@@ -44,7 +44,7 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
     _num_logprobs = NO_LOGPROBS
     """Largest number of log-probs that a request of the step wants, as vLLM counts them."""
     _has_verified = False
-    """Whether vLLM has asked for our rule. A step of drafts must."""
+    """True if vLLM has asked for our rule. A step of drafts must."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **options: Any) -> Any:
         """Verifies a step with drafts. Each chunk of its rows gets as many log-probs as any request wants."""

@@ -70,7 +70,7 @@ class _Drafter:
     last_process: int = 0
     num_restarts: int = 0
     is_told: bool = False
-    """Whether the driver has told of the latest failure."""
+    """True if the driver has told of the latest failure."""
 
     @property
     def address(self) -> str:

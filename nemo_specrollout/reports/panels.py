@@ -54,18 +54,18 @@ class LinePanel:
     lines: Sequence[tuple[str, Values, str]]
     """Label, values and colour of each line. A label may contain the line's {total}."""
     is_from_zero: bool = True
-    """Whether the y axis begins at 0, unless it is logarithmic."""
+    """True if the y axis begins at 0, unless it is logarithmic."""
     level: float | None = None
     """Height of a grey line across the panel."""
     alarm: float = math.nan
     """Height of a dashed red line, the bound of an alarm."""
     is_share: bool = False
-    """Whether the values are shares of a whole, shown in per cent."""
+    """True if the values are shares of a whole, shown in per cent."""
     is_count: bool = False
     is_log: bool = False
-    """Whether the y axis is logarithmic. Zeros are drawn at its lower end."""
+    """True if the y axis is logarithmic. Zeros are drawn at its lower end."""
     is_filled: bool = False
-    """Whether the area between the first two lines is filled."""
+    """True if the area between the first two lines is filled."""
 
     def largest(self, steps: Sequence[Record]) -> float:
         """Returns the largest value of all lines, or NaN if there is none."""

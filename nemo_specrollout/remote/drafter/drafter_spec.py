@@ -43,7 +43,7 @@ class DrafterReport:
     address: str
     """Address at which it listens; empty until it does."""
     is_up: bool = False
-    """Whether the engine has started."""
+    """True if the engine has started."""
     num_steps: int = 0
     num_drafted: int = 0
     num_corrections: int = 0
