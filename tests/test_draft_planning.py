@@ -106,6 +106,15 @@ def test_no_other_depth_makes_more_tokens_a_second(observed: PlanObservation) ->
     assert rates[depth] >= max(rates) * (1 - BINNING)
 
 
+def test_a_model_does_not_draft_beyond_the_largest_cuda_graph() -> None:
+    """Eight requests fill the graph of eight rows. A larger graph has room for a draft of each request."""
+    plans = [
+        AutoPlanner(0.0).plan(observe(0.0, 0.9, FLAT._replace(graph_rows=rows), DraftCosts(1e-5, 0.0, 0.0, 0.0), 8))
+        for rows in (8, 16, 0)
+    ]
+    assert [plan.depth for plan in plans] == [0, 1, K]
+
+
 @settings(max_examples=200)
 @given(observations(), st.floats(0.0, 0.5))
 def test_a_model_drafts_only_if_it_wins_by_the_margin(observed: PlanObservation, margin: float) -> None:

@@ -110,6 +110,13 @@ def test_drafts_are_verified_as_far_as_they_pay(rate: float, table: StepCosts | 
     assert observe([rate] * 8, table).decide(AutoBudget(0.03)).counts_B.sum() == num_drafts
 
 
+@pytest.mark.parametrize(("requests", "num_drafts"), [(4, 16), (8, 12), (20, 0), (24, 96)])
+def test_drafts_keep_a_step_in_its_cuda_graph(requests: int, num_drafts: int) -> None:
+    """The largest graph has 20 rows. 24 requests do not fit in it, with or without drafts."""
+    table = costs(1.0, 0.0)._replace(graph_rows=20)
+    assert observe([0.5] * requests, table).decide(AutoBudget(0.03)).counts_B.sum() == num_drafts
+
+
 def test_the_row_price_is_the_worth_of_a_row_s_time() -> None:
     """A draft row takes 0.02 s: its price is the number of tokens that the engine produces in that time."""
     observed = observe([0.5] * 8, costs(1.0, 0.02))

@@ -50,8 +50,11 @@ class Extent:
     length: int = 128
     stock_s: float = 45.0
     """Seconds that are kept for the engine of stock vLLM."""
+    is_compiled: bool = False
+    """Whether engines run as vLLM runs them by default: with torch.compile, and its own sizes of CUDA graphs."""
 
 
+COMPILED = Extent((0.8, 0.6), (128, 256, 32), (2, 1, 4), stock_s=100.0, is_compiled=True)
 TINY = Extent((0.8,), (4, 1), (4, 1), 24, 0.0)
 
 
@@ -157,18 +160,24 @@ def speed(findings: Findings) -> None:
     _measure(findings, findings.size("Qwen3-8B", "tiny"), findings.size(12 * GIB, GIB // 4))
 
 
+def speed_compiled(findings: Findings) -> None:
+    """Measures a dense model of 8 billion weights in engines that vLLM compiles."""
+    _measure(findings, findings.size("Qwen3-8B", "tiny"), findings.size(12 * GIB, GIB // 4), COMPILED)
+
+
 def speed_experts(findings: Findings) -> None:
     """Measures a mixture of experts of 30 billion weights, 3 billion of them active."""
     _measure(findings, findings.size("Qwen3-30B-A3B", "tiny experts"), findings.size(7 * GIB, GIB // 4))
 
 
-def _measure(findings: Findings, geometry: str, kv_cache_bytes: int) -> None:
+def _measure(findings: Findings, geometry: str, kv_cache_bytes: int, extent: Extent = Extent()) -> None:
     """Notes plain steps, then cells of rate and number of requests, then steps of stock vLLM, as far as the time allows."""
-    extent = findings.size(Extent(), TINY)
+    extent = findings.size(extent, TINY)
     options: dict[str, Any] = {"max_num_seqs": max(extent.batches), "length": PROMPT_LENGTH + extent.length,
                                "kv_cache_memory_bytes": kv_cache_bytes}  # fmt: skip
     if torch.cuda.is_available():
-        options["compilation_config"] = {**QUICK_GRAPHS, "cudagraph_capture_sizes": CAPTURE_SIZES}
+        quick = {**QUICK_GRAPHS, "cudagraph_capture_sizes": CAPTURE_SIZES}
+        options["compilation_config"] = {} if extent.is_compiled else quick
     requests = random_requests(max(extent.batches), extent.length)
     with model_folder(geometry) as folder:
         _measure_ours(findings, extent, geometry, ForcedEngine(folder, options), requests)
@@ -190,7 +199,7 @@ def _measure_ours(
         forced.oracle.force(rate)
         for batch in extent.batches:
             if findings.seconds_left > extent.stock_s:
-                _cell(findings, forced, (geometry, rate, batch), requests[:batch], plain[batch])
+                _cell(findings, forced, extent.fixed, (geometry, rate, batch), requests[:batch], plain[batch])
     forced.engine.close()
 
 
@@ -214,18 +223,19 @@ def _plain(
 def _cell(
     findings: Findings,
     forced: ForcedEngine,
+    fixed: Sequence[int],
     cell: tuple[str, float, int],
     requests: Sequence[RolloutRequest],
     plain_tokens_per_s: float,
 ) -> None:
-    """Notes the automatic budget and fixed numbers of drafts, for one rate and number of requests."""
+    """Notes the automatic budget and these fixed numbers of drafts, for one rate and number of requests."""
     geometry, rate, batch = cell
-    name, extent = f"{batch} requests, p {rate:g}", findings.size(Extent(), TINY)
+    name = f"{batch} requests, p {rate:g}"
     forced.use_budget(AUTO)
     forced.measure(requests)  # learns acceptance and step times
     auto = _noted(findings, f"{name}, auto", forced.measure(requests), plain_tokens_per_s)
     gains = {}
-    for k in extent.fixed:
+    for k in fixed:
         forced.use_budget(BudgetConfig("fixed", k=k))
         figures = _noted(findings, f"{name}, {k} drafts", forced.measure(requests), plain_tokens_per_s)
         gains[k] = figures["over plain"]

@@ -16,6 +16,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md"
 BEGIN, END = "<!-- figures of gpu_check -->", "<!-- end of figures -->"
 MAX_ROWS, MAX_ROWS_OF_PAGE = 60, 16
 """Rows of the longest table that the terminal shows, and the page. Longer ones are in the JSON file only."""
+SETTINGS = "engines"
+"""Title of tables that the page leaves out: settings of engines, which the JSON file has."""
 Result = Mapping[str, Any]
 """An item's `outcome` (done, failed, stopped, skipped), `seconds`, `reason`, `problems` and `tables`, as far as known."""
 
@@ -123,7 +125,8 @@ def figures_of(report: Mapping[str, Any] | None) -> str:
     parts = [kind, ", ".join(f"{name} {value}" for name, value in facts.items()) + "."]
     parts.append(as_markdown(summary(report["items"])))
     for name in ITEMS:
-        shown = list(tables(report["items"].get(name, {}), MAX_ROWS_OF_PAGE))
+        found = tables(report["items"].get(name, {}), MAX_ROWS_OF_PAGE)
+        shown = [table for table in found if table.title != SETTINGS]
         parts += [f"### {name}"] * bool(shown) + [as_markdown(table) for table in shown]
     return "\n\n".join(filter(None, parts))
 

@@ -65,6 +65,7 @@ ITEMS = {
         "gpu_engines.bf16", 55, "bf16 with VLLM_BATCH_INVARIANT=1", environment={"VLLM_BATCH_INVARIANT": "1"},
         not_on_cpu="vLLM's attention on a CPU has no such mode; `bf16` is the same code",
     ),
+    "speed_compiled": Item("forced_acceptance.speed_compiled", 200, "`speed` in engines that vLLM compiles", 38),
     "compiled": Item("gpu_engines.compiled", 90, "one engine with torch.compile and all graphs"),
 }  # fmt: skip
 

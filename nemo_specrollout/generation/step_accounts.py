@@ -9,6 +9,7 @@ Shapes: D drafters, K draft positions, T steps that are kept.
 from typing import Any
 
 import numpy as np
+from vllm.config import CUDAGraphMode
 
 from nemo_specrollout.drafters.base import TRACED_STEPS
 from nemo_specrollout.generation.draft_router import DraftRouter
@@ -26,7 +27,7 @@ class StepAccounts:
 
     def __init__(self, runner: Any, router: DraftRouter | None) -> None:
         self._router = router
-        self.step_times = StepTimeTable(runner.max_num_tokens)
+        self.step_times = StepTimeTable(runner.max_num_tokens, _graph_rows(runner.vllm_config.compilation_config))
         self._worked_s = 0.0
         names = [] if router is None else router.board.names
         self.trace = StepTrace(names, self._draft_counts, TRACED_STEPS)
@@ -74,3 +75,9 @@ class StepAccounts:
         steps_TD2 = self._router.board.tables.steps_TD2
         index = np.arange(first_step, first_step + num_steps) % len(steps_TD2)
         return steps_TD2.cpu().numpy()[index].reshape(num_steps, -1)
+
+
+def _graph_rows(compilation: Any) -> int:
+    """Returns the rows of the largest CUDA graph of vLLM's compilation config; 0 if there is none."""
+    has_graphs = compilation.cudagraph_mode != CUDAGraphMode.NONE
+    return int(compilation.max_cudagraph_capture_size or 0) if has_graphs else 0

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from nemo_specrollout.scheduling.speculation.draft_time import drafting_s
-from nemo_specrollout.scheduling.speculation.step_time import speculated_s
+from nemo_specrollout.scheduling.speculation.step_time import most_drafts, speculated_s
 
 NUM_BINS = 128
 """Bins of survival between 0 and 1."""
@@ -170,7 +170,7 @@ def best_depth(found_BK, forecast_BK, share_PKQ, costs, draft, read_s, least_gai
             drafts += counts[i]
             tokens += sums[i]
             num_drafts = round(drafts)
-            if counts[i] == 0.0 or num_requests + num_drafts >= len(costs.plain_s):
+            if counts[i] == 0.0 or num_drafts > most_drafts(costs, num_requests):
                 continue
             step_s = speculated_s(costs, num_requests, num_drafts)
             rate = max(rate, tokens / (step_s + draft_s + num_drafts * read_row_s))

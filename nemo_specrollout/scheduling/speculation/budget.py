@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.speculation.step_time import StepCosts, speculated_s
+from nemo_specrollout.scheduling.speculation.step_time import StepCosts, most_drafts, speculated_s
 
 PATIENCE = 4
 """Budgets without drafts in a row before the first pause."""
@@ -53,7 +53,7 @@ class AutoBudget(BudgetPolicy):
     """Verifies the likeliest draft tokens of the batch. Their number maximizes the predicted tokens a second.
 
     A step of B requests that verifies the n likeliest tokens yields B + (sum of their survival) tokens. `StepCosts` predicts
-    its duration. The best n must beat a step without drafts by the share `margin`. Ties with the last token are included.
+    its duration. The best n must beat a step without drafts by the share `margin`.
     """
 
     def __init__(self, margin: float) -> None:
@@ -100,17 +100,23 @@ def _hand_out(survival_BK, caps_B, costs, least_gain, counts_B):  # type: ignore
     gains = np.sort(gains[:num_gains])[::-1]
     tokens = float(num_requests)
     most_tokens_per_s = least_gain * num_requests / costs.plain_s[num_requests]
-    threshold = np.inf
-    for i in range(min(num_gains, len(costs.plain_s) - 1 - num_requests)):
+    num_chosen = 0
+    for i in range(min(num_gains, most_drafts(costs, num_requests))):
         tokens += gains[i]
         tokens_per_s = tokens / speculated_s(costs, num_requests, i + 1)
         if tokens_per_s >= most_tokens_per_s:
             most_tokens_per_s = tokens_per_s
-            threshold = gains[i]
+            num_chosen = i + 1
+    if num_chosen == 0:
+        return 0.0, most_tokens_per_s
+    threshold = gains[num_chosen - 1]
+    num_equal = np.sum(gains[:num_chosen] == threshold)
     for b in range(num_requests):
         for k in range(min(num_positions, caps_B[b])):
-            counts_B[b] += survival_BK[b, k] >= threshold
-    return (0.0 if threshold == np.inf else threshold), most_tokens_per_s
+            is_equal = survival_BK[b, k] == threshold and num_equal > 0
+            num_equal -= is_equal
+            counts_B[b] += is_equal or survival_BK[b, k] > threshold
+    return threshold, most_tokens_per_s
 
 
 class DraftingPause:

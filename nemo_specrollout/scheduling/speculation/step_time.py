@@ -59,6 +59,8 @@ class StepCosts(NamedTuple):
     """Constant seconds of a step with drafts."""
     discount_s: float = 0.0
     """Seconds by which a draft row is cheaper than a request's row; negative if it is more expensive."""
+    graph_rows: int = 0
+    """Rows of the largest CUDA graph; 0 if there is none. Drafts never make a step larger: its time would double at once."""
 
     def step_s(self, num_requests: int, num_drafts: int) -> float:
         """Returns the predicted seconds of one step."""
@@ -66,7 +68,7 @@ class StepCosts(NamedTuple):
 
     def row_s(self, num_requests: int, num_drafts: int) -> float:
         """Returns the mean seconds that each of `num_drafts` draft rows adds. If there are none, assumes one a request."""
-        num_drafts = min(num_drafts or num_requests, len(self.plain_s) - 1 - num_requests)
+        num_drafts = min(num_drafts or num_requests, most_drafts(self, num_requests))
         if num_drafts <= 0:
             return 0.0
         return (self.step_s(num_requests, num_drafts) - self.step_s(num_requests, 0)) / num_drafts
@@ -78,6 +80,13 @@ def speculated_s(costs, num_requests, num_drafts):  # type: ignore[no-untyped-de
     plain_s = costs.plain_s
     seconds = plain_s[num_requests + num_drafts] + costs.overhead_s - num_drafts * costs.discount_s
     return max(seconds, plain_s[num_requests])
+
+
+@njit(cache=True, inline="always")
+def most_drafts(costs, num_requests):  # type: ignore[no-untyped-def]
+    """Returns the largest number of draft rows for which a step's time is known, and which keeps it in its CUDA graph."""
+    rows = len(costs.plain_s) - 1
+    return (min(rows, costs.graph_rows) if num_requests <= costs.graph_rows else rows) - num_requests
 
 
 class DraftSurcharge:
@@ -127,7 +136,9 @@ class StepTimeTable:
     A prediction blends each bucket with a line through all buckets. Invariant: `plain_s` never falls as rows grow.
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, graph_rows: int = 0) -> None:
+        """`graph_rows` is the number of rows of the largest CUDA graph; 0 if there is none."""
+        self._graph_rows = graph_rows
         edges = np.unique(np.round(2.0 ** np.arange(0, np.log2(max_rows) + 0.26, 0.25)).astype(int))
         buckets = np.clip(np.searchsorted(edges, np.arange(max_rows + 1), "right") - 1, 0, None)
         self._bucket_of_row: list[int] = buckets.tolist()
@@ -216,7 +227,7 @@ class StepTimeTable:
         overhead_s, discount_s = self._surcharge.fit()
         discount_s = min(discount_s, row_s)
         plain[beyond] += (grid[beyond] - rows[-1]) * max(OPTIMISM * row_s, discount_s)
-        return StepCosts(plain, overhead_s, discount_s)
+        return StepCosts(plain, overhead_s, discount_s, self._graph_rows)
 
 
 def _line(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
