@@ -64,9 +64,13 @@ def imported_names(path: Path) -> Iterator[str]:
 
 @cache
 def imports(path: Path) -> set[Path]:
-    """Returns the files that a file imports. The `__init__.py` around a module does not count."""
-    found = {module_of(name) for name in imported_names(path)}
-    return {file for file in found if file is not None} - {path}
+    """Returns the files that a file imports. The `__init__.py` around a module does not count.
+
+    The packages import no test, but a library of theirs may have a test's name.
+    """
+    found = {file for name in imported_names(path) if (file := module_of(name)) is not None} - {path}
+    tests = ROOT / "tests"
+    return found if tests in path.parents else {file for file in found if tests not in file.parents}
 
 
 @cache

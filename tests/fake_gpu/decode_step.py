@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from device import GPU
+from vllm.config import CompilationConfig
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
@@ -83,6 +84,9 @@ class DecodeStep:
             get_model=lambda: SimpleNamespace(model=SimpleNamespace(aux_hidden_state_layers=(1, 2, 3))),
             speculative_config=SimpleNamespace(
                 enable_adaptive_verification=True, num_speculative_tokens=K, rejection_sample_method="standard"
+            ),
+            vllm_config=SimpleNamespace(
+                compilation_config=CompilationConfig(cudagraph_mode="FULL_DECODE_ONLY", max_cudagraph_capture_size=L)
             ),
         )  # fmt: skip
         self.drafting = DraftRouter(self.config, self.runner)
