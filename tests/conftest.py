@@ -43,7 +43,10 @@ TINY_ROLLOUTS = {
 """Overrides of the quickstart with fast steps: few requests, short answers, short additions."""
 
 
-LONGEST = ("kernels", "run", "model_drafters", "decoupled", "doctor_cli", "racing", "worker", "exchange", "equality")
+LONGEST = (
+    "kernels", "run", "model_drafters", "decoupled", "rollout_pool", "racing", "doctor_cli", "equality", "stream_exchange",
+    "exchange", "drafter_actor", "worker",
+)  # fmt: skip
 """Modules that take longest. They begin first, so that no process waits for another at the end."""
 
 

@@ -23,15 +23,12 @@ from test_equality import assert_equal, requests
 from lab.local.drafter_pool import DrafterPool
 from lab.local.engine import Generation, RolloutEngine
 from lab.local.random_budgets import RANDOM
-from lab.local.step_rollout import MeasuredRollout
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DraftModelDrafterConfig,
     NgramDrafterConfig,
     RemoteDrafterConfig,
-    SuffixDrafterConfig,
 )
-from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 from nemo_specrollout.remote.protocol import verifier_side
@@ -384,27 +381,3 @@ def test_a_drafter_of_another_vocabulary_is_refused(
         found = engine.generate(requests(2, 2))
     assert "tokenizer" in peer.reason
     assert_equal(found, plain.generate(requests(2, 2)))
-
-
-def test_an_engine_starts_and_ends_its_own_drafters(
-    similar_model: Path, start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]
-) -> None:
-    remote = RemoteDrafterConfig(model=str(similar_model), workers=1)
-    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(remote, SuffixDrafterConfig())))
-    measured = MeasuredRollout(engine, requests(8, 4))
-    measured.advance()
-    rollouts, stats = measured.result()
-    assert_equal(rollouts, expected["T=1"])
-    assert stats.drafter_stats is not None and stats.drafter_stats["num_request_steps"] > 0, (
-        "metrics.jsonl has it as draft_supply"
-    )
-    assert engine.drafters is not None
-    pid = engine.drafters.processes[0].pid
-    engine.close()
-    assert pid is not None and not Path(f"/proc/{pid}").exists()
-
-
-def test_a_missing_draft_model_raises_config_error(tmp_path: Path, start_engine: Callable[..., RolloutEngine]) -> None:
-    remote = RemoteDrafterConfig(model=str(tmp_path / "nothing"), workers=1)
-    with pytest.raises(ConfigError, match="nothing does not exist"):
-        start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(remote,)))

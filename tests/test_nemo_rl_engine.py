@@ -57,21 +57,32 @@ def test_samples_of_one_request_differ_and_min_p_is_taken(
     assert samples(77) == samples(77) and len(set(samples(77))) == 4
 
 
-def test_engine_arguments_load_no_numba() -> None:
-    """vLLM's registration of kernels for a CPU inspects all loaded modules, and fails on llvmlite's."""
-    code = "import sys; import nemo_specrollout.nemo_rl.engine_inputs; sys.exit('llvmlite' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
+# vLLM's registration of kernels for a CPU inspects all loaded modules, and fails on llvmlite's.
+NO_NUMBA = """
+import sys
+import nemo_specrollout.nemo_rl.engine_inputs
+assert 'llvmlite' not in sys.modules
+"""
 # vLLM's CPU worker replaces streams and events of torch.cuda in its process.
 NOTHING_OF_A_CPU = """
-import sys
+import pkgutil
+import torch
+parts = {name: getattr(torch.cuda, name) for name in ("Event", "Stream", "current_stream", "synchronize")}
+pin_memory = torch.Tensor.pin_memory
 from nemo_specrollout.generation import compat
 compat.device_type = lambda: 'cuda'
+import nemo_specrollout.drafters, nemo_specrollout.generation, nemo_specrollout.sampling
+for package in (nemo_specrollout.drafters, nemo_specrollout.generation, nemo_specrollout.sampling):
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name.endswith('_triton'):
+            __import__(f'{package.__name__}.{module.name}')
 from nemo_specrollout.nemo_rl import engine_workers as gpu
+assert 'nemo_specrollout.generation.vllm_worker' in sys.modules
+assert all(getattr(torch.cuda, name) is part for name, part in parts.items())
+assert torch.Tensor.pin_memory is pin_memory
 for worker in (gpu.NemoRlWorker, gpu.NemoRlCheckpointEngineWorker):
     assert worker._get_drafter_model is gpu.ExtensionOverrides._get_drafter_model
-assert not {'vllm.v1.worker.cpu.shm', 'vllm.v1.worker.cpu_worker'} & set(sys.modules)
+assert not [name for name in sys.modules if name.startswith('vllm.v1.worker.cpu')]
 """
 HEADS_OF_THE_FOLDER = """
 from types import SimpleNamespace
@@ -94,13 +105,13 @@ assert not Worker(**{MTP_FROM_FOLDER: False})._mtp_drafter_from_disk and not Wor
 """
 
 
-def test_worker_classes_beside_nemo_rl_s_extension(tmp_path: Path) -> None:
-    """In a process of its own, with a stand-in for NeMo-RL."""
+def test_what_the_workers_of_a_gpu_import_and_override(tmp_path: Path) -> None:
+    """In a process of its own, with a stand-in for NeMo-RL. It imports engine arguments, then workers, then the stand-in."""
     make_nemo_rl(tmp_path)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     environment.pop("NEMO_SPECROLLOUT_V2_ON_CPU", None)
     run = subprocess.run(
-        [sys.executable, "-c", NOTHING_OF_A_CPU + HEADS_OF_THE_FOLDER],
+        [sys.executable, "-c", NO_NUMBA + NOTHING_OF_A_CPU + HEADS_OF_THE_FOLDER],
         env=environment,
         capture_output=True,
         text=True,

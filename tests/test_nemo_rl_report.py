@@ -18,7 +18,7 @@ from conftest import ROOT
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from nemo_rl_records import metrics, watching_logger, with_everything, write_run
-from test_report import Page
+from run_files import Page
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.strict import ConfigError

@@ -180,7 +180,7 @@ runner = worker.model_runner
 bound = [getattr(runner, name).__func__ for name in ("execute_model", "sample_tokens")]
 parts = [type(worker), type(runner), type(runner.sampler), *bound]
 assert all(part.__module__.startswith("vllm.") for part in parts), parts
-ours = {{"vllm_worker", "drafting", "verification", "step_accounts"}}
+ours = {{"vllm_worker", "draft_router", "verification", "step_accounts"}}
 loaded = {{m for m in sys.modules if m.startswith("nemo_specrollout.")}}
 assert not loaded & {{f"nemo_specrollout.generation.{{name}}" for name in ours}}, loaded
 assert not any(m.startswith("nemo_specrollout.drafters") for m in loaded), loaded

@@ -19,8 +19,8 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 from fuzzing import SCALARS, VALUES, assert_refused_or_fine, files_below, flipped, mutated, paths_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from run_files import metrics, trace
 from test_nemo_rl_config import CLEAN
-from test_report import metrics, trace
 
 from lab.local.sealed_folder import seal_folder
 from nemo_specrollout.config.load import load_config

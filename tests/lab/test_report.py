@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,6 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from run_files import COLUMNS, Page, metrics, trace, write_run
 
 from lab.bench.bench_charts import bench_chart
 from lab.local.rollout_charts import drain_chart
@@ -21,7 +21,7 @@ from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.reports import records
 from nemo_specrollout.reports.charts import charts_of
-from nemo_specrollout.reports.records import FORMAT, Run, accepted_shares
+from nemo_specrollout.reports.records import Run, accepted_shares
 from nemo_specrollout.reports.summary import summary_of
 
 pytestmark = pytest.mark.unit
@@ -30,61 +30,6 @@ CHARTS = (
     "Rollout time", "Where a step's time goes", "Tokens and drafts", "Acceptance by position", "Acceptance, step by step",
     "Reward", "Engine against trainer", "How a batch drains",
 )  # fmt: skip
-COLUMNS = ["time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s"]
-
-
-def metrics(step: int, rng: random.Random, **changes: Any) -> dict[str, Any]:
-    """A step as a 16-step demo run records it."""
-    rollout_s, speedup = rng.uniform(1.7, 2.2), rng.uniform(1.45, 1.8)
-    proposed = [int(900 * 0.62**k) + rng.randrange(9) for k in range(5)]
-    line = {
-        "step": step, "reward": 0.52 + 0.012 * step + rng.uniform(-0.03, 0.03), "num_samples": 64,
-        "mean_gen_tokens_per_sample": rng.uniform(65, 80), "max_gen_tokens_per_sample": rng.randrange(250, 320),
-        "num_tokens": 4590, "rollout_s": rollout_s, "plain_estimate_s": rollout_s * speedup, "speedup_estimate": speedup,
-        "generation_s": rollout_s, "logprob_s": 1.2, "train_s": 3.3, "refit_s": 0.1, "verify_s": 0.3,
-        "step_s": rollout_s + 5.0, "engine_steps": rng.randrange(160, 200), "request_steps": 2700,
-        "acceptance_length": rng.uniform(1.6, 1.8),
-        "acceptance": {
-            "suffix": {"proposed": proposed, "accepted": [int(p * 0.7 * 0.95**k) for k, p in enumerate(proposed)]},
-            "ngram": {"proposed": [210, 90, 31], "accepted": [80, 30, 9]},
-        },
-        "draft_tokens_per_request_step": 0.5, "steps_with_drafts": 0.7, "host_share": 0.011,
-        "logprob_gap": rng.uniform(0.8e-7, 1.5e-7), "logprob_gap_max": rng.uniform(1e-6, 4e-6),
-        "tokens_checked": 300, "tokens_equal": 300, "loss": 0.01, "approx_kl": 0.0, "approx_entropy": 0.4, "grad_norm": 0.7,
-        "lr": 2e-4, "alarms": [],
-    }  # fmt: skip
-    return line | changes
-
-
-def trace(step: int, rng: random.Random, drafters: tuple[str, ...] = ("suffix", "ngram")) -> dict[str, Any]:
-    """A rollout of 64 requests whose lengths are log-normal; the clock starts anywhere."""
-    lengths = sorted(int(55 * math.exp(rng.gauss(0, 0.6))) for _ in range(64))
-    rows, time_s, done = [], 81_234.5, 0.0
-    while running := sum(length > done for length in lengths):
-        drafted = [rng.randrange(0, max(2, min(running * 3, 90 - running))) if running < 60 else 0 for _ in drafters]
-        accepted = [int(d * rng.uniform(0.3, 0.9)) for d in drafted]
-        seconds = 0.004 + 0.00012 * (running + sum(drafted))
-        time_s, done = time_s + seconds, done + 1 + sum(accepted) / running
-        counts = [n for pair in zip(drafted, accepted, strict=True) for n in pair]
-        rows.append([time_s, seconds, running, running + sum(drafted), 1.0, 6e-5, *counts])
-    names = [f"{kind}_{name}" for name in drafters for kind in ("drafted", "accepted")]
-    return {"step": step, "columns": COLUMNS + names, "rows": rows}
-
-
-def write_run(run_dir: Path, steps: list[dict[str, Any]], traces: list[dict[str, Any]], **summary: Any) -> Path:
-    """A run directory as the local runner leaves it; without `summary`, as an interrupted run leaves it."""
-    run_dir.mkdir(exist_ok=True)
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
-    (run_dir / "trace.jsonl").write_text("".join(json.dumps(t) + "\n" for t in traces))
-    (run_dir / "config.yaml").write_text("grpo:\n  num_prompts_per_step: 8  # <b>&\n  seed: 42\n")
-    about = {
-        "records": FORMAT, "command": "specrollout-lab run 'a<b>.yaml'", "commit": "0123abc", "started": "2025-01-01T00:00:00",
-        "versions": {"vllm": "0.32.0", "torch": "2.13.0"}, "block": {"logprob_gap_alarm": 0.02},
-    }  # fmt: skip
-    (run_dir / "run.json").write_text(json.dumps(about))
-    if summary:
-        (run_dir / "summary.json").write_text(json.dumps(summary))
-    return run_dir
 
 
 def write_full_run(run_dir: Path, num_steps: int = 16) -> Path:
@@ -119,46 +64,6 @@ def with_head(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
             step["draft_refresh"] |= {"decision": f"refreshed: {at}", "gate": "better & so", "published": published,
                                       "refresh_s": 1.0}  # fmt: skip
     return steps
-
-
-class Page(HTMLParser):
-    """Text and attributes of a page; asserts that every element which must be closed is, in order."""
-
-    VOID = frozenset({"meta", "br"})
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.source = path.read_text(encoding="utf-8")
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.tags: set[str] = set()
-        self.feed(self.source)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-    @property
-    def charts(self) -> list[str]:
-        """Titles of the charts, in order."""
-        return [value for name, value in self.attributes if name == "aria-label"]
 
 
 def test_page_is_self_contained(tmp_path: Path) -> None:

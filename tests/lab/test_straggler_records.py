@@ -14,8 +14,8 @@ import pytest
 from conftest import ROOT
 from matplotlib.image import imread
 from rich.console import Console
+from run_files import COLUMNS, Page, metrics, trace, write_run
 from test_fastest_of_n import EvenSpeeds
-from test_report import COLUMNS, Page, metrics, trace, write_run
 
 from lab.cli.main import main
 from lab.local.progress import Progress
