@@ -87,6 +87,7 @@ class OwnRay:
                 logging_level=logging.ERROR,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 _temp_dir=str(self._folder),
+                _system_config={"worker_niceness": 0},  # by default any other process of the machine comes first
             )
 
     def last_error(self, pid: int) -> str:
