@@ -178,7 +178,7 @@ def test_a_death_noticed_outside_turns_costs_no_token(pool: RolloutPool, expecte
     assert not pool.is_alive(0) and not pool.is_alive(1)
     while rollout.is_busy:
         rollout.advance()
-    responses, timeline = rollout.take(keys)
+    responses, timeline = rollout.take_with_timeline(keys)
     assert_equal([r.rollout for r in responses], expected["T=1"])
     assert {s.engine for s in timeline.spans if s.outcome == AttemptOutcome.DIED} == {0, 1}
     assert [now - before for now, before in zip(pool.num_restarts, restarts, strict=True)] == [1, 1]
@@ -197,7 +197,7 @@ def test_a_silent_engine_is_killed_while_others_work(
     os.kill(pool.pids[1], signal.SIGSTOP)
     while rollout.is_busy:
         rollout.advance()
-    responses, timeline = rollout.take(keys)
+    responses, timeline = rollout.take_with_timeline(keys)
     assert_equal([r.rollout for r in responses], expected["T=1"])
     assert pool.num_restarts[1] == restarts + 1 and {
         s.engine for s in timeline.spans if s.outcome == AttemptOutcome.DIED
