@@ -94,14 +94,19 @@ def plugins_of(file: Path) -> set[Path]:
 
 
 def data_of(files: Iterable[Path]) -> set[Path]:
-    """Returns the data that may be read: what lies beside code, examples, and top-level entries that a string names."""
+    """Returns the data that may be read: what lies beside code, examples, and top-level entries that a string names.
+
+    A page of prose must be named itself.
+    """
     entries = {path.name: path for path in ROOT.iterdir() if not path.name.startswith(".")}
-    names = {text for file in files for text in strings(file) if text in entries}
-    wanted = [entries[name] for name in {*READ_BY_ALL, *names} - {*PACKAGES, *NOT_COMMITTED, "tests"}]
+    texts = {text for file in files for text in strings(file)}
+    names = {*READ_BY_ALL, *texts.intersection(entries)} - {*PACKAGES, *NOT_COMMITTED, "tests"}
+    wanted = [entries[name] for name in names]
     code = [ROOT / name for name in (*PACKAGES, "tests")]
     found = {path for folder in code for path in folder.rglob("*.*") if path.suffix in DATA_OF_CODE} - {LEDGER}
     for place in wanted:
         found |= {p for p in place.rglob("*") if p.is_file()} if place.is_dir() else {place}
+    found = {path for path in found if path.suffix != ".md" or path.name in texts}
     return {path for path in found if "__pycache__" not in path.parts}
 
 
