@@ -152,7 +152,7 @@ def assert_same_steps(config: str, made: list[dict[str, Any]], whole: list[dict[
         assert gaps and max(gaps) < 1e-3
         return
     for ours, theirs in zip(made, whole, strict=True):
-        for key in ("reward", "num_tokens", "response_length"):
+        for key in ("reward", "num_tokens", "mean_gen_tokens_per_sample"):
             assert ours[key] == theirs[key], (ours["step"], key)
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
         assert ours["tokens_equal"] == ours["tokens_checked"]
