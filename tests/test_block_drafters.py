@@ -147,6 +147,8 @@ def test_a_block_drafter_reads_the_text_of_skipped_steps(
     speculator._run_model = lambda *args, **kwargs: passes.append(1) or run_model(*args, **kwargs)
     assert_equal(engine.generate(asked(), **SAMPLED), expected["T=1"])
     assert 0 < len(passes) < engine.num_steps
+    other_noise = [replace(request, policy_version=1) for request in asked()]
+    assert_equal(engine.generate(other_noise, **SAMPLED), busy_engine.generate(other_noise, **SAMPLED))
     assert_same_drafts(lazy, busy)
 
 
