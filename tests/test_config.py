@@ -2,6 +2,7 @@
 """Configs: inheritance, overrides, the strict block, the sections of NeMo-RL, the shipped configs."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -296,14 +297,17 @@ def test_an_error_names_the_missing_key() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*_cpu.yaml")), ids=lambda p: p.name)
-def test_shipped_configs_can_run_and_have_no_ignored_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_configs_can_run_and_have_no_ignored_keys(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     overrides = []
     if path.name == "smollm2_cpu.yaml":  # `make smollm2` makes its model and installs its tasks
         pytest.importorskip("reasoning_gym")
-        block = "policy.generation.specrollout"
+        block, model = "policy.generation.specrollout", shutil.copytree(STEP_ADDER, tmp_path / "model")
+        (model / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
         overrides = [
-            f"policy.model_name={STEP_ADDER}", f"{block}.drafters=[{{type: suffix}}]", f"{block}.draft_refresh=null"
+            f"policy.model_name={model}", f"{block}.drafters=[{{type: suffix}}]", f"{block}.draft_refresh=null"
         ]  # fmt: skip
     prepared = prepare(path, overrides)
     assert prepared.ignored == []

@@ -73,6 +73,7 @@ def test_drafts_are_used(faults: Faults, least: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_ten_thousand_schedules_equal_plain_decoding() -> None:
     rng = random.Random(0)
     for seed in range(10_000):

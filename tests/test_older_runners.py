@@ -16,8 +16,8 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.generation import compat, older_runners
 from nemo_specrollout.generation.draft_router import DraftRouter
+from nemo_specrollout.generation.host_budget import HostBudget
 from nemo_specrollout.generation.model_drafter import SharedCosts
-from nemo_specrollout.generation.older_runners import HostBudget
 from nemo_specrollout.generation.verification import SwappingVerifier
 from nemo_specrollout.scheduling.speculation.budget import DraftingPause, build_budget
 
@@ -33,11 +33,14 @@ class Scheduled:
     has_structured_output_requests: bool = False
 
 
-def budget_with(rates_BK: list[list[float]], k: int = 3) -> HostBudget:
+def budget_with(rates_BK: list[list[float]], k: int = 3, returns_experts: bool = False) -> HostBudget:
     """Returns a budget after a step in which the drafts of `SLOTS`, in their order, had these acceptance rates."""
     rates_SK = torch.zeros(4, 3)
     rates_SK[list(SLOTS.values())] = torch.tensor(rates_BK)
-    runner: Any = SimpleNamespace(req_states=SimpleNamespace(req_id_to_index=SLOTS))
+    aux = SimpleNamespace(enable_return_routed_experts=returns_experts)
+    runner: Any = SimpleNamespace(
+        req_states=SimpleNamespace(req_id_to_index=SLOTS), model_config=None, vllm_config=SimpleNamespace(aux_output_config=aux)
+    )
     drafting = DraftRouter.__new__(DraftRouter)
     drafting._policy, drafting._pause = build_budget(BudgetConfig("fixed", k=k)), DraftingPause()
     drafting.costs = SharedCosts()
@@ -48,7 +51,7 @@ def budget_with(rates_BK: list[list[float]], k: int = 3) -> HostBudget:
 
 
 def test_drafts_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_specrollout.generation.older_runners.agreed", lambda decision: decision)
+    monkeypatch.setattr("nemo_specrollout.generation.host_budget.agreed", lambda decision: decision)
     scheduled = Scheduled()
     trimmed = budget_with([[0.9, 0.8, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).trimmed(scheduled)
     assert trimmed.scheduled_spec_decode_tokens == {"a": [-1, -1]}
@@ -62,6 +65,12 @@ def test_steps_without_drafts_or_with_masks_stay_as_they_are() -> None:
     budget = budget_with([[0.0] * 3] * 3)
     for scheduled in (Scheduled(scheduled_spec_decode_tokens={}), Scheduled(has_structured_output_requests=True)):
         assert budget.trimmed(scheduled) is scheduled
+
+
+def test_steps_whose_experts_are_returned_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_specrollout.generation.host_budget.agreed", lambda decision: decision)
+    scheduled = Scheduled()
+    assert budget_with([[0.0] * 3] * 3, returns_experts=True).trimmed(scheduled) is scheduled
 
 
 @pytest.mark.parametrize(

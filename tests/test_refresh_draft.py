@@ -350,7 +350,6 @@ def test_rollouts_of_another_policy_are_refused(
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]), "not a whole"),
         (lambda f: edit_layer(f, hidden_size=128), "hidden_size 128, the policy's is 256"),
         (lambda f: edit_layer(f, vocab_size=128), "vocab_size 128, the policy's is 96"),
-        (lambda f: edit_layer(f, max_position_embeddings=64), "max_position_embeddings 64 is less"),
         (lambda f: edit_config(f, eagle_aux_hidden_state_layer_ids=[1, 2, 7]), "distinct layers of the policy, 0 to 3"),
         (lambda f: (f / "config.json").unlink(), "no head folder"),
     ],

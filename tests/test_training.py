@@ -4,7 +4,7 @@
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,13 @@ from nemo_specrollout.training.head.acceptance import (
     probabilities,
 )
 from nemo_specrollout.training.head.head import create_head, default_layer_ids, load_eagle3_head, save_head
-from nemo_specrollout.training.head.head_facts import LAYER_IDS_FIELD, check_head
+from nemo_specrollout.training.head.head_facts import (
+    LAYER_IDS_FIELD,
+    check_head,
+    misfit,
+    nested_layer_ids,
+    read_policy_facts,
+)
 from nemo_specrollout.training.head.packing import PADDING, Piece, pack, plan_batches
 from nemo_specrollout.training.head.trainer import Budget, HeadTrainer, TrainingSettings
 
@@ -172,7 +178,11 @@ def layer(config: dict) -> dict:
     [
         (lambda c: layer(c).update(hidden_size=128), "hidden_size 128, the policy's is 256"),
         (lambda c: layer(c).update(vocab_size=100), "vocab_size 100, the policy's is 96"),
-        (lambda c: layer(c).update(max_position_embeddings=512), "max_position_embeddings 512 is less"),
+        (
+            lambda c: layer(c).update(max_position_embeddings=512),
+            "max_position_embeddings 512 is less than max_model_len 513",
+        ),
+        (lambda c: layer(c).update(layer_types=["full_attention"] * 2), "name the type of each of 1 layers"),
         (lambda c: layer(c).update(model_type="gpt2"), "model_type 'gpt2'"),
         (lambda c: layer(c).pop("hidden_size"), "hidden_size is None"),
         (lambda c: c.update({LAYER_IDS_FIELD: [1, 2, 4]}), "name distinct layers of the policy, 0 to 3"),
@@ -181,7 +191,7 @@ def layer(config: dict) -> dict:
         (lambda c: c.update({LAYER_IDS_FIELD: None}), f"{LAYER_IDS_FIELD} is absent"),
         (lambda c: c.update(draft_vocab_size=97), "draft_vocab_size 97; it must be 1 to 96"),
         (lambda c: c.update(draft_vocab_size=64), r"missing \['d2t'\]"),
-        (lambda c: layer(c).update(num_hidden_layers=2), "missing"),
+        (lambda c: layer(c).update(num_hidden_layers=2, layer_types=None), "missing"),
         (lambda c: c.update(speculators_model_type="dflash"), "speculators_model_type 'dflash'"),
     ],
 )
@@ -191,7 +201,112 @@ def test_a_config_that_does_not_fit_is_refused(
     folder = copied(head_folder, tmp_path)
     edit_config(folder, edit)
     with pytest.raises(ValueError, match=message):
-        check_head(folder, STEP_ADDER)
+        check_head(folder, STEP_ADDER, 513, read_tensors=False)
+
+
+def test_positions_of_a_head_are_compared_with_the_length_used(head_folder: Path, tmp_path: Path) -> None:
+    folder = copied(head_folder, tmp_path)
+    edit_config(folder, lambda c: layer(c).update(max_position_embeddings=512))
+    assert misfit(str(folder), str(STEP_ADDER), 512) is None
+    assert misfit(str(folder), str(STEP_ADDER)) is None, "the length is not known"
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    edit_config(folder, lambda c: layer(c).update(max_position_embeddings=256, rope_scaling=yarn, rope_parameters=None))
+    assert misfit(str(folder), str(STEP_ADDER), 1024) is None
+    assert "1024 is less than max_model_len 1025" in (misfit(str(folder), str(STEP_ADDER), 1025) or "")
+
+
+def test_a_head_without_layer_ids_reads_the_layers_of_vllm() -> None:
+    assert nested_layer_ids(None, 8) == nested_layer_ids({LAYER_IDS_FIELD: []}, 8) == (2, 4, 5)
+    assert nested_layer_ids({LAYER_IDS_FIELD: [1, 3, 4]}, 8) == (2, 4, 5), "SpecForge numbers outputs in its default"
+    assert nested_layer_ids({LAYER_IDS_FIELD: [1, 3, 6]}, 8) == (1, 3, 6)
+    assert nested_layer_ids({}, 6) == (), "two of vLLM's three are one layer"
+
+
+def test_a_speculators_head_norms_before_its_residual_by_default(head_folder: Path, tmp_path: Path) -> None:
+    """The defaults of vLLM, which reads two layouts, differ in this."""
+    folder = copied(head_folder, tmp_path)
+    edit_config(folder, lambda c: c.pop("norm_before_residual"))
+    assert load_eagle3_head(folder, STEP_ADDER).model.layers[0].norm_before_residual
+    flatten(folder)
+    assert not load_eagle3_head(folder, STEP_ADDER).model.layers[0].norm_before_residual
+
+
+def with_maps(folder: Path, ids: Sequence[int], dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
+    """Writes maps to the tokens `ids` into a head that drafts the first of them, as many as there are."""
+    ids_D, mask_V = torch.tensor(ids), torch.zeros(VOCAB, dtype=mask_dtype)
+    mask_V[ids_D] = 1
+    maps = {"d2t": (ids_D - torch.arange(len(ids))).to(dtype), "t2d": mask_V}
+    edit_tensors(folder, lambda t: t.update(maps, **{"lm_head.weight": t["lm_head.weight"][ids_D]}))
+    edit_config(folder, lambda c: c.update(draft_vocab_size=len(ids)))
+
+
+def test_identity_maps_of_a_whole_vocabulary_are_accepted(head_folder: Path, tmp_path: Path) -> None:
+    folder = copied(head_folder, tmp_path)
+    for dtypes in ((torch.int64, torch.bool), (torch.int32, torch.uint8)):
+        with_maps(folder, range(VOCAB), *dtypes)
+        assert misfit(str(folder), str(STEP_ADDER)) is None
+    save_head(load_eagle3_head(folder, STEP_ADDER), tmp_path / "again")
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "again" / "model.safetensors").keys()
+    with_maps(folder, [1, 0, *range(2, VOCAB)], torch.int64, torch.bool)
+    assert "d2t permutes the whole vocabulary" in (misfit(str(folder), str(STEP_ADDER)) or "")
+
+
+@pytest.mark.parametrize("ids", [[7, 3, *range(20, 60)], list(range(40))])
+def test_maps_of_any_type_and_order_draft_the_same(
+    head_folder: Path, sequences: list[SequenceFeatures], tmp_path: Path, ids: list[int]
+) -> None:
+    found = []
+    for name, order, dtypes in (
+        ("sorted", sorted(ids), (torch.int64, torch.bool)),
+        ("permuted", ids[::-1], (torch.int32, torch.uint8)),
+    ):
+        folder = Path(shutil.copytree(head_folder, tmp_path / name))
+        with_maps(folder, order, *dtypes)
+        trainer = HeadTrainer(load_eagle3_head(folder, STEP_ADDER), small_settings())
+        trainer.train(sequences[:4], Budget(steps=2))
+        save_head(trainer.head, folder)
+        again = load_eagle3_head(folder, STEP_ADDER)
+        assert again.draft_token_ids.tolist() == order
+        found.append(measure_acceptance(again, sequences[5:8], TTT_STEPS).survived_NK)
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def two_layers(folder: Path, types: Sequence[str], window: int | None) -> None:
+    """Gives a head a second layer like the first, and layers of these `types`."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.startswith("layers.0.") and "hidden_norm" not in n]:
+        copy = tensors[name][:, HIDDEN:] if any(f"{p}_proj" in name for p in "qkv") else tensors[name]
+        tensors[name.replace("layers.0.", "layers.1.")] = copy.clone()
+    save_file(tensors, folder / "model.safetensors")
+    changes = {"num_hidden_layers": 2, "layer_types": list(types), "sliding_window": window, "max_window_layers": 0}
+    edit_config(folder, lambda c: layer(c).update(changes, use_sliding_window=window is not None))
+
+
+@pytest.mark.parametrize("window", [None, 2, 16])
+def test_heads_of_windows_and_two_layers_are_trained_and_judged(
+    head_folder: Path, sequences: list[SequenceFeatures], tmp_path: Path, window: int | None
+) -> None:
+    folder, features = copied(head_folder, tmp_path), sequences[3]
+    two_layers(folder, ["full_attention" if window is None else "sliding_attention", "full_attention"], window)
+    trainer = HeadTrainer(load_eagle3_head(folder, STEP_ADDER), small_settings())
+    trainer.train(sequences[:4], Budget(steps=2))
+    save_head(trainer.head, folder)
+    check_head(folder, STEP_ADDER)
+    head, steps = load_eagle3_head(folder, STEP_ADDER), list[torch.Tensor]()
+    assert measure_acceptance(head, [features], TTT_STEPS).expected_length > 1.0
+    hook = head.model.lm_head.register_forward_hook(lambda module, inputs, output: steps.append(output[0]))
+    batch = pack([features], [Piece(0, 0, features.num_tokens)], ttt_steps=1)
+    with torch.no_grad():
+        head.model(**batch, ttt_steps=1, loss_config={})
+        hook.remove()
+        whole, parts = (
+            [torch.cat([x for _, k, x in draft_logits(head, features, 4, rows) if k == i]) for i in range(4)]
+            for rows in (1000, 7)
+        )
+    torch.testing.assert_close(whole[0], steps[0], atol=1e-4, rtol=1e-4)
+    rows = features.num_tokens - 5
+    for drafts, in_parts in zip(whole, parts, strict=True):
+        torch.testing.assert_close(drafts[:rows], in_parts[:rows], atol=1e-4, rtol=1e-4)
 
 
 def fill(name: str, value: float) -> Callable[[dict], object]:
@@ -255,15 +370,31 @@ def test_the_teacher_and_the_embedding_follow_the_policy(small_head_folder: Path
         head.set_policy_weights({"lm_head.weight": torch.ones(2, 2)})
 
 
-def test_the_embedding_of_a_tied_policy_is_the_teacher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outer", [True, None])
+@pytest.mark.parametrize("inner", [True, None])
+def test_the_embedding_of_a_tied_policy_is_the_teacher(tmp_path: Path, outer: bool | None, inner: bool | None) -> None:
+    """Many configs do not say that the two are tied; others say it beside, or inside, a block for the language model."""
     folder = copied(STEP_ADDER, tmp_path)
-    edit_config(folder, lambda c: c.update(tie_word_embeddings=True))
+    edit_config(folder, lambda c: c.pop("tie_word_embeddings"))
+    said = {} if outer is None else {"tie_word_embeddings": outer}
+    edit_config(
+        folder, lambda c: c.update(said, text_config={**c, **({} if inner is None else {"tie_word_embeddings": inner})})
+    )
     edit_tensors(folder, lambda t: t.pop("lm_head.weight"))
+    assert not read_policy_facts(folder).is_untied
+    edit_config(folder, lambda c: c.pop("text_config"))
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].float()
     head = create_head(folder, LAYER_IDS)
     assert torch.equal(head.teacher_VH, embedding)
     head.set_policy_weights({"model.embed_tokens.weight": 2 * embedding})
     assert torch.equal(head.model.verifier_lm_head.weight, 2 * embedding)
+
+
+def test_an_untied_policy_without_an_lm_head_is_refused(tmp_path: Path) -> None:
+    folder = copied(STEP_ADDER, tmp_path)
+    edit_tensors(folder, lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match=r"tie_word_embeddings is false, but it has no lm_head\.weight"):
+        create_head(folder, LAYER_IDS)
 
 
 # Features

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lab.local.chat_templates import check_chat_template
 from lab.local.model_folder_check import check_model_folder, check_trainable, has_mtp_layers
 from lab.local.run_config import RunConfig, check_prompt, read_run_config
 from lab.local.run_sections import PROCESSED_LOGPROBS
@@ -29,7 +30,7 @@ from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.installed.versions import unsupported_version, vllm_version
 from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
-from nemo_specrollout.storage.model_folder import read_object, tensor_shapes
+from nemo_specrollout.storage import model_folder
 from nemo_specrollout.training.head.block_heads import misfit_of_block_drafter
 from nemo_specrollout.training.head.head_facts import check_head
 
@@ -63,7 +64,9 @@ class Prepared:
 
 def prepare(path: Path, overrides: list[str]) -> Prepared:
     """Reads and checks a config of the local runner without torch or vllm. Raises ConfigError."""
-    return prepare_local(load_config(path, overrides))
+    prepared = prepare_local(load_config(path, overrides))
+    check_chat_template(Path(prepared.config.policy.model_name), prepared.config.data, "data")
+    return prepared
 
 
 def prepare_local(tree: dict[str, Any]) -> Prepared:
@@ -77,13 +80,15 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     _check_installed()
     block, policy = config.policy.generation.specrollout, Path(config.policy.model_name)
     _check_log_dir(Path(config.logger.log_dir))
-    model_config = _check_model(policy, config)
+    model_config = check_model(policy, config)
     for data in (config.data, *(workload.data for workload in config.bench.workloads)):
         if data.dataset_name == "reasoning_gym":
             from lab.local.tasks import check_tasks
 
             check_tasks(data.tasks, "data.tasks")
-    _check_drafters(block, policy, model_config)
+        if data is not config.data or data.dataset_name != "free_text":  # which `run` refuses for want of a reward
+            check_chat_template(policy, data, "data")
+    _check_drafters(block, policy, model_config, config.policy.generation.vllm_cfg.max_model_len)
     refresh, racing = block.draft_refresh, block.fastest_of_n
     if refresh is not None and refresh.trainer_gpus:
         text = f"{refresh.trainer_gpus}; the local runner trains on a CPU: set it to 0"
@@ -163,7 +168,8 @@ def _check_log_dir(path: Path) -> None:
         ) from error
 
 
-def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
+def check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
+    """Returns the policy's config.json. Raises ConfigError for a folder that no engine can start with."""
     is_made = folder.name.startswith("smollm2")
     fix = "run `make smollm2`, which makes it" if is_made else "name a Hugging Face folder"
     is_missing = not os.path.isdir(folder)
@@ -178,8 +184,8 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
     return model
 
 
-def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for drafters whose files do not fit the policy, and for remote ones that cannot be reached."""
+def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mapping[str, Any], length: int) -> None:
+    """Raises ConfigError for drafters whose files do not fit policy or length, and for remote ones that cannot be reached."""
     path, has_mtp = f"{BLOCK_PATH}.drafters", has_mtp_layers(model_config)
     for drafter in block.drafters:
         is_elsewhere = isinstance(drafter, RemoteDrafterConfig) and drafter.addresses
@@ -192,12 +198,14 @@ def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mappin
              f"folder {model} does not exist; name a checkpoint"),
         )  # fmt: skip
         if isinstance(drafter, DraftModelDrafterConfig | RemoteDrafterConfig) and not is_elsewhere:
-            _check_small_model(model, model_config)
+            _check_small_model(model, policy, drafter.type)
+        elif str(model) != "." and model.is_dir():
+            _check_loadable(model, policy, drafter.type)
         if (reason := misfit_of_block_drafter(drafter, policy)) is not None:
             raise ConfigError(reason)
     if block.head is not None:
         try:
-            check_head(Path(block.head), policy, read_tensors=False)
+            check_head(Path(block.head), policy, length, read_tensors=False)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
     if block.remote is not None:
@@ -206,18 +214,20 @@ def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mappin
         shared_secret(block.remote.addresses)
 
 
-def _check_small_model(folder: Path, model_config: Mapping[str, Any]) -> None:
+def _check_small_model(folder: Path, policy: Path, kind: str) -> None:
     """Raises ConfigError for a draft model that is missing, incomplete, or of another vocabulary."""
     path = f"{BLOCK_PATH}.drafters.model"
     text = f"folder {folder} of the draft model does not exist; name a Hugging Face folder"
     raise_first_mistake(path, (not folder.is_dir(), "", text))
+    _check_loadable(folder, policy, kind)
+
+
+def _check_loadable(folder: Path, policy: Path, kind: str) -> None:
+    """Raises ConfigError for a drafter that vLLM cannot load, or not use for the policy."""
     try:
-        size = read_object(folder / "config.json").get("vocab_size")
-        tensor_shapes(sorted(folder.glob("*.safetensors")))
+        model_folder.check_model(folder, policy, kind)
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    text = f"{folder} knows {size} tokens, the policy {model_config['vocab_size']}; name a model of the policy's family"
-    raise_first_mistake(path, (size != model_config["vocab_size"], "", text))
+        raise ConfigError(f"{BLOCK_PATH}.drafters.model: {error}") from error
 
 
 def _check_prompts(config: RunConfig) -> None:

@@ -12,12 +12,15 @@ from typing import Any
 
 from rich.progress import Progress, TaskID
 
+from lab.cli.prepare import check_model
+from lab.local.chat_templates import check_chat_template
 from lab.local.run_config import RunConfig, read_run_config
 from nemo_specrollout.cli.command_line import check_out, use_threads
 from nemo_specrollout.cli.terminal import log_console, progress_bar
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
+from nemo_specrollout.training.features.rollout_files import token_ids_of
 
 CHUNK_REQUESTS = 256
 """Requests whose responses are written together."""
@@ -36,10 +39,14 @@ def rollouts(parsed: argparse.Namespace) -> int:
     use_threads(os.cpu_count() or 1)
     # A full check of the config would want the head that is to be made.
     config, _ = read_run_config(load_config(parsed.config, parsed.overrides))
+    policy = Path(config.policy.model_name)
+    check_model(policy, config)
     if parsed.prompts is None:
+        for data in config.workloads.values():
+            check_chat_template(policy, data, "data")
         prompts = task_prompts(config, parsed.num, parsed.seed)
     else:
-        prompts = _prompts_in(parsed.prompts, Path(config.policy.model_name))
+        prompts = _prompts_in(parsed.prompts, policy)
     fitting = [ids for ids in prompts if len(ids) < config.policy.max_total_sequence_length]
     console, num_done = log_console(), _cut_to_whole_lines(parsed.out)
     if len(fitting) < len(prompts):
@@ -79,7 +86,7 @@ def _prompts_in(file: Path, policy: Path) -> list[list[int]]:
     except (OSError, ValueError, LookupError) as error:
         raise ConfigError(f"--prompts: {file} cannot be read ({error}); write a prompt a line") from error
     tokenizer = load_tokenizer(policy)
-    ids = [list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt for prompt in read]
+    ids = [token_ids_of(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in read]
     return [list(prompt) for prompt in dict.fromkeys(map(tuple, ids))]
 
 

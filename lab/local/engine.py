@@ -16,6 +16,7 @@ from lab.local import engine_stats
 from lab.local.engine_stats import EngineStats
 from lab.local.random_budgets import is_random, randomise, to_start_with
 from lab.local.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.hosted_engine import HostedEngine, device_facts, engine_facts, start_vllm
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest, rollout_extra_args
 from nemo_specrollout.sampling.seeds import request_seed
@@ -62,6 +63,7 @@ class RolloutEngine(HostedEngine):
     def _start(self, overrides: Mapping[str, Any]) -> Any:
         """Returns vLLM, started. Raises ConfigError."""
         generation, block = self._generation, self._generation.specrollout
+        _check_config(self._model)
         arguments = {
             "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
             "logprobs_mode": PROCESSED_LOGPROBS,
@@ -207,6 +209,17 @@ class RolloutEngine(HostedEngine):
 
     def _seed_of(self, request: RolloutRequest) -> int:
         return request_seed(self._seed, request.prompt_index, request.sample_index, request.policy_version)
+
+
+def _check_config(model: Path) -> None:
+    """Raises ConfigError if transformers refuses a config.json, which vLLM would say in a traceback."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(str(model), local_files_only=True)
+    except Exception as error:  # transformers has many errors of its own
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"policy.model_name: transformers refuses {model}/config.json ({reason}); mend it") from error
 
 
 class Generation:

@@ -5,11 +5,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lab.local.chat_templates import special_tokens
 from lab.local.policy_shape import PolicyShape
-from nemo_specrollout.storage.model_folder import read_object, size_in, stop_token_ids, tensor_shapes
+from nemo_specrollout.storage.model_folder import (
+    read_object,
+    size_in,
+    stop_token_ids,
+    tensor_files,
+    tensor_shapes,
+    text_config,
+)
 
-MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")
-"""Files that a complete folder has."""
+_FIXES = {
+    "config.json": "copy the whole folder",
+    "tokenizer.json": "copy it too, or let transformers save the tokenizer again",
+    "model.safetensors": "copy it too, or save the model again as safetensors",
+}
+"""Files without which a folder cannot be used, with what to do. Large models have an index and several files instead."""
+_TYPES: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
+    ((int,), ("bos_token_id", "pad_token_id", "max_window_layers", "sliding_window")),
+    ((bool,), ("tie_word_embeddings", "use_cache", "attention_bias", "mlp_bias", "use_sliding_window")),
+    ((int, float), ("attention_dropout", "initializer_range")),
+    ((list,), ("layer_types", "architectures")),
+    ((str,), ("dtype", "torch_dtype", "hidden_act", "model_type")),
+)
+"""Types that transformers asks for in a config.json. Its errors end an engine's start with a traceback."""
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_predict")
 """Keys of a config.json that count a model's layers for multi-token prediction."""
 
@@ -19,20 +39,19 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
 
     Raises ValueError with file, fault and fix.
     """
-    for name in MODEL_FILES:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} has no {name}; copy the whole folder")
+    has_tensors = bool(tensor_files(folder))
+    for name, fix in _FIXES.items():
+        if not (has_tensors if name == "model.safetensors" else (folder / name).is_file()):
+            raise ValueError(f"{folder} has no {name}; {fix}")
     config = read_object(folder / "config.json")
+    _check_types(config, folder / "config.json")
+    text = {**config, **text_config(config)}
     for name in ("vocab_size", "num_hidden_layers", "hidden_size", "max_position_embeddings"):
-        size_in(config, name, folder / "config.json")
-    _check_tokenizer(folder, config["vocab_size"])
-    for token in stop_token_ids(folder):
-        if token >= config["vocab_size"]:
-            raise ValueError(
-                f"{folder}/generation_config.json: eos_token_id {token} is beyond the vocabulary of {config['vocab_size']}"
-            )
-    tensor_shapes(sorted(folder.glob("*.safetensors")))
-    return config
+        size_in(text, name, folder / "config.json")
+    _check_tokenizer(folder, text["vocab_size"])
+    _check_stop_tokens(folder, text["vocab_size"])
+    tensor_shapes(tensor_files(folder))
+    return text
 
 
 def check_trainable(folder: Path, config: Mapping[str, Any]) -> None:
@@ -41,7 +60,7 @@ def check_trainable(folder: Path, config: Mapping[str, Any]) -> None:
         shape = PolicyShape.from_hf(config)
     except ValueError as error:
         raise ValueError(f"{folder}/{error}") from error
-    found = tensor_shapes(sorted(folder.glob("*.safetensors")))
+    found = tensor_shapes(tensor_files(folder))
     if shape.num_layers > len(found):  # a huge number would take long to expand into names
         raise ValueError(
             f"{folder}: config.json has {shape.num_layers} layers, but there are {len(found)} tensors in all"
@@ -83,9 +102,39 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
             "do not belong together"
         )
     settings = folder / "tokenizer_config.json"
-    pad = read_object(settings).get("pad_token") if settings.is_file() else None
-    pad = pad.get("content") if isinstance(pad, Mapping) else pad
-    if not isinstance(pad, str) or pad not in vocabulary:
+    named = read_object(settings) if settings.is_file() else {}
+    tokens = special_tokens(folder)
+    for name in ("pad_token", "eos_token", "bos_token"):
+        token = tokens.get(name, named.get(name))
+        if token is not None and (not isinstance(token, str) or token not in vocabulary):
+            raise ValueError(
+                f"{settings}: {name} is {token!r}, which is no token; name one, e.g. the one that ends a text"
+            )
+
+
+def _check_stop_tokens(folder: Path, vocab_size: int) -> None:
+    """Raises ValueError unless a text has an end, by ids of the vocabulary."""
+    ids = stop_token_ids(folder)
+    if not ids:
         raise ValueError(
-            f"{settings}: pad_token is {pad!r}, which is no token; name one, e.g. the one that ends a text"
+            f"{folder} names no token that ends a text, so that every response would run to its limit; write its id as "
+            "eos_token_id into generation_config.json"
         )
+    for token in ids:
+        if token >= vocab_size:
+            raise ValueError(f"{folder}: eos_token_id {token} is beyond the vocabulary of {vocab_size}; name another")
+
+
+def _check_types(config: Mapping[str, Any], file: Path) -> None:
+    """Raises ValueError for a value whose type transformers would refuse."""
+    inner = config.get("text_config", {})
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"{file}: text_config is {inner!r}; it must be a block of keys")
+    for types, names in _TYPES:
+        for name, value in ((n, block.get(n)) for block in (config, inner) for n in names):
+            # For Python, a bool is an int.
+            if value is not None and (not isinstance(value, types) or (bool not in types and isinstance(value, bool))):
+                wanted = " or ".join(t.__name__ for t in types)
+                raise ValueError(
+                    f"{file}: {name} is {value!r}, which transformers refuses; it must be of type {wanted}"
+                )

@@ -24,7 +24,7 @@ from lab.local.policy_shape import PolicyShape
 from lab.local.run_sections import LossConfig, OptimizerConfig
 from lab.local.sealed_folder import check_seal, seal_folder
 from nemo_specrollout.storage.files import sync_folder
-from nemo_specrollout.storage.model_folder import read_object
+from nemo_specrollout.storage.model_folder import read_object, tensor_files
 
 MICRO_BATCH_TOKENS = 2048
 """Padded tokens of one forward pass: few enough for a CPU's cache, enough to hide the overhead of a call."""
@@ -84,7 +84,7 @@ class MegatronPolicy:
         check_trainable(folder, hf_config)
         shape = PolicyShape.from_hf(hf_config)
         model = build_model(shape, dtype)
-        load_hf(model, shape, {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()})
+        load_hf(model, shape, {n: t for file in tensor_files(folder) for n, t in load_file(file).items()})
         return cls(model, shape, optimizer)
 
     @torch.no_grad()

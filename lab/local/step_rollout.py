@@ -16,6 +16,7 @@ from lab.local.statistics import RolloutStats, count_equal, rollout_stats, stock
 from lab.local.tasks import Task
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
+from nemo_specrollout.storage.model_folder import stop_token_ids
 
 if TYPE_CHECKING:
     from nemo_specrollout.training.features.features import SequenceFeatures
@@ -53,10 +54,13 @@ class StepRollout:
 
 
 def load_tokenizer(model: Path) -> Any:
-    """Returns the tokenizer in a Hugging Face folder."""
+    """Returns the tokenizer in a Hugging Face folder. One without a pad token, such as Llama 3's, pads with its EOS."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(str(model))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model))
+    if tokenizer.pad_token is None and (ids := stop_token_ids(model)):
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ids[0])
+    return tokenizer
 
 
 def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:

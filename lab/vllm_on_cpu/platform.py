@@ -23,9 +23,10 @@ class CpuPlatformForV2(CpuPlatform):
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """Registers the bodies of the kernels. Each worker calls this hook of vLLM."""
-        from lab.vllm_on_cpu import bfloat16_head, kernels  # noqa: F401 - the first registers a quantization method
+        from lab.vllm_on_cpu import bfloat16_head, kernels, recurrent  # noqa: F401 - the first registers a quantization
 
         kernels.register()
+        recurrent.install()
         _norm_context_keys_by_layer()
 
 

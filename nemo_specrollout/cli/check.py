@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout check`: validates a config and prints what it means on this machine; without torch."""
+"""`nemo-specrollout check`: validates a config and prints its meaning here; loads torch only for a tokenizer in a folder."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from nemo_specrollout.cli.terminal import complain
 from nemo_specrollout.config.block import OFF, SpecrolloutConfig
 from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config
-from nemo_specrollout.config.nemo_rl_tree import Finding, at, runtime_of
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config, values_of
+from nemo_specrollout.config.nemo_rl_tree import GENERATION, Finding, Tree, at, runtime_of
 from nemo_specrollout.config.nemo_rl_values import unknown_overrides
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.training.head.block_heads import drafter_misfits
@@ -64,6 +66,30 @@ def describe_config(tree: dict[str, Any]) -> Subject:
     findings, block = check_nemo_rl(tree), OFF
     if not any(finding.kind == "error" for finding in findings):
         block = effective_config(tree) or OFF
-        unfit = (reason.partition(": ") for reason in drafter_misfits(block, str(at(tree, "policy.model_name"))))
+        policy, length = (at(tree, f"policy.{n}") for n in ("model_name", "generation.vllm_cfg.max_model_len"))
+        unfit = (reason.partition(": ") for reason in drafter_misfits(block, str(policy), length))
         findings += [Finding(subject, text, "error") for subject, _, text in unfit]
+        findings += _tokenizer_faults(tree)
     return Subject(tree, describe_nemo_rl(tree), block, findings)
+
+
+def _tokenizer_faults(tree: Tree) -> Iterator[Finding]:
+    """Yields errors about a tokenizer in a folder here, for which it loads transformers, if that is installed."""
+    folder = Path(str(at(tree, "policy.tokenizer.name", at(tree, "policy.model_name"))))
+    if not folder.is_dir() or find_spec("transformers") is None:
+        return
+    from transformers import AutoTokenizer
+
+    own, has_system = at(tree, "policy.tokenizer", {}), any(values_of(tree.get("data"), "system_prompt_file"))
+    roles, kwargs = ["system"] * has_system + ["user"], own.get("chat_template_kwargs") or {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if tokenizer.eos_token is None and at(tree, f"{GENERATION}.stop_token_ids") is None:
+            raise ValueError(f"no eos_token ends a response, and {GENERATION}.stop_token_ids is null")
+        if at(tree, "data") and own.get("chat_template", "default") == "default":
+            chat = [{"role": role, "content": "1"} for role in roles]
+            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **kwargs)
+    except Exception as error:  # transformers and jinja2 have errors of their own
+        reason = f"{folder} does not suit prompts of {' and '.join(roles)} ({' '.join(str(error).split())[:120]})"
+        if "trust_remote_code" not in reason:  # NeMo-RL trusts the folder's code
+            yield Finding("policy.tokenizer", f"{reason}; set what is missing, or name another", "error")

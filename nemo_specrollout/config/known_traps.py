@@ -58,8 +58,8 @@ TRAPS = (
               before=(0, 29, 0)),
     KnownTrap(VLLM, lambda t: "eagle3" in drafter_types(t), "if a head's config names no layers, vLLM guesses which of the "
               "policy's states the head reads, and two of them for a policy of four layers: a crash, or wrong rows without "
-              "an error", "`refresh-draft` writes the layers into the config; a run that refreshes the head refuses one "
-              "without them"),
+              "an error", "`refresh-draft` writes the layers into the config; for policies of fewer than seven layers a head "
+              "without them is refused"),
     KnownTrap(NEMO_RL, _head_is_trained, "the drafter shares the policy's lm_head, and each refit of a head with the policy's "
               "whole vocabulary overwrites it in the engine: Generation KL Error 0.08 instead of 0.0000, without an error",
               "the two are separated before anything is loaded, and the log-prob gap is watched"),

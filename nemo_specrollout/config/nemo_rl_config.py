@@ -39,7 +39,7 @@ ALGORITHMS = {"grpo": "GRPO", "ppo": "PPO", "distillation": "on-policy distillat
 _KINDS = ("error", "warning", "note")
 _BLOCKS = (
     "grpo", "ppo", "distillation", *ASYNC_BLOCKS, "async_rl", "data_plane", "policy.megatron_cfg", "policy.dtensor_cfg",
-    "policy.draft", "policy.sequence_packing", VLLM_CFG, VLLM_KWARGS, "policy.generation.colocated",
+    "policy.draft", "policy.sequence_packing", "policy.tokenizer", VLLM_CFG, VLLM_KWARGS, "policy.generation.colocated",
     "policy.generation.colocated.resources", "loss_fn", "data", "data.default", "env", "cluster", "logger", "checkpointing",
 )  # fmt: skip
 """Optional values that must be blocks of keys."""
@@ -155,16 +155,17 @@ def _has(*paths: str) -> Callable[[Tree], bool]:
 
 def _is_multimodal(tree: Tree) -> bool:
     """Returns whether a GRPO config has prompts with images, video or audio, which need NeMo-RL's `vlm` data processor."""
-    return _has("grpo")(tree) and any(str(name).startswith("vlm") for name in _values(tree.get("data"), "processor"))
+    return _has("grpo")(tree) and any(str(name).startswith("vlm") for name in values_of(tree.get("data"), "processor"))
 
 
-def _values(node: Any, key: str) -> Iterator[Any]:
+def values_of(node: Any, key: str) -> Iterator[Any]:
+    """Yields the values under `key` in any block of `node`, also in lists."""
     if isinstance(node, Mapping):
         for name, value in node.items():
-            yield from (value,) if name == key else _values(value, key)
+            yield from (value,) if name == key else values_of(value, key)
     elif isinstance(node, list):
         for item in node:
-            yield from _values(item, key)
+            yield from values_of(item, key)
 
 
 _SCRIPTS: tuple[tuple[str, Callable[[Tree], bool]], ...] = (

@@ -20,6 +20,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     native_drafts,
 )
 from nemo_specrollout.config.strict import nearest
+from nemo_specrollout.storage.model_folder import check_model
 
 
 def _no_size(low: int, *others: int) -> Callable[[Any], bool]:
@@ -49,20 +50,25 @@ _RULES = (
 
 
 def engine_values(tree: Tree) -> Iterator[Finding]:
-    """Yields the errors about values that vLLM refuses late, and notes about folders of draft heads."""
+    """Yields the errors about values that vLLM refuses late, and the findings about folders of models."""
     yield from broken(_RULES, tree)
-    yield from _missing_folders(tree)
+    yield from _folders(tree)
 
 
-def _missing_folders(tree: Tree) -> Iterator[Finding]:
-    """Yields a note about each drafter whose weights have a path that is not a folder here."""
+def _folders(tree: Tree) -> Iterator[Finding]:
+    """Yields an error about each model in a folder here that cannot be loaded, and a note about each folder elsewhere."""
     drafters = at(tree, f"{BLOCK_PATH}.drafters", [])
     listed = [d for d in drafters if isinstance(d, Mapping)] if isinstance(drafters, list | tuple) else []
-    named = [(f"{BLOCK_PATH}.drafters", drafter.get("model")) for drafter in listed]
-    if native_drafts(tree):
-        named.append((f"{SPECULATIVE_CONFIG}.model", at(tree, f"{SPECULATIVE_CONFIG}.model")))
-    for path, name in named:
-        if isinstance(name, str) and name.startswith(("/", "./", "../")) and not Path(name).is_dir():
+    policy, native = str(at(tree, "policy.model_name")), at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else {}
+    named = [("policy.model_name", policy, ""), (f"{SPECULATIVE_CONFIG}.model", *map(native.get, ("model", "method")))]
+    named += [(f"{BLOCK_PATH}.drafters", d.get("model"), d.get("type")) for d in listed]
+    for path, name, kind in named:
+        if isinstance(name, str) and name and Path(name).is_dir():
+            try:
+                check_model(Path(name), Path(policy), str(kind))
+            except ValueError as error:
+                yield Finding(path, str(error), "error")
+        elif isinstance(name, str) and name.startswith(("/", "./", "../")):
             yield Finding(path, f"{name} is not a folder here; each engine looks for it on its own machine", "note")
 
 

@@ -4,16 +4,28 @@
 import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import FolderDrafterConfig, ModelDrafterConfig
+from nemo_specrollout.config.policy_layers import recurrent_layers
 
 WORKER = "nemo_specrollout.generation.vllm_worker.SpecrolloutWorker"
 SCHEDULER = "nemo_specrollout.generation.step_outputs.build_scheduler"
 TEXT_METHOD = "ngram_gpu"
 """vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace its own."""
+HOST_CHOOSES = "specrollout_host_chooses"
+"""Key of vLLM's `additional_config`: why the host chooses the drafts of each step; null if the device may."""
+_DEVICE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "CUTLASS_MLA")
+"""Attention backends that vLLM 0.32 lets run steps whose numbers of drafts only the device knows."""
+_ROW_OUTPUTS = {
+    "enable_lora": "maps adapters to rows",
+    "enable_return_routed_experts": "returns experts of rows",
+    "return_sampling_mask": "returns masks of rows",
+}
+"""Arguments with which vLLM must know each request's rows on the host, and what it does with them."""
+_FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 QUIET_START = {
     "use_tqdm_on_load": False,
     "disable_log_stats": True,
@@ -43,6 +55,8 @@ class VllmAbilities:
     """vLLM's default of `max_num_batched_tokens`."""
     default_requests: int = 128
     """vLLM's default of `max_num_seqs`."""
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    """The policy's config.json; empty if it is unknown."""
 
 
 NEWEST_VLLM = VllmAbilities()
@@ -80,14 +94,44 @@ def with_specrollout(
             raise ValueError(
                 "vllm_kwargs.speculative_config is set beside policy.generation.specrollout.drafters; remove one of them"
             )
-    elif block.drafters and block.most_drafts:
+    reason = host_choice(result, abilities.policy) if abilities.chooses_on_device else "vLLM before 0.32 cannot do it"
+    if result.get("speculative_config") is None and block.drafters and block.most_drafts:
         result["speculative_config"] = _speculative_config(result, block, device, abilities)
+        if reason is None and device == "cuda" and _has_full_graphs(result):
+            # vLLM then prepares CUDA graphs and attention for drafts that are chosen on the device.
+            result["speculative_config"]["enable_adaptive_verification"] = True
         _make_room_for_drafts(result, block.most_drafts, abilities)
         result.setdefault("scheduler_cls", SCHEDULER)
     block_dict = dataclasses.asdict(block)
     block_dict["drafters"] = list(block_dict["drafters"])
-    result["additional_config"] = {**(result.get("additional_config") or {}), "specrollout": block_dict}
+    ours = {"specrollout": block_dict, HOST_CHOOSES: reason}
+    result["additional_config"] = {**(result.get("additional_config") or {}), **ours}
     return result
+
+
+def host_choice(arguments: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
+    """Returns why the host must choose the drafts of each step; None if vLLM lets the device choose them.
+
+    These are vLLM's own rules about its adaptive verification (config/vllm.py, v1/attention/backend.py), which it checks only
+    where there are CUDA graphs. Our worker asks the attention backends again. `policy` is the policy's config.json.
+    """
+    if layers := recurrent_layers(policy):
+        return f"the policy has recurrent layers ({layers}), whose rollback vLLM plans on the host"
+    for name, what in _ROW_OUTPUTS.items():
+        if arguments.get(name):
+            return f"vllm_kwargs.{name}: vLLM {what} by numbers of drafts on the host"
+    given = arguments.get("attention_config")
+    backend = arguments.get("attention_backend") or (given.get("backend") if isinstance(given, Mapping) else None)
+    if backend is not None and str(backend).rpartition(".")[2].upper() not in _DEVICE_BACKENDS:
+        return f"vllm_kwargs: the attention backend {backend} plans a step by numbers of drafts on the host"
+    return None
+
+
+def _has_full_graphs(arguments: Mapping[str, Any]) -> bool:
+    """Returns whether vLLM makes CUDA graphs of whole steps, which is its default."""
+    compilation = arguments.get("compilation_config")
+    mode = compilation.get("cudagraph_mode") if isinstance(compilation, Mapping) else None
+    return not arguments.get("enforce_eager") and (mode is None or str(mode).rpartition(".")[2].upper() in _FULL_GRAPHS)
 
 
 def native_config(drafter: ModelDrafterConfig | None, num_speculative_tokens: int) -> dict[str, Any]:
@@ -107,9 +151,6 @@ def _speculative_config(
             "the drafter `sampling: greedy`"
         )
     config = native_config(drafter, block.most_drafts)
-    if abilities.chooses_on_device and device == "cuda" and not arguments.get("enforce_eager"):
-        # vLLM then prepares CUDA graphs and attention for drafts that are chosen on the device.
-        config["enable_adaptive_verification"] = True
     if drafter is not None and abilities.keeps_last_block:
         # By default vLLM computes the last block of a cached prompt again for each sample, because the head's entry there
         # depends on the next token. All samples of a prompt share that token, and the policy's entries do not depend on it.

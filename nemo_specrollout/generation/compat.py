@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 import vllm
+from transformers import PreTrainedConfig
 from vllm import LLM
 from vllm.config import SchedulerConfig, speculative
 from vllm.engine.arg_utils import EngineArgs
@@ -176,7 +177,18 @@ def vllm_abilities(arguments: Mapping[str, Any], is_async: bool = False) -> Vllm
     `is_async`: whether NeMo-RL's asynchronous engine gets the arguments; else `vllm.LLM` does.
     """
     keeps_last_block = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
-    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, *_default_sizes(arguments, is_async))
+    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, *_default_sizes(arguments, is_async), _policy(arguments))
+
+
+def _policy(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of the engine's model, from its folder or the Hub's cache; empty if it cannot be read."""
+    if not (model := arguments.get("model")):
+        return {}
+    try:
+        found, _ = PreTrainedConfig.get_config_dict(model, revision=arguments.get("revision"))
+    except (OSError, ValueError):
+        return {}  # vLLM will say so, or the model is in another format
+    return found
 
 
 def _default_sizes(arguments: Mapping[str, Any], is_async: bool) -> tuple[int, int]:

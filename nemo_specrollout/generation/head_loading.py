@@ -8,6 +8,7 @@ draft weights into a shared module overwrites the policy (docs/upstream/nemo-rl-
 import copy
 import json
 from collections.abc import Iterable, Mapping
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.models import llama_eagle3, qwen3_eagle3
+from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
 
-from nemo_specrollout.training.head.head_facts import check_values, read_head_facts, read_head_tensors
+from nemo_specrollout.training.head.head_facts import check_values, nested_layer_ids, read_head_facts, read_head_tensors
 
 LM_HEAD = "lm_head"
 EMBEDDING = "embed_tokens"
@@ -74,9 +77,7 @@ def load_published_head(runner: Any, folder: Path) -> None:
     check_values(facts, tensors)
     shared = {path.rpartition(".")[2] for path in shared_modules(runner.model, runner.speculator.model)}
     if LM_HEAD in shared:
-        raise ValueError(
-            f"the engine's head shares the policy's {LM_HEAD}: loading {folder} would overwrite the policy"
-        )
+        raise ValueError(f"the engine's head shares the policy's {LM_HEAD}, which {folder} would overwrite")
     if EMBEDDING in shared:
         tensors = {name: t for name, t in tensors.items() if EMBEDDING not in name}
     elif not any(EMBEDDING in name for name in tensors):
@@ -85,14 +86,9 @@ def load_published_head(runner: Any, folder: Path) -> None:
     expected = config.draft_vocab_size
     found = next((len(t) for name, t in tensors.items() if name.startswith(LM_HEAD)), None)
     if found != expected:
-        raise ValueError(
-            f"{folder}: its {LM_HEAD} drafts {found} tokens, the engine was started with a head of {expected}; a head can "
-            "only be replaced by one of the same draft vocabulary"
-        )
+        raise ValueError(f"{folder}: it drafts {found} tokens, the engine's {expected}; give the same draft vocabulary")
     if difference := rope_difference(layer_config(folder), config.to_dict(), "the engine's"):
-        raise ValueError(
-            f"{folder}: {difference}; RoPE is set when an engine starts: start another engine, or correct config.json"
-        )
+        raise ValueError(f"{folder}: {difference}; RoPE is set at an engine's start: restart, or correct config.json")
     reload_draft_weights(runner, tensors)
 
 
@@ -182,3 +178,25 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any] | None:
         named["rope_type"] = named.pop("type")
     flat = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
     return {**_ROPE_DEFAULTS, **flat, **named}
+
+
+def _load_weights(head: nn.Module, load: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+    """Does a head's `load_weights` without the map of a whole vocabulary, on which vLLM >= 0.32 fails."""
+    has_map = head.draft_id_to_target_id is not None
+    return load(head, (pair for pair in weights if has_map or "d2t" not in pair[0] or pair[1].any()))
+
+
+def _layer_ids(find: Any, spec_config: Any) -> tuple[int, ...]:
+    """Returns the layers that a head reads, also those in its `eagle_config`, which vLLM's V2 model runner passes over."""
+    nested = getattr(spec_config.draft_model_config.hf_config, "eagle_config", None)
+    num_layers = spec_config.target_model_config.get_total_num_hidden_layers()
+    return find(spec_config) or nested_layer_ids(nested, num_layers)
+
+
+def accept_published_heads() -> None:
+    """Makes this process's vLLM load heads as they are published. Call this before a model is loaded; again has no effect."""
+    if getattr(eagle3_utils.get_eagle3_aux_layers_from_config, "func", None) is _layer_ids:
+        return
+    for head in (llama_eagle3.Eagle3LlamaForCausalLM, qwen3_eagle3.Eagle3Qwen3ForCausalLM):
+        head.load_weights = partialmethod(_load_weights, head.load_weights)  # type: ignore[assignment, method-assign]
+    eagle3_utils.get_eagle3_aux_layers_from_config = partial(_layer_ids, eagle3_utils.get_eagle3_aux_layers_from_config)

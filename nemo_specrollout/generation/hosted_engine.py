@@ -53,7 +53,12 @@ def engine_facts(llm: Any) -> dict[str, str | bool]:
         "model_runner": "V2",
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
+        "host_chooses_drafts": llm.collective_rpc(_host_choice)[0] or False,
     }
+
+
+def _host_choice(worker: Any) -> str | None:
+    return getattr(worker, "specrollout_host_chooses", None)
 
 
 def device_facts(llm: Any) -> dict[str, Any]:

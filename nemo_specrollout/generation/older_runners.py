@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additions to the V2 model runners of vLLM before 0.32: a speculator for text drafters, bad words, a budget.
+"""Additions to the V2 model runners of vLLM before 0.32: a speculator for text drafters, bad words.
 
 Nothing here is in force where vLLM has its own.
 
-Shapes: B requests of the batch, K draft positions, S request slots.
+Shapes: B requests of the batch, K draft positions.
 """
 
-import dataclasses
 import inspect
 import os
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import model_runner
@@ -21,7 +19,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.arguments import TEXT_METHOD
 from nemo_specrollout.generation.compat import HAS_TEXT_METHOD
-from nemo_specrollout.generation.transfers import HostCopy, agreed
 
 _LIFTED_REFUSALS = {"ngram/ngram_gpu speculative decoding", f"speculative method '{TEXT_METHOD}'"}
 _config: Any = VllmConfig
@@ -94,44 +91,3 @@ def fix_bad_words(sampler: Any) -> None:
         apply(logits, rows, slots_np, input_ids.roll(-1), local_pos)
 
     state.apply_bad_words = apply_to_next
-
-
-class HostBudget:
-    """Keeps a step's drafts within the budget where vLLM has no adaptive verification: other drafts are left out of the step.
-
-    The scheduler treats drafts that were left out as rejected. The host chooses the number for each request from acceptance
-    rates that are a step old. Draft tokens stay on the device.
-    """
-
-    def __init__(self, runner: Any, router: Any) -> None:
-        self._router, self._slot_of = router, runner.req_states.req_id_to_index
-        self._known_rates = HostCopy(router.board.tables.rates_SK)
-
-    def record(self) -> None:
-        """Starts a copy of the acceptance rates of the latest drafts. The host reads it a step later."""
-        self._known_rates.refresh()
-
-    def trimmed(self, scheduled: Any) -> Any:
-        """Returns a copy of the scheduler's output with as many drafts as the policy wants.
-
-        The original stays as it is, because the scheduler reads it later. A step with structured output is returned untrimmed:
-        the scheduler made masks for all of its drafts.
-        """
-        drafts = scheduled.scheduled_spec_decode_tokens
-        if not drafts or scheduled.has_structured_output_requests:
-            return scheduled
-        names = [name for name in scheduled.num_scheduled_tokens if name in self._slot_of]
-        rates_BK = self._known_rates.values[[self._slot_of[name] for name in names]]
-        caps_B = np.array([len(drafts.get(name, ())) for name in names], np.int64)
-        counts_B = agreed(self._router.allocate(rates_BK, caps_B))
-        kept = {name: drafts[name][:n] for name, n in zip(names, counts_B.tolist(), strict=True) if n}
-        lengths = {
-            name: length - len(drafts.get(name, ())) + len(kept.get(name, ()))
-            for name, length in scheduled.num_scheduled_tokens.items()
-        }
-        return dataclasses.replace(
-            scheduled,
-            num_scheduled_tokens=lengths,
-            total_num_scheduled_tokens=sum(lengths.values()),
-            scheduled_spec_decode_tokens=kept,
-        )

@@ -7,13 +7,15 @@ only if it is the token that the runner would have sampled without it. Source: D
 Shapes: B requests of the batch, K draft positions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch.fx.experimental import _config
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
@@ -25,11 +27,14 @@ from nemo_specrollout.generation.transfers import HostCopy, to_device
 from nemo_specrollout.sampling.equality import accept_by_equality
 
 if compat.CHOOSES_ON_DEVICE:
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+    from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
     from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
-else:  # `older_runners.HostBudget` takes the place of this module's budget
+else:  # `HostBudget` takes the place of this module's budget
     AdaptiveVerificationManager = object  # type: ignore[assignment, misc]
 
 _compiler: Any = _config
+_runner_module: Any = model_runner
 
 
 class EqualityVerifier(rejection_sampler.RejectionSampler):
@@ -43,12 +48,15 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
     """Results for the rows between vLLM's calls of `_verify` and `_get_logprobs_tensors`; None without `RowSampler`."""
     _num_logprobs = NO_LOGPROBS
     """Largest number of log-probs that a request of the step wants, as vLLM counts them."""
+    _num_token_ids = 0
+    """Largest number of `logprob_token_ids` of a request of the step."""
     _has_verified = False
     """True if vLLM has asked for our rule. A step of drafts must."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **options: Any) -> Any:
         """Verifies a step with drafts. Each chunk of its rows gets as many log-probs as any request wants."""
         self._num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
+        self._num_token_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np)
         output = super().__call__(logits, input_batch, *args, **options)
         _verify_asked(self._has_verified or not len(logits))
         return output
@@ -67,7 +75,7 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[Any, Any, Any]:
-        self._has_verified = True
+        self._has_verified, self._slots_R = True, expanded_idx_mapping
         sampler, sampling, num_positions = self.sampler, self.sampler.sampling_states, self.num_speculative_steps
         rows = (
             logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
@@ -96,15 +104,26 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         max_num_logprobs: int,
     ) -> LogprobsTensors | None:
         if self._drawn is None:
-            return super()._get_logprobs_tensors(
+            found = super()._get_logprobs_tensors(
                 sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
             )
+            return found if found is None or not self._num_token_ids else self._of_asked_ids(logits, found)
         logprobs, self._drawn = self._drawn.logprobs, None
         if logprobs is None or len(logits) == len(sampled):
             return logprobs
         if self.enable_adaptive_verification:  # then only the device knows where each request's rows begin
             return logprobs._replace(cu_num_generated_tokens_tensor=cu_num_logits)
         return logprobs._replace(cu_num_generated_tokens=cu_num_logits_np.tolist())
+
+
+    def _of_asked_ids(self, logits: torch.Tensor, best: LogprobsTensors) -> LogprobsTensors:
+        """Returns the log-probs of the ids that requests ask for, where vLLM's method returns those of the best ids."""
+        starts = best.cu_num_generated_tokens_tensor
+        return compute_topk_scores(
+            logits, best.logprob_token_ids.shape[1] - 1, best.logprob_token_ids[:, 0],
+            best.cu_num_generated_tokens if starts is None else starts, self.sampler.logprob_token_ids_state, self._slots_R,
+            self._num_token_ids, logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )  # fmt: skip
 
 
 class SwappingVerifier(rejection_sampler.RejectionSampler):
@@ -235,19 +254,50 @@ class VerificationBudget(AdaptiveVerificationManager):
         return sum(num_others.values()) + budget
 
 
-def replace_budget(runner: Any, router: DraftRouter) -> None:
-    """Puts our budget in the place of vLLM's adaptive verification, as soon as vLLM has checked that this engine allows it.
+def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | None], None], reason: str | None) -> None:
+    """Makes `runner.initialize_kv_cache` put our budget in the place of vLLM's adaptive verification, if vLLM allows that.
 
-    vLLM makes its own with each KV cache: a small one while it measures the memory of CUDA graphs, then the engine's.
+    `settle` is called with None, or with the reason why the host must choose the drafts; a `reason` may be known before.
+    vLLM makes a manager with each KV cache: one while it measures the memory of CUDA graphs, then the engine's.
     """
     initialize_kv_cache = runner.initialize_kv_cache
 
     def initialize_with_budget(*args: Any, **options: Any) -> None:
-        initialize_kv_cache(*args, **options)
-        runner.adaptive_verification = VerificationBudget(runner, router)
-        runner.rejection_sampler.enable_adaptive_verification = True
+        with _questions_to_vllm() as refusals:
+            initialize_kv_cache(*args, **options)
+        found = reason or next(iter(refusals), None)
+        runner.adaptive_verification = None if found else VerificationBudget(runner, router)
+        runner.rejection_sampler.enable_adaptive_verification = found is None
+        settle(found)
 
     runner.initialize_kv_cache = initialize_with_budget
+
+
+@contextmanager
+def _questions_to_vllm() -> Iterator[list[str]]:
+    """Yields a list that receives what vLLM says against a choice on the device while it initializes a KV cache.
+
+    vLLM would end the engine. Where its adaptive verification is off, because there are no CUDA graphs, vLLM does not ask its
+    attention backends, so they are asked here.
+    """
+    create, refusals = _runner_module.maybe_create_adaptive_verification_manager, list[str]()
+
+    def ask(**options: Any) -> Any:
+        unfit = get_query_lens_mismatch_unsupported_backend(options["attn_groups"], options["target_layer_names"])
+        if unfit is not None:
+            refusals.append(f"the attention backend {unfit} plans a step by numbers of drafts on the host")
+            return None
+        try:
+            return create(**options)
+        except ValueError as error:  # graphs that cannot replay steps of any number of drafts
+            refusals.append(str(error))
+            return None
+
+    _runner_module.maybe_create_adaptive_verification_manager = ask
+    try:
+        yield refusals
+    finally:
+        _runner_module.maybe_create_adaptive_verification_manager = create
 
 
 def _options_with_sharding(sharder: Any) -> dict[str, bool]:

@@ -10,6 +10,7 @@ worker's own runner object. Three changes hold for the whole process:
 """
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,11 +23,13 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import as_key
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.arguments import HOST_CHOOSES
 from nemo_specrollout.generation.draft_router import DraftRouter
 from nemo_specrollout.generation.feature_capture import FeatureCapture
-from nemo_specrollout.generation.head_loading import own_lm_head, policy_teachers
+from nemo_specrollout.generation.head_loading import accept_published_heads, own_lm_head, policy_teachers
 from nemo_specrollout.generation.head_monitor import HeadMonitor
-from nemo_specrollout.generation.older_runners import HostBudget, allow_text_drafters, fix_bad_words
+from nemo_specrollout.generation.host_budget import HostBudget
+from nemo_specrollout.generation.older_runners import allow_text_drafters, fix_bad_words
 from nemo_specrollout.generation.requests import NewRequest, RequestIdentity, resolve_identity
 from nemo_specrollout.generation.row_sampling import RowSampler
 from nemo_specrollout.generation.step_accounts import StepAccounts
@@ -35,13 +38,14 @@ from nemo_specrollout.generation.verification import (
     EqualityVerifier,
     SwappingVerifier,
     VerificationBudget,
-    replace_budget,
+    install_budget,
 )
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 from nemo_specrollout.sampling.platforms import native_worker
 from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.telemetry.sample_stats import StepEnd
 
+logger = logging.getLogger(__name__)
 _NativeWorker: Any = native_worker(compat.device_type())
 _VERIFIER = EqualityVerifier if compat.CHOOSES_ON_DEVICE else SwappingVerifier
 
@@ -65,6 +69,8 @@ class VllmWorkerMixin:
     """None without drafters."""
     specrollout_host_budget: HostBudget | None = None
     """None where vLLM chooses on the device which drafts a step verifies."""
+    specrollout_host_chooses: str | None = None
+    """Why the host chooses them; None if the device does."""
     specrollout_policy_version = 0
 
     # Life cycle: methods of vLLM's worker.
@@ -82,6 +88,7 @@ class VllmWorkerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Lets vLLM load its models, then adds verification and drafting."""
+        accept_published_heads()
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner, config = self.model_runner, self.specrollout_config
         if RowSampler.fits(runner.sampler):
@@ -93,8 +100,11 @@ class VllmWorkerMixin:
             if config.head is not None:
                 own_lm_head(runner.model, runner.speculator.model)
             self.specrollout_router = DraftRouter(config, runner)
+            reason = self.vllm_config.additional_config.get(HOST_CHOOSES)
             if compat.CHOOSES_ON_DEVICE:
-                replace_budget(runner, self.specrollout_router)
+                install_budget(runner, self.specrollout_router, self._settle_budget, reason)
+            else:
+                self._settle_budget(reason)
         self.specrollout_accounts = StepAccounts(runner, self.specrollout_router)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
@@ -113,14 +123,12 @@ class VllmWorkerMixin:
             runner.sampler.warm_up(runner)
         if router is not None:
             router.warm_up()
-            if compat.CHOOSES_ON_DEVICE:
+            if self.specrollout_host_budget is None:
                 runner.adaptive_verification.warm_up()
             router.stands_by = True
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if router is not None:
             router.stands_by = False
-            if not compat.CHOOSES_ON_DEVICE:
-                self.specrollout_host_budget = HostBudget(runner, router)
         self._execute_model, self._sample_tokens = runner.execute_model, runner.sample_tokens
         runner.execute_model, runner.sample_tokens = self._execute_step, self._sample_step
         return times
@@ -136,6 +144,13 @@ class VllmWorkerMixin:
         super().wake_up(*args, **kwargs)  # type: ignore[misc]
         if self.specrollout_router is not None:
             self.specrollout_router.woke_up()
+
+    def _settle_budget(self, reason: str | None) -> None:
+        """Lets the host choose the drafts of each step for a `reason`, else the device."""
+        if reason and reason != self.specrollout_host_chooses:
+            logger.warning("specrollout: the host chooses the drafts of each step: %s", reason)
+        self.specrollout_host_chooses = reason
+        self.specrollout_host_budget = HostBudget(self.model_runner, self.specrollout_router) if reason else None
 
     def _verify_in_force(self) -> None:
         """Raises RuntimeError if this engine would verify or draft in another way than ours."""
@@ -153,7 +168,7 @@ class VllmWorkerMixin:
                 "nemo_specrollout.generation.arguments.with_specrollout makes of the block"
             )
         has_budget = isinstance(getattr(runner, "adaptive_verification", None), VerificationBudget)
-        if router is not None and compat.CHOOSES_ON_DEVICE and not has_budget:
+        if router is not None and has_budget == (self.specrollout_host_budget is not None):
             raise RuntimeError("specrollout's budget is not in force: something replaced the adaptive verification")
 
     # Steps: methods of vLLM's model runner.

@@ -114,7 +114,7 @@ def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:
 
 def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
     """Raises ConfigError for errors that an engine or an actor would find minutes later."""
-    for reason in drafter_misfits(block, policy["model_name"]):
+    for reason in drafter_misfits(block, policy["model_name"], policy["generation"]["vllm_cfg"].get("max_model_len")):
         raise ConfigError(reason)
     if block.remote is not None and block.remote.workers:
         drafter_spec(block.remote, policy["generation"]["vllm_cfg"])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of report pages: cards, charts, tables and lists, with their style. Every text is escaped here."""
+"""Parts of report pages: cards, charts, tables and lists. Every text is escaped here; `page.html.template` has their style."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -11,57 +12,13 @@ from nemo_specrollout.reports.records import Record, number
 
 NONE = "\N{EN DASH}"
 
-PAGE = Template("""<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>$title</title>
-<style>$css</style></head>
-<body><main>
-<h1>$title</h1>
-<p class="status">$status</p>
-$body
-</main></body>
-</html>
-""")
-
-CSS = """
-:root { color-scheme: light }
-body { margin: 0; background: #f6f8fa; color: #24292f;
-  font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif }
-main { max-width: 936px; margin: 0 auto; padding: 28px 24px 48px }
-h1 { font-size: 24px; margin: 0 } h2 { font-size: 16px; margin: 0 0 2px }
-.status { color: #57606a; margin: 2px 0 18px }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px }
-.card, section { background: #fff; border: 1px solid #d8dee4; border-radius: 8px }
-.card { padding: 12px 14px } .card p { margin: 0; font-size: 12.5px; line-height: 1.35; color: #57606a }
-.card .value { font-size: 18px; font-weight: 600; line-height: 1.4; letter-spacing: -0.02em; color: #24292f }
-.card .value { white-space: nowrap }
-.card.good .value { color: #0072b2 }
-.card.bad { background: #fff1ee; border-color: #cf222e } .card.bad .value, .alarms { color: #b3141f }
-section { margin-top: 14px; padding: 16px 18px; min-width: 0 }
-section p { margin: 0 0 10px; color: #57606a; font-size: 13.5px }
-ul { margin: 4px 0 0; padding-left: 20px; font-size: 13.5px } section.alarms { border-color: #cf222e }
-.charts { display: grid; grid-template-columns: 1fr 1fr; gap: 0 14px } .wide { grid-column: 1 / -1 }
-svg { display: block; width: 100%; height: auto } svg text { font-family: inherit !important }
-.scroll { overflow: auto; max-height: 520px }
-table { border-collapse: collapse; width: 100%; white-space: nowrap }
-th, td { font-size: 12.5px; font-variant-numeric: tabular-nums }
-th { position: sticky; top: 0; background: #fff; color: #57606a; font-weight: 600; vertical-align: bottom }
-th, td { text-align: right; padding: 3px 0 3px 10px; border-bottom: 1px solid #eaeef2 } td.bad { color: #b3141f }
-pre, code { font: 12.5px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace }
-pre { background: #f6f8fa; padding: 10px 12px; margin: 6px 0; overflow-x: auto }
-summary { cursor: pointer; font-weight: 600 }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 6px 0 0; font-size: 13.5px }
-dt { color: #57606a } dd { margin: 0; overflow-wrap: anywhere }
-@media (max-width: 720px) { .charts { grid-template-columns: 1fr } }
-"""
-
+_PAGE = Template(Path(__file__).with_name("page.html.template").read_text(encoding="utf-8"))
 IsBad = Callable[[Record, str], bool]
 
 
 def page(title: str, status: str, parts: Iterable[str]) -> str:
     """Returns a whole page: one file without script or outside resource. `parts` are HTML."""
-    body = "\n".join(parts)
-    return PAGE.substitute(title=escape(title), css=CSS, status=escape(status), body=body)
+    return _PAGE.substitute(title=escape(title), status=escape(status), body="\n".join(parts))
 
 
 def cards(of: Iterable[str]) -> str:

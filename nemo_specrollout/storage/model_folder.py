@@ -39,6 +39,12 @@ def size_in(config: Mapping[str, Any], name: str, where: object, default: int | 
     return value
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the block of a config.json about the language model, which may be all of it."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
 def tokenizer_fingerprint(folder: Path) -> str:
     """Returns a hash of the tokenizer's tokens and their ids; empty if the folder has no vocabulary."""
     tokenizer = _read(folder / "tokenizer.json")
@@ -51,31 +57,74 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """Returns the ids that end a text, from generation_config.json if it exists. Raises ValueError if they are not ids."""
-    file = folder / "generation_config.json"
-    file = file if file.is_file() else folder / "config.json"
-    found = _read(file).get("eos_token_id")
-    ids = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ValueError(f"{file}: eos_token_id is {found!r}; it must be a token id, or a list of them")
-    return list(ids)
+    """Returns the ids that end a text: of generation_config.json, else of config.json, else of the tokenizer; or none.
+
+    Raises ValueError if one of the two files has something else there.
+    """
+    config, ids = _read(folder / "config.json"), list[int]()
+    generation = _read(folder / "generation_config.json")
+    for block, name in ((generation, "generation_config"), (config, "config"), (text_config(config), "config")):
+        found = block.get("eos_token_id")
+        named = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(type(i) is int and i >= 0 for i in named):
+            raise ValueError(f"{folder}/{name}.json: eos_token_id is {found!r}; it must be a token id, or a list")
+        ids = ids or named
+    if ids:
+        return ids
+    tokenizer, settings = (_read(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    eos = settings.get("eos_token") or _read(folder / "special_tokens_map.json").get("eos_token")
+    eos = eos.get("content") if isinstance(eos, Mapping) else eos
+    return [token["id"] for token in tokenizer.get("added_tokens") or () if token["content"] == eos][-1:]
 
 
 def longest_text(folder: Path) -> int | None:
     """Returns the length in tokens of the longest text that the model was made for, if its config says so."""
-    return _read(folder / "config.json").get("max_position_embeddings")
+    return text_config(_read(folder / "config.json")).get("max_position_embeddings")
 
 
 def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Returns the tensors, with the embedding also under the LM head's name if the model of `folder` ties the two.
+    """Returns a model's tensors, with the embedding also under the LM head's name if the model of `folder` ties the two.
 
-    vLLM >= 0.29 reloads each layer by itself: without the second name, the LM head would keep its old weights.
+    vLLM >= 0.29 reloads each layer by itself: without the second name, the LM head would keep its old weights. A model
+    without an LM head is tied, unless its config denies it: some are by default.
     """
-    found = list(tensors)
-    names = dict(found)
-    if _read(folder / "config.json").get("tie_word_embeddings") and EMBEDDING in names and LM_HEAD not in names:
+    found, config = list(tensors), _read(folder / "config.json")
+    names, is_tied = dict(found), config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
+    if is_tied is not False and EMBEDDING in names and LM_HEAD not in names:
         found.append((LM_HEAD, names[EMBEDDING]))
     return found
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """Returns the files of a model's tensors: those in its index, as in vLLM, or else all *.safetensors.
+
+    Raises ValueError for an index that cannot be read, or that names an absent file.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    names = read_object(index).get("weight_map")
+    files = sorted({folder / str(name) for name in names.values()}) if isinstance(names, Mapping) else []
+    absent = next((file.name for file in files if not file.is_file()), None)
+    if absent or not files:
+        raise ValueError(f"{index}: {absent or 'its weight_map'} is missing; copy the missing file to the folder")
+    return files
+
+
+def check_model(folder: Path, policy: Path, kind: str = "") -> None:
+    """Raises ValueError for a model that vLLM cannot load, or not use as a drafter of this kind for a policy."""
+    try:
+        size, _ = text_config(read_object(folder / "config.json")).get("vocab_size"), stop_token_ids(folder)
+        tensor_shapes(tensor_files(folder))
+        if kind not in ("draft_model", "remote") or not policy.is_dir():
+            return
+        wanted = text_config(read_object(policy / "config.json")).get("vocab_size")
+        tokens = {tokenizer_fingerprint(f) for f in (folder, policy)} if kind == "remote" else {""}
+    except (TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"{folder}: a value of its JSON files has a wrong type ({error}); copy them again") from error
+    if size != wanted if "" in tokens else len(tokens) > 1:  # rows beyond the tokenizer's tokens are padding
+        fault = "has another tokenizer" if size == wanted else f"knows {size} tokens, the policy {wanted}"
+        raise ValueError(f"{folder} {fault}; name a model of the policy's family, or remote if padding differs")
 
 
 def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:

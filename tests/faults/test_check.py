@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER
+from safetensors.torch import load_file, save_file
 
 from lab.cli.main import main
+from lab.cli.prepare import prepare, prepare_run
+from lab.local.engine import RolloutEngine
+from lab.local.policy import MegatronPolicy
+from lab.local.run_sections import OptimizerConfig
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.strict import ConfigError
 
 pytestmark = pytest.mark.unit
 
@@ -105,6 +112,133 @@ def test_damaged_json_files_of_a_model_are_refused(
 @pytest.mark.parametrize(
     ("values", "words"),
     [
+        ({"eos_token_id": "two"}, "config.json: eos_token_id is 'two'; it must be a token id"),
+        ({"eos_token_id": [2, True]}, "config.json: eos_token_id is [2, True]; it must be a token id"),
+        ({"text_config": {"eos_token_id": "x"}}, "config.json: eos_token_id is 'x'; it must be a token id"),
+        ({"text_config": "x"}, "config.json: text_config is 'x'; it must be a block of keys"),
+        (
+            {"bos_token_id": "one"},
+            "config.json: bos_token_id is 'one', which transformers refuses; it must be of type int",
+        ),
+        ({"use_cache": 3}, "use_cache is 3, which transformers refuses; it must be of type bool"),
+        ({"attention_dropout": "x"}, "attention_dropout is 'x', which transformers refuses"),
+    ],
+)
+def test_values_that_transformers_refuses_are_refused(
+    refused: Refused, tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
+    model = copied(STEP_ADDER, tmp_path / "model")
+    rewritten(model / "config.json", **values)
+    assert words in refused(f"policy.model_name={model}")
+
+
+def test_what_vllm_would_say_in_a_traceback_is_a_sentence(tmp_path: Path) -> None:
+    rewritten(copied(STEP_ADDER, tmp_path / "model") / "config.json", layer_types=["x"] * 4)
+    config = prepare(
+        QUICKSTART, [f"policy.model_name={tmp_path / 'model'}", f"logger.log_dir={tmp_path / 'run'}"]
+    ).config
+    with pytest.raises(ConfigError, match=r"transformers refuses .*layer_types"):
+        RolloutEngine(tmp_path / "model", config.policy.generation, 1)
+
+
+def test_a_model_without_an_end_of_texts_is_refused(refused: Refused, tmp_path: Path) -> None:
+    model = copied(STEP_ADDER, tmp_path / "model")
+    rewritten(model / "config.json", eos_token_id=None)
+    (model / "generation_config.json").unlink()
+    assert main(["explain", str(QUICKSTART), f"policy.model_name={model}", f"logger.log_dir={tmp_path / 'run'}"]) == 0
+    rewritten(model / "tokenizer_config.json", eos_token=None)
+    said = refused(f"policy.model_name={model}")
+    assert f"{model} names no token that ends a text" in said and "eos_token_id into generation_config.json" in said
+
+
+def test_a_model_without_a_pad_token_can_run(tmp_path: Path) -> None:
+    model = copied(STEP_ADDER, tmp_path / "model")
+    for pad in ({"pad_token": None}, {"pad_token": {"content": "<unk>"}}):
+        rewritten(model / "tokenizer_config.json", **pad)
+        prepare_run(load_config(QUICKSTART, [f"policy.model_name={model}", f"logger.log_dir={tmp_path / 'run'}"]))
+
+
+def test_a_model_in_shards_can_run(refused: Refused, tmp_path: Path) -> None:
+    model = copied(STEP_ADDER, tmp_path / "model")
+    tensors, names = load_file(model / "model.safetensors"), dict[str, str]()
+    for i, part in enumerate((sorted(tensors)[:20], sorted(tensors)[20:])):
+        names |= dict.fromkeys(part, f"model-{i}.safetensors")
+        save_file({name: tensors[name] for name in part}, model / f"model-{i}.safetensors")
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    overrides = [f"policy.model_name={model}", f"logger.log_dir={tmp_path / 'run'}"]
+    prepared = prepare_run(load_config(QUICKSTART, overrides))
+    policies = [MegatronPolicy.from_pretrained(f, optimizer=OptimizerConfig(lr=1e-4)) for f in (STEP_ADDER, model)]
+    whole, parts = (dict(policy.hf_tensors()) for policy in policies)
+    assert prepared.model_config["vocab_size"] == 96 and all(whole[name].equal(parts[name]) for name in whole)
+    (model / "model-1.safetensors").unlink()
+    assert "index.json: model-1.safetensors is missing; copy" in refused(f"policy.model_name={model}")
+    (model / "model.safetensors.index.json").unlink()
+    assert "there is no tensor model.layers." in refused(f"policy.model_name={model}")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.safetensors", "has no model.safetensors; copy it too, or save the model again as safetensors"),
+        ("tokenizer.json", "has no tokenizer.json; copy it too, or let transformers save the tokenizer again"),
+        ("config.json", "has no config.json; copy the whole folder"),
+    ],
+)
+def test_a_missing_file_of_a_model_is_named(refused: Refused, tmp_path: Path, name: str, words: str) -> None:
+    model = copied(STEP_ADDER, tmp_path / "model")
+    (model / name).unlink()
+    assert words in refused(f"policy.model_name={model}")
+
+
+CHAT = {"data.dataset_name": "reasoning_gym", "data.tasks": "[{name: chain_sum}]", "data.system_prompt": "null"}
+PLAIN = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "words"),
+    [
+        (None, "null", "data.dataset_name: reasoning_gym has prompts for a chat, and the tokenizer of"),
+        (NO_SYSTEM, "Think.", "data.system_prompt: 'Think.'; the chat template of"),
+        (NO_SYSTEM, "simple", "refuses a system prompt (no system role): set it to null"),
+        (NO_SYSTEM, "null", None),
+        (PLAIN, "simple", None),
+        ([{"name": "default", "template": NO_SYSTEM}, {"name": "rag", "template": "x"}], "simple", "(no system role)"),
+        ([{"name": "rag", "template": "x"}], "null", "has no chat template"),
+        (5, "null", "chat_template is '5'; it must be a text"),
+        ("{{ raise_exception('never') }}", "null", "refuses a user's message (never)"),
+        ("{% if %}", "null", "refuses a user's message ("),
+        ("{{ bos_token + undefined_name }}", "null", "refuses a user's message ("),
+        ("", "null", "refuses a user's message (it makes no text of it)"),
+    ],
+)
+def test_a_chat_template_is_tried_before_an_engine_starts(
+    refused: Refused, tmp_path: Path, template: Any, system: str, words: str | None
+) -> None:
+    pytest.importorskip("reasoning_gym")
+    model = copied(STEP_ADDER, tmp_path / "model")
+    if template is not None:
+        rewritten(model / "tokenizer_config.json", chat_template=template)
+    overrides = [f"{key}={value}" for key, value in {**CHAT, "data.system_prompt": system}.items()]
+    overrides.append(f"policy.model_name={model}")
+    if words is None:
+        prepare_run(load_config(QUICKSTART, [*overrides, f"logger.log_dir={tmp_path / 'run'}"]))
+    else:
+        assert words in refused(*overrides)
+
+
+def test_bench_and_rollouts_refuse_a_missing_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workloads = "bench.workloads=[{name: text, data: {dataset_name: free_text}}]"
+    for command, more in (("bench", ()), ("rollouts", ("--out", str(tmp_path / "rollouts.jsonl")))):
+        where = (f"policy.model_name={STEP_ADDER}", f"logger.log_dir={tmp_path / 'run'}")
+        assert main([command, str(QUICKSTART), workloads, *where, *more]) == 2
+        assert "free_text has prompts for a chat, and the tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
         ([], "config.json: not a JSON object"),
         ({"eagle_aux_hidden_state_layer_ids": "x"}, "eagle_aux_hidden_state_layer_ids is 'x'; it must be a list"),
         ({"eagle_aux_hidden_state_layer_ids": [0, "1"]}, "it must be a list of layer numbers"),
@@ -136,6 +270,13 @@ def test_missing_or_unfit_drafters_are_refused(refused: Refused, tmp_path: Path)
     model = copied(STEP_ADDER, tmp_path / "model")
     rewritten(model / "config.json", vocab_size=97)
     assert "knows 97 tokens, the policy 96" in refused(f"{BLOCK}.drafters=[{{type: draft_model, model: '{model}'}}]")
+    padded = f"{BLOCK}.drafters=[{{type: remote, workers: 1, model: '{model}'}}]"
+    prepare(QUICKSTART, [padded, f"logger.log_dir={tmp_path / 'run'}"])
+    rewritten(model / "config.json", eos_token_id="two")
+    assert "eos_token_id is 'two'" in refused(padded)
+    (model / "tokenizer.json").unlink()
+    rewritten(model / "config.json", eos_token_id=2)
+    assert "knows 97 tokens, the policy 96" in refused(padded)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_run_trains_publishes_and_resumes_with_a_head(head: Path, tmp_path: Pa
     for mine, others in zip(steps, metrics(plain), strict=True):
         assert (mine["reward"], mine["num_tokens"]) == (others["reward"], others["num_tokens"])
     refreshes = [s["draft_refresh"] for s in steps]
-    assert refreshes[0]["head_age"] == 0 and all(r["capture_s"] > 0 for r in refreshes)
+    assert steps[0]["head_age"] == 0 and all(r["capture_s"] > 0 for r in refreshes)
     assert all(r["decision"].startswith(("refreshed: ", "skipped: ")) for r in refreshes)
     assert "are needed to judge" in refreshes[0]["decision"], "one step has too few held-out prompts"
     published = [n for n, r in enumerate(refreshes) if r.get("published")]
@@ -196,7 +196,7 @@ def test_a_head_of_another_policy_is_refused_at_the_start(head: Path, tmp_path: 
     short.mkdir()
     (short / "config.json").write_text(json.dumps(config))
     (short / "model.safetensors").write_bytes((head / "model.safetensors").read_bytes())
-    with pytest.raises(ConfigError, match="max_position_embeddings 128 is less than the policy's"):
+    with pytest.raises(ConfigError, match="max_position_embeddings 128 is less than max_model_len"):
         prepare_local(load_config(QUICKSTART, overrides(tmp_path / "run", **with_head(short))))
     assert not (tmp_path / "run").exists()
     assert yaml.safe_load(QUICKSTART.read_text())["policy"]["generation"]["specrollout"]["enabled"]

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment
 from nemo_specrollout.remote.protocol.drafter_side import DraftModel
 from nemo_specrollout.remote.protocol.messages import Open, column
-from nemo_specrollout.storage.model_folder import longest_text, tensor_shapes, tokenizer_fingerprint, with_tied_lm_head
+from nemo_specrollout.storage import model_folder as folders
 
 WORKER = "nemo_specrollout.remote.drafter.shadow_worker.ShadowWorker"
 SCHEDULER = "nemo_specrollout.remote.drafter.shadow_scheduler.ShadowScheduler"
@@ -36,7 +35,7 @@ class DrafterEngine:
             **QUIET_START,
             **vllm_kwargs,
             "model": str(model),
-            "max_model_len": min(max_model_len, longest_text(model) or max_model_len),
+            "max_model_len": min(max_model_len, folders.longest_text(model) or max_model_len),
             "max_num_seqs": num_shadows,
             "worker_cls": WORKER,
             "scheduler_cls": SCHEDULER,
@@ -58,9 +57,8 @@ class DrafterEngine:
                 f"vLLM built {type(self._scheduler).__name__} although scheduler_cls names specrollout's ShadowScheduler"
             )
         # One token less than vLLM allows, because vLLM frees a request that reaches its limit.
-        self.model = DraftModel(
-            engine.model_config.get_vocab_size(), tokenizer_fingerprint(model), engine.model_config.max_model_len - 1
-        )
+        config, tokenizer = engine.model_config, folders.tokenizer_fingerprint(model)
+        self.model = DraftModel(config.get_vocab_size(), tokenizer, config.max_model_len - 1)
 
     # See `ShadowEngine`
 
@@ -96,7 +94,7 @@ class DrafterEngine:
 
         Raises ValueError, and keeps the old weights, if their names or shapes differ from the present checkpoint.
         """
-        weights = with_tied_lm_head(folder, read_like(folder, self._folder))
+        weights = folders.with_tied_lm_head(folder, read_like(folder, self._folder))
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._scheduler.read_again()
 
@@ -120,12 +118,9 @@ class DrafterEngine:
 
 def read_like(folder: Path, known: Path) -> list[tuple[str, torch.Tensor]]:
     """Returns the tensors of the checkpoint in `folder`. Raises ValueError unless it has the names and shapes of `known`."""
-    files = sorted(folder.glob("*.safetensors"))
-    try:
-        found, expected = tensor_shapes(files), tensor_shapes(sorted(known.glob("*.safetensors")))
-        if found != expected:
-            odd = sorted(set(found.items()) ^ set(expected.items()))
-            raise ValueError(f"{folder}: not a checkpoint like {known}: {odd[0][0] if odd else 'no tensors'} differs")
-        return [(n, t) for file in files for n, t in load_file(file).items()]
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
+    files = folders.tensor_files(folder)
+    found, expected = folders.tensor_shapes(files), folders.tensor_shapes(folders.tensor_files(known))
+    if found != expected:
+        odd = sorted(set(found.items()) ^ set(expected.items()))
+        raise ValueError(f"{folder}: not a checkpoint like {known}: {odd[0][0] if odd else 'no tensors'} differs")
+    return [(n, t) for file in files for n, t in load_file(file).items()]

@@ -9,6 +9,7 @@ Every error is a ValueError that names file, line and fix.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -134,7 +135,14 @@ def _encoder(policy_folder: Path) -> Encode:
             reason = " ".join(str(error).split())[:120]
             raise ValueError(f"{policy_folder}: its tokenizer cannot be loaded ({reason}); give token ids") from error
 
-    return lambda text, begins: list(tokenizer()(text, add_special_tokens=begins)["input_ids"])
+    return lambda text, begins: token_ids_of(tokenizer(), text, begins)
+
+
+def token_ids_of(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
+    """Returns the ids of a text. If it `begins` a sequence, it gets the special tokens for that, unless it has them."""
+    ids = list(tokenizer(text, add_special_tokens=begins)["input_ids"])
+    added = len(os.path.commonprefix([ids, tokenizer("")["input_ids"]])) if begins else 0  # noqa: RUF071 (lists)
+    return ids[added:] if ids[:added] == ids[added : 2 * added] else ids
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
@@ -171,7 +179,7 @@ def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[Rollo
     elif isinstance(record.get("prompt"), str) and isinstance(record.get("response"), str):
         prompt, response = encode(record["prompt"], True), encode(record["response"], False)
     else:
-        raise ValueError(f"{where}: keys {_keys(record)}; a rollout has {FORMS}")
+        raise ValueError(f"{where}: keys {', '.join(sorted(record)[:6]) or 'none'}; a rollout has {FORMS}")
     if not (isinstance(prompt, list) and isinstance(response, list)):
         raise ValueError(f"{where}: prompt_token_ids and response_token_ids must be lists of numbers")
     if not prompt:
@@ -213,7 +221,3 @@ def _check_ids(ids: Any, vocab_size: int, where: str) -> None:
             f"{where}: token id {wrong} is not of the policy's vocabulary of {vocab_size}; these are of another tokenizer, "
             "give the policy's own rollouts"
         )
-
-
-def _keys(record: dict[str, Any]) -> str:
-    return f"{', '.join(sorted(record)[:6])}{' ...' if len(record) > 6 else ''}" if record else "none"

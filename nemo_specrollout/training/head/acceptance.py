@@ -64,13 +64,8 @@ class Acceptance:
 def measure_acceptance(
     head: DraftHead, sequences: Sequence[SequenceFeatures], num_drafts: int = 5, temperature: float = 1.0
 ) -> Acceptance:
-    """Returns the expected acceptance of `num_drafts` drafts after each generated token of `sequences`.
-
-    Raises ValueError for a head with sliding-window attention.
-    """
+    """Returns the expected acceptance of `num_drafts` drafts after each generated token of `sequences`."""
     assert num_drafts >= 1 and temperature >= 0.0
-    if head.model.uses_sliding_window_attn:
-        raise ValueError("the head has sliding-window attention, which cannot be measured; use full attention")
     sums_N3K = [_measure(head, features, num_drafts, temperature) for features in sequences]
     return Acceptance(*np.array(sums_N3K).reshape(-1, 3, num_drafts).swapaxes(0, 1))
 
@@ -95,28 +90,37 @@ def draft_logits(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yields (first row, draft position, logits [C, D]) chunk by chunk. Row t reads token t+1 and the states at t.
 
-    The logits equal the ones of `speculators`' training forward. The rows of a chunk attend to the first-draft keys of all
-    rows before and to their own later keys. Only the first-draft keys stay in the cache after the chunk.
+    The logits equal the ones of `speculators`' training forward, whose windows do not slide with the drafts. The rows of a
+    chunk attend to the first-draft keys of all rows before and to their own later keys. Only the first-draft keys stay cached.
     """
     model, num_rows = head.model, features.num_tokens - 1
     tokens_T = features.token_ids_T.to(head.device).long()
     keys = DynamicCache()
+    windows = [model.sliding_window if i in model.sliding_window_indices else None for i in range(len(model.layers))]
     for start in range(0, num_rows, chunk_rows):
         stop = min(start + chunk_rows, num_rows)
         hidden_1CH = _projected(model, features.aux_TF[None, start:stop].to(model.fc.weight))
-        mask_CP = torch.ones(stop - start, stop, dtype=torch.bool, device=head.device).tril(start)
-        own_CC = torch.eye(stop - start, dtype=torch.bool, device=head.device)
+        causal_CP = torch.ones(stop - start, stop, dtype=torch.bool, device=head.device).tril(start)
         for k in range(num_drafts):
             # Rows beyond the end of the sequence may hold any token: no caller uses their drafts.
             rows_C = torch.arange(start + 1 + k, stop + 1 + k, device=head.device)
             tokens_1C = tokens_T[rows_C.clamp(max=num_rows)][None]
-            hidden_1CH = _draft_pass(model, tokens_1C, hidden_1CH, rows_C[None], mask_CP, keys)
+            masks = [_mask(causal_CP, start, k, window) for window in windows]
+            hidden_1CH = _draft_pass(model, tokens_1C, hidden_1CH, rows_C[None], masks, keys)
             normed_1CH = model.norm(hidden_1CH)
             yield start, k, model.lm_head(normed_1CH)[0]
             hidden_1CH = normed_1CH if model.config.norm_output else hidden_1CH
-            mask_CP = torch.cat([mask_CP, own_CC], dim=1)
         if num_drafts > 1:
             keys.crop(-(num_drafts - 1) * (stop - start))
+
+
+def _mask(causal_CP: Tensor, start: int, k: int, window: int | None) -> Tensor:
+    """Returns the keys that the rows of a chunk see in a layer at draft position `k`, bool [C, P], as in vLLM."""
+    own_CC = torch.eye(len(causal_CP), dtype=torch.bool, device=causal_CP.device)
+    width = window or causal_CP.shape[1] + k + 1
+    return torch.cat(
+        [causal_CP.triu(start + k + 1 - width), *(own_CC & (age < width) for age in reversed(range(k)))], dim=1
+    )
 
 
 def _projected(model: Any, aux_1CF: Tensor) -> Tensor:
@@ -130,12 +134,12 @@ def _projected(model: Any, aux_1CF: Tensor) -> Tensor:
 
 
 def _draft_pass(
-    model: Any, tokens_1C: Tensor, hidden_1CH: Tensor, positions_1C: Tensor, mask_CP: Tensor, keys: DynamicCache
+    model: Any, tokens_1C: Tensor, hidden_1CH: Tensor, positions_1C: Tensor, masks: list[Tensor], keys: DynamicCache
 ) -> Tensor:
     """Returns the hidden states after the head's layers, [1, C, H]; appends the rows' keys to `keys`."""
     states = torch.cat([model.embed_tokens(tokens_1C), hidden_1CH], dim=-1)
     rotary = model.rotary_emb(states, positions_1C)
-    for layer in model.layers:
+    for layer, mask_CP in zip(model.layers, masks, strict=True):
         states = layer(
             states,
             attention_mask=mask_CP[None, None],

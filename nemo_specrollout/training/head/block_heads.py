@@ -18,13 +18,13 @@ _OWN_SAMPLERS = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftMod
 """Architectures that choose among candidates in kernels of their own, without the policy's noise."""
 
 
-def drafter_misfits(block: SpecrolloutConfig, policy: str) -> list[str]:
-    """Returns why drafters do not fit the policy: heads that the run refreshes, and drafters of whole blocks.
+def drafter_misfits(block: SpecrolloutConfig, policy: str, length: Any) -> list[str]:
+    """Returns why heads and drafters of whole blocks do not fit the policy, and texts of `length` tokens if that is known.
 
     What is named by a name on the Hub passes.
     """
-    found = list[str | None]()
-    if block.head is not None and block.draft_refresh is not None and (why := misfit(block.head, policy)):
+    found, length = list[str | None](), length if isinstance(length, int) else None
+    if block.head is not None and (why := misfit(block.head, policy, length)):
         found.append(f"{BLOCK_PATH}.drafters: {why}")
     if Path(policy).is_dir():
         found += [misfit_of_block_drafter(drafter, Path(policy)) for drafter in block.drafters]

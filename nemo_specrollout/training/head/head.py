@@ -68,8 +68,11 @@ class DraftHead:
         model.verifier_lm_head.requires_grad_(False)
         self.has_own_embedding = False
         self.teacher_VH: torch.Tensor = torch.full_like(model.embed_tokens.weight, torch.nan)
-        self._is_tied = read_policy_facts(policy).is_tied
-        self.set_policy_weights(_read_policy_tensors(policy, (LM_HEAD, EMBEDDING)))
+        self._is_untied = read_policy_facts(policy).is_untied
+        tensors = _read_policy_tensors(policy, (LM_HEAD, EMBEDDING))
+        if self._is_untied and LM_HEAD not in tensors:
+            raise ValueError(f"{policy}: tie_word_embeddings is false, but it has no {LM_HEAD}; copy all weights again")
+        self.set_policy_weights(tensors)
 
     @property
     def device(self) -> torch.device:
@@ -96,10 +99,10 @@ class DraftHead:
     def set_policy_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copies the policy's LM head and embedding out of tensors with Hugging Face names; ignores other tensors.
 
-        The embedding is enough if the two are tied. Raises ValueError for a shape that is not the policy's.
+        An embedding alone is both, unless the config unties them. Raises ValueError for a shape that is not the policy's.
         """
         embedding = tensors.get(EMBEDDING)
-        lm_head = tensors.get(LM_HEAD, embedding if self._is_tied else None)
+        lm_head = tensors.get(LM_HEAD, None if self._is_untied else embedding)
         for name, tensor in ((EMBEDDING, embedding), (LM_HEAD, lm_head)):
             if tensor is not None and tensor.shape != self.teacher_VH.shape:
                 raise ValueError(f"{name} is {list(tensor.shape)}, the head's policy has {list(self.teacher_VH.shape)}")
@@ -161,10 +164,8 @@ def load_eagle3_head(folder: Path, policy_folder: Path, device: torch.device | s
     facts = check_head(folder, policy_folder, read_tensors=False)
     tensors = read_head_tensors(folder)
     check_values(facts, tensors)
-    draft_ids_D = None
-    if facts.has_reduced_vocab:
-        draft_ids_D = tensors.pop("d2t") + torch.arange(facts.draft_vocab_size)
-        tensors.pop("t2d", None)
+    offsets_D, _ = tensors.pop("d2t", torch.tensor(0)), tensors.pop("t2d", None)
+    draft_ids_D = offsets_D.long() + torch.arange(facts.draft_vocab_size) if facts.has_reduced_vocab else None
     values = {name: value for name, value in facts.layer.items() if name not in _NOT_OF_THE_LAYER}
     config = _head_config(
         _CONFIG_CLASSES[facts.model_type](**values), policy_folder, device, facts.layer_ids,

@@ -8,7 +8,7 @@ Shapes: D tokens that the head can draft.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,8 @@ class PolicyFacts:
     num_layers: int
     max_position_embeddings: int
     """Longest context, tokens."""
-    is_tied: bool
-    """Whether the LM head is the embedding."""
+    is_untied: bool
+    """Whether the config says that the LM head is not the embedding. Many configs do not say it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class HeadFacts:
     draft_vocab_size: int
     max_position_embeddings: int
     layer_ids: tuple[int, ...]
-    """Layers of the policy whose inputs the head reads; empty if the config has none."""
+    """Layers of the policy whose inputs the head reads; empty if the config has none where all of vLLM reads them."""
     flags: Mapping[str, bool]
     """Switches of the architecture, by their names in `speculators`."""
     shapes: Mapping[str, Shape]
@@ -69,12 +69,13 @@ def read_policy_facts(folder: Path) -> PolicyFacts:
     """Reads a policy's config.json. Raises ValueError if it cannot be read or lacks a field."""
     whole, where = _read_config(folder, "policy"), folder / "config.json"
     config = _block(whole, "text_config", folder) or whole
+    ties = {block.get("tie_word_embeddings") for block in (whole, config)}
     return PolicyFacts(
         hidden_size=size_in(config, "hidden_size", where),
         vocab_size=size_in(config, "vocab_size", where),
         num_layers=size_in(config, "num_hidden_layers", where),
-        max_position_embeddings=size_in(config, "max_position_embeddings", where),
-        is_tied=bool(config.get("tie_word_embeddings")),
+        max_position_embeddings=_longest_text(config, folder),
+        is_untied=False in ties and True not in ties,
     )
 
 
@@ -93,58 +94,66 @@ def read_head_facts(folder: Path) -> HeadFacts:
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
         raise ValueError(f"{where}: {LAYER_IDS_FIELD} is {ids!r}; it must be a list of layer numbers")
     names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    flags = {name: bool(config.get(name)) for name in names}
+    flags = {name: bool(config.get(name, name == "norm_before_residual" and not is_flat)) for name in names}
     vocab_size = size_in(layer, "vocab_size", where)
-    return HeadFacts(
-        folder,
-        layer,
-        size_in(layer, "hidden_size", where),
-        vocab_size,
-        size_in(config, "draft_vocab_size", where, default=vocab_size),
-        size_in(layer, "max_position_embeddings", where),
-        tuple(ids),
-        flags | {"norm_before_fc": bool(eagle.get("norm_before_fc", flags["norm_before_fc"]))},
-        {_speculators_name(n): shape for n, shape in tensor_shapes(_tensor_files(folder)).items()},
-    )
+    flags |= {"norm_before_fc": bool(eagle.get("norm_before_fc", flags["norm_before_fc"]))}
+    shapes = {_speculators_name(n): shape for n, shape in tensor_shapes(_tensor_files(folder)).items()}
+    hidden_size, drafted = size_in(layer, "hidden_size", where), size_in(config, "draft_vocab_size", where, vocab_size)
+    ids, length = config.get(LAYER_IDS_FIELD) or (), _longest_text(layer, folder)
+    return HeadFacts(folder, layer, hidden_size, vocab_size, drafted, length, tuple(ids), flags, shapes)
 
 
-def read_head_tensors(folder: Path) -> "dict[str, torch.Tensor]":
+def read_head_tensors(folder: Path, framework: str = "pt", only: tuple[str, ...] = ("",)) -> "dict[str, torch.Tensor]":
+    """Returns the tensors whose names end in one of `only`; arrays for the framework `np`."""
     tensors: dict[str, torch.Tensor] = {}
     for file in _tensor_files(folder):
-        with safe_open(file, "pt") as opened:
-            tensors |= {_speculators_name(name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        with safe_open(file, framework) as opened:
+            names = [name for name in opened.keys() if name.endswith(only)]  # noqa: SIM118
+            tensors |= {_speculators_name(name): opened.get_tensor(name) for name in names}
     return tensors
 
 
-def check_head(folder: Path, policy_folder: Path, read_tensors: bool = True) -> HeadFacts:
-    """Returns the facts of a head that fits the policy and is complete; raises ValueError for any other.
+def check_head(folder: Path, policy_folder: Path, length: int | None = None, *, read_tensors: bool = True) -> HeadFacts:
+    """Returns the facts of a head that fits the policy, texts of `length` tokens (None: unknown), and is complete.
 
-    Without `read_tensors`, only configs and headers are read, in milliseconds.
+    Raises ValueError for any other. Without `read_tensors`, no floats are read, which takes milliseconds.
     """
     facts, policy = read_head_facts(folder), read_policy_facts(policy_folder)
-    _check_fit(facts, policy)
+    if not facts.layer_ids:
+        facts = replace(facts, layer_ids=nested_layer_ids(facts.layer.get("eagle_config"), policy.num_layers))
+    _check_fit(facts, policy, length)
     _check_shapes(facts)
     if read_tensors:
         check_values(facts, read_head_tensors(folder))
+    else:
+        _check_maps(facts, read_head_tensors(folder, "np", ("d2t", "t2d")))
     return facts
 
 
-def misfit(head: str, policy: str) -> str | None:
-    """Returns why a head does not fit a policy, from their headers; None if it fits, or if either is not a folder here."""
+def misfit(head: str, policy: str, length: int | None = None) -> str | None:
+    """Returns why a head does not fit a policy and a run's length; None if it fits, or if either is not a folder here."""
     if Path(head).is_dir() and Path(policy).is_dir():
         try:
-            check_head(Path(head), Path(policy), read_tensors=False)
+            check_head(Path(head), Path(policy), length, read_tensors=False)
         except ValueError as error:
             return str(error)
     return None
 
 
+def nested_layer_ids(eagle_config: Mapping[str, Any] | None, num_layers: int) -> tuple[int, ...]:
+    """Returns the layers whose inputs a head reads by its `eagle_config`, or by vLLM's default; empty if that is unfit.
+
+    SpecForge has the same default, and writes it as the layers whose outputs these are.
+    """
+    ids, default = (eagle_config or {}).get(LAYER_IDS_FIELD) or (), (2, num_layers // 2, num_layers - 3)
+    is_default = not ids or tuple(i + 1 for i in ids) == default
+    return tuple(ids) if not is_default else default if num_layers >= 7 else ()
+
+
 def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int, where: str) -> None:
     """Raises ValueError, which begins with `where`, unless the ids are distinct layers of the policy."""
     if not layer_ids:
-        raise ValueError(
-            f"{where}: {LAYER_IDS_FIELD} is absent, and vLLM would guess; write the ids that the head was trained on"
-        )
+        raise ValueError(f"{where}: {LAYER_IDS_FIELD} is absent, and vLLM would guess; write the ids of its training")
     if len(set(layer_ids)) < len(layer_ids) or min(layer_ids) < 0 or max(layer_ids) >= num_layers:
         ids = list(layer_ids)
         raise ValueError(f"{where}: {LAYER_IDS_FIELD} {ids}; name distinct layers of the policy, 0 to {num_layers - 1}")
@@ -154,36 +163,38 @@ def check_values(facts: HeadFacts, tensors: "Mapping[str, torch.Tensor]") -> Non
     """Raises ValueError for tensors that are not finite, all zero, or no valid map of the vocabulary."""
     import torch
 
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            continue
+    for name, tensor in ((n, t) for n, t in tensors.items() if t.is_floating_point()):
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{facts.folder}: {name} has NaN or infinite values; go back to an earlier head")
         if not tensor.any() and not name.endswith(".bias"):
-            raise ValueError(
-                f"{facts.folder}: {name} is all zero, so it was never loaded or trained; write the head again"
-            )
-    if "d2t" not in tensors:
-        return
-    ids_D = tensors["d2t"] + torch.arange(facts.draft_vocab_size)
-    if len(ids_D.unique()) < len(ids_D) or int(ids_D.min()) < 0 or int(ids_D.max()) >= facts.vocab_size:
+            raise ValueError(f"{facts.folder}: {name} is all zero, never loaded or trained; write the head again")
+    _check_maps(facts, tensors)
+
+
+def _check_maps(facts: HeadFacts, tensors: Mapping[str, Any]) -> None:
+    """Raises ValueError for maps of the vocabulary, of torch or numpy and any integer type, that are not valid."""
+    import numpy as np
+
+    index_D = np.arange(facts.draft_vocab_size)
+    ids_D = index_D + np.asarray(tensors.get("d2t", 0)).astype(np.int64)
+    if len(np.unique(ids_D)) < len(ids_D) or ids_D.min() < 0 or ids_D.max() >= facts.vocab_size:
         raise ValueError(f"{facts.folder}: d2t + index must be distinct ids below {facts.vocab_size}; write d2t again")
-    if "t2d" in tensors and tensors["t2d"].nonzero().flatten().tolist() != sorted(ids_D.tolist()):
+    if not facts.has_reduced_vocab and (ids_D != index_D).any():
+        raise ValueError(f"{facts.folder}: d2t permutes the whole vocabulary; put lm_head's rows in the policy's order")
+    if "t2d" in tensors and np.flatnonzero(tensors["t2d"]).tolist() != sorted(ids_D.tolist()):
         raise ValueError(f"{facts.folder}: t2d and d2t name different tokens; write both again")
 
 
-def _check_fit(facts: HeadFacts, policy: PolicyFacts) -> None:
-    """Raises ValueError if the head's config does not fit the policy's."""
+def _check_fit(facts: HeadFacts, policy: PolicyFacts, length: int | None) -> None:
+    """Raises ValueError if the head's config does not fit the policy's, or texts of `length` tokens."""
     where = f"{facts.folder}/config.json"
     for name in ("hidden_size", "vocab_size"):
         head, wanted = getattr(facts, name), getattr(policy, name)
         if head != wanted:
             raise ValueError(f"{where}: {name} {head}, the policy's is {wanted}; use a head made for this policy")
-    if facts.max_position_embeddings < policy.max_position_embeddings:
-        raise ValueError(
-            f"{where}: max_position_embeddings {facts.max_position_embeddings} is less than the policy's "
-            f"{policy.max_position_embeddings}; vLLM would shorten every context: set it to the policy's"
-        )
+    if length is not None and facts.max_position_embeddings < length:
+        text = f"{facts.max_position_embeddings} is less than max_model_len {length}; raise it, or lower max_model_len"
+        raise ValueError(f"{where}: max_position_embeddings {text}")
     if facts.draft_vocab_size > facts.vocab_size:
         raise ValueError(f"{where}: draft_vocab_size {facts.draft_vocab_size}; it must be 1 to {facts.vocab_size}")
     check_layer_ids(facts.layer_ids, policy.num_layers, where)
@@ -193,8 +204,7 @@ def _check_shapes(facts: HeadFacts) -> None:
     """Raises ValueError unless the tensors are the ones that the config requires or allows."""
     required, found = _required_shapes(facts), facts.shapes
     optional: dict[str, Shape] = {"embed_tokens.weight": (facts.vocab_size, facts.hidden_size)}
-    if facts.has_reduced_vocab:
-        optional["t2d"] = (facts.vocab_size,)
+    optional |= {"t2d": (facts.vocab_size,), "d2t": (facts.draft_vocab_size,)}
     missing, surplus = sorted(required.keys() - found.keys()), sorted(found.keys() - required.keys() - optional.keys())
     if missing or surplus:
         raise ValueError(f"{facts.folder}: tensors missing {missing}, surplus {surplus}; write the head again")
@@ -204,10 +214,8 @@ def _check_shapes(facts: HeadFacts) -> None:
             continue
         if name == "fc.weight" and shape[1] % facts.hidden_size == 0:
             used = shape[1] // facts.hidden_size
-            raise ValueError(
-                f"{facts.folder}/config.json: {LAYER_IDS_FIELD} {list(facts.layer_ids)}, but fc.weight uses {used} layers; "
-                f"name {used} ids"
-            )
+            text = f"{LAYER_IDS_FIELD} {list(facts.layer_ids)}, but fc.weight uses {used} layers; name {used} ids"
+            raise ValueError(f"{facts.folder}/config.json: {text}")
         raise ValueError(f"{facts.folder}: {name} is {list(shape)}, its config asks for {list(wanted)}")
 
 
@@ -220,7 +228,10 @@ def _required_shapes(facts: HeadFacts) -> dict[str, Shape]:
         "lm_head.weight": (facts.draft_vocab_size, hidden),
         "layers.0.hidden_norm.weight": (hidden,),
     }
-    for layer in range(size_in(facts.layer, "num_hidden_layers", facts.folder / "config.json")):
+    num_layers = size_in(facts.layer, "num_hidden_layers", facts.folder / "config.json")
+    if len(facts.layer.get("layer_types") or range(num_layers)) != num_layers:
+        raise ValueError(f"{facts.folder}/config.json: layer_types must name the type of each of {num_layers} layers")
+    for layer in range(num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(facts, layer == 0).items()}
     if facts.has_reduced_vocab:
         shapes["d2t"] = (facts.draft_vocab_size,)
@@ -255,6 +266,14 @@ def _layer_shapes(facts: HeadFacts, is_first: bool) -> dict[str, Shape]:
     if facts.layer.get("attention_bias"):
         shapes |= {f"self_attn.{p}_proj.bias": (n,) for p, n in {**rows, "o": hidden}.items()}
     return shapes
+
+
+def _longest_text(config: Mapping[str, Any], folder: Path) -> int:
+    """Returns the tokens of the longest text that a config allows, with those that YaRN adds."""
+    rope = _block(config, "rope_parameters", folder) or _block(config, "rope_scaling", folder)
+    is_yarn = "yarn" in (rope.get("rope_type"), rope.get("type"))
+    scaled = (rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or 0) if is_yarn else 0
+    return max(size_in(config, "max_position_embeddings", folder / "config.json"), int(scaled))
 
 
 def _tensor_files(folder: Path) -> list[Path]:

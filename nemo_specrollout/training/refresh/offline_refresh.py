@@ -14,7 +14,7 @@ from nemo_specrollout.training.features.feature_store import first_tokens, is_fe
 from nemo_specrollout.training.features.rollout_files import rollout_files
 from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
-from nemo_specrollout.training.head.head_facts import check_head, read_policy_facts
+from nemo_specrollout.training.head.head_facts import read_policy_facts
 from nemo_specrollout.training.head.trainer import (
     BATCH_TOKENS,
     Budget,
@@ -82,8 +82,6 @@ def _start(options: RefreshOptions, state: RefreshState, view: Any, check: Calla
 def _make_head(job: RefreshJob) -> None:
     """Trains and judges a candidate, and moves it into its place."""
     options, state = job.options, job.state
-    if options.draft_folder is not None:
-        check_head(options.draft_folder, job.policy)
     settings = TrainingSettings(
         loss=options.loss,
         learning_rate=options.lr or default_learning_rate(job.facts.hidden_size),
