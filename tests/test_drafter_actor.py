@@ -46,7 +46,7 @@ def status_when(actor: Any, is_there: Callable[[DrafterReport], bool]) -> Drafte
 def test_a_killed_drafter_is_started_again_with_the_run_s_secret(start: Callable[..., Any], tiny_model: Path) -> None:
     secret = secret_of_run()
     actor = start(
-        DrafterSpec(str(tiny_model), max_model_len=256, max_requests=4, vllm_kwargs=KWARGS), "127.0.0.1", secret
+        DrafterSpec(model=str(tiny_model), max_model_len=256, max_requests=4, vllm_kwargs=KWARGS), "127.0.0.1", secret
     )
     first = status_when(actor, lambda status: bool(status.address))
     assert is_loopback(first.address)
@@ -63,7 +63,7 @@ def test_a_killed_drafter_is_started_again_with_the_run_s_secret(start: Callable
 
 
 def test_a_drafter_that_cannot_start_says_why(start: Callable[..., Any], tmp_path: Path) -> None:
-    actor = start(DrafterSpec(str(tmp_path / "none"), vllm_kwargs=KWARGS), "127.0.0.1", secret_of_run())
+    actor = start(DrafterSpec(model=str(tmp_path / "none"), vllm_kwargs=KWARGS), "127.0.0.1", secret_of_run())
     with pytest.raises(ray.exceptions.RayTaskError, match="none"):
         status_when(actor, lambda status: False)
     ray.kill(actor)

@@ -38,7 +38,7 @@ ONE_ROW = {name: np.zeros(1, type_).tobytes() for name, type_ in COMMIT_COLUMNS.
 @pytest.fixture(scope="module")
 def service(tiny_model: Path) -> Iterator[DrafterService]:
     kwargs = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
-    running = DrafterService(DrafterSpec(str(tiny_model), max_model_len=256, max_requests=4, vllm_kwargs=kwargs))
+    running = DrafterService(DrafterSpec(model=str(tiny_model), max_model_len=256, max_requests=4, vllm_kwargs=kwargs))
     yield running
     running.close()
 
@@ -115,7 +115,7 @@ def test_strangers_are_refused(service: DrafterService, socket: VerifierSocket) 
 
 def test_an_address_that_is_taken_raises_config_error(service: DrafterService, tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="cannot listen there"):
-        DrafterService(DrafterSpec(str(tiny_model), address=service.status.address))
+        DrafterService(DrafterSpec(model=str(tiny_model), address=service.status.address))
 
 
 @pytest.mark.parametrize(

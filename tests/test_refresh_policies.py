@@ -22,7 +22,6 @@ from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
 from nemo_specrollout.scheduling.heads.refresh_schedule import (
     MIN_SHARE,
     DecodeCosts,
-    HeadUse,
     RefreshObservation,
     RefreshOutlook,
     RefreshRate,
@@ -85,11 +84,9 @@ def test_the_reason_states_gain_and_cost() -> None:
 
 
 def test_a_head_is_judged_by_its_own_steps_and_its_share() -> None:
-    assert (
-        HeadUse.counted({}, {}, 9) == HeadUse.counted({"eagle3": [0, 0]}, {"eagle3": [0, 0]}, 9) == HeadUse(None, 0.0)
-    )
+    assert head_use({}, {}, 9) == head_use({"eagle3": [0, 0]}, {"eagle3": [0, 0]}, 9) == (None, 0.0)
     beside_text = {"suffix": [20, 9], "eagle3": [10, 6]}, {"suffix": [5, 0], "eagle3": [8, 3]}
-    assert HeadUse.counted(*beside_text, 40) == HeadUse(2.1, 0.25)
+    assert head_use(*beside_text, 40) == (2.1, 0.25)
 
     schedule, costs = RefreshSchedule(DraftRefreshConfig(trigger="auto")), DecodeCosts(1.2e-3, 2e-3)
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.local.random_budgets import RandomBudget
+from lab.local.statistics import plain_batch_sizes, plain_estimate_s
 from nemo_specrollout.config.block import BUDGET_POLICIES, BudgetConfig
 from nemo_specrollout.scheduling.speculation.budget import (
     AutoBudget,
@@ -16,12 +17,7 @@ from nemo_specrollout.scheduling.speculation.budget import (
     BudgetPolicy,
     build_budget,
 )
-from nemo_specrollout.scheduling.speculation.step_time import (
-    StepCosts,
-    StepTimeTable,
-    plain_batch_sizes,
-    plain_estimate_s,
-)
+from nemo_specrollout.scheduling.speculation.step_time import StepCosts, StepTimeTable
 
 pytestmark = pytest.mark.unit
 

@@ -8,9 +8,9 @@ from typing import Any
 from conftest import STEP_ADDER
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 512, "initializer_range": 0.15, "tie_word_embeddings": False,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "pad_token_id": 0,
 }  # fmt: skip
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _QWEN_MOE = {**_MOE, "num_experts": 4, "head_dim": 32}
@@ -51,8 +51,8 @@ Mixtures of experts come first: the first engine of a process decides whether vL
 """
 
 
-def save_policy(family: str, folder: Path) -> Path:
-    """Saves a policy of a family with the tokenizer of `step_adder`, and returns its folder.
+def save_policy(family: str, folder: Path, tokenizer: Path = STEP_ADDER) -> Path:
+    """Saves a policy of a family with the tokenizer of a folder, and returns its own folder.
 
     Its next token depends mostly on its last one, so that texts repeat and drafts from texts are often right.
     """
@@ -61,6 +61,8 @@ def save_policy(family: str, folder: Path) -> Path:
 
     torch.manual_seed(0)
     name, values = FAMILIES[family]
+    tokens = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    values = {**values, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, "bos_token_id": tokens.bos_token_id}
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**_SIZES, **values})).float()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,5 +71,19 @@ def save_policy(family: str, folder: Path) -> Path:
         model.get_input_embeddings().weight.mul_(4.0)
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(STEP_ADDER / file, folder / file)
+        shutil.copy(tokenizer / file, folder / file)
+    return folder
+
+
+def save_byte_tokenizer(folder: Path) -> Path:
+    """Saves a tokenizer whose tokens are the 256 bytes and three special ones, and returns its folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
     return folder

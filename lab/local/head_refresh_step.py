@@ -11,7 +11,7 @@ from safetensors.torch import save as safetensors_bytes
 from lab.local.run_config import RunConfig
 from lab.local.statistics import RolloutStats
 from lab.local.step_rollout import RolloutSource
-from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, HeadUse, StepFacts
+from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, StepFacts, head_use
 from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.storage.model_folder import EMBEDDING, LM_HEAD
 from nemo_specrollout.training.features.feature_store import FeatureStore
@@ -82,6 +82,5 @@ class LocalRefresher:
 
     def _facts(self, step: int, stats: RolloutStats, step_s: float) -> StepFacts:
         costs = DecodeCosts.measured(stats.seconds, stats.plain_estimate_s, stats.num_tokens, stats.num_request_steps)
-        use = HeadUse.counted(stats.proposed, stats.accepted, stats.num_request_steps)
-        to_come = self._num_steps - step - 1
-        return StepFacts(use.acceptance_length, stats.num_tokens, step_s, to_come, costs, use.share)
+        length, share = head_use(stats.proposed, stats.accepted, stats.num_request_steps)
+        return StepFacts(length, stats.num_tokens, step_s, self._num_steps - step - 1, costs, share)

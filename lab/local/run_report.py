@@ -9,8 +9,15 @@ from lab.local.rollout_charts import drain_chart, draw_drain, tail_chart
 from lab.local.traces import can_drain, whole_trace
 from nemo_specrollout.reports import report
 from nemo_specrollout.reports.page import chart
-from nemo_specrollout.reports.records import METRICS, SUMMARY, Run, naming_damage, read_lines, read_object_or_nothing
-from nemo_specrollout.reports.summary import summary_of
+from nemo_specrollout.reports.records import (
+    METRICS,
+    SUMMARY,
+    Run,
+    naming_damage,
+    read_lines,
+    read_object_or_nothing,
+    summary_of,
+)
 from nemo_specrollout.storage.files import write_atomically
 
 PAGES = (report.PAGE, report.PICTURE)

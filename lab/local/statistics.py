@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of rollouts, from the engine stats (`RolloutEngine.stats`) at their begin and end."""
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,6 @@ import numpy as np
 from lab.local.engine_stats import EngineStats
 from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
-from nemo_specrollout.scheduling.speculation.step_time import plain_estimate_s
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 
 
@@ -182,3 +182,30 @@ def _drafter_stats(before: EngineStats, after: EngineStats) -> dict[str, Any] | 
         return None
     then, now = DrafterStats(**before.drafter_stats), DrafterStats(**after.drafter_stats)
     return now.since(then).figures()
+
+
+def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
+    """Returns the number of requests in each decode step, int64, if responses of these lengths get one token a step.
+
+    A request's first token costs no decode step. At most `max_num_seqs` requests run at a time, in the given order.
+    """
+    running: list[int] = []
+    spans = []
+    for length in lengths:
+        start = heapq.heappop(running) if len(running) == max_num_seqs else 0
+        spans.append((start, start + length - 1))
+        heapq.heappush(running, spans[-1][1])
+    changes = np.zeros(max(end for _, end in spans) + 1, np.int64)
+    for start, end in spans:
+        changes[start] += 1
+        changes[end] -= 1
+    return np.cumsum(changes)[:-1]
+
+
+def plain_estimate_s(lengths: Sequence[int], max_num_seqs: int, plain_step_s: Sequence[float], other_s: float) -> float:
+    """Returns the counterfactual: the estimated seconds of a plain rollout with these response lengths.
+
+    `plain_step_s[b]` is the time of a decode step of b requests, `other_s` the time outside decode steps (prefill, start).
+    """
+    batches = plain_batch_sizes(lengths, max_num_seqs)
+    return other_s + float(np.asarray(plain_step_s)[batches].sum())

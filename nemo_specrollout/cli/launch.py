@@ -5,6 +5,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -48,10 +49,8 @@ _SAVE_MARGIN_S = 25 * 60
 
 def launch(args: argparse.Namespace) -> int:
     """Writes the run directory and submits `args.jobs` jobs; returns 0 if Slurm took all. Raises ConfigError."""
-    counts = {"--nodes": args.nodes, "--jobs": args.jobs}
-    raise_first_mistake(
-        "", *((n < 1, name, f"{n} is out of range; it must be at least 1") for name, n in counts.items())
-    )
+    for name, count in (("--nodes", args.nodes), ("--jobs", args.jobs)):
+        raise_first_mistake("", (count < 1, name, f"{count} is out of range; it must be at least 1"))
     if not args.dry_run and shutil.which("sbatch") is None:
         raise ConfigError("sbatch is not on this machine; launch from the cluster's login node, or look with --dry-run")
     settings = read_settings(args.cluster, {name: getattr(args, name) for name in CLUSTER_FLAGS})
@@ -137,21 +136,17 @@ def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int) -
     """
     taken, nodes = cluster["gpus_per_node"], cluster["num_nodes"]
     actors = "the head's trainer and remote drafters"
-    raise_first_mistake(
-        "",
-        (beside and present is None, "slurm.gpus_per_node",
-         f"missing; NeMo-RL takes {taken} GPUs of a node, and {actors} need {beside} more: set it to the GPUs of one node"),
-    )  # fmt: skip
+    if present is None and beside:
+        text = f"missing; NeMo-RL takes {taken} GPUs of a node, and {actors} need {beside} more"
+        raise ConfigError(f"slurm.gpus_per_node: {text}: set it to the GPUs of one node")
     if present is None or (taken == present and not beside):
         return []
     most = present - math.ceil(beside / nodes)
     fix = f"add cluster.gpus_per_node={most}" if most > 0 else "give more --nodes"
     need = f", of which {actors} need {beside} on {nodes} node{'s' * (nodes > 1)}" if beside else ""
-    raise_first_mistake(
-        "",
-        (taken > most or not beside, "cluster.gpus_per_node",
-         f"{taken}, but slurm.gpus_per_node (GPUS_PER_NODE) is {present}{need}; {fix}"),
-    )  # fmt: skip
+    if taken > most or not beside:
+        text = f"{taken}, but slurm.gpus_per_node (GPUS_PER_NODE) is {present}{need}"
+        raise ConfigError(f"cluster.gpus_per_node: {text}; {fix}")
     others = nodes * (present - taken)
     text = f"NeMo-RL takes {taken} of the {present} GPUs of a node; {actors} take {beside} of the other {others}"
     return [Finding("cluster.gpus_per_node", text, "note")]
@@ -165,15 +160,13 @@ def _must_save_by(checkpointing: dict[str, Any], time: str) -> str:
         minutes, rest = divmod(limit_s - min(_SAVE_MARGIN_S, limit_s // 2), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours // 24:02d}:{hours % 24:02d}:{minutes:02d}:{rest:02d}"
-    parts = str(own).split(":")
-    is_time = len(parts) == 4 and all(part.isdecimal() for part in parts)
-    asked_s = sum(int(part) * unit for part, unit in zip(parts, (86400, 3600, 60, 1), strict=True)) if is_time else 0
-    raise_first_mistake(
-        "checkpointing",
-        (not is_time, "checkpoint_must_save_by", f"{own!r} is not DD:HH:MM:SS; remove it to have it set"),
-        (asked_s >= limit_s, "checkpoint_must_save_by",
-         f"{own} is not before the time limit {time}; remove it to have it set"),
-    )  # fmt: skip
+    parts = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", str(own))
+    field, fix = "checkpointing.checkpoint_must_save_by", "remove it to have it set"
+    if parts is None:
+        raise ConfigError(f"{field}: {own!r} is not DD:HH:MM:SS; {fix}")
+    days, hours, minutes, rest = map(int, parts.groups())
+    if ((days * 24 + hours) * 60 + minutes) * 60 + rest >= limit_s:
+        raise ConfigError(f"{field}: {own} is not before the time limit {time}; {fix}")
     return str(own)
 
 
@@ -194,18 +187,13 @@ class LaunchDirectory:
     def check(self, tree: dict[str, Any]) -> None:
         """Raises ConfigError if a run of the config `tree` cannot start or resume here."""
         existing = next(p for p in (self.path, *self.path.parents) if p.exists())
-        is_foreign = existing == self.path and not (self.path / "job.sh").is_file()
-        mistakes = (
+        is_unknown = existing == self.path and existing.is_dir() and not (self.path / "job.sh").is_file()
+        for is_made, text in (
             (not existing.is_dir(), f"cannot be a folder: {existing} is a file"),
             (not os.access(existing, os.W_OK | os.X_OK), "cannot be written to"),
-            (
-                is_foreign and existing.is_dir() and any(existing.iterdir()),
-                "exists and is not the directory of a launched run",
-            ),
-        )
-        raise_first_mistake(
-            "", *((made, "--run-dir", f"{self.path} {text}; choose another") for made, text in mistakes)
-        )
+            (is_unknown and any(existing.iterdir()), "exists and is not the directory of a launched run"),
+        ):
+            raise_first_mistake("", (is_made, "--run-dir", f"{self.path} {text}; choose another"))
         if not self.submitted:
             return
         try:

@@ -39,10 +39,6 @@ _SET_BY_LAUNCH = (
     "nodes", "account", "partition", "time", "job-name", "dependency", "requeue", "exclusive", "output", "error",
     "open-mode", "export", "parsable",
 )  # fmt: skip
-_VARIABLES_SET_BY_LAUNCH = (
-    "BASE_LOG_DIR", "COMMAND", "CONTAINER", "DEDICATED_RAY_HEAD", "GPUS_PER_NODE", "MOUNTS", "SETUP_COMMAND",
-    "SLURM_SUBMIT_DIR",
-)  # fmt: skip
 _NOT_IN_A_MOUNT = re.compile(r"[\s,:*?\[\]$`\\\"']")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
@@ -52,6 +48,7 @@ class _ShellTemplate(Template):
 
 
 _JOB = _ShellTemplate(Path(__file__).with_name("job.sh.template").read_text(encoding="utf-8"))
+_VARIABLES_SET_BY_LAUNCH = re.findall(r"^export (\w+)", _JOB.template, re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class ClusterSettings:
     def check(self, path: str) -> None:
         """Raises ConfigError for a value that Slurm or `ray.sub` cannot handle."""
         check_mountable(self.nemo_rl, f"{path}.nemo_rl")
-        raise_first_mistake(path, *self._mistakes(), *self._mistakes_in_lists())
+        raise_first_mistake(path, *self._mistakes())
         for part in (part for mount in self.mounts for part in mount.split(":")):
             check_mountable(part, f"{path}.mounts")
         seconds(self.time, f"{path}.time")
@@ -93,8 +90,6 @@ class ClusterSettings:
         yield no_script, "nemo_rl", f"{self.nemo_rl} has no ray.sub; name the root of a NeMo-RL checkout"
         no_file = self.container.startswith("/") and not Path(self.container).is_file()
         yield no_file, "container", f"{self.container} does not exist; name an image or a .sqsh file"
-
-    def _mistakes_in_lists(self) -> Iterator[tuple[object, str, str]]:
         for mount in self.mounts:
             is_pair = re.match(r"/[^:]*:/", mount)
             text = f"{mount!r} is no SOURCE:TARGET of two absolute paths; write e.g. /shared:/shared"
@@ -204,30 +199,20 @@ class Job:
 
     def text(self) -> str:
         """Returns the job script."""
-        variables = (f"export {name}={quote(value)}" for name, value in self._variables().items())
-        # A config without a number of steps has no last checkpoint.
-        last = f"{self.run}/checkpoints/step_{self.max_num_steps or 'last'}"
-        ray_sub = quote(f"{self.settings.nemo_rl}/ray.sub")
-        return _JOB.substitute(last_checkpoint=quote(last), variables="\n".join(variables), ray_sub=ray_sub)
-
-    def _variables(self) -> dict[str, str]:
-        """Returns the variables that `ray.sub` reads, and the user's own."""
         settings, run = self.settings, self.run
         mounts = [f"{run}:{run}", f"{settings.nemo_rl}:{settings.nemo_rl}", *settings.mounts]
         # NeMo-RL's driver passes its PYTHONPATH to all workers.
         path = f"PYTHONPATH={quote(f'{run}/addon')}${{PYTHONPATH:+:$PYTHONPATH}}"
         command = f"uv run python -m nemo_specrollout run {quote(f'{run}/config.yaml')} --script {quote(self.script)}"
-        return {
-            "CONTAINER": settings.container,
-            "MOUNTS": ",".join(dict.fromkeys(mounts)),
-            "GPUS_PER_NODE": str(self.gpus_per_node),
-            "SETUP_COMMAND": settings.setup_command,
-            "COMMAND": f"{path} {command}",
-            "BASE_LOG_DIR": f"{run}/slurm",
-            # Working folder of ray.sub in the container: `uv run` has to be called in the checkout.
-            "SLURM_SUBMIT_DIR": settings.nemo_rl,
-            # cluster.num_nodes counts every node, so the head is no extra one.
-            "DEDICATED_RAY_HEAD": "0",
-            **NUMBA_CACHE,
-            **settings.environment,
+        values = {
+            "run": run,
+            "last_step": self.max_num_steps or "last",
+            "container": settings.container,
+            "mounts": ",".join(dict.fromkeys(mounts)),
+            "gpus_per_node": self.gpus_per_node,
+            "setup_command": settings.setup_command,
+            "command": f"{path} {command}",
+            "nemo_rl": settings.nemo_rl,
         }
+        own = [f"export {name}={quote(value)}" for name, value in {**NUMBA_CACHE, **settings.environment}.items()]
+        return _JOB.substitute({k: quote(str(v)) for k, v in values.items()}, environment="\n".join(own))

@@ -46,11 +46,8 @@ _REPLACES = "_override_"
 _KEY = re.compile(r"[\w/+-]+(\.[\w/+-]+)*")
 
 
-def _larger(a: Any, b: Any) -> Any:  # OmegaConf cannot inspect the signature of `max`
-    return max(a, b)
-
-
-_RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": _larger}
+# OmegaConf cannot inspect the signature of `max` itself.
+_RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": lambda a, b: max(a, b)}
 """NeMo-RL's functions for values such as ${mul:${policy.max_total_sequence_length}, 2}."""
 
 

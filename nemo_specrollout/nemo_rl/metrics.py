@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nemo_specrollout.reports.records import PREFIX
-from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, HeadUse, StepFacts
+from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, StepFacts, head_use
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import SampleStats, StepEnd
 
@@ -80,8 +80,8 @@ def step_facts(done: EngineTotals, num_engines: int, seconds: float, steps_to_co
     if not done.num_request_steps:
         return None
     costs = DecodeCosts.measured(*_seconds(done, num_engines), _num_tokens(done), done.num_request_steps)
-    use = HeadUse.counted(dict(done.proposed), dict(done.accepted), done.num_request_steps)
-    return StepFacts(use.acceptance_length, _num_tokens(done), seconds, steps_to_come, costs, use.share)
+    length, share = head_use(dict(done.proposed), dict(done.accepted), done.num_request_steps)
+    return StepFacts(length, _num_tokens(done), seconds, steps_to_come, costs, share)
 
 
 def _num_tokens(done: EngineTotals) -> int:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.nemo_rl.step_log import StepLog
-from nemo_specrollout.reports.records import FOLDER, FORMAT, METRICS, PREFIX, RUN, SUMMARY, read_lines
-from nemo_specrollout.reports.summary import summary_of
+from nemo_specrollout.reports.records import FOLDER, FORMAT, METRICS, PREFIX, RUN, SUMMARY, read_lines, summary_of
 from nemo_specrollout.storage.files import write_atomically
 
 _NATIVE_KEYS = (

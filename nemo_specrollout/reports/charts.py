@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -28,60 +29,8 @@ HALF, WHOLE = (4.4, 2.5), (9.0, 2.4)
 """Sizes of charts with one and with two panels, inches."""
 Draw = Callable[[Axes, Any], None]
 """Function that draws data into a pair of axes."""
-CHARTS = {
-    "Rollout time": (
-        ("seconds", "speedup"),
-        "Blue is the engines' measured time. Grey is what the same tokens would have taken one at a time, by the step times "
-        "that the engines measured in this run. The area between them is the time saved; above 1x is faster.",
-    ),
-    "Where a step's time goes": (
-        ("time",),
-        "Each bar is a step; labels are means. Speculation shortens the blue part only, which in asynchronous GRPO is the "
-        "time for which the trainer waits.",
-    ),
-    "Tokens and drafts": (
-        ("tokens",),
-        "Tokens that a request gains in an engine step, which is 1 without speculation, and drafts that are verified in it.",
-    ),
-    "Acceptance by position": (
-        ("positions",),
-        "The share of tokens proposed at a draft position that equalled the policy's own token. Small counts are noisy.",
-    ),
-    "Acceptance, step by step": (
-        ("acceptance",),
-        "Of each drafter's tokens, the share that equalled the policy's own token.",
-    ),
-    "Reward": (
-        ("reward",),
-        "The mean reward of a step's samples. Problems differ from step to step, so look at the running mean, the bold line.",
-    ),
-    "Engine against trainer": (
-        ("gap",),
-        "The distance between the engine's and the trainer's log-prob of a sampled token. A jump means that a refit went "
-        "wrong. Above the dashed line an alarm is raised.",
-    ),
-    "Staleness": (
-        ("staleness",),
-        "Training steps by which the policy that began a sample lags behind the trained one: for the samples of a step and, "
-        "by NeMo-RL's count, for the samples that the step was trained on.",
-    ),
-    "Draft head": (
-        ("head_acceptance", "head_age"),
-        "A head is trained for one policy, and the policy changes: acceptance falls until a refreshed head is published. "
-        "Then the age falls. A head that is not better than the one in service is refused.",
-    ),
-    "Moves and races": (
-        ("moves", "saved"),
-        "When an engine runs out of requests, requests of other engines move to it or are raced. All racers make the "
-        "same tokens, so the first to end delivers the response.",
-    ),
-    "Remote drafters": (
-        ("in_time", "run_ahead"),
-        "In time: share of the request steps with a draft, of those that wanted one. Wasted: share of all "
-        "drafts without use. Drafts at hand: at most as many as one step may take.",
-    ),
-}
-"""Charts in the order of the page: title -> names of panels, explanation."""
+CHARTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+"""Charts in the order of the page: title -> names of panels, and how to read them."""
 PICTURE = ("reward", "speedup", "time", "tokens", "acceptance", "gap")
 """Panels of the picture, the most important first."""
 LINE_PANELS = {
@@ -152,14 +101,14 @@ def panels_of(run: Run) -> dict[str, Draw]:
 def charts_of(run: Run) -> Iterator[tuple[str, str, str, bool]]:
     """Yields the charts in the order of the page: title, SVG, explanation, and whether it is as wide as the page."""
     drawn = panels_of(run)
-    for title, (names, how_to_read) in CHARTS.items():
-        shown = [drawn[name] for name in names if name in drawn]
+    for title, chart in CHARTS.items():
+        shown = [drawn[name] for name in chart["panels"] if name in drawn]
         if shown:
             with style():
                 figure = Figure(WHOLE if len(shown) > 1 else HALF, layout="constrained")
                 for ax, draw in zip(figure.subplots(1, len(shown), squeeze=False).ravel(), shown, strict=True):
                     draw(ax, run.steps)
-                yield title, svg_of(figure, title), how_to_read, len(shown) > 1
+                yield title, svg_of(figure, title), chart["how_to_read"], len(shown) > 1
 
 
 def style() -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a run, of the lab and of NeMo-RL alike: how they are found and read, and sums over their steps.
+"""Records of a run, of the lab and of NeMo-RL alike: how they are found and read, and figures of a whole run.
 
 The folder of a run has `run.json`, which says how the run was made, and `metrics.jsonl`, in which a line is a step. A number
 that is missing, null or not finite becomes NaN, so that a run under way can be shown.
@@ -29,6 +29,8 @@ FOLDER = "specrollout"
 """Folder of our records in NeMo-RL's log folder."""
 PHASES = ("generation", "logprob", "train", "refit", "verify", "validation", "checkpoint")
 """Phases of a step, one after the other. Each is recorded as `<phase>_s`."""
+_COUNTS = ("tokens_checked", "tokens_equal", "deaths", "seeds_derived")
+_TAIL_COUNTS = ("moves", "races", "won_by_racer", "deaths", "diverged")
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class Run:
         """Step and sentence of every alarm."""
         return [(step["step"], str(sentence)) for step in self.steps for sentence in step.get("alarms") or ()]
 
-    def has(self, *keys: str) -> bool:
-        """Returns whether a step has a number at one of `keys`."""
-        return any(np.isfinite(series(self.steps, key)).any() for key in keys)
+    def has(self, key: str) -> bool:
+        """Returns whether a step has a number at `key`."""
+        return bool(np.isfinite(series(self.steps, key)).any())
 
     def mean(self, key: str) -> float:
         """Returns the mean over the steps that have a number at `key`, or NaN."""
@@ -229,3 +231,58 @@ def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[st
         "policy_lag_max": float(max(lags)),
         "samples_updated_amid": float(sum(len(sample_spans) > 1 for sample_spans in spans)),
     }
+
+
+def summary_of(steps: Sequence[Record]) -> dict[str, Any]:
+    """Returns the figures of a run's steps; docs/reference/metrics.md names every key. A ratio without counts is None."""
+    if not steps:
+        return {"steps": 0}
+    rewards, window = series(steps, "reward"), reward_window(len(steps))
+    return {
+        "steps": len(steps),
+        "speedup_estimate": _known(ratio_of_sums(steps, "plain_estimate_s", "rollout_s")),
+        "acceptance_length": _known(ratio_of_sums(steps, "num_tokens", "request_steps")),
+        "reward_first": _known(reduced(np.mean, rewards[:window])),
+        "reward_last": _known(reduced(np.mean, rewards[-window:])),
+        "reward_averaged_over_steps": window,
+        "largest_logprob_gap": _known(reduced(np.max, series(steps, "logprob_gap"))),
+        "alarms": sum(len(step.get("alarms") or ()) for step in steps),
+        **{key: int(total) for key in _COUNTS if math.isfinite(total := reduced(np.sum, series(steps, key)))},
+        **_head_summary(steps),
+        **_tail_summary(steps),
+    }
+
+
+def _head_summary(steps: Sequence[Record]) -> dict[str, Any]:
+    """Returns the refreshes and published heads of a run, and the seconds of refreshes with their share of the run."""
+    if not any("draft_refresh" in step for step in steps):
+        return {}
+    trained = refreshes(steps)
+    refresh_s = sum(number(record, "refresh_s") for _, record in trained)
+    run_s = np.nansum([series(steps, f"{phase}_s") for phase in PHASES])
+    return {
+        "refreshes": len(trained),
+        "heads_published": sum(bool(record.get("published")) for _, record in trained),
+        "refresh_s": refresh_s,
+        "refresh_share": _known(refresh_s / (run_s + refresh_s) if run_s + refresh_s else math.nan),
+    }
+
+
+def _tail_summary(steps: Sequence[Record]) -> dict[str, Any]:
+    """Returns what moves and races did, or nothing for a run with one engine. `tail_saved_s` is None without an estimate."""
+    tails = [step for step in steps if "tail" in step]
+    if not tails:
+        return {}
+    counts = {key: reduced(np.sum, series(tails, f"tail.{key}")) for key in _TAIL_COUNTS}
+    seconds = series(tails, "rollout_s")
+    idle_share = reduced(np.sum, series(tails, "tail.idle_share") * seconds) / reduced(np.sum, seconds)
+    return {
+        **{f"tail_{key}": int(count) for key, count in counts.items() if math.isfinite(count)},
+        **({"tail_idle_share": idle_share} if math.isfinite(idle_share) else {}),
+        "tail_saved_s": _known(reduced(np.sum, series(tails, "tail.saved_s"))),
+    }
+
+
+def _known(value: float) -> float | None:
+    """Returns None for NaN, which JSON does not have."""
+    return float(value) if math.isfinite(value) else None

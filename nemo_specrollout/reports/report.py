@@ -10,8 +10,7 @@ import yaml
 
 from nemo_specrollout.reports.charts import Draw, charts_of, save_picture
 from nemo_specrollout.reports.page import NONE, card, cards, charts, facts, folded, in_digits, page, step_list, table
-from nemo_specrollout.reports.records import Record, Run, naming_damage, number, refreshes
-from nemo_specrollout.reports.summary import summary_of
+from nemo_specrollout.reports.records import Record, Run, naming_damage, number, refreshes, summary_of
 from nemo_specrollout.storage.files import write_atomically
 
 PAGE, PICTURE = "report.html", "picture.png"

@@ -21,8 +21,7 @@ from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.reports import records
 from nemo_specrollout.reports.charts import charts_of
-from nemo_specrollout.reports.records import Run, accepted_shares
-from nemo_specrollout.reports.summary import summary_of
+from nemo_specrollout.reports.records import Run, accepted_shares, summary_of
 
 pytestmark = pytest.mark.unit
 

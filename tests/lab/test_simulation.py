@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from lab.local.statistics import plain_estimate_s
 from lab.placement.pipeline import coupled_tokens
 from lab.simulation.compare import compare, simulate_step
 from lab.simulation.costs import Calibration, Costs, LinearCosts, RooflineCosts, RoundCosts
@@ -33,7 +34,6 @@ from lab.simulation.workload import (
 )
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
 from nemo_specrollout.config.strict import build
-from nemo_specrollout.scheduling.speculation.step_time import plain_estimate_s
 
 pytestmark = pytest.mark.unit
 

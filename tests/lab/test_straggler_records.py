@@ -26,7 +26,7 @@ from lab.local.traces import can_drain, whole_trace
 from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.racing.attempts import Attempt, AttemptOutcome, Response
 from nemo_specrollout.racing.estimates import DecodeSpeeds, Savings
-from nemo_specrollout.reports.summary import summary_of
+from nemo_specrollout.reports.records import summary_of
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
 from nemo_specrollout.scheduling.racing.tail_forecast import Assignment, drain, undisturbed_end_s
 

@@ -2,7 +2,7 @@
 """Settings of a drafter, and the counters that it reports. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,15 @@ GPU_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that a drafter with the whole GPU takes."""
 
 
-@dataclass(frozen=True)
-class DrafterSpec:
-    """Settings of a drafter."""
+@dataclass(frozen=True, kw_only=True)
+class DrafterSpec(RemoteDrafterConfig):
+    """Settings of a drafter: its options in the block, its address, and what it takes over from the policy's engines."""
 
-    model: str
-    """Hugging Face folder of the draft model."""
     address: str = any_port("127.0.0.1")
     """ZeroMQ address to bind; port 0 takes any free one."""
     precision: str = "float32"
     max_model_len: int = 2048
     """Longest text of a request, in tokens."""
-    max_requests: int = 256
-    """Requests to draft for at a time, of all verifiers."""
-    most_ahead: int = 24
-    """Draft tokens that a shadow sequence may be ahead of the committed text."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Hosts that may ask for drafts; empty allows all."""
-    vllm_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vllm.LLM."""
 
 
 @dataclass
@@ -77,12 +67,5 @@ def drafter_spec(
     shared = {name: vllm_cfg[name] for name in ("max_model_len", "precision") if name in vllm_cfg}
     if shared.get("precision") == "fp8":  # NeMo-RL's word for a quantization of the policy
         shared["precision"] = "auto"
-    return DrafterSpec(
-        address=address,
-        model=drafter.model,
-        max_requests=drafter.max_requests,
-        most_ahead=drafter.most_ahead,
-        allowed_hosts=drafter.allowed_hosts,
-        vllm_kwargs={"enforce_eager": vllm_cfg.get("enforce_eager", True), **memory, **drafter.vllm_kwargs},
-        **shared,
-    )
+    kwargs = {"enforce_eager": vllm_cfg.get("enforce_eager", True), **memory, **drafter.vllm_kwargs}
+    return DrafterSpec(**{**vars(drafter), **shared, "address": address, "vllm_kwargs": kwargs})

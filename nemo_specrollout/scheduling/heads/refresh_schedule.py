@@ -201,7 +201,7 @@ class StepFacts:
     """Facts about a finished RL step."""
 
     acceptance_length: float | None
-    """The head's acceptance length (`HeadUse`); None if the head drafted nothing."""
+    """The head's acceptance length (`head_use`); None if the head drafted nothing."""
     num_tokens: int
     seconds: float
     steps_to_come: int
@@ -210,25 +210,19 @@ class StepFacts:
     """Share of the requests' decode steps in which the head drafted."""
 
 
-@dataclass(frozen=True)
-class HeadUse:
-    """Use of a head in a rollout."""
+def head_use(
+    proposed: Mapping[str, Sequence[int]], accepted: Mapping[str, Sequence[int]], num_request_steps: int
+) -> tuple[float | None, float]:
+    """Returns acceptance length and share of a head in a rollout, from each drafter's draft tokens by position.
 
-    acceptance_length: float | None
-    """Mean tokens of a request's step in which the head drafted, whatever other drafters did in other steps."""
-    share: float
-    """Share of all requests' decode steps in which the head drafted."""
-
-    @classmethod
-    def counted(
-        cls, proposed: Mapping[str, Sequence[int]], accepted: Mapping[str, Sequence[int]], num_request_steps: int
-    ) -> "HeadUse":
-        """Counts the use from each drafter's draft tokens by position, all and accepted."""
-        head = next((name for name in proposed if name in MODEL_DRAFTERS), None)
-        if head is None or not proposed[head][0]:
-            return cls(None, 0.0)
-        num_drafted = proposed[head][0]
-        return cls(1.0 + sum(accepted[head]) / num_drafted, num_drafted / num_request_steps)
+    The length is the mean of the tokens of a request's steps in which the head drafted, and None if there are none. The
+    share is the share of these steps in all requests' decode steps.
+    """
+    head = next((name for name in proposed if name in MODEL_DRAFTERS), None)
+    if head is None or not proposed[head][0]:
+        return None, 0.0
+    num_drafted = proposed[head][0]
+    return 1.0 + sum(accepted[head]) / num_drafted, num_drafted / num_request_steps
 
 
 class RefreshSchedule:

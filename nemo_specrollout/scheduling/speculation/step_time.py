@@ -8,8 +8,6 @@ Samples are clipped and decayed, because clocks are noisy and contexts grow.
 The constants were set by hand so that one stall has no lasting effect and drafts are tried again soon.
 """
 
-import heapq
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -239,30 +237,3 @@ def _line(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> tuple[f
     covariance = np.average((rows - mean_rows) * (seconds - mean_s), weights=weights)
     row_s = max(0.0, float(covariance / variance))
     return float(mean_s) - row_s * float(mean_rows), row_s
-
-
-def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
-    """Returns the number of requests in each decode step, int64, if responses of these lengths get one token a step.
-
-    A request's first token costs no decode step. At most `max_num_seqs` requests run at a time, in the given order.
-    """
-    running: list[int] = []
-    spans = []
-    for length in lengths:
-        start = heapq.heappop(running) if len(running) == max_num_seqs else 0
-        spans.append((start, start + length - 1))
-        heapq.heappush(running, spans[-1][1])
-    changes = np.zeros(max(end for _, end in spans) + 1, np.int64)
-    for start, end in spans:
-        changes[start] += 1
-        changes[end] -= 1
-    return np.cumsum(changes)[:-1]
-
-
-def plain_estimate_s(lengths: Sequence[int], max_num_seqs: int, plain_step_s: Sequence[float], other_s: float) -> float:
-    """Returns the counterfactual: the estimated seconds of a plain rollout with these response lengths.
-
-    `plain_step_s[b]` is the time of a decode step of b requests, `other_s` the time outside decode steps (prefill, start).
-    """
-    batches = plain_batch_sizes(lengths, max_num_seqs)
-    return other_s + float(np.asarray(plain_step_s)[batches].sum())
