@@ -245,7 +245,6 @@ def test_an_environment_with_the_v1_model_runner_is_refused(monkeypatch: pytest.
         ("warning", (f"{BLOCK_PATH}.verify.requests_per_step=4",), "only the local runner decodes requests again"),
         ("warning", ("policy.draft.enabled=true", "policy.sequence_packing.enabled=false"), "no engine drafts with it"),
         ("warning", (*DRAFT, "policy.draft.aux_layer_indices=[1,2,3]"), "policy.draft.aux_layer_indices: [1, 2, 3]"),
-        ("warning", ("policy.router_replay.enabled=true",), "not tested with drafts"),
         ("note", (REMOTE + "}]",), "only vLLM's CPU build can use"),
         ("note", (REMOTE + ", gpus: 0.5}]",), "Ray places the drafters on GPUs in addition to the GPUs of `cluster`"),
         ("note", (EAGLE3,), "4 tokens before max_model_len"),

@@ -16,7 +16,7 @@ from lab.local.random_budgets import RANDOM
 from lab.local.statistics import count_equal
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, RandomDrafterConfig, SuffixDrafterConfig
-from nemo_specrollout.config.policy_layers import recurrent_layers
+from nemo_specrollout.config.policies import recurrent_layers
 from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.storage.model_folder import read_object
 

@@ -28,6 +28,7 @@ from nemo_specrollout.scheduling.heads.refresh_schedule import (
     RefreshSchedule,
     RefreshTrigger,
     StepFacts,
+    head_use,
 )
 
 pytestmark = pytest.mark.unit

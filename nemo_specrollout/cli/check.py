@@ -15,9 +15,10 @@ from nemo_specrollout.config.block import OFF, SpecrolloutConfig
 from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config, values_of
-from nemo_specrollout.config.nemo_rl_tree import GENERATION, Finding, Tree, at, runtime_of
+from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_KWARGS, Finding, Tree, at, runtime_of
 from nemo_specrollout.config.nemo_rl_values import unknown_overrides
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.training.head.block_heads import drafter_misfits
 
 
@@ -69,8 +70,17 @@ def describe_config(tree: dict[str, Any]) -> Subject:
         policy, length = (at(tree, f"policy.{n}") for n in ("model_name", "generation.vllm_cfg.max_model_len"))
         unfit = (reason.partition(": ") for reason in drafter_misfits(block, str(policy), length))
         findings += [Finding(subject, text, "error") for subject, _, text in unfit]
-        findings += _tokenizer_faults(tree)
+        findings += [*_refused_arguments(tree, block), *_tokenizer_faults(tree)]
     return Subject(tree, describe_nemo_rl(tree), block, findings)
+
+
+def _refused_arguments(tree: Tree, block: SpecrolloutConfig) -> Iterator[Finding]:
+    """Yields the error about an argument of vLLM's with which the block cannot be put into effect."""
+    try:
+        with_specrollout(at(tree, VLLM_KWARGS, {}), block, "cuda")
+    except ValueError as error:
+        subject, _, text = str(error).partition(": ")
+        yield Finding(f"{GENERATION}.{subject}", text, "error")
 
 
 def _tokenizer_faults(tree: Tree) -> Iterator[Finding]:

@@ -18,16 +18,8 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from nemo_specrollout.cli import slurm
 from nemo_specrollout.cli.check import read_nemo_rl_config
-from nemo_specrollout.cli.slurm import (
-    CLUSTER_FLAGS,
-    ClusterSettings,
-    Job,
-    absolute,
-    check_mountable,
-    read_settings,
-    seconds,
-)
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl, script_of
@@ -53,9 +45,9 @@ def launch(args: argparse.Namespace) -> int:
         raise_first_mistake("", (count < 1, name, f"{count} is out of range; it must be at least 1"))
     if not args.dry_run and shutil.which("sbatch") is None:
         raise ConfigError("sbatch is not on this machine; launch from the cluster's login node, or look with --dry-run")
-    settings = read_settings(args.cluster, {name: getattr(args, name) for name in CLUSTER_FLAGS})
-    run = absolute(args.run_dir or Path("results", args.config.stem))
-    check_mountable(run, "--run-dir")
+    settings = slurm.read_settings(args.cluster, {name: getattr(args, name) for name in slurm.CLUSTER_FLAGS})
+    run = slurm.absolute(args.run_dir or Path("results", args.config.stem))
+    slurm.check_mountable(run, "--run-dir")
     _enter_checkout(settings.nemo_rl)
     tree = _launched_tree(args.config, args.overrides, settings, args.nodes, run)
     block, notes = prepare_nemo_rl(tree)
@@ -68,7 +60,7 @@ def launch(args: argparse.Namespace) -> int:
         notes.append(Finding("checkpointing.enabled", text, "warning"))
     steps, script = at(tree, "grpo.max_num_steps"), args.script or script_of(tree)
     node_gpus = settings.gpus_per_node or tree["cluster"]["gpus_per_node"]
-    job = Job(settings, run, args.nodes, node_gpus, steps if isinstance(steps, int) else None, script)
+    job = slurm.Job(settings, run, args.nodes, node_gpus, steps if isinstance(steps, int) else None, script)
     directory = LaunchDirectory(Path(run))
     directory.check(tree)
     directory.write(tree, job)
@@ -94,7 +86,7 @@ def _enter_checkout(nemo_rl: str) -> None:
 
 
 def _launched_tree(
-    path: Path, overrides: list[str], settings: ClusterSettings, num_nodes: int, run: str
+    path: Path, overrides: list[str], settings: slurm.ClusterSettings, num_nodes: int, run: str
 ) -> dict[str, Any]:
     """Returns the config of the run directory `run`, resolved and complete. Raises ConfigError."""
     for override in overrides:
@@ -154,7 +146,7 @@ def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int) -
 
 def _must_save_by(checkpointing: dict[str, Any], time: str) -> str:
     """Returns the time after which NeMo-RL saves and stops, as DD:HH:MM:SS: the user's own if there is one."""
-    limit_s = seconds(time, "slurm.time")
+    limit_s = slurm.seconds(time, "slurm.time")
     own = checkpointing.get("checkpoint_must_save_by")
     if own is None:
         minutes, rest = divmod(limit_s - min(_SAVE_MARGIN_S, limit_s // 2), 60)
@@ -204,7 +196,7 @@ class LaunchDirectory:
         text = f"{self.path} holds a run of another config (it differs in {keys}); choose another"
         raise_first_mistake("", (keys, "--run-dir", text))
 
-    def write(self, tree: dict[str, Any], job: Job) -> None:
+    def write(self, tree: dict[str, Any], job: slurm.Job) -> None:
         """Writes config and job script, and the code unless a submitted job uses it."""
         (self.path / "slurm").mkdir(parents=True, exist_ok=True)
         if not (self.submitted and (self.path / "addon").is_dir()):

@@ -47,7 +47,7 @@ _KEY = re.compile(r"[\w/+-]+(\.[\w/+-]+)*")
 
 
 # OmegaConf cannot inspect the signature of `max` itself.
-_RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": lambda a, b: max(a, b)}
+_RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": lambda *values: max(values)}
 """NeMo-RL's functions for values such as ${mul:${policy.max_total_sequence_length}, 2}."""
 
 

@@ -78,8 +78,6 @@ _RULES = (
          "CPU build can use: on a cluster with GPUs set gpus of the remote drafter", "note"),
     Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "without effect: only the local runner decodes requests again",
          "warning"),
-    Rule("policy.router_replay.enabled", bool, "not tested with drafts: vLLM must return the experts of accepted tokens "
-         "only", "warning"),
     Rule(f"{VLLM_CFG}.expose_http_server", bool, "a request over HTTP without a seed gets one from its prompt and the engine "
          f"that it reaches: send `seed`, or set {BLOCK_PATH}.http_seeds to required, which refuses such requests", "note",
          _has_unseeded_clients),
@@ -184,6 +182,10 @@ def runner_findings(tree: Tree) -> Iterator[Finding]:
         yield Finding(subject, text, "error")
     if native_drafts(tree):
         yield from _speculative_config(tree)
+    top_k, temperature = (at(tree, f"{GENERATION}.{name}") for name in ("top_k", "temperature"))
+    if at(tree, f"{VLLM_KWARGS}.return_sampling_mask") and (temperature == 0 or not isinstance(top_k, int) or top_k < 1):
+        text = f"{top_k} at temperature {temperature}; vLLM returns sampling masks only with top_k and temperature above 0"
+        yield Finding(f"{GENERATION}.top_k", f"{text}: set both, or remove vllm_kwargs.return_sampling_mask", "error")
 
 
 def _speculative_config(tree: Tree) -> Iterator[Finding]:

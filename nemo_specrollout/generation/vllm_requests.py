@@ -11,6 +11,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, ShardRequest
 from nemo_specrollout.sampling.seeds import content_hash
 
@@ -39,7 +40,9 @@ class RolloutSamplingParams(SamplingParams):
         return copied
 
     def _validate_spec_decode(self, speculative_config: Any) -> None:
-        """Accepts every request. vLLM refuses here what its own rejection sampler cannot do."""
+        """Accepts what our verifier can do, where vLLM's own rejection sampler cannot (`min_p`, `logit_bias`)."""
+        if speculative_config is not None and getattr(self, "logprob_token_ids", None) and not compat.CHOOSES_ON_DEVICE:
+            raise REFUSAL("logprob_token_ids: with drafts it needs vLLM 0.32 or later; ask for `logprobs`, or set drafters to []")
 
 
 def is_portable(prompt: Any, params: Any) -> bool:

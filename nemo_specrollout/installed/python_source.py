@@ -123,14 +123,10 @@ class Signature:
         named = [(a.arg, default) for a, default in pairs if a.arg not in ("self", "cls")]
         own = list(_own_nodes(node))
         yields = any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own)
-        returns = any(isinstance(n, ast.Return) and n.value is not None and not _is_none(n.value) for n in own)
+        returns = any(isinstance(n, ast.Return) and ast.unparse(n) not in ("return", "return None") for n in own)
         kind = "stream" if yields else "value" if returns else "nothing"
         prefix = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
         return cls(tuple(n for n, _ in named), tuple(n for n, default in named if default is None), prefix + kind)
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:

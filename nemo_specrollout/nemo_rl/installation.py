@@ -16,15 +16,7 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.installed.versions import installed_versions
 from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
-from nemo_specrollout.nemo_rl.patch_points import (
-    ALL_PATCH_POINTS,
-    CONTROLLER_PATCH_POINTS,
-    GYM_PATCH_POINTS,
-    PATCH_POINTS,
-    TRAINER_PATCH_POINTS,
-    PatchPoint,
-    check_patch_points,
-)
+from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, SECTIONS, PatchPoint, check_patch_points
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
@@ -53,7 +45,7 @@ def install(config: Any) -> bool:
         return False
     block, _ = prepare_nemo_rl(tree)
     assert block is not None
-    check_patch_points((*PATCH_POINTS, *_patch_points_of(config)))
+    check_patch_points((*SECTIONS["all"], *_patch_points_of(config)))
     generation = config.policy["generation"]
     block = with_absolute_paths(block)
     _check_block(block, config.policy)
@@ -95,8 +87,8 @@ def _trainers(config: Any) -> list[str]:
 def _patch_points_of(config: Any) -> tuple[PatchPoint, ...]:
     """Returns the patch points that only some kinds of run use."""
     if _is_controlled(config):
-        return CONTROLLER_PATCH_POINTS
-    return (*(p for p in TRAINER_PATCH_POINTS if p.module in _trainers(config)), *GYM_PATCH_POINTS)
+        return SECTIONS["controller"]
+    return (*(p for p in SECTIONS["trainers"] if p.module in _trainers(config)), *SECTIONS["gym"])
 
 
 def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:
@@ -153,7 +145,8 @@ def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: A
     from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 
     STEP_LOG.take()  # what an earlier run of this process has left
-    summary = {"versions": installed_versions(), "block": plain_block}
+    host_chooses = host_choice(at(tree, VLLM_KWARGS, {}), model_config(tree) or {})
+    summary = {"versions": installed_versions(), "block": plain_block, "host_chooses_drafts": host_chooses or False}
     return partial(
         SpecrolloutLogger,
         gap_alarms=partial(gap_alarms, bound=block.logprob_gap_alarm, causes=gap_causes(tree)),

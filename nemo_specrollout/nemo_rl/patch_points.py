@@ -65,11 +65,11 @@ def _points(modules: Mapping[str, Sequence[str]]) -> Iterator[PatchPoint]:
                 yield PatchPoint(f"{NEMO_RL}.{module}", name, how, needed, known, result or "nothing")
 
 
-_SECTIONS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-PATCH_POINTS, CONTROLLER_PATCH_POINTS, TRAINER_PATCH_POINTS, GYM_PATCH_POINTS, EXTENSION_PATCH_POINTS = (
-    tuple(_points(_SECTIONS[kind])) for kind in ("all", "controller", "trainers", "gym", "engine")
-)
-ALL_PATCH_POINTS = (*PATCH_POINTS, *CONTROLLER_PATCH_POINTS, *TRAINER_PATCH_POINTS, *GYM_PATCH_POINTS)
+_FILE = Path(__file__).with_suffix(".yaml")
+SECTIONS = {name: (*_points(of),) for name, of in yaml.safe_load(_FILE.read_text(encoding="utf-8")).items()}
+"""Patch points by section of `patch_points.yaml`."""
+EXTENSION_PATCH_POINTS = SECTIONS["engine"]
+ALL_PATCH_POINTS = tuple(point for name, points in SECTIONS.items() if name != "engine" for point in points)
 """Patch points in the driver, for all kinds of run."""
 
 

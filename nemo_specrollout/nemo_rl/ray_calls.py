@@ -65,10 +65,7 @@ def engine_environment() -> dict[str, Any]:
     python = python_of(ENGINE_ACTOR)
     venv = os.path.dirname(os.path.dirname(python))
     inherited = {name: value for name, value in os.environ.items() if name != _NO_GPU_MASK}
-    return {
-        "py_executable": python,
-        "env_vars": {**inherited, "VIRTUAL_ENV": venv, "UV_PROJECT_ENVIRONMENT": venv},
-    }
+    return {"py_executable": python, "env_vars": {**inherited, "VIRTUAL_ENV": venv, "UV_PROJECT_ENVIRONMENT": venv}}
 
 
 class ActorFailed(Exception):

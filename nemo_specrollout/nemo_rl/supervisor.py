@@ -119,12 +119,8 @@ class Supervisor:
             return
         self._exchange = ExchangeDriver(self._block, num_engines, self._config["max_new_tokens"], self._log)
         call, leader = self._engines.run_single_worker_single_data, self._engines.get_dp_leader_worker_idx
-        ray.get(
-            [
-                call("specrollout_join_exchange", leader(engine), actor=self._exchange.actor, engine=engine)
-                for engine in range(num_engines)
-            ]
-        )
+        actor, engines = self._exchange.actor, range(num_engines)
+        ray.get([call("specrollout_join_exchange", leader(e), actor=actor, engine=e) for e in engines])
 
     def close(self) -> None:
         """Ends the refresh and the drafters. The engines may still run."""

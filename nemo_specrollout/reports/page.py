@@ -21,8 +21,9 @@ def page(title: str, status: str, parts: Iterable[str]) -> str:
     return _PAGE.substitute(title=escape(title), status=escape(status), body="\n".join(parts))
 
 
-def cards(of: Iterable[str]) -> str:
-    return f'<div class="cards">{"".join(of)}</div>'
+def grid(kind: str, parts: Iterable[str]) -> str:
+    """Returns cards or charts in rows. `kind` is "cards" or "charts"."""
+    return f'<div class="{kind}">{"".join(parts)}</div>'
 
 
 def card(title: str, value: str, note: str, kind: str = "") -> str:
@@ -37,12 +38,8 @@ def step_list(title: str, of: Iterable[tuple[Any, str]], kind: str = "") -> str:
     return f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{items}</ul></section>' if items else ""
 
 
-def charts(of: Iterable[tuple[str, str, str, bool]]) -> str:
-    """Returns sections of charts, two in a row. Each is a title, an SVG, an explanation and whether it fills a row."""
-    return f'<div class="charts">{"".join(chart(*shown) for shown in of)}</div>'
-
-
 def chart(title: str, svg: str, how_to_read: str, is_wide: bool = True) -> str:
+    """Returns a section with a chart, which is as wide as the page or half of it."""
     label, kind = escape(title), "wide" if is_wide else ""
     drawing = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
     return f'<section class="{kind}"><h2>{label}</h2><p>{escape(how_to_read)}</p>{drawing}</section>'

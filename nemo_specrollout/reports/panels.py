@@ -121,9 +121,8 @@ def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
         ax.plot(x, means, color=BLUE, linewidth=2.4)
     known = np.flatnonzero(np.isfinite(means))
     # The first and the last mean have labels, away from the line: below it if it rises towards the neighbour.
-    for i, neighbour in (
-        zip(known[[0, -1]], known[[1, -2]], strict=True) if len(known) > 1 else zip(known, known, strict=True)
-    ):
+    neighbours = {known[0]: known[:2][-1], known[-1]: known[-2:][0]} if len(known) else {}
+    for i, neighbour in neighbours.items():
         offset, va = ((0, -7), "top") if means[neighbour] > means[i] else ((0, 6), "bottom")
         ax.annotate(f"{means[i]:.2f}", (x[i], means[i]), offset, textcoords="offset points",
                     ha="center", va=va, color=BLUE, fontweight="bold")  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from nemo_specrollout.reports.charts import Draw, charts_of, save_picture
-from nemo_specrollout.reports.page import NONE, card, cards, charts, facts, folded, in_digits, page, step_list, table
+from nemo_specrollout.reports.page import NONE, card, chart, facts, folded, grid, in_digits, page, step_list, table
 from nemo_specrollout.reports.records import Record, Run, naming_damage, number, refreshes, summary_of
 from nemo_specrollout.storage.files import write_atomically
 
@@ -57,7 +57,8 @@ def _page(run: Run, sections: Sequence[str]) -> str:
     parts = list[str]()
     if run.steps:
         alarms = step_list("Alarms", run.alarms[-MAX_ROWS:], "alarms")
-        parts = [cards(_cards(run)), alarms, charts(charts_of(run)), *sections, _head_decisions(run), _table(run)]
+        charts = grid("charts", (chart(*shown) for shown in charts_of(run)))
+        parts = [grid("cards", _cards(run)), alarms, charts, *sections, _head_decisions(run), _table(run)]
     config = run.folder / "config.yaml"
     if config.is_file():
         parts.append(folded("Resolved config", config.read_text(encoding="utf-8", errors="replace")))
@@ -130,16 +131,12 @@ def _engine_cards(run: Run, summary: Record) -> Iterator[str]:
         note = f"estimate; moves: {summary['tail_moves']}, races: {summary['tail_races']}, won by the racer: {won}"
         yield card("Saved in the tail", in_digits(number(summary, "tail_saved_s"), "+.1f", " s"), note)
     if drafted := [step for step in run.steps if number(step, "draft_supply.num_drafters") > 0]:
-        yield _drafters_card(run, drafted[-1]["draft_supply"])
+        supply, in_time = drafted[-1]["draft_supply"], in_digits(run.mean("draft_supply.occupancy"), ".0%")
+        ready, named = number(supply, "num_ready"), number(supply, "num_drafters")
+        note = f"drafters answer; drafts in time {in_time}; bottleneck: {supply.get('bottleneck') or 'not known'}"
+        yield card("Remote drafters", f"{in_digits(ready, 'd')} of {named:.0f}", note, "bad" * (ready < named))
     if (derived := number(summary, "seeds_derived")) > 0:
         yield card("Seeds derived", f"{derived:,.0f}", "requests over HTTP without a seed of their own")
-
-
-def _drafters_card(run: Run, supply: Record) -> str:
-    ready, named = number(supply, "num_ready"), number(supply, "num_drafters")
-    in_time = in_digits(run.mean("draft_supply.occupancy"), ".0%")
-    note = f"drafters answer; drafts in time {in_time}; bottleneck: {supply.get('bottleneck') or 'not known'}"
-    return card("Remote drafters", f"{in_digits(ready, 'd')} of {named:.0f}", note, "bad" * (ready < named))
 
 
 def _head_decisions(run: Run) -> str:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The straggler policy: which requests move to another engine, which are raced by several, and which racers give up.
 
-All engines produce the same tokens for a request, so the first engine to finish has *the* response. The policy is therefore
-not biased towards short responses. It follows Algorithm 3 of SpecActor (arXiv 2511.16193), which gives free engines to the
+docs/concepts/racing.md says why no response is favoured. Algorithm 3 of SpecActor (arXiv 2511.16193) gives free engines to the
 requests with the worst acceptance. Here each change must promise an earlier end by measured speeds, including prefill.
 
 Shapes: R requests, E engines.
