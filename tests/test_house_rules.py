@@ -28,6 +28,8 @@ FOREIGN_SIGNATURES = {
     "align",
     "sample_rows",
     "_verify",
+    "convolve",
+    "scan_states",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -39,7 +39,9 @@ def budget_with(rates_BK: list[list[float]], k: int = 3, returns_experts: bool =
     rates_SK[list(SLOTS.values())] = torch.tensor(rates_BK)
     aux = SimpleNamespace(enable_return_routed_experts=returns_experts)
     runner: Any = SimpleNamespace(
-        req_states=SimpleNamespace(req_id_to_index=SLOTS), model_config=None, vllm_config=SimpleNamespace(aux_output_config=aux)
+        req_states=SimpleNamespace(req_id_to_index=SLOTS),
+        model_config=None,
+        vllm_config=SimpleNamespace(aux_output_config=aux),
     )
     drafting = DraftRouter.__new__(DraftRouter)
     drafting._policy, drafting._pause = build_budget(BudgetConfig("fixed", k=k)), DraftingPause()

@@ -95,15 +95,15 @@ def checked(capsys: pytest.CaptureFixture[str], folder: Path, override: str) -> 
 def test_check_tells_the_family_and_who_chooses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, text = checked(capsys, tmp_path, "policy.model_name=nvidia/NVIDIA-Nemotron-Nano-12B-v2")
     assert code == 0 and "hybrid, Mamba: works; the host chooses the drafts of each step" in text
-    (tmp_path / "config.json").write_text('{"model_type": "new", "layer_types": ["linear_attention"], "vocab_size": 96}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "new", "layer_types": ["linear_attention"], "vocab_size": 96}'
+    )
     _, text = checked(capsys, tmp_path, f"policy.model_name={tmp_path}")
     assert "unknown: not tested" in text and "recurrent layers (layer_types: linear_attention)" in text
 
 
 @pytest.mark.parametrize("name", ["enable_lora=true", "watermark_config={key: 1}"])
-def test_check_refuses_what_drafts_would_break(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
-) -> None:
+def test_check_refuses_what_drafts_would_break(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     code, text = checked(capsys, tmp_path, f"policy.generation.vllm_kwargs.{name}")
     field = name.partition("=")[0]
     assert code == 2 and f"policy.generation.vllm_kwargs.{field}: " in text and "or set drafters to []" in text

@@ -8,15 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import STEP_ADDER
 from tiny_policies import FAMILIES, save_policy
 
 from lab.local.engine import RolloutEngine
 from lab.local.random_budgets import RANDOM
 from lab.local.statistics import count_equal
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, RandomDrafterConfig, SuffixDrafterConfig
+from nemo_specrollout.config.drafter_configs import (
+    Eagle3DrafterConfig,
+    NgramDrafterConfig,
+    RandomDrafterConfig,
+    SuffixDrafterConfig,
+)
 from nemo_specrollout.config.policies import recurrent_layers
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.storage.model_folder import read_object
 
@@ -25,7 +30,10 @@ pytestmark = pytest.mark.integration
 TEXT = (SuffixDrafterConfig(num_slots=1 << 12), NgramDrafterConfig(num_slots=1 << 12))
 PLAIN = SpecrolloutConfig(drafters=())
 MIXED = SpecrolloutConfig(drafters=(*TEXT, RandomDrafterConfig()), budget=RANDOM)
-BLOCKS = {"fixed": SpecrolloutConfig(drafters=TEXT, budget=BudgetConfig("fixed", k=4)), "auto": SpecrolloutConfig(drafters=TEXT)}
+BLOCKS = {
+    "fixed": SpecrolloutConfig(drafters=TEXT, budget=BudgetConfig("fixed", k=4)),
+    "auto": SpecrolloutConfig(drafters=TEXT),
+}
 RECURRENT = {"Qwen3-Next", "Nemotron-H", "Granite 4", "Falcon-H1"}
 Start = Callable[..., RolloutEngine]
 
@@ -61,12 +69,38 @@ def assert_equal(engine: RolloutEngine, plain: RolloutEngine, at_least: int) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_token_of_a_family_depends_on_drafts(family: str, folder_of: Callable[[str], Path], start_engine: Start) -> None:
+def test_no_token_of_a_family_depends_on_drafts(
+    family: str, folder_of: Callable[[str], Path], start_engine: Start
+) -> None:
     """With drafts that are right, wrong and cut short at random."""
     folder = folder_of(family)
     engine, plain = (start_engine(folder, block, max_new_tokens=48) for block in (MIXED, PLAIN))
     assert_equal(engine, plain, 300)
     assert bool(engine.facts()["host_chooses_drafts"]) == (family in RECURRENT)
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Qwen3-Next"])
+def test_an_untrained_head_changes_no_token(
+    family: str, folder_of: Callable[[str], Path], start_engine: Start, tmp_path: Path
+) -> None:
+    from nemo_specrollout.training.head.head import create_head, save_head
+
+    folder, head = folder_of(family), tmp_path / "head"
+    save_head(create_head(folder, layer_ids=(0, 1), draft_token_ids=range(1, 96, 2)), head)
+    block = SpecrolloutConfig(drafters=(*TEXT, Eagle3DrafterConfig(model=str(head))), budget=RANDOM)
+    engine, plain = (start_engine(folder, b, max_new_tokens=48) for b in (block, PLAIN))
+    assert_equal(engine, plain, 300)
+
+
+def test_a_head_for_a_policy_without_its_interface_is_refused(
+    folder_of: Callable[[str], Path], start_engine: Start, tmp_path: Path
+) -> None:
+    from nemo_specrollout.training.head.head import create_head, save_head
+
+    save_head(create_head(folder_of("GLM 4 MoE"), layer_ids=(0, 1)), tmp_path / "head")
+    block = SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model=str(tmp_path / "head")),))
+    with pytest.raises(ConfigError, match=r"policy\.model_name: vLLM has no EAGLE-3 drafter for this model"):
+        start_engine(folder_of("GLM 4 MoE"), block)
 
 
 @pytest.mark.slow
@@ -77,7 +111,9 @@ def test_policies_of_users_are_exact_for_each_family(
 ) -> None:
     folder = folder_of(family)
     for kwargs in ({}, {"enable_prefix_caching": False}, {"async_scheduling": False}, {"max_num_batched_tokens": 64}):
-        engine, plain = (start_engine(folder, block, 96, **{"max_num_seqs": 8, **kwargs}) for block in (BLOCKS[name], PLAIN))
+        engine, plain = (
+            start_engine(folder, block, 96, **{"max_num_seqs": 8, **kwargs}) for block in (BLOCKS[name], PLAIN)
+        )
         assert_equal(engine, plain, 500)
 
 

@@ -62,7 +62,12 @@ def save_policy(family: str, folder: Path, tokenizer: Path = STEP_ADDER) -> Path
     torch.manual_seed(0)
     name, values = FAMILIES[family]
     tokens = transformers.AutoTokenizer.from_pretrained(tokenizer)
-    values = {**values, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, "bos_token_id": tokens.bos_token_id}
+    values = {
+        **values,
+        "vocab_size": len(tokens),
+        "eos_token_id": tokens.eos_token_id,
+        "bos_token_id": tokens.bos_token_id,
+    }
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**_SIZES, **values})).float()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -3,8 +3,8 @@
 
 Each function takes the arguments of vLLM's own and does what its GPU kernel does, in a loop over requests.
 
-Shapes: B requests, C channels, W width of the filter, K draft positions, R rows, L rows of one request, H heads, G groups,
-D head size, N state size.
+Shapes: B requests, K draft positions, R rows, L rows of one request; C channels and W taps of a convolution; H heads of size
+D with a state of size N.
 """
 
 import sys
@@ -85,8 +85,8 @@ def scan_states(
 ) -> None:
     """Writes the rows of a Mamba2 layer to `out` [R, H, D], like vLLM's `selective_state_update`.
 
-    In a step with drafts, each row leaves its state [H, D, N] in a slot of its own, and the next step begins at the slot of
-    the last token that stood.
+    In a step with drafts, each row leaves its state [H, D, N] in a slot of its own. The next step begins at the slot of the
+    last token that stood.
     """
     from_BK, to_BK = (t if t.dim() == 2 else t[:, None] for t in (state_batch_indices, dst_state_batch_indices))
     starts, per_group = _starts(cu_seqlens, len(from_BK)), state.shape[1] // B.shape[1]
@@ -152,7 +152,7 @@ def _heads(layer: Any, made_LC: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _sequences(metadata: Any) -> Iterator[tuple[list[int], list[int], int, bool]]:
-    """Yields a step's requests: rows, slots of states, accepted tokens of the last step (0: no drafts), has it a state."""
+    """Yields, by request: rows, slots of states, accepted tokens of the last step (0: no drafts), and whether it has a state."""
     if metadata.num_spec_decodes:
         starts = metadata.spec_query_start_loc.tolist()
         order = range(starts[-1]) if metadata.spec_token_indx is None else metadata.spec_token_indx.tolist()

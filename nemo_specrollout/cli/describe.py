@@ -198,7 +198,9 @@ def _describe_policy(tree: Tree) -> list[tuple[str, str]]:
     rows = [("family", row) for row in families] + [("option", row) for row in options]
     lines = [(kind, f"{row['name']}: {row['drafts']} (tested: {row['tested']})") for kind, row in rows]
     if not families:
-        lines.append(("family", "unknown: not tested; each engine asks vLLM at its start who may choose the drafts of a step"))
+        lines.append(
+            ("family", "unknown: not tested; each engine asks vLLM at its start who may choose the drafts of a step")
+        )
     if reason := host_choice(at(tree, VLLM_KWARGS, {}), config):
         lines.append(("choice", f"the host chooses the drafts of each step: {reason}"))
     return lines

@@ -183,8 +183,12 @@ def runner_findings(tree: Tree) -> Iterator[Finding]:
     if native_drafts(tree):
         yield from _speculative_config(tree)
     top_k, temperature = (at(tree, f"{GENERATION}.{name}") for name in ("top_k", "temperature"))
-    if at(tree, f"{VLLM_KWARGS}.return_sampling_mask") and (temperature == 0 or not isinstance(top_k, int) or top_k < 1):
-        text = f"{top_k} at temperature {temperature}; vLLM returns sampling masks only with top_k and temperature above 0"
+    if at(tree, f"{VLLM_KWARGS}.return_sampling_mask") and (
+        temperature == 0 or not isinstance(top_k, int) or top_k < 1
+    ):
+        text = (
+            f"{top_k} at temperature {temperature}; vLLM returns sampling masks only with top_k and temperature above 0"
+        )
         yield Finding(f"{GENERATION}.top_k", f"{text}: set both, or remove vllm_kwargs.return_sampling_mask", "error")
 
 

@@ -42,8 +42,9 @@ def recurrent_layers(config: Mapping[str, Any]) -> str | None:
                 if "linear" in str(kind) or not any(word in str(kind) for word in _STATELESS):
                     return f"{name}: {kind}"
         sizes = () if any(block.get(name) for name in _LAYER_LISTS) else _STATE_SIZES
-        if (name := next((name for name in sizes if block.get(name)), None)) is not None:
-            return f"{name}: {block[name]}"
+        for name in sizes:
+            if block.get(name):
+                return f"{name}: {block[name]}"
     return None
 
 

@@ -90,14 +90,15 @@ def with_specrollout(
             f"vllm_kwargs.worker_cls: {result['worker_cls']!r}; specrollout names the worker itself; remove it"
         )
     result["worker_cls"] = WORKER
-    if result.get("speculative_config") is not None:
-        if block.drafters:
-            raise ValueError(
-                "vllm_kwargs.speculative_config is set beside policy.generation.specrollout.drafters; remove one of them"
-            )
+    if result.get("speculative_config") is not None and block.drafters:
+        raise ValueError(
+            "vllm_kwargs.speculative_config is set beside policy.generation.specrollout.drafters; remove one of them"
+        )
     for name, why in _WITHOUT_DRAFTS.items():
         if result.get(name) and (block.drafters or result.get("speculative_config")):
-            raise ValueError(f"vllm_kwargs.{name}: {result[name]!r} with drafts; {why}: remove it, or set drafters to []")
+            raise ValueError(
+                f"vllm_kwargs.{name}: {result[name]!r} with drafts; {why}: remove it, or set drafters to []"
+            )
     reason = host_choice(result, abilities.policy) if abilities.chooses_on_device else "vLLM before 0.32 cannot do it"
     if result.get("speculative_config") is None and block.drafters and block.most_drafts:
         result["speculative_config"] = _speculative_config(result, block, device, abilities)

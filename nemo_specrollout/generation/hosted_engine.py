@@ -33,6 +33,10 @@ def start_vllm(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> Any:
     except ValueError as error:
         raise ConfigError(f"vLLM cannot start: {' '.join(str(error).split())}") from error
     except (MemoryError, RuntimeError) as error:
+        if "does not support EAGLE3" in str(error):
+            raise ConfigError(
+                "policy.model_name: vLLM has no EAGLE-3 drafter for this model; use suffix and ngram"
+            ) from error
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
         raise ConfigError(

@@ -27,8 +27,8 @@ from nemo_specrollout.generation.transfers import HostCopy, to_device
 from nemo_specrollout.sampling.equality import accept_by_equality
 
 if compat.CHOOSES_ON_DEVICE:
-    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
     from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
     from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 else:  # `HostBudget` takes the place of this module's budget
     AdaptiveVerificationManager = object  # type: ignore[assignment, misc]
@@ -115,9 +115,8 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
             return logprobs._replace(cu_num_generated_tokens_tensor=cu_num_logits)
         return logprobs._replace(cu_num_generated_tokens=cu_num_logits_np.tolist())
 
-
     def _of_asked_ids(self, logits: torch.Tensor, best: LogprobsTensors) -> LogprobsTensors:
-        """Returns the log-probs of the ids that requests ask for, where vLLM's method returns those of the best ids."""
+        """Returns the log-probs of the ids that requests ask for, where vLLM's method takes the best ids."""
         starts = best.cu_num_generated_tokens_tensor
         return compute_topk_scores(
             logits, best.logprob_token_ids.shape[1] - 1, best.logprob_token_ids[:, 0],

@@ -42,7 +42,9 @@ class RolloutSamplingParams(SamplingParams):
     def _validate_spec_decode(self, speculative_config: Any) -> None:
         """Accepts what our verifier can do, where vLLM's own rejection sampler cannot (`min_p`, `logit_bias`)."""
         if speculative_config is not None and getattr(self, "logprob_token_ids", None) and not compat.CHOOSES_ON_DEVICE:
-            raise REFUSAL("logprob_token_ids: with drafts it needs vLLM 0.32 or later; ask for `logprobs`, or set drafters to []")
+            raise REFUSAL(
+                "logprob_token_ids: with drafts it needs vLLM 0.32 or later; ask for `logprobs`, or set drafters to []"
+            )
 
 
 def is_portable(prompt: Any, params: Any) -> bool:

@@ -70,7 +70,7 @@ class VllmWorkerMixin:
     specrollout_host_budget: HostBudget | None = None
     """None where vLLM chooses on the device which drafts a step verifies."""
     specrollout_host_chooses: str | None = None
-    """Why the host chooses them; None if the device does."""
+    """Reason why the host chooses them; None if the device does."""
     specrollout_policy_version = 0
 
     # Life cycle: methods of vLLM's worker.

@@ -11,9 +11,9 @@ from typing import Any
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import secret_of_run
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, prepare_nemo_rl
-from nemo_specrollout.config.nemo_rl_tree import block_is_on
+from nemo_specrollout.config.nemo_rl_tree import VLLM_KWARGS, at, block_is_on, model_config
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.generation.arguments import host_choice, with_specrollout
 from nemo_specrollout.installed.versions import installed_versions
 from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
 from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, SECTIONS, PatchPoint, check_patch_points

@@ -74,7 +74,7 @@ class Run:
         """The process that is meant."""
         if target == "main":
             return self.process.pid
-        sign = {"worker": "RolloutActor", "drafter": "drafter_service"}[target]
+        sign = {"worker": "RolloutActor", "drafter": "lab.local.drafter_process"}[target]
         return next(p.pid for p in self._family.values() if p.is_running() and sign in " ".join(p.cmdline()))
 
     def end(self) -> tuple[int, str]:

@@ -55,7 +55,18 @@ def advance_state_columns(  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _copy_states(  # type: ignore[no-untyped-def]
-    slot, source, target, bias, block_table_ptrs, stride, bases, block_strides, element_sizes, inner_sizes, widths, groups
+    slot,
+    source,
+    target,
+    bias,
+    block_table_ptrs,
+    stride,
+    bases,
+    block_strides,
+    element_sizes,
+    inner_sizes,
+    widths,
+    groups,
 ):
     """Copies all states of a request between columns of its block table, without the first `bias` rows of a window."""
     for i in range(len(bases)):
