@@ -152,7 +152,7 @@ def _heads(layer: Any, made_LC: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _sequences(metadata: Any) -> Iterator[tuple[list[int], list[int], int, bool]]:
-    """Yields, by request: rows, slots of states, accepted tokens of the last step (0: no drafts), and whether it has a state."""
+    """Yields of each request: rows, slots of states, tokens that the last step accepted (0: no drafts), has it a state."""
     if metadata.num_spec_decodes:
         starts = metadata.spec_query_start_loc.tolist()
         order = range(starts[-1]) if metadata.spec_token_indx is None else metadata.spec_token_indx.tolist()
