@@ -67,9 +67,11 @@ class RowSampler(Sampler):
         Variants differ in the type of the logits, and in whether there are drafts and log-probs.
         """
         config, device = runner.model_config, runner.device
-        raw_2V = torch.zeros(2, runner.vocab_size, dtype=config.dtype, device=device)
-        if runner.lora_config is None:  # only vLLM's own steps map adapters to rows
-            raw_2V = runner.model.compute_logits(raw_2V.new_zeros(2, config.get_hidden_size()))
+        hidden_2 = torch.zeros(2, config.get_hidden_size(), dtype=config.dtype, device=device)
+        if runner.lora_config is None:
+            raw_2V = runner.model.compute_logits(hidden_2)
+        else:  # only vLLM's own steps map adapters to rows
+            raw_2V = hidden_2.new_zeros(2, runner.vocab_size)
         slots_2 = torch.full((2,), -1, dtype=torch.int64, device=device)
         keys = RowKeys(slots_2, self.sampling_states.temperature.gpu, self.sampling_states.seeds.gpu, slots_2 + 1)
         starts_2 = torch.arange(0, 3, 2, dtype=torch.int32, device=device)

@@ -56,7 +56,8 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **options: Any) -> Any:
         """Verifies a step with drafts. Each chunk of its rows gets as many log-probs as any request wants."""
         self._num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
-        self._num_token_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np)
+        if self._num_logprobs > 0:
+            self._num_token_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np)
         output = super().__call__(logits, input_batch, *args, **options)
         _verify_asked(self._has_verified or not len(logits))
         return output

@@ -52,7 +52,7 @@ def test_the_warm_up_launches_every_variant(gpu: FakeGpu, dtype: torch.dtype, mo
 
     runner = SimpleNamespace(
         model_config=SimpleNamespace(get_hidden_size=lambda: H, dtype=torch.bfloat16), device=GPU, rejection_sampler=sampler,
-        num_speculative_steps=K, model=SimpleNamespace(compute_logits=compute_logits),
+        num_speculative_steps=K, lora_config=None, model=SimpleNamespace(compute_logits=compute_logits),
     )  # fmt: skip
     sampler.warm_up(runner)
     warm = variants(gpu)
