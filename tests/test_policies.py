@@ -106,7 +106,7 @@ def test_check_tells_the_family_and_who_chooses(capsys: pytest.CaptureFixture[st
 def test_check_refuses_what_drafts_would_break(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     code, text = checked(capsys, tmp_path, f"policy.generation.vllm_kwargs.{name}")
     field = name.partition("=")[0]
-    assert code == 2 and f"policy.generation.vllm_kwargs.{field}: " in text and "or set drafters to []" in text
+    assert code == 2 and f"policy.generation.vllm_kwargs.{field}: " in text and "or draft nothing" in text
 
 
 def test_check_names_options_that_are_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -96,9 +96,7 @@ def with_specrollout(
         )
     for name, why in _WITHOUT_DRAFTS.items():
         if result.get(name) and (block.drafters or result.get("speculative_config")):
-            raise ValueError(
-                f"vllm_kwargs.{name}: {result[name]!r} with drafts; {why}: remove it, or set drafters to []"
-            )
+            raise ValueError(f"vllm_kwargs.{name}: {result[name]!r} with drafts; {why}: remove it, or draft nothing")
     reason = host_choice(result, abilities.policy) if abilities.chooses_on_device else "vLLM before 0.32 cannot do it"
     if result.get("speculative_config") is None and block.drafters and block.most_drafts:
         result["speculative_config"] = _speculative_config(result, block, device, abilities)

@@ -152,7 +152,7 @@ def create_head(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = DraftHead(config, draft_ids_D, policy_folder)
-    _copy_policies(head, policy_folder, facts.num_layers)
+    _copy_policy_layers(head, policy_folder, facts.num_layers)
     return head.to(device)
 
 
@@ -243,7 +243,7 @@ def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[st
 
 
 @torch.no_grad()
-def _copy_policies(head: DraftHead, policy_folder: Path, num_layers: int) -> None:
+def _copy_policy_layers(head: DraftHead, policy_folder: Path, num_layers: int) -> None:
     """Copies the policy's weights that have the head's shapes: LM head, norms and last layer.
 
     The head's attention also reads an embedding. Its weights for that are the first layer's, which reads it too.
