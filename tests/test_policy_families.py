@@ -110,7 +110,7 @@ def test_policies_of_users_are_exact_for_each_family(
     family: str, name: str, folder_of: Callable[[str], Path], start_engine: Start
 ) -> None:
     folder = folder_of(family)
-    for kwargs in ({}, {"enable_prefix_caching": False}, {"async_scheduling": False}, {"max_num_batched_tokens": 64}):
+    for kwargs in ({}, {"enable_prefix_caching": False}, {"async_scheduling": False}, {"max_num_batched_tokens": 80}):
         engine, plain = (
             start_engine(folder, block, 96, **{"max_num_seqs": 8, **kwargs}) for block in (BLOCKS[name], PLAIN)
         )
