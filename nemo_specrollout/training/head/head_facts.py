@@ -36,7 +36,7 @@ class PolicyFacts:
     max_position_embeddings: int
     """Longest context, tokens."""
     is_untied: bool
-    """Whether the config says that the LM head is not the embedding. Many configs do not say it."""
+    """True if the config says that the LM head is not the embedding. Many configs say nothing about it."""
 
 
 @dataclass(frozen=True)
