@@ -72,7 +72,7 @@ def assert_equal(engine: RolloutEngine, plain: RolloutEngine, at_least: int, acc
 def test_no_token_of_a_family_depends_on_drafts(
     family: str, folder_of: Callable[[str], Path], start_engine: Start
 ) -> None:
-    """With drafts that are right, wrong and cut short at random."""
+    """Compares texts whose drafts are right, wrong or cut short at random."""
     folder = folder_of(family)
     engine, plain = (start_engine(folder, block, max_new_tokens=48) for block in (MIXED, PLAIN))
     assert_equal(engine, plain, 300)

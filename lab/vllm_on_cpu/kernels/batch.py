@@ -7,14 +7,9 @@ The number of programs is mostly the number of requests, which is the length of 
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
-from lab.vllm_on_cpu.kernels.kernel_launch import numba_body, torch_body, view, void_pointer
-
-
-@njit(cache=True, inline="always")
-def _int32_array(address, length):  # type: ignore[no-untyped-def]
-    return carray(void_pointer(address), (length,), np.int32)
+from lab.vllm_on_cpu.kernels.kernel_launch import int32_array, numba_body, torch_body, view
 
 
 @numba_body("worker.gpu.block_table._gather_block_tables_kernel")
@@ -26,8 +21,8 @@ def gather_block_tables(  # type: ignore[no-untyped-def]
     num_groups, max_num_reqs = num_blocks_ptr.shape
     for group in range(num_groups):
         stride = block_table_strides[group]
-        source = _int32_array(src_block_table_ptrs[group], max_num_reqs * stride)
-        target = _int32_array(dst_block_table_ptrs[group], max_num_reqs * stride)
+        source = int32_array(src_block_table_ptrs[group], max_num_reqs * stride)
+        target = int32_array(dst_block_table_ptrs[group], max_num_reqs * stride)
         for b in range(num_reqs):
             slot = batch_idx_to_req_idx[b]
             num_blocks = num_blocks_ptr[group, slot]
@@ -53,7 +48,7 @@ def compute_slot_mappings(  # type: ignore[no-untyped-def]
             if idx_mapping[b] < 0 or not slot_mapping_enabled[group]:
                 slots[start:end] = PAD_ID
                 continue
-            row = _int32_array(block_table_ptrs[group] + np.uint64(4 * idx_mapping[b] * stride), stride)
+            row = int32_array(block_table_ptrs[group] + np.uint64(4 * idx_mapping[b] * stride), stride)
             for i in range(start, end):
                 slots[i] = row[pos[i] // block_size] * block_size + pos[i] % block_size
 
@@ -72,7 +67,7 @@ def _write_to_groups(output_ptrs, output_strides, rows, starts, contents, ends, 
     begin = 0
     for w in range(len(rows)):
         at = rows[w] * output_strides[groups[w]] + starts[w]
-        target = _int32_array(output_ptrs[groups[w]] + np.uint64(4 * at), ends[w] - begin)
+        target = int32_array(output_ptrs[groups[w]] + np.uint64(4 * at), ends[w] - begin)
         target[:] = contents[begin : ends[w]]
         begin = ends[w]
 

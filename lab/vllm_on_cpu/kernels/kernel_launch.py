@@ -5,8 +5,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -22,6 +23,12 @@ def void_pointer(_typing: Any, address: Any) -> Any:
     return types.voidptr(address), lambda _context, builder, _signature, args: builder.inttoptr(
         args[0], cgutils.voidptr_t
     )
+
+
+@njit(cache=True, inline="always")
+def int32_array(address, length):  # type: ignore[no-untyped-def]
+    """Inside a numba function: returns the int32 numbers at an address as an array."""
+    return carray(void_pointer(address), (length,), np.int32)
 
 
 def view(argument: Any) -> Any:

@@ -4,12 +4,7 @@
 import numpy as np
 from numba import carray, njit
 
-from lab.vllm_on_cpu.kernels.kernel_launch import numba_body, void_pointer
-
-
-@njit(cache=True, inline="always")
-def _int32_array(address, length):  # type: ignore[no-untyped-def]
-    return carray(void_pointer(address), (length,), np.int32)
+from lab.vllm_on_cpu.kernels.kernel_launch import int32_array, numba_body, void_pointer
 
 
 @numba_body("worker.utils._zero_kv_blocks_kernel")
@@ -20,7 +15,7 @@ def zero_kv_blocks(  # type: ignore[no-untyped-def]
     for segment in range(len(seg_addrs_ptr)):
         for block in block_ids_ptr:
             offset = np.uint64(4 * block * seg_block_strides_ptr[segment])
-            _int32_array(seg_addrs_ptr[segment] + offset, seg_page_sizes_ptr[segment])[:] = 0
+            int32_array(seg_addrs_ptr[segment] + offset, seg_page_sizes_ptr[segment])[:] = 0
 
 
 @numba_body("worker.gpu.model_states.mamba_hybrid._scatter_num_accepted_kernel")
@@ -70,7 +65,7 @@ def _copy_states(  # type: ignore[no-untyped-def]
 ):
     """Copies all states of a request between columns of its block table, without the first `bias` rows of a window."""
     for i in range(len(bases)):
-        table = carray(void_pointer(block_table_ptrs[groups[i]] + 4 * slot * stride), (stride,), np.int32)
+        table = int32_array(block_table_ptrs[groups[i]] + 4 * slot * stride, stride)
         row_bytes = inner_sizes[i] * element_sizes[i]
         if widths[i] > 0:
             begin, length = table[source] * block_strides[i] + bias * row_bytes, (widths[i] - bias) * row_bytes
