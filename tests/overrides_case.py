@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.nemo_rl import engine_workers, generation, installation, ray_workers, single_controller
+from nemo_specrollout.nemo_rl import engine_workers, generation, installation, ray_workers, row_tasks, single_controller
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 
 PASSED = "passed on"
@@ -126,10 +126,10 @@ def check_engine_actors() -> None:
 
 def check_controller() -> None:
     ours = single_controller.SeededRollouts
-    prompt = {"message_log": [], "idx": 3}
+    prompt = {"message_log": [], "idx": 3, "task_name": "math"}
     judge("_run_single_rollout", asyncio.run(bare(ours)._run_single_rollout(prompt, 0, added=1)), native_calls(ours))
     gym = single_controller.SeededGymRollouts
-    single_controller.gym_row_with_seed = lambda row, seed: row
+    single_controller.gym_row_with_seed = lambda row, seed, draftless: row
     rows = bare(gym, _generation_config=CONFIG)._build_inputs(prompt, added=1)
     judge("_build_inputs", "".join(rows), native_calls(gym))
     native = SimpleNamespace(sync_weights=lambda added=None: ("sync_weights", added))
@@ -184,11 +184,19 @@ def check_shared_names() -> None:
 def check_wrappers() -> None:
     generation_ = SimpleNamespace(new_weights=nothing, weights_updated=lambda: None, validation=nothing)
     echo: Callable[..., Any] = lambda *args, added=None, **kwargs: added  # noqa: E731
+
+    async def later(*args: Any, added: Any) -> Any:
+        return added
+
     wrapped = {
         "refit_policy_generation": partial(installation._refit_and_tell, echo, "policy", generation_),
         "validate": partial(installation._validate_apart, echo, generation_),
         "resolve_generation_worker_cls": partial(installation._our_actor, echo, "default", {}),
         "_prepare_nemo_gym_rows": partial(generation.prepare_with_seeds, echo, []),
+        "generate_responses": partial(row_tasks.with_tasks, echo, "policy", "data", {}),
+        "run_sample_multi_turn_rollout": lambda **more: asyncio.run(
+            row_tasks.with_task(later, 0, {"task_name": "t"}, **more)
+        ),
     }
     keeper = SimpleNamespace(gym_seeds=lambda rows: [])
     generation.SpecrolloutGeneration.latest = lambda: keeper  # type: ignore[assignment]

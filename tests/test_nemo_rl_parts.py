@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of the package `nemo_rl` that need no NeMo-RL: seeds, shared tensors, metrics, the logger and its record."""
 
+import asyncio
 import json
 import pickle
 import re
@@ -20,7 +21,7 @@ from vllm import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from nemo_specrollout.generation.head_loading import part_from_policy, shared_modules
-from nemo_specrollout.generation.requests import resolve_identity
+from nemo_specrollout.generation.requests import RequestIdentity, resolve_identity
 from nemo_specrollout.generation.vllm_requests import REFUSAL
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, header_seed
 from nemo_specrollout.nemo_rl.logger import in_a_line
@@ -28,13 +29,16 @@ from nemo_specrollout.nemo_rl.logprob_gap import gap_causes, logprob_gap
 from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
 from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint
 from nemo_specrollout.nemo_rl.row_seeds import (
+    DRAFTS_KEY,
     Conversations,
+    Row,
     RowSeeds,
     Sample,
     SeedKind,
     current_sample,
     gym_row_with_seed,
 )
+from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut, current_tasks, with_task, with_tasks
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
@@ -84,6 +88,39 @@ def test_a_copy_for_another_process_goes_on_by_itself() -> None:
     assert copied.seeds(PROMPTS) == identities.seeds(PROMPTS)
 
 
+def resolved(params: Any) -> RequestIdentity:
+    return resolve_identity("r", params, [1, 2], engine_seed=3)
+
+
+def test_rows_of_a_task_can_opt_out_of_drafts() -> None:
+    opt_out, requests = TaskOptOut(["squad"]), RequestSeeds(5)
+    assert opt_out.of_rows(2) == [True, True]  # a call from outside a rollout
+    decided = with_tasks(lambda policy, data, batch: opt_out.of_rows(2), None, None, {"task_name": ["squad", "math"]})
+    assert decided == [False, True] and not current_tasks.get()
+
+    async def roll_out(index: int, state: dict[str, Any], *, greedy: bool) -> tuple[int, bool, list[bool]]:
+        return index, greedy, opt_out.of_rows(1)
+
+    assert asyncio.run(with_task(roll_out, 4, {"task_name": "squad"}, greedy=True)) == (4, True, [False])
+    assert not current_tasks.get()
+    params = requests.of_rows(SamplingParams(), [Row(1, 2, speculate=False), Row(1, 2)])
+    assert [resolved(p).speculate for p in params] == [False, True]
+
+
+@pytest.mark.parametrize(("given", "speculates"), [({}, True), ({DRAFTS_KEY: 1}, True), ({DRAFTS_KEY: 0}, False)])
+def test_an_http_request_can_opt_out_of_drafts(given: dict[str, int], speculates: bool) -> None:
+    """A request keeps its seed, whatever it says about drafts."""
+    asked, plain = (SamplingParams(seed=4, n=1, extra_args=extra) for extra in ({**given, "other": 1}, None))
+    made, native = RequestSeeds(5).of_requests([asked, plain], [[1, 2], [1, 2]])
+    assert resolved(made).speculate is speculates and resolved(made).seed == resolved(native).seed
+    assert DRAFTS_KEY not in made.extra_args and made.extra_args["other"] == 1
+
+
+def test_an_unclear_word_on_drafts_is_refused() -> None:
+    with pytest.raises(REFUSAL, match="'no' is neither 0 nor 1; send 0"):
+        RequestSeeds(5).of_requests(SamplingParams(extra_args={DRAFTS_KEY: "no"}), [[1, 2]])
+
+
 def test_threads_never_share_a_seed() -> None:
     identities = RowSeeds(42)
     with ThreadPoolExecutor(8) as pool:
@@ -100,12 +137,12 @@ def test_every_patch_point_is_on_the_page(point: PatchPoint) -> None:
 
 def test_requests_get_seed_and_first_prompt_length_of_their_row() -> None:
     seeds, shared = RequestSeeds(), SamplingParams(extra_args={"other": 1}, max_tokens=7)
-    first, second = seeds.of_rows(shared, [(11, 3), (22, 4)])
+    first, second = seeds.of_rows(shared, [Row(11, 3), Row(22, 4)])
     assert first.extra_args == {"other": 1, "specrollout": {"seed": 11, "prompt_length": 3}} and first.max_tokens == 7
     assert second.extra_args["specrollout"] == {"seed": 22, "prompt_length": 4}
     assert shared.extra_args == {"other": 1} and seeds.num_derived == 0
     with pytest.raises(ValueError, match="zip"):
-        seeds.of_rows([shared] * 3, [(11, 3), (22, 4)])
+        seeds.of_rows([shared] * 3, [Row(11, 3), Row(22, 4)])
 
 
 def seed_of(seeds: RequestSeeds, tokens: list[int], **params: Any) -> int:
@@ -189,6 +226,10 @@ def test_a_gym_row_brings_a_seed_to_all_its_requests() -> None:
     assert params["metadata"]["other"] == "y" and "5" not in str(row)
     own = gym_row_with_seed({"responses_create_params": {"metadata": {"extra_body": '{"seed": 1}'}}}, 5)
     assert json.loads(own["responses_create_params"]["metadata"]["extra_body"]) == {"seed": 1}
+    agent = {**row, "agent_ref": {"name": "judge"}}
+    body = gym_row_with_seed(agent, 5, ["judge"])["responses_create_params"]["metadata"]["extra_body"]
+    assert json.loads(body)["vllm_xargs"] == {DRAFTS_KEY: 0}
+    assert gym_row_with_seed(agent, 5, ["other"])["responses_create_params"] == params
 
 
 class Draft(nn.Module):

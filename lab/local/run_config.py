@@ -22,7 +22,7 @@ from lab.local.run_sections import (
     PolicyConfig,
 )
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join, raise_first_mistake
+from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join, nearest, raise_first_mistake
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ class RunConfig:
         self._check_lengths()
         self._check_rollout_workers()
         self._check_asynchrony()
+        self._check_draftless()
         samples, batch = self.grpo.samples_per_step, self.policy.train_global_batch_size
         raise_first_mistake(
             path,
@@ -123,6 +124,15 @@ class RunConfig:
             (generation.max_new_tokens >= context, "generation.max_new_tokens",
              f"{generation.max_new_tokens} leaves no room for a prompt in a context of {context}; lower it"),
         )  # fmt: skip
+
+    def _check_draftless(self) -> None:
+        sources = [self.data, *self.workloads.values()]
+        known = {name for data in sources for name in ([task.name for task in data.tasks] or [data.dataset_name])}
+        unknown = next((t for t in self.policy.generation.specrollout.tasks_without_drafts if t not in known), None)
+        raise_first_mistake(BLOCK_PATH, (
+            unknown is not None, "tasks_without_drafts",
+            f"the run has no task {unknown!r}{nearest(str(unknown), known)}; it has {', '.join(sorted(known))}",
+        ))  # fmt: skip
 
     def _check_asynchrony(self) -> None:
         asynchronous, block = self.grpo.async_grpo, self.policy.generation.specrollout

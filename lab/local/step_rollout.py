@@ -13,7 +13,7 @@ import torch
 from lab.local.engine import Generation, RolloutEngine
 from lab.local.run_config import RunConfig, check_prompt
 from lab.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
-from lab.local.tasks import Task
+from lab.local.tasks import Task, task_name
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
 from nemo_specrollout.storage.model_folder import stop_token_ids
@@ -69,10 +69,13 @@ def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
     first = step * grpo.num_prompts_per_step
     problems = task.problems(grpo.seed, grpo.num_prompts_per_step, first)
     prompts = list(map(task.encode, problems))
+    draftless = config.policy.generation.specrollout.tasks_without_drafts
     check_prompt(max(map(len, prompts)), config.policy.max_total_sequence_length)
     requests = [
-        RolloutRequest(ids, first + i, sample, policy_version=step)
-        for i, ids in enumerate(prompts)
+        RolloutRequest(
+            ids, first + i, sample, policy_version=step, speculate=task_name(config.data, problem) not in draftless
+        )
+        for i, (ids, problem) in enumerate(zip(prompts, problems, strict=True))
         for sample in range(grpo.num_generations_per_prompt)
     ]
     return StepPrompts([p for p in problems for _ in range(grpo.num_generations_per_prompt)], requests)

@@ -55,6 +55,11 @@ def build_task(data: "DataConfig", tokenizer: "PreTrainedTokenizerFast") -> Task
     return StepAddition(tokenizer, data.max_terms)
 
 
+def task_name(data: "DataConfig", problem: Any) -> str:
+    """Returns the name of a problem's task, as `tasks_without_drafts` names it."""
+    return problem.task if isinstance(problem, GymProblem) else data.dataset_name
+
+
 def encode_chat(tokenizer: "PreTrainedTokenizerFast", user: str, system: str | None = None) -> list[int]:
     """Returns the token ids of one user message by the model's chat template, ready for a response.
 

@@ -130,6 +130,8 @@ class SpecrolloutConfig:
     """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
     http_seeds: str = choice("derived", "required", default="derived")
     """Requests without a seed at an engine's HTTP server. `derived`: the prompt determines the seed. `required`: refused."""
+    tasks_without_drafts: tuple[str, ...] = ()
+    """Tasks whose rows are decoded without drafts: `task_name` of NeMo-RL's rows, the agent's name of NeMo-Gym's."""
 
     @property
     def most_drafts(self) -> int:

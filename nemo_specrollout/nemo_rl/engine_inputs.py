@@ -15,7 +15,7 @@ from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.older_runners import allow_text_drafters
 from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.vllm_requests import REFUSAL, RolloutSamplingParams
-from nemo_specrollout.nemo_rl.row_seeds import Conversations, RowSeeds, SeedKind
+from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, Conversations, Row, RowSeeds, SeedKind
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 _WORKERS = {
@@ -67,12 +67,9 @@ class RequestSeeds(RowSeeds):
         self._conversations = Conversations()
         self._lock = Lock()
 
-    def of_rows(self, params: Any, rows: Sequence[tuple[int, int]]) -> list[Any]:
-        """Returns sampling parameters for each row: its seed, and the length in tokens of its conversation's first prompt.
-
-        `params` is one object for all rows, or a sequence with one for each.
-        """
-        return [_with_row(p, seed, root) for p, (seed, root) in zip(_each(params, len(rows)), rows, strict=True)]
+    def of_rows(self, params: Any, rows: Sequence[Row]) -> list[Any]:
+        """Returns sampling parameters for each row. `params` is one object for all rows, or a sequence with one for each."""
+        return [_with_row(p, row) for p, row in zip(_each(params, len(rows)), rows, strict=True)]
 
     def of_requests(self, params: Any, prompts: Sequence[Any]) -> list[Any]:
         """Returns sampling parameters for each of vLLM's `prompts` that do not come from rows. `params` as in `of_rows`.
@@ -92,7 +89,8 @@ class RequestSeeds(RowSeeds):
             seed = self._derived(tokens)
         else:
             seed = request_seed(combine(self._run_seed, SeedKind.GIVEN), content_hash(tokens), 0, given)
-        return _with_row(params, seed, self._conversations.root_lengths([tokens])[0])
+        length = self._conversations.root_lengths([tokens])[0]
+        return _with_row(params, Row(seed, length, speculate=_may_speculate(params)))
 
     def _derived(self, tokens: Sequence[int]) -> int:
         if self._required:
@@ -118,20 +116,31 @@ def tokens_of(prompt: Any) -> Sequence[int]:
     return list(prompt)
 
 
-def _with_row(params: Any, seed: int, root_length: int) -> Any:
-    """Returns a copy of `params` that carries `seed` and the length of the group's common prompt.
+def _may_speculate(params: Any) -> bool:
+    """Returns whether an HTTP request may have drafts. Raises vLLM's error for a bad request."""
+    given = (params.extra_args or {}).get(DRAFTS_KEY, 1)
+    if given not in (0, 1):
+        raise REFUSAL(f"vllm_xargs.{DRAFTS_KEY}: {given!r} is neither 0 nor 1; send 0 for a request without drafts")
+    return bool(given)
+
+
+def _with_row(params: Any, row: Row) -> Any:
+    """Returns a copy of `params` that carries the facts of `row`.
 
     The samples of one request (`n` above 1) must differ. vLLM copies `extra_args` unchanged to all of them, but changes
     `SamplingParams.seed` for each.
     """
     seeded = RolloutSamplingParams.of(params)
-    identity: dict[str, int] = {"prompt_length": root_length}
+    identity: dict[str, int] = {"prompt_length": row.prompt_length}
+    if not row.speculate:
+        identity["speculate"] = False
     if params.n > 1:
-        seeded.seed = seed % 2**62  # vLLM adds the number of the sample, and the sum must stay below 2^63
+        seeded.seed = row.seed % 2**62  # vLLM adds the number of the sample, and the sum must stay below 2^63
         identity["engine_seed"] = 0  # each engine has another seed of its own
     else:
-        identity["seed"] = seed
-    seeded.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: identity}
+        identity["seed"] = row.seed
+    others = {key: value for key, value in (params.extra_args or {}).items() if key != DRAFTS_KEY}
+    seeded.extra_args = {**others, EXTRA_ARGS_KEY: identity}
     return seeded
 
 

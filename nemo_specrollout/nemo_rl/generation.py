@@ -24,6 +24,7 @@ from nemo_rl.utils.logger import Logger
 from nemo_specrollout.nemo_rl.logger import WatchingLogger
 from nemo_specrollout.nemo_rl.ray_calls import WorkerClient
 from nemo_specrollout.nemo_rl.row_seeds import (
+    DRAFTS_KEY,
     ROOTS_KEY,
     SEEDS_KEY,
     Conversations,
@@ -32,6 +33,7 @@ from nemo_specrollout.nemo_rl.row_seeds import (
     current_sample,
     gym_row_with_seed,
 )
+from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut, with_task, with_tasks
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.nemo_rl.supervisor import Supervisor
@@ -55,6 +57,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self.first_version = facts.first_version
         self.row_seeds = RowSeeds(facts.seed, facts.first_version)
         self._conversations = Conversations()
+        self.opt_out = TaskOptOut(self.block.tasks_without_drafts)
         self._kind, self._validated = SeedKind.ROLLOUT, list[int]()
         self._num_refits = 0
         if not self.is_supervised_elsewhere:
@@ -114,7 +117,7 @@ class SpecrolloutGeneration(VllmGeneration):
             yield result
 
     def _with_seeds(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Returns `data` with the seed of each row and the length of its conversation's first prompt."""
+        """Returns `data` with a column for each field of `Row`."""
         lengths = data["input_lengths"].tolist()
         rows = [row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)]
         seeds, sample = self.row_seeds.seeds(rows, self._kind), current_sample.get()
@@ -129,6 +132,7 @@ class SpecrolloutGeneration(VllmGeneration):
         seeded: BatchedDataDict[Any] = BatchedDataDict(data)
         seeded[SEEDS_KEY] = torch.tensor(seeds, dtype=torch.int64)
         seeded[ROOTS_KEY] = torch.tensor(roots, dtype=torch.int64)
+        seeded[DRAFTS_KEY] = torch.tensor(self.opt_out.of_rows(len(rows)))
         return seeded
 
     def gym_seeds(self, rows: list[dict[str, Any]]) -> list[int]:
@@ -194,8 +198,17 @@ def prepare_with_seeds(prepare: Callable[..., Any], rows: list[dict[str, Any]], 
     generation = None if latest is None else latest()
     assert generation is not None
     for row, seed in zip(rows, generation.gym_seeds(rows), strict=True):
-        row.update(gym_row_with_seed(row, seed))
+        row.update(gym_row_with_seed(row, seed, generation.block.tasks_without_drafts))
     return result
+
+
+def extended_rollouts() -> dict[str, Any]:
+    """Returns the functions of NeMo-RL's module `rollouts` that this process needs extended, by name."""
+    return {
+        "_prepare_nemo_gym_rows": partial(prepare_with_seeds, rollouts._prepare_nemo_gym_rows),
+        "generate_responses": partial(with_tasks, rollouts.generate_responses),
+        "run_sample_multi_turn_rollout": partial(with_task, rollouts.run_sample_multi_turn_rollout),
+    }
 
 
 @ray.remote
@@ -204,7 +217,7 @@ class SpecrolloutTrajectoryCollector(_NativeCollector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        rollouts._prepare_nemo_gym_rows = partial(prepare_with_seeds, rollouts._prepare_nemo_gym_rows)
+        vars(rollouts).update(extended_rollouts())
         self.policy_generation.row_seeds.begin_version(self.current_weight_version)
 
     def set_weight_version(self, version: int, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +232,7 @@ class SpecrolloutRolloutActor(_NativeActor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        rollouts._prepare_nemo_gym_rows = partial(prepare_with_seeds, rollouts._prepare_nemo_gym_rows)
+        vars(rollouts).update(extended_rollouts())
         self._num_steps = 0
 
     def rollout_to_tq(self, *args: Any, **kwargs: Any) -> Any:

@@ -88,7 +88,7 @@ def _patch_points_of(config: Any) -> tuple[PatchPoint, ...]:
     """Returns the patch points that only some kinds of run use."""
     if _is_controlled(config):
         return SECTIONS["controller"]
-    return (*(p for p in SECTIONS["trainers"] if p.module in _trainers(config)), *SECTIONS["gym"])
+    return (*(p for p in SECTIONS["trainers"] if p.module in _trainers(config)), *SECTIONS["rollouts"])
 
 
 def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:
@@ -168,7 +168,8 @@ def _replace_names(config: Any, logger: Any) -> None:
         _replace_for_controller(config, logger)
         return
     _replace(async_utils, "AsyncTrajectoryCollector", ours.SpecrolloutTrajectoryCollector)
-    _replace(rollouts, "_prepare_nemo_gym_rows", partial(ours.prepare_with_seeds, rollouts._prepare_nemo_gym_rows))
+    for name, extended in ours.extended_rollouts().items():
+        _replace(rollouts, name, extended)
     for point in ALL_PATCH_POINTS:
         if point.module in _trainers(config):
             trainer = importlib.import_module(point.module)

@@ -18,7 +18,7 @@ from nemo_specrollout.generation.hosted_engine import HostedEngine
 from nemo_specrollout.generation.vllm_requests import as_vllm_returns, shard_requests
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
-from nemo_specrollout.nemo_rl.row_seeds import ROOTS_KEY, SEEDS_KEY
+from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, ROOTS_KEY, SEEDS_KEY, Row
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.racing.stream_engine import StreamEngine, StreamShard
 from nemo_specrollout.racing.turn_engine import roll_out_shard
@@ -26,13 +26,16 @@ from nemo_specrollout.racing.turns import ExchangeFailed
 
 logger = logging.getLogger(__name__)
 
-_rows: ContextVar[list[tuple[int, int]] | None] = ContextVar("specrollout_rows", default=None)
-"""Seed, and length of the conversation's first prompt, of each row of this generate call."""
+_rows: ContextVar[list[Row] | None] = ContextVar("specrollout_rows", default=None)
+"""Rows of this generate call."""
 
 
-def _rows_of(data: BatchedDataDict[Any]) -> list[tuple[int, int]] | None:
-    seeds, roots = data.get(SEEDS_KEY), data.get(ROOTS_KEY)
-    return None if seeds is None or roots is None else list(zip(seeds.tolist(), roots.tolist(), strict=True))
+def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
+    """Returns the rows, or None if the generation that made `data` is not ours."""
+    columns = [data.get(key) for key in (SEEDS_KEY, ROOTS_KEY, DRAFTS_KEY)]
+    if any(column is None for column in columns):
+        return None
+    return list(map(Row._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 class ShardRacing:

@@ -9,12 +9,12 @@ content under the same weights: the siblings of a GRPO group arrive in order.
 import json
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,8 @@ SEEDS_KEY = "specrollout_seeds"
 """Key of a generation's input: the seed of each row."""
 ROOTS_KEY = "specrollout_prompt_lengths"
 """Key of a generation's input: the length of each conversation's first prompt, in tokens."""
+DRAFTS_KEY = "specrollout_speculate"
+"""Key of a generation's input: whether each row may have drafts. Over HTTP a key of `vllm_xargs`: 0 is without drafts."""
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd
 _MAX_PROMPTS = 1 << 16
 """Prompts that `Conversations` remembers. When there are more, the older half is forgotten."""
@@ -41,6 +43,16 @@ class SeedKind(IntEnum):
     KNOWN_SAMPLE = 2  # of a rollout whose `Sample` is known
     GIVEN = 3  # of an HTTP request that brings a seed
     DERIVED = 4  # of an HTTP request that brings none
+
+
+class Row(NamedTuple):
+    """Facts about a row that NeMo-RL does not pass to its engines."""
+
+    seed: int
+    prompt_length: int
+    """Length of the conversation's first prompt, in tokens."""
+    speculate: bool = True
+    """Whether the row may have drafts."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +157,15 @@ def prefix_hashes(tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]
     return sums_T ^ (sums_T >> np.uint64(29))
 
 
-def gym_row_with_seed(row: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Returns NeMo-Gym's `row` with the OpenAI field `seed` for each of its requests. A row's own seed is kept."""
+def gym_row_with_seed(row: dict[str, Any], seed: int, draftless: Collection[str] = ()) -> dict[str, Any]:
+    """Returns NeMo-Gym's `row` with the OpenAI field `seed` for each of its requests. A row's own seed is kept.
+
+    Requests of agents whose names are in `draftless` also get a field that turns drafts off.
+    """
     params = row["responses_create_params"]
     metadata = dict(params.get("metadata") or {})
-    body = json.loads(metadata.get(_EXTRA_BODY) or "{}")
-    metadata[_EXTRA_BODY] = json.dumps({"seed": seed, **body})
+    body = {"seed": seed, **json.loads(metadata.get(_EXTRA_BODY) or "{}")}
+    if (row.get("agent_ref") or {}).get("name") in draftless:
+        body["vllm_xargs"] = {DRAFTS_KEY: 0, **body.get("vllm_xargs", {})}
+    metadata[_EXTRA_BODY] = json.dumps(body)
     return {**row, "responses_create_params": {**params, "metadata": metadata}}

@@ -15,7 +15,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
 from nemo_specrollout.nemo_rl.row_seeds import Sample, current_sample, gym_row_with_seed, sample_seed
-from nemo_specrollout.nemo_rl.run_facts import RunFacts
+from nemo_specrollout.nemo_rl.row_tasks import current_tasks
+from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 
 EPOCH_KEY = "specrollout_epoch"
@@ -33,8 +34,8 @@ class SeededRollouts(AsyncRolloutImpl):
 
     async def _run_single_rollout(self, input_sample: Any, traj_idx: int, *args: Any, **kwargs: Any) -> Any:
         length = sum(len(message["token_ids"]) for message in input_sample["message_log"])
-        current_sample.set(_sample(input_sample, traj_idx, length))
-        # NeMo-RL runs it as a task of its own.
+        current_sample.set(_sample(input_sample, traj_idx, length))  # NeMo-RL runs it as a task of its own
+        current_tasks.set([input_sample["task_name"]])
         return await super()._run_single_rollout(input_sample, traj_idx, *args, **kwargs)
 
 
@@ -44,7 +45,11 @@ class SeededGymRollouts(AsyncNemoGymRolloutImpl):
     def _build_inputs(self, input_sample: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         rows = super()._build_inputs(input_sample, *args, **kwargs)
         run_seed = RunFacts.of(self._generation_config).seed
-        return [gym_row_with_seed(row, sample_seed(run_seed, _sample(input_sample, i))) for i, row in enumerate(rows)]
+        draftless = block_of(self._generation_config).tasks_without_drafts
+        return [
+            gym_row_with_seed(row, sample_seed(run_seed, _sample(input_sample, i)), draftless)
+            for i, row in enumerate(rows)
+        ]
 
 
 def _sample(prompt: Any, index: int, prompt_length: int | None = None) -> Sample:
