@@ -27,7 +27,11 @@ def quantize_head(vllm_config: Any) -> None:
     block, policy = (vllm_config.additional_config or {}).get("specrollout", {}), vllm_config.model_config
     has_head = any(drafter["type"] == "eagle3" for drafter in block.get("drafters", ()))
     if has_head and policy.dtype == torch.float32 and multiplies_bfloat16():
-        vllm_config.speculative_config.draft_model_config.quantization = BFLOAT16_HEAD
+        head = vllm_config.speculative_config.draft_model_config
+        head.quantization, head.hf_overrides = (
+            BFLOAT16_HEAD,
+            {},
+        )  # vLLM 0.25 quantizes no model with a callable override
 
 
 class _InBfloat16(QuantizeMethodBase):

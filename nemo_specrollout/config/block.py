@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
+    AheadDrafterConfig,
     DrafterConfig,
     Eagle3DrafterConfig,
     ModelDrafterConfig,
@@ -110,6 +111,16 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True)
+class RunAheadConfig:
+    """`run_ahead`: idle engines decode the next step's requests with the weights that they have. Those texts are drafts."""
+
+    enabled: bool = True
+    """False: engines idle while the policy trains."""
+    most_drafts: int = bounded(32, low=1, high=64)
+    """The most draft tokens of such a text in one step; vLLM reserves KV cache for them."""
+
+
+@dataclass(frozen=True)
 class SpecrolloutConfig:
     """`policy.generation.specrollout`."""
 
@@ -126,6 +137,8 @@ class SpecrolloutConfig:
     """Trains the `eagle3` head while the policy is trained; null is off."""
     fastest_of_n: FastestOfNConfig | None = None
     """Lets engines take over or race each other's stragglers; null is off."""
+    run_ahead: RunAheadConfig | None = None
+    """Lets idle engines draft the next step's responses; null is off."""
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
     """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
     http_seeds: str = choice("derived", "required", default="derived")
@@ -136,7 +149,22 @@ class SpecrolloutConfig:
     @property
     def most_drafts(self) -> int:
         """The most draft tokens that a request gets in a step."""
-        return self.budget.k if self.budget.policy == "fixed" else self.num_speculative_tokens
+        if self.budget.policy == "fixed":
+            return self.budget.k
+        ahead = self.run_ahead if self.runs_ahead else None
+        return max(self.num_speculative_tokens, 0 if ahead is None else ahead.most_drafts)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether idle engines decode the next step's requests."""
+        return self.enabled and self.run_ahead is not None and self.run_ahead.enabled
+
+    @property
+    def with_ahead(self) -> "SpecrolloutConfig":
+        """The block with the drafter that `run_ahead` needs."""
+        if not self.runs_ahead or any(isinstance(d, AheadDrafterConfig) for d in self.drafters):
+            return self
+        return replace(self, drafters=(*self.drafters, AheadDrafterConfig()))
 
     @property
     def model_drafter(self) -> ModelDrafterConfig | None:

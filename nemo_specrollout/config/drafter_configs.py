@@ -114,6 +114,13 @@ class NgramDrafterConfig(LookupDrafterConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AheadDrafterConfig(TextDrafterConfig):
+    """`ahead`: the text that a request brings along, made with older weights (`run_ahead`)."""
+
+    type: str = choice("ahead", default="ahead")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelDrafterConfig(DrafterConfig):
     """Base of the drafters with weights that run inside the policy's engine, as vLLM's own speculator."""
 
@@ -218,8 +225,8 @@ class RemoteDrafterConfig(DrafterConfig):
 
 
 DRAFTERS: dict[str, type[DrafterConfig]] = {cls.type: cls for cls in (
-    NgramDrafterConfig, SuffixDrafterConfig, RandomDrafterConfig, Eagle3DrafterConfig, DraftModelDrafterConfig,
-    MtpDrafterConfig, DflashDrafterConfig, DsparkDrafterConfig, RemoteDrafterConfig,
+    NgramDrafterConfig, SuffixDrafterConfig, RandomDrafterConfig, AheadDrafterConfig, Eagle3DrafterConfig,
+    DraftModelDrafterConfig, MtpDrafterConfig, DflashDrafterConfig, DsparkDrafterConfig, RemoteDrafterConfig,
 )}  # fmt: skip
 """The class of each `type`."""
 

@@ -1,50 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters that read text, on the engine's device: their interface, and one class for each kind.
+"""Drafters that read the requests' own texts, on the engine's device: one class for each kind.
 
 Shapes: S request slots, B requests of the batch.
 """
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
 from nemo_specrollout.config.drafter_configs import (
+    AheadDrafterConfig,
     LookupDrafterConfig,
     RandomDrafterConfig,
     SuffixDrafterConfig,
     TextDrafterConfig,
 )
-from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
+from nemo_specrollout.drafters.ahead import AheadText
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, TextDrafter, Texts
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders, slots_for
-
-
-class TextDrafter(ABC):
-    """Proposes continuations of the requests' texts, and owns whatever it remembers of texts.
-
-    Invariant: nothing that a drafter does can change a request's output, only when it arrives.
-    """
-
-    name: str
-
-    @abstractmethod
-    def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
-        """Returns the salt of a new request, and the number of its first tokens that need no learning."""
-
-    @abstractmethod
-    def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
-        """Gives `slots` to new requests; `salts` and `learned` come from `start_of`."""
-
-    def lookup(self, drafter: int) -> Lookup | None:
-        """Returns how the board's kernels learn and propose for this drafter, which is number `drafter` of the board.
-
-        None for a drafter that proposes by itself.
-        """
-        return None
-
-    def propose(self, texts: Texts, out: Proposals) -> None:
-        """Writes proposals to `out`. Only a drafter without a `lookup` is asked."""
-        raise NotImplementedError
 
 
 class LookupDrafter(TextDrafter):
@@ -119,6 +92,8 @@ def build_text_drafter(
     """Returns the text drafter that `config` names, for `num_slots` concurrent requests on the engine's device."""
     if isinstance(config, RandomDrafterConfig):
         return RandomTokens(vocab_size)
+    if isinstance(config, AheadDrafterConfig):
+        return AheadText(num_slots, max_model_len, device)
     assert isinstance(config, LookupDrafterConfig)
     lookup = SuffixLookup if isinstance(config, SuffixDrafterConfig) else NgramLookup
     return lookup(config, num_slots, max_model_len, device)

@@ -82,7 +82,7 @@ def with_specrollout(
 
     Raises ValueError if the user's arguments contradict the block.
     """
-    result = dict(vllm_kwargs)
+    result, block = dict(vllm_kwargs), block.with_ahead
     if not block.enabled:
         return result
     if "worker_cls" in result:

@@ -7,6 +7,7 @@ vLLM's own number for a request.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,13 +114,15 @@ class DraftRouter:
     def open(self, requests: Sequence[NewRequest]) -> None:
         """Starts drafting for requests that took slots. Call this before the first tokens of the requests are sampled."""
         slots = [r.slot for r in requests]
-        slots_N = to_device(slots, np.int64, self._device)
+        put = partial(to_device, device=self._device)
+        slots_N = put(slots, np.int64)
         limits = [r.limit if r.identity.speculate else 0 for r in requests]
-        self.board.open(slots_N, to_device(limits, np.int32, self._device))
+        self.board.open(slots_N, put(limits, np.int32))
         for drafter in self._text.values():
             starts = [drafter.start_of(r.identity, r.num_tokens) for r in requests]
             salts, learned = zip(*starts, strict=True)
-            drafter.open(slots_N, to_device(salts, np.int64, self._device), to_device(learned, np.int32, self._device))
+            drafter.open(slots_N, put(salts, np.int64), put(learned, np.int32))
+            drafter.remember(requests, put)
         if self.model is not None:
             self.model.open(slots, slots_N, [r.identity.speculate for r in requests])
         if self.remote is not None:
@@ -134,7 +137,7 @@ class DraftRouter:
     def close(self, slots: list[int]) -> None:
         """Stops drafting for the requests in `slots`, which have ended or are preempted."""
         self.samples.close(slots)
-        for part in (self.model, self.remote, self.capture):
+        for part in (*self._text.values(), self.model, self.remote, self.capture):
             if part is not None:
                 part.close(slots)
 

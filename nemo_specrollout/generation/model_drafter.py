@@ -75,7 +75,8 @@ class ModelDrafter:
         self._is_followed = np.zeros(num_slots, np.bool_)
         self.outlook = HostCopy(board.tables.outlook_S4K)
         """Inputs of the next plan. They are refreshed after each choice of the board."""
-        self._spread = SurvivalSpread(num_positions)
+        self._most_drafts = min(num_positions, config.num_speculative_tokens)
+        self._spread = SurvivalSpread(self._most_drafts)
         self._timer, self.times = StageTimer(runner.device), DraftTimes()
         self.planner = build_planner(config.budget)
         self.plan = DraftPlan(0)
@@ -132,7 +133,8 @@ class ModelDrafter:
         if not self.follows(slots_B):
             self.plan = DraftPlan(0)
             return
-        outlook_4BK = np.ascontiguousarray(self.outlook.values[slots_B].astype(np.float64).transpose(1, 0, 2))
+        outlook_B4K = self.outlook.values[slots_B][:, :, : self._most_drafts]
+        outlook_4BK = np.ascontiguousarray(outlook_B4K.astype(np.float64).transpose(1, 0, 2))
         self._spread.observe(outlook_4BK[2:])
         if not self.planner.count_step(len(slots_B)):
             return

@@ -9,7 +9,20 @@ from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 EXTRA_ARGS_KEY = "specrollout"
 """Key of `SamplingParams.extra_args` under which a request carries its identity."""
-_KNOWN_KEYS = ("seed", "prompt_index", "sample_index", "policy_version", "speculate", "prompt_length", "engine_seed")
+_KNOWN_KEYS = (
+    "seed",
+    "prompt_index",
+    "sample_index",
+    "policy_version",
+    "speculate",
+    "prompt_length",
+    "engine_seed",
+    "ahead",
+)
+
+
+AHEAD_BYTES = 4
+"""Bytes of a token in `ahead`."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,8 @@ class RolloutRequest:
     """Number of tokens of the response, whatever is sampled; None: until a stop token. For timing steps."""
     prefix_token_ids: Sequence[int] = ()
     """Beginning of the response, sampled in another engine; this engine continues after it."""
+    ahead: bytes = b""
+    """Expected response as int32 numbers, for the drafter `ahead`: sampled with the same noise by older weights."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,8 @@ class RequestIdentity:
     """Equal for all samples of one prompt."""
     speculate: bool = True
     """False for a request that must be decoded without drafts."""
+    ahead: bytes = b""
+    """Expected text after the prompt, as int32 numbers."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +124,9 @@ class NewRequest:
         return len(self.token_ids)
 
 
-def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | bool]]:
+def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | bytes]]:
     """Returns `extra_args` for a rollout request; the vLLM worker derives the seed from them and the engine's seed."""
-    identity: dict[str, int | bool] = {
+    identity: dict[str, int | bytes] = {
         "prompt_index": request.prompt_index,
         "sample_index": request.sample_index,
         "policy_version": request.policy_version,
@@ -117,6 +134,8 @@ def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | boo
     }
     if request.prefix_token_ids:
         identity["prompt_length"] = len(request.prompt_token_ids)
+    if request.ahead:
+        identity["ahead"] = request.ahead[AHEAD_BYTES * len(request.prefix_token_ids) :]
     return {EXTRA_ARGS_KEY: identity}
 
 
@@ -140,16 +159,16 @@ def resolve_identity(request_id: str, params: Any, prompt_token_ids: list[int], 
             )
     engine_seed = int(given.get("engine_seed", engine_seed))
     group = content_hash(prompt_token_ids[: given.get("prompt_length")])
-    speculate = bool(given.get("speculate", True))
+    rest = (bool(given.get("speculate", True)), bytes(given.get("ahead", b"")))
     if "seed" in given:
-        return RequestIdentity(int(given["seed"]) & (2**63 - 1), group, speculate)
+        return RequestIdentity(int(given["seed"]) & (2**63 - 1), group, *rest)
     if "prompt_index" in given:
         indices = (given["prompt_index"], given.get("sample_index", 0), given.get("policy_version", 0))
-        return RequestIdentity(request_seed(engine_seed, *map(int, indices)), group, speculate)
+        return RequestIdentity(request_seed(engine_seed, *map(int, indices)), group, *rest)
     if params.seed is not None:
-        return RequestIdentity(combine(engine_seed, params.seed) >> 1, group, speculate)
+        return RequestIdentity(combine(engine_seed, params.seed) >> 1, group, *rest)
     if params.temperature < 1e-5:
-        return RequestIdentity(0, group, speculate)
+        return RequestIdentity(0, group, *rest)
     raise ValueError(
         f"request {request_id}: sampling at temperature {params.temperature} needs a seed that does not depend on arrival "
         f'order; set SamplingParams.seed, or extra_args={{"{EXTRA_ARGS_KEY}": {{"prompt_index": ..., "sample_index": ...}}}}'

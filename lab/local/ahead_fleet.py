@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Synchronous GRPO whose engines draft the next step's responses while the policy is trained (`run_ahead`)."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lab.local.coordinator import DealingCoordinator
+from lab.local.fleet import RolloutFleet
+from lab.local.run_config import RunConfig
+from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
+from nemo_specrollout.racing.coordinator import SHORTEST_TURN_S
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
+from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable, SpeedTableFile
+
+
+class _BriefTurns(DealingCoordinator):
+    """Coordinator whose engines can be stopped at once."""
+
+    _turn_s = SHORTEST_TURN_S
+
+
+class _Ahead:
+    """Requests of a coming step that engines decode with the weights that they have. Owns the thread that drives them.
+
+    States: running, then ended; `end` gives the texts.
+    """
+
+    def __init__(self, coordinator: DealingCoordinator, prompts: StepPrompts, lock: threading.Lock) -> None:
+        self.prompts = prompts
+        self._coordinator, self._lock, self._stop = coordinator, lock, threading.Event()
+        self._error: BaseException | None = None
+        self.seconds = 0.0
+        self._keys = coordinator.deal(prompts.requests)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        try:
+            while self._coordinator.is_busy and not self._stop.is_set():
+                with self._lock:
+                    self._coordinator.advance()
+        except BaseException as error:
+            self._error = error
+        self.seconds = time.perf_counter() - started
+
+    def end(self) -> list[list[int]]:
+        """Stops the engines. Returns the text of each request so far."""
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        texts = [list(self._coordinator.responses[key].tokens) for key in self._keys]
+        under_way = {key for key in self._keys if self._coordinator.responses[key].finish_reason is None}
+        self._coordinator.abandon()
+        self._coordinator.take([key for key in self._keys if key not in under_way])
+        return texts
+
+
+class AheadFleet(RolloutFleet):
+    """A fleet that drafts ahead between a rollout and the next weights.
+
+    Invariant: a step's samples are the same as without `run_ahead`. Its texts are neither trained on nor scored.
+    """
+
+    def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:
+        """Starts the engines, as `RolloutFleet` does."""
+        super().__init__(config, self._with_texts, known)
+        self._own_prompts, self._steps = prompts, range(0)
+        table = DecodeSpeedTable(self.pool.method_names)
+        self._idle = _BriefTurns(self.pool, None, table, LengthEstimator(1))
+        self._ahead: _Ahead | None = None
+        self._texts: list[list[int]] = []
+        self._lock = threading.Lock()
+        """Held by the thread that uses the engines."""
+        self._figures: dict[str, Any] = {}
+
+    def begin(self, steps: range) -> None:
+        self._steps = steps
+
+    def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
+        """Rolls out with the texts that were made ahead as drafts, then lets the engines begin the next step's."""
+        rollout = super().roll_out(step, on_finished)
+        figures = {**self._figures, **_kept(self._texts, [r.token_ids for r in rollout.rollouts])}
+        self._texts = []
+        if step + 1 in self._steps:
+            self._ahead = _Ahead(self._idle, self._own_prompts(step + 1), self._lock)
+        return replace(rollout, figures={**rollout.figures, **figures})
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        self._end_ahead()
+        super().load_weights(tensors, policy_version)
+
+    def close(self) -> None:
+        self._end_ahead()
+        super().close()
+
+    def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
+        self._end_ahead()
+        super().load_head(folder, expected_length, num_positions)
+
+    def _ask_each(self, *question: Any, drafting_by: str | None = None) -> dict[int, Any]:
+        with self._lock:
+            return super()._ask_each(*question, drafting_by=drafting_by)
+
+    def _with_texts(self, step: int) -> StepPrompts:
+        prompts = self._own_prompts(step)
+        if not self._texts:
+            return prompts
+        aheads = [np.array(text, np.int32).tobytes() for text in self._texts]
+        pairs = zip(prompts.requests, aheads, strict=True)
+        return replace(prompts, requests=[replace(request, ahead=ahead) for request, ahead in pairs])
+
+    def _end_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return
+        started = time.perf_counter()
+        self._texts = ahead.end()
+        self.pool.finish_turns()
+        self.pool.ask_each("take_sample_stats", list(ahead.prompts.requests))  # these are no samples
+        self._figures = {
+            "ahead_tokens": sum(map(len, self._texts)),
+            "ahead_s": ahead.seconds,
+            "ahead_end_s": time.perf_counter() - started,
+        }
+
+
+def _kept(aheads: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Returns the share of the responses' tokens that stand in the common prefixes with the texts made ahead."""
+    if not aheads:
+        return {}
+    same = sum(
+        next(
+            (i for i, (a, b) in enumerate(zip(ahead, response, strict=False)) if a != b), min(len(ahead), len(response))
+        )
+        for ahead, response in zip(aheads, responses, strict=True)
+    )
+    return {"ahead_kept": same / max(sum(map(len, responses)), 1)}
