@@ -78,6 +78,14 @@ ASYNC = [
     # The lag of one step is in the log-prob gap; a small learning rate keeps that part small.
     "policy.megatron_cfg.optimizer.lr=1e-6",
 ]
+# Synchronous, with the engine apart from the trainer: it has nothing to do while the policy trains.
+APART = [
+    "cluster.gpus_per_node=2",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+]
+AHEAD = ["policy.generation.specrollout.run_ahead={enabled: true}"]
+STREAMS = ["policy.generation.vllm_cfg.async_engine=true"]
 # Each engine drafts in its own way. `WILD` has requests move and race at random: whatever a policy does, no token may change.
 MOVING = [
     "policy.generation.specrollout.fastest_of_n={methods: [[suffix, ngram], [ngram]]}",
@@ -135,6 +143,14 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         + ["policy.generation.vllm_cfg.async_engine=true"],
         "environment": WILD,
     },
+    "apart_plain": {"overrides": SHORT + APART + VALIDATION + PLAIN + SIX_STEPS},
+    "apart_ahead_streams": {"overrides": SHORT + APART + VALIDATION + AHEAD + STREAMS + SIX_STEPS},
+    "apart_ahead_interrupted": {
+        "overrides": SHORT + APART + VALIDATION + CHECKPOINTED + AHEAD + SIX_STEPS,
+        "kill_after": 5,
+        "kill": "MegatronPolicyWorker",
+    },
+    "apart_ahead_resumed": {"overrides": SHORT + APART + VALIDATION + CHECKPOINTED + AHEAD + SIX_STEPS},
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
     "async_refreshed_head": {"overrides": SHORT + ASYNC + REFRESHED_HEAD, "kill_after": 1, "kill": "HeadTrainer"},

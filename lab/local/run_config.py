@@ -139,6 +139,10 @@ class RunConfig:
         recomputes = asynchronous.recompute_kv_cache_after_weight_updates
         in_flight, verified = asynchronous.in_flight_weight_updates, block.verify.requests_per_step
         fastest = block.fastest_of_n
+        raise_first_mistake(BLOCK_PATH, (
+            block.runs_ahead and asynchronous.enabled, "run_ahead",
+            "with grpo.async_grpo.enabled; asynchronous engines are never idle: remove one of them",
+        ))  # fmt: skip
         raise_first_mistake("", (
             not block.enabled and (asynchronous.enabled or self.cluster.rollout_workers > 1), f"{BLOCK_PATH}.enabled",
             "false; several rollout workers, and asynchronous runs, need it true: set drafters: [] for no speculation",

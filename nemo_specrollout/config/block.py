@@ -7,6 +7,7 @@ from pathlib import Path
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
     AheadDrafterConfig,
+    BlockDrafterConfig,
     DrafterConfig,
     Eagle3DrafterConfig,
     ModelDrafterConfig,
@@ -151,7 +152,8 @@ class SpecrolloutConfig:
         """The most draft tokens that a request gets in a step."""
         if self.budget.policy == "fixed":
             return self.budget.k
-        ahead = self.run_ahead if self.runs_ahead else None
+        # A block drafter's network has a fixed number of positions.
+        ahead = self.run_ahead if self.runs_ahead and not isinstance(self.model_drafter, BlockDrafterConfig) else None
         return max(self.num_speculative_tokens, 0 if ahead is None else ahead.most_drafts)
 
     @property

@@ -9,6 +9,7 @@ from nemo_specrollout.config.nemo_rl_rules import (
     backend_findings,
     engine_findings,
     fastest_of_n_findings,
+    run_ahead_findings,
     trainer_findings,
 )
 from nemo_specrollout.config.nemo_rl_tree import (
@@ -115,7 +116,10 @@ def malformed(tree: Tree) -> Iterator[Finding]:
 def _block(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
     try:
         block = effective_config(tree)
-        return block, [] if block is None else list(fastest_of_n_findings(tree, block.fastest_of_n))
+        if block is None:
+            return None, []
+        ahead = run_ahead_findings(tree) if block.runs_ahead else ()
+        return block, [*fastest_of_n_findings(tree, block.fastest_of_n), *ahead]
     except ConfigError as error:
         subject, _, text = str(error).partition(": ")
         return None, [Finding(subject, text, "error")]

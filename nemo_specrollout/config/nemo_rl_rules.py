@@ -236,6 +236,26 @@ def _lockstep(tensor: int, expert: int, feature: str, fix: str) -> Finding:
     return Finding(f"{VLLM_CFG}.expert_parallel_size", text, "error")
 
 
+def run_ahead_findings(tree: Tree) -> Iterator[Finding]:
+    """Yields the findings about the block `run_ahead`, which is on: what keeps engines from being idle, or prompts unknown."""
+    fix = f"or remove {BLOCK_PATH}.run_ahead"
+    busy = "engines that share the trainer's GPUs are never idle while it trains: set it to false"
+    unknown = "the next step's prompts are not known early there"
+    for path, text in (
+        (f"{GENERATION}.colocated.enabled", busy),
+        ("grpo.async_grpo.enabled", "asynchronous engines are never idle: set it to false"),
+        ("async_rl", "asynchronous engines are never idle: use NeMo-RL's synchronous GRPO"),
+        ("distillation", f"{unknown}: use GRPO"),
+        ("ppo", f"{unknown}: use GRPO"),
+        ("data_plane.enabled", f"{unknown}: set it to false"),
+        ("data.use_multiple_dataloader", f"{unknown}: set it to false"),
+        ("env.should_use_nemo_gym", f"{unknown}: set it to false"),
+    ):
+        if (value := at(tree, path, path.endswith("colocated.enabled"))) not in (None, False):
+            shown = "a block" if isinstance(value, Mapping) else json.dumps(value)
+            yield Finding(path, f"{shown} with run_ahead; {text}, {fix}", "error")
+
+
 def fastest_of_n_findings(tree: Tree, fastest: FastestOfNConfig | None) -> Iterator[Finding]:
     """Yields the findings about the block `fastest_of_n`."""
     if fastest is None or not fastest.enabled:

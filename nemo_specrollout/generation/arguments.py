@@ -175,5 +175,5 @@ def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int, abilities
     elif (rows := (1 + most_drafts) * int(num_requests or 0)) > given:
         raise ValueError(
             f"vllm_kwargs.max_num_batched_tokens: {given}; {num_requests} requests with {most_drafts} drafts each need "
-            f"{rows}: raise it, or lower max_num_seqs or num_speculative_tokens"
+            f"{rows}: raise it, or lower max_num_seqs, num_speculative_tokens or run_ahead.most_drafts"
         )

@@ -131,9 +131,11 @@ def _with_row(params: Any, row: Row) -> Any:
     `SamplingParams.seed` for each.
     """
     seeded = RolloutSamplingParams.of(params)
-    identity: dict[str, int] = {"prompt_length": row.prompt_length}
+    identity: dict[str, int | bytes] = {"prompt_length": row.prompt_length}
     if not row.speculate:
         identity["speculate"] = False
+    if row.ahead:
+        identity["ahead"] = row.ahead
     if params.n > 1:
         seeded.seed = row.seed % 2**62  # vLLM adds the number of the sample, and the sum must stay below 2^63
         identity["engine_seed"] = 0  # each engine has another seed of its own

@@ -24,16 +24,19 @@ from nemo_rl.utils.logger import Logger
 from nemo_specrollout.nemo_rl.logger import WatchingLogger
 from nemo_specrollout.nemo_rl.ray_calls import WorkerClient
 from nemo_specrollout.nemo_rl.row_seeds import (
+    AHEAD_KEY,
     DRAFTS_KEY,
     ROOTS_KEY,
     SEEDS_KEY,
     Conversations,
+    Row,
     RowSeeds,
     SeedKind,
     current_sample,
     gym_row_with_seed,
 )
 from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut, with_task, with_tasks
+from nemo_specrollout.nemo_rl.run_ahead import RunAhead, next_prompts
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.nemo_rl.supervisor import Supervisor
@@ -50,10 +53,13 @@ class SpecrolloutGeneration(VllmGeneration):
     latest: "ref[SpecrolloutGeneration] | None" = None
     """Generation of this process, or its copy."""
     _supervisor: Supervisor | None = None
+    _ahead: RunAhead | None = None
+    """None without `run_ahead`, and in a copy."""
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         SpecrolloutGeneration.latest = ref(self)
-        facts, self.block = RunFacts.of(config), block_of(config)
+        self.facts, self.block = RunFacts.of(config), block_of(config)
+        facts = self.facts
         self.first_version = facts.first_version
         self.row_seeds = RowSeeds(facts.seed, facts.first_version)
         self._conversations = Conversations()
@@ -66,6 +72,8 @@ class SpecrolloutGeneration(VllmGeneration):
         super().__init__(cluster, config, *args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.attach(self.worker_group)
+            if self.block.runs_ahead:
+                self._ahead = RunAhead(self.worker_group)
             if not getattr(self, "_defer_model_load", False):
                 self._supervisor.open_exchange()
 
@@ -89,7 +97,7 @@ class SpecrolloutGeneration(VllmGeneration):
             supervisor.close_exchange()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_supervisor"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_supervisor", "_ahead")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -97,6 +105,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def shutdown(self, *args: Any, **kwargs: Any) -> Any:
         """Ends the engines. Heads' trainer and drafters end before them, and the exchange after them."""
+        self._end_ahead()
         if self._supervisor is not None:
             self._supervisor.close()
         is_down = super().shutdown(*args, **kwargs)
@@ -106,6 +115,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
         """Generates as NeMo-RL does, with a seed for each row."""
+        self._end_ahead()
         with nullcontext() if self._supervisor is None else self._supervisor.rollout():
             return super().generate(self._with_seeds(data), *args, **kwargs)
 
@@ -113,6 +123,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
         """Generates as NeMo-RL does, with a seed for the only row."""
+        self._end_ahead()
         async for result in super().generate_async(self._with_seeds(data), *args, **kwargs):
             yield result
 
@@ -133,6 +144,8 @@ class SpecrolloutGeneration(VllmGeneration):
         seeded[SEEDS_KEY] = torch.tensor(seeds, dtype=torch.int64)
         seeded[ROOTS_KEY] = torch.tensor(roots, dtype=torch.int64)
         seeded[DRAFTS_KEY] = torch.tensor(self.opt_out.of_rows(len(rows)))
+        if self._ahead is not None:
+            seeded[AHEAD_KEY] = list(map(self._ahead.text_of, seeds))
         return seeded
 
     def gym_seeds(self, rows: list[dict[str, Any]]) -> list[int]:
@@ -147,7 +160,8 @@ class SpecrolloutGeneration(VllmGeneration):
             return super().finish_generation(*args, **kwargs)
 
     def new_weights(self) -> AbstractContextManager[None]:
-        """Encloses a refit."""
+        """Encloses a refit. The engines forget what they have begun ahead."""
+        self._end_ahead()
         return nullcontext() if self._supervisor is None else self._supervisor.new_weights()
 
     def weights_updated(self) -> None:
@@ -180,10 +194,27 @@ class SpecrolloutGeneration(VllmGeneration):
         Ours are arrays of one number: NeMo-RL's loop adds arrays up, and prints a line for every plain number.
         """
         metrics: dict[str, Any] = super().get_step_metrics(*args, **kwargs)
-        return metrics | {name: np.array(value) for name, value in self.step_metrics().items()}
+        metrics |= {name: np.array(value) for name, value in self.step_metrics().items()}
+        self._begin_ahead()
+        return metrics
 
     def step_metrics(self) -> dict[str, float]:
-        return {} if self._supervisor is None else self._supervisor.end_step(self._version)
+        if self._supervisor is None:
+            return {}
+        return self._supervisor.end_step(self._version) | ({} if self._ahead is None else self._ahead.figures())
+
+    def _begin_ahead(self) -> None:
+        """Lets the engines, which have nothing to do until the next refit, decode the next step's rows."""
+        if self._ahead is None or self._version + 1 >= self.facts.last_version:
+            return
+        prompts = [prompt for prompt in next_prompts() for _ in range(self.facts.samples_per_prompt)]
+        seeds = RowSeeds(self.facts.seed, self._version + 1).seeds(prompts)
+        rows = [Row(seed, len(prompt)) for seed, prompt in zip(seeds, prompts, strict=True)]
+        self._ahead.begin(prompts, rows)
+
+    def _end_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.end()
 
     @property
     def _version(self) -> int:

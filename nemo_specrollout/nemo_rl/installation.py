@@ -16,7 +16,7 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import host_choice, with_specrollout
 from nemo_specrollout.installed.versions import installed_versions
 from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
-from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, SECTIONS, PatchPoint, check_patch_points
+from nemo_specrollout.nemo_rl.patch_points import SECTIONS, PatchPoint, check_patch_points
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
@@ -45,7 +45,7 @@ def install(config: Any) -> bool:
         return False
     block, _ = prepare_nemo_rl(tree)
     assert block is not None
-    check_patch_points((*SECTIONS["all"], *_patch_points_of(config)))
+    check_patch_points((*SECTIONS["all"], *_patch_points_of(config), *(SECTIONS["ahead"] if block.runs_ahead else ())))
     generation = config.policy["generation"]
     block = with_absolute_paths(block)
     _check_block(block, config.policy)
@@ -53,7 +53,7 @@ def install(config: Any) -> bool:
     put_run(generation, block, facts)
     if not is_on_pythonpath():
         os.environ[PYTHONPATH] = pythonpath_with(code_folder(Path(config.logger["log_dir"]).absolute()))
-    _replace_names(config, _logger_class(block, generation["specrollout"], tree, facts))
+    _replace_names(config, _logger_class(block, generation["specrollout"], tree, facts), runs_ahead=block.runs_ahead)
     drafters = ", ".join(drafter.type for drafter in block.drafters) or "vLLM's own, or none"
     print(f"specrollout is on: drafters {drafters}; on vLLM's V2 model runner", flush=True)
     return True
@@ -136,7 +136,8 @@ def _run_facts(config: Any) -> RunFacts:
     if first == 0:
         heads.withdraw()
     algorithm = next(block for name in ALGORITHMS if (block := getattr(config, name, None)) is not None)
-    return RunFacts(algorithm.seed, first, algorithm.max_num_steps, str(heads.path))
+    samples = getattr(algorithm, "num_generations_per_prompt", 1)
+    return RunFacts(algorithm.seed, first, algorithm.max_num_steps, str(heads.path), samples)
 
 
 def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: Any, facts: RunFacts) -> Any:
@@ -155,12 +156,13 @@ def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: A
     )
 
 
-def _replace_names(config: Any, logger: Any) -> None:
+def _replace_names(config: Any, logger: Any, *, runs_ahead: bool) -> None:
     from nemo_rl.algorithms import async_utils
     from nemo_rl.experience import rollouts
     from nemo_rl.models.generation.vllm import vllm_generation
 
     from nemo_specrollout.nemo_rl import generation as ours
+    from nemo_specrollout.nemo_rl.run_ahead import PeekingLoader
 
     resolve = vllm_generation.resolve_generation_worker_cls
     _replace(vllm_generation, "resolve_generation_worker_cls", partial(_our_actor, resolve))
@@ -170,7 +172,8 @@ def _replace_names(config: Any, logger: Any) -> None:
     _replace(async_utils, "AsyncTrajectoryCollector", ours.SpecrolloutTrajectoryCollector)
     for name, extended in ours.extended_rollouts().items():
         _replace(rollouts, name, extended)
-    for point in ALL_PATCH_POINTS:
+    ahead = SECTIONS["ahead"] if runs_ahead else ()
+    for point in (*SECTIONS["all"], *SECTIONS["trainers"], *ahead):
         if point.module in _trainers(config):
             trainer = importlib.import_module(point.module)
             native = getattr(trainer, point.name)
@@ -180,6 +183,7 @@ def _replace_names(config: Any, logger: Any) -> None:
                 "validate": partial(_validate_apart, native),
                 "Logger": logger,
                 "SyncRolloutActor": ours.SpecrolloutRolloutActor,
+                "StatefulDataLoader": PeekingLoader,
             }
             _replace(trainer, point.name, replacements[point.name])
 

@@ -15,11 +15,12 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from nemo_specrollout.generation.hosted_engine import HostedEngine
-from nemo_specrollout.generation.vllm_requests import as_vllm_returns, shard_requests
+from nemo_specrollout.generation.vllm_requests import as_vllm_returns, shard_request, shard_requests
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
-from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, ROOTS_KEY, SEEDS_KEY, Row
+from nemo_specrollout.nemo_rl.row_seeds import AHEAD_KEY, DRAFTS_KEY, ROOTS_KEY, SEEDS_KEY, Row
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
+from nemo_specrollout.racing.ahead_turns import AheadTasks, AheadTurns
 from nemo_specrollout.racing.stream_engine import StreamEngine, StreamShard
 from nemo_specrollout.racing.turn_engine import roll_out_shard
 from nemo_specrollout.racing.turns import ExchangeFailed
@@ -35,7 +36,8 @@ def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
     columns = [data.get(key) for key in (SEEDS_KEY, ROOTS_KEY, DRAFTS_KEY)]
     if any(column is None for column in columns):
         return None
-    return list(map(Row._make, zip(*(column.tolist() for column in columns), strict=True)))
+    aheads = data.get(AHEAD_KEY) or [b""] * len(columns[0])
+    return list(map(Row._make, zip(*(column.tolist() for column in columns), aheads, strict=True)))
 
 
 class ShardRacing:
@@ -72,6 +74,8 @@ class _SeededEngine:
     llm: Any
     _racing: Any = None
     """The engine's part in the exchange of requests, once it has joined."""
+    _ahead: Any = None
+    """Rows of the next step, once any was decoded ahead."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         block, run_seed = block_of(self.cfg), RunFacts.of(self.cfg).seed
@@ -81,6 +85,14 @@ class _SeededEngine:
         self._request_seeds = RequestSeeds(run_seed, engine_number(self.cfg["vllm_cfg"]), required=required)
         self.llm.generate = self._generate_with_seeds  # type: ignore[attr-defined]
         return result
+
+    def _ahead_params(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Any]:
+        """Returns vLLM's sampling parameters of rows that are decoded ahead."""
+        longest, most = int(self.cfg["vllm_cfg"]["max_model_len"]), int(self.cfg["max_new_tokens"])
+        limits = [max(1, min(most, longest - len(prompt))) for prompt in prompts]
+        build: Any = self._build_sampling_params  # type: ignore[attr-defined]
+        params = [build(greedy=False, stop_strings=None, max_new_tokens=limit) for limit in limits]
+        return self._request_seeds.of_rows(params, rows)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's own method, which `_generate_with_seeds` hides."""
@@ -125,6 +137,17 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
         """Joins the exchange of requests as engine number `engine`."""
         self._racing = ShardRacing(self.llm, actor, engine)
 
+    def specrollout_run_ahead(self, prompts: list[list[int]], rows: list[Row], seconds: float) -> bool:
+        """Decodes rows of the next step for about `seconds`, and those of earlier calls. Returns whether any is left."""
+        self._ahead = self._ahead or AheadTurns(self.llm)
+        pairs = zip(prompts, self._ahead_params(prompts, rows), strict=True)
+        requests = [shard_request((0, 0), {"prompt_token_ids": prompt}, params) for prompt, params in pairs]
+        return self._ahead.advance(requests, seconds)
+
+    def specrollout_end_ahead(self) -> list[bytes]:
+        """Leaves no such row in the engine. Returns their texts."""
+        return [] if self._ahead is None else self._ahead.end()
+
     def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls `method` of our vLLM worker. Arguments and result are plain values."""
         return self._reply(method, arguments, self.llm.collective_rpc(method, args=tuple(arguments)))
@@ -161,6 +184,17 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
         stream = StreamEngine(self._generate, int(self.llm.vllm_config.scheduler_config.max_num_seqs))
         self._racing = StreamShard(engine, stream, partial(ask_exchange_async, actor, engine))
         await self._racing.begin()
+
+    async def specrollout_run_ahead(self, prompts: list[list[int]], rows: list[Row], seconds: float) -> bool:
+        """Begins to decode rows of the next step. The engine itself goes on with them, so none is left to ask for."""
+        self._ahead = self._ahead or AheadTasks(self.llm, self._generate)
+        for prompt, params in zip(prompts, self._ahead_params(prompts, rows), strict=True):
+            self._ahead.begin({"prompt_token_ids": prompt}, params)
+        return False
+
+    async def specrollout_end_ahead(self) -> list[bytes]:
+        """Leaves no such row in the engine. Returns their texts."""
+        return [] if self._ahead is None else await self._ahead.end()
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls `method` of our vLLM worker. Arguments and result are plain values."""

@@ -25,6 +25,7 @@ class RunFacts:
     """Training steps behind the weights at the end."""
     heads: str
     """Path of the folder with the run's draft heads."""
+    samples_per_prompt: int = 1
 
     @classmethod
     def of(cls, generation_config: Mapping[str, Any]) -> "RunFacts":

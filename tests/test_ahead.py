@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter `ahead`: where it drafts from, and that no text which a request brings along changes a token."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import STEP_ADDER
+from torch import tensor
+
+from lab.local.engine import RolloutEngine
+from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import AheadDrafterConfig, Eagle3DrafterConfig, SuffixDrafterConfig
+from nemo_specrollout.drafters.ahead import ENOUGH, FARTHEST, AheadText
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+
+NUM_SLOTS, LONGEST, POSITIONS = 4, 96, 8
+PROMPT = [90, 91, 92]
+TEXT = [*range(40)]
+
+
+def put(values: Any, dtype: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype))
+
+
+def as_bytes(tokens: list[int]) -> bytes:
+    return np.array(tokens, np.int32).tobytes()
+
+
+class World:
+    """A drafter, and requests in its slots."""
+
+    def __init__(self) -> None:
+        self.drafter = AheadText(NUM_SLOTS, LONGEST, torch.device("cpu"))
+        self.total_len_S = torch.zeros(NUM_SLOTS, dtype=torch.int32)
+        self.token_ids_SL = torch.zeros(NUM_SLOTS, LONGEST, dtype=torch.int32)
+
+    def open(self, slot: int, ahead: list[int], response: list[int], prompt: list[int] = PROMPT) -> None:
+        """Gives a slot to a request that brings a text, and has a part of its response already."""
+        text, no_number = [*prompt, *response], tensor([0])
+        identity = SimpleNamespace(ahead=as_bytes(ahead))
+        self.drafter.open(tensor([slot]), no_number, no_number)
+        request = {
+            "slot": slot,
+            "identity": identity,
+            "prompt_length": len(prompt),
+            "token_ids": text,
+            "limit": LONGEST,
+        }
+        self.drafter.remember([SimpleNamespace(**request)], put)
+        self.write(slot, text)
+
+    def write(self, slot: int, text: list[int]) -> None:
+        self.token_ids_SL[slot, : len(text)] = tensor(text, dtype=torch.int32)
+        self.total_len_S[slot] = len(text)
+
+    def propose(self, *slots: int) -> list[list[int]]:
+        """Returns the drafts of each row. Keeps the levels of their evidence."""
+        shape = (NUM_SLOTS, POSITIONS)
+        out = Proposals(
+            torch.full(shape, -9, dtype=torch.int32),
+            torch.full(shape, -9, dtype=torch.int8),
+            torch.full((NUM_SLOTS,), -9, dtype=torch.int32),
+        )
+        self.drafter.propose(Texts(tensor(slots), self.total_len_S, self.token_ids_SL), out)
+        self.levels = out.levels_BK[: len(slots), 0].tolist()
+        return [
+            tokens[:n].tolist() for tokens, n in zip(out.tokens_BK, out.found_B[: len(slots)].tolist(), strict=False)
+        ]
+
+
+def test_drafts_begin_at_the_same_position() -> None:
+    world = World()
+    world.open(1, TEXT, TEXT[:20])
+    world.open(2, TEXT, [])
+    assert world.propose(2, -1, 1) == [TEXT[:8], [], TEXT[20:28]]
+    assert world.levels[0] < world.levels[2] == NUM_LEVELS - 1
+
+
+def test_after_a_token_that_differs_the_place_stays() -> None:
+    world = World()
+    world.open(0, TEXT, [*TEXT[:20], 77])
+    assert world.propose(0) == [TEXT[21:29]] and world.levels == [NUM_LEVELS - 2]
+
+
+@pytest.mark.parametrize("shift", [-FARTHEST, -3, 1, FARTHEST])
+def test_a_shift_is_found(shift: int) -> None:
+    """The response has tokens of its own, after which the text reads on at another place."""
+    world, read = World(), 17 + ENOUGH
+    own = [77] * 17 if shift <= 0 else []
+    response = [*own, *TEXT[len(own) + shift : read + shift]]
+    world.open(0, TEXT, response)
+    assert world.propose(0) == [TEXT[read + shift :][:POSITIONS]]
+    world.write(0, [*PROMPT, *response, *TEXT[read + shift :][:3]])
+    assert world.propose(0) == [TEXT[read + shift + 3 :][:POSITIONS]], "the place is kept"
+
+
+def test_nothing_is_drafted_beyond_the_text() -> None:
+    world = World()
+    world.open(0, TEXT[:10], TEXT[:8])
+    assert world.propose(0) == [[8, 9]]
+    world.write(0, [*PROMPT, *TEXT[:14]])
+    assert world.propose(0) == [[]]
+
+
+def test_a_slot_forgets_its_last_request() -> None:
+    world = World()
+    world.open(0, TEXT, TEXT[:5])
+    world.drafter.close([0])
+    assert world.propose(0) == [[]], "no request brings a text any more"
+    world.open(1, TEXT, TEXT[:5])
+    world.open(0, [], TEXT[:5])
+    assert world.propose(0, 1) == [[], TEXT[5:13]]
+
+
+def test_a_text_beyond_the_context_is_cut() -> None:
+    world = World()
+    world.open(0, [*range(300)], [*range(90)])
+    assert world.propose(0) == [[90, 91, 92]]
+
+
+# In engines
+
+REQUESTS = [RolloutRequest([*range(40, 45 + i % 3)], i, s) for i in range(5) for s in range(2)]
+SAMPLINGS = [{"temperature": 0.0}, {"temperature": 1.0}]
+BLOCKS = {
+    "alone": SpecrolloutConfig(
+        drafters=(AheadDrafterConfig(),), num_speculative_tokens=24, budget=BudgetConfig("fixed", 24)
+    ),
+    "auto": SpecrolloutConfig(drafters=(SuffixDrafterConfig(),), run_ahead=RunAheadConfig(most_drafts=32)),
+    "beside a head": SpecrolloutConfig(
+        drafters=(SuffixDrafterConfig(), Eagle3DrafterConfig(model=f"{STEP_ADDER}_eagle3")), run_ahead=RunAheadConfig()
+    ),
+}
+
+
+def texts_like(rollouts: list[Rollout]) -> dict[str, list[list[int]]]:
+    """Texts that older weights might have made: of all degrees of likeness."""
+    rng, right = np.random.default_rng(3), [r.token_ids for r in rollouts]
+    flipped = [[t if rng.random() < 0.9 else int(rng.integers(96)) for t in text] for text in right]
+    shifted = [[*text[: len(text) // 2], 5, 6, *text[len(text) // 2 :]] for text in right]
+    return {
+        "right": right,
+        "flipped": flipped,
+        "shifted": shifted,
+        "begun": [text[: len(text) // 3] for text in right],
+        "of others": right[1:] + right[:1],
+        "too long": [[*text, *range(90)] * 9 for text in right],
+        "some": [text if i % 2 else [] for i, text in enumerate(flipped)],
+    }
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+def test_no_text_changes_a_token(start_engine: Callable[..., RolloutEngine], kind: str, asynchronous: bool) -> None:
+    plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()))
+    engine = start_engine(STEP_ADDER, BLOCKS[kind], async_scheduling=asynchronous)
+    for sampling in SAMPLINGS:
+        expected = plain.generate(REQUESTS, **sampling)
+        for name, texts in texts_like(expected).items():
+            requests = [replace(r, ahead=as_bytes(text)) for r, text in zip(REQUESTS, texts, strict=True)]
+            assert [r.token_ids for r in engine.generate(requests, **sampling)] == [r.token_ids for r in expected], name
+
+
+def test_right_texts_save_steps(start_engine: Callable[..., RolloutEngine]) -> None:
+    """Also those whose beginning another engine has made."""
+    plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()))
+    engine = start_engine(STEP_ADDER, BLOCKS["alone"])
+    expected = plain.generate(REQUESTS)
+    num_tokens = max(len(r.token_ids) for r in expected)
+    pairs = list(zip(REQUESTS, expected, strict=True))
+    whole = [replace(q, ahead=as_bytes(r.token_ids)) for q, r in pairs]
+    moved = [replace(q, prefix_token_ids=r.token_ids[:9]) for q, (_, r) in zip(whole, pairs, strict=True)]
+    for requests, known in ((whole, 0), (moved, 9)):
+        first = engine.num_steps
+        rollouts = engine.generate(requests)
+        assert [r.token_ids for r in rollouts] == [r.token_ids[known:] for r in expected]
+        assert engine.num_steps - first <= num_tokens / 25 + 6
