@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from lab.local.coordinator import DealingCoordinator
 from lab.local.fleet import RolloutFleet
 from lab.local.run_config import RunConfig
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
+from nemo_specrollout.racing.ahead_turns import as_bytes
 from nemo_specrollout.racing.coordinator import SHORTEST_TURN_S
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable, SpeedTableFile
@@ -114,7 +114,7 @@ class AheadFleet(RolloutFleet):
         prompts = self._own_prompts(step)
         if not self._texts:
             return prompts
-        aheads = [np.array(text, np.int32).tobytes() for text in self._texts]
+        aheads = map(as_bytes, self._texts)
         pairs = zip(prompts.requests, aheads, strict=True)
         return replace(prompts, requests=[replace(request, ahead=ahead) for request, ahead in pairs])
 

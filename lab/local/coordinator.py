@@ -44,10 +44,17 @@ class DealingCoordinator(Coordinator):
     engines: LocalFleet
 
     def __init__(
-        self, engines: LocalFleet, policy: TailPolicy | None, ladder: DecodeSpeedTable, lengths: LengthEstimator
+        self,
+        engines: LocalFleet,
+        policy: TailPolicy | None,
+        ladder: DecodeSpeedTable,
+        lengths: LengthEstimator,
+        *,
+        begins_again: bool = False,
     ) -> None:
+        """`begins_again`: new weights make every response under way again, with its text so far as drafts (`run_ahead`)."""
         super().__init__(engines, policy or Stay(), ladder, lengths)
-        self._stays = policy is None
+        self._stays, self._begins_again = policy is None, begins_again
 
     def roll_out(
         self,
@@ -84,6 +91,8 @@ class DealingCoordinator(Coordinator):
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
         """Gives all engines new weights, also while requests are under way."""
         self.decide_races()
+        if self._begins_again:
+            self.begin_again()
         self.engines.load_weights(tensors, policy_version)
 
     def _lose(self, engine: int) -> None:

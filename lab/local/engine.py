@@ -44,6 +44,7 @@ class RolloutEngine(HostedEngine):
         self._model, self._generation, self._seed = model, generation, seed
         self._stop_token_ids = stop_token_ids(model)
         self._has_our_worker = generation.specrollout.enabled
+        self.runs_ahead = generation.specrollout.runs_ahead
         self.drafters = None
         remote = generation.specrollout.remote
         if self._has_our_worker and remote is not None and remote.workers:

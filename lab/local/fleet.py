@@ -56,7 +56,8 @@ class RolloutFleet(RolloutSource):
         """Verified and accepted draft tokens by draft method."""
         lengths = LengthEstimator(generation.max_new_tokens)
         policy = FastestOfN(racing, self.ladder) if racing.enabled else None
-        self.coordinator = DealingCoordinator(self.pool, policy, self.ladder, lengths)
+        begins_again = generation.specrollout.runs_ahead
+        self.coordinator = DealingCoordinator(self.pool, policy, self.ladder, lengths, begins_again=begins_again)
         self._plain = DealingCoordinator(self.pool, None, DecodeSpeedTable(self.pool.method_names), LengthEstimator(1))
 
     # Rollouts

@@ -140,8 +140,9 @@ class RunConfig:
         in_flight, verified = asynchronous.in_flight_weight_updates, block.verify.requests_per_step
         fastest = block.fastest_of_n
         raise_first_mistake(BLOCK_PATH, (
-            block.runs_ahead and asynchronous.enabled, "run_ahead",
-            "with grpo.async_grpo.enabled; asynchronous engines are never idle: remove one of them",
+            block.runs_ahead and asynchronous.enabled and not (in_flight and recomputes), "run_ahead",
+            "with grpo.async_grpo.enabled; it then verifies requests under way again after new weights: set "
+            "in_flight_weight_updates and recompute_kv_cache_after_weight_updates to true, or remove it",
         ))  # fmt: skip
         raise_first_mistake("", (
             not block.enabled and (asynchronous.enabled or self.cluster.rollout_workers > 1), f"{BLOCK_PATH}.enabled",

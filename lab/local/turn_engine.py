@@ -7,6 +7,8 @@ from dataclasses import replace
 import torch
 
 from lab.local.engine import RolloutEngine
+from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.racing.ahead_turns import as_bytes
 from nemo_specrollout.racing.turn_engine import TurnEngine
 
 
@@ -20,14 +22,20 @@ class ReloadingTurnEngine(TurnEngine):
     ) -> None:
         """Replaces the weights between two turns; attempts go on.
 
+        With `run_ahead`, attempts begin again and their text so far is drafts, so all their tokens are the new policy's.
+
         With `recompute_kv_cache`, the new policy reads the text of each attempt again, so its tokens are exact samples of
         the new policy. Without it, attempts go on from the old policy's KV cache, as NeMo-RL does by default.
         """
         attempts = list(self._attempts.values()) if recompute_kv_cache else []
         for attempt in attempts:
             tokens, _ = self.engine.progress(attempt.engine_id)
-            prefix = (*attempt.request.prefix_token_ids, *tokens)
-            attempt.request = replace(attempt.request, prefix_token_ids=prefix)
+            text = (*attempt.request.prefix_token_ids, *tokens)
+            if self.engine.runs_ahead:
+                assert isinstance(attempt.request, RolloutRequest)
+                attempt.request = replace(attempt.request, prefix_token_ids=(), ahead=as_bytes(text))
+            else:
+                attempt.request = replace(attempt.request, prefix_token_ids=text)
             attempt.num_reported = 0
         self._abort(attempts)
         self.engine.load_weights(tensors)

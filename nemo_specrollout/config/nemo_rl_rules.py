@@ -238,12 +238,16 @@ def _lockstep(tensor: int, expert: int, feature: str, fix: str) -> Finding:
 
 def run_ahead_findings(tree: Tree) -> Iterator[Finding]:
     """Yields the findings about the block `run_ahead`, which is on: what keeps engines from being idle, or prompts unknown."""
-    fix = f"or remove {BLOCK_PATH}.run_ahead"
+    fix, asynchronous = f"or remove {BLOCK_PATH}.run_ahead", "grpo.async_grpo"
+    needed = ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates")
+    for name in needed if at(tree, f"{asynchronous}.enabled") else ():
+        if not at(tree, f"{asynchronous}.{name}"):
+            text = "false with run_ahead; asynchronous requests begin again when weights change, which needs it"
+            yield Finding(f"{asynchronous}.{name}", f"{text}: set it to true, {fix}", "error")
     busy = "engines that share the trainer's GPUs are never idle while it trains: set it to false"
     unknown = "the next step's prompts are not known early there"
     for path, text in (
         (f"{GENERATION}.colocated.enabled", busy),
-        ("grpo.async_grpo.enabled", "asynchronous engines are never idle: set it to false"),
         ("async_rl", "asynchronous engines are never idle: use NeMo-RL's synchronous GRPO"),
         ("distillation", f"{unknown}: use GRPO"),
         ("ppo", f"{unknown}: use GRPO"),

@@ -15,6 +15,8 @@ from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, TextDrafter, T
 
 WINDOW = NUM_LEVELS
 """Latest tokens by which text and draft are compared (W). The number that agrees is the evidence level of the drafts."""
+AHEAD_PRIORS = 0.98 * (np.arange(1, NUM_LEVELS + 1) / NUM_LEVELS) ** 2
+"""Assumed acceptance rate of each level before anything is observed."""
 FARTHEST = 16
 """Tokens by which a text may be shifted at once, in both directions."""
 ENOUGH = 4

@@ -25,6 +25,7 @@ from nemo_specrollout.config.drafter_configs import (
     TextDrafterConfig,
     shared_secret,
 )
+from nemo_specrollout.drafters.ahead import AHEAD_PRIORS, AheadText
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.text import TextDrafter, build_text_drafter
@@ -234,7 +235,10 @@ def _draft_board(config: SpecrolloutConfig, runner: Any) -> DraftBoard:
     remote = None if config.remote is None else drafters.index(config.remote)
     priors = {"shared_noise": SHARED_NOISE_PRIORS, "greedy": POSITION_PRIORS}
     has_weights = (ModelDrafterConfig, RemoteDrafterConfig)
-    priors_DE = [priors[d.sampling] if isinstance(d, has_weights) else LEVEL_PRIORS for d in drafters]
+    of_text = {AheadText.name: AHEAD_PRIORS}
+    priors_DE = [
+        priors[d.sampling] if isinstance(d, has_weights) else of_text.get(d.type, LEVEL_PRIORS) for d in drafters
+    ]
     shape = BoardShape(runner.max_num_reqs, runner.num_speculative_steps)
     reference = remote if model is None else model
     return DraftBoard(types, np.array(priors_DE), shape, runner.device, model, reference=reference)

@@ -156,11 +156,16 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> Any:
         """Lets the engines drop cached prefixes and sleep. All races end before that."""
-        with self.new_weights():
+        with self._engines_at_rest():
             return super().finish_generation(*args, **kwargs)
 
     def new_weights(self) -> AbstractContextManager[None]:
-        """Encloses a refit. The engines forget what they have begun ahead."""
+        """Encloses a refit. Requests that are under way begin again with `run_ahead`."""
+        at_rest = self._engines_at_rest()
+        return self._ahead.weights_change() if self._ahead is not None and self.facts.in_flight else at_rest
+
+    def _engines_at_rest(self) -> AbstractContextManager[None]:
+        """Encloses a time in which no request moves. The engines forget what they have begun ahead."""
         self._end_ahead()
         return nullcontext() if self._supervisor is None else self._supervisor.new_weights()
 
@@ -205,7 +210,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def _begin_ahead(self) -> None:
         """Lets the engines, which have nothing to do until the next refit, decode the next step's rows."""
-        if self._ahead is None or self._version + 1 >= self.facts.last_version:
+        if self._ahead is None or self.facts.in_flight or self._version + 1 >= self.facts.last_version:
             return
         prompts = [prompt for prompt in next_prompts() for _ in range(self.facts.samples_per_prompt)]
         seeds = RowSeeds(self.facts.seed, self._version + 1).seeds(prompts)

@@ -137,7 +137,9 @@ def _run_facts(config: Any) -> RunFacts:
         heads.withdraw()
     algorithm = next(block for name in ALGORITHMS if (block := getattr(config, name, None)) is not None)
     samples = getattr(algorithm, "num_generations_per_prompt", 1)
-    return RunFacts(algorithm.seed, first, algorithm.max_num_steps, str(heads.path), samples)
+    asynchronous = getattr(algorithm, "async_grpo", None)
+    in_flight = asynchronous is not None and asynchronous.enabled and asynchronous.in_flight_weight_updates
+    return RunFacts(algorithm.seed, first, algorithm.max_num_steps, str(heads.path), samples, bool(in_flight))
 
 
 def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: Any, facts: RunFacts) -> Any:

@@ -21,6 +21,7 @@ from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
 from nemo_specrollout.nemo_rl.row_seeds import AHEAD_KEY, DRAFTS_KEY, ROOTS_KEY, SEEDS_KEY, Row
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.racing.ahead_turns import AheadTasks, AheadTurns
+from nemo_specrollout.racing.one_policy import OnePolicyStream
 from nemo_specrollout.racing.stream_engine import StreamEngine, StreamShard
 from nemo_specrollout.racing.turn_engine import roll_out_shard
 from nemo_specrollout.racing.turns import ExchangeFailed
@@ -156,14 +157,21 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
 class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     """Actor around an asynchronous engine."""
 
+    _one_policy: OnePolicyStream | None = None
+    """None unless rows begin again with new weights."""
+
     def _generate_with_seeds(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         rows = _rows.get()
         if rows is None:
             (params,) = self._request_seeds.of_requests(sampling_params, [prompt])
         else:
             (params,) = self._request_seeds.of_rows(sampling_params, rows)
-        if self._racing is None or rows is None or args or set(kwargs) != {"request_id"}:
+        if rows is None or args or set(kwargs) != {"request_id"}:
             return self._generate(prompt, params, *args, **kwargs)
+        if self._one_policy is not None:
+            return self._one_policy.generate(prompt, params, **kwargs)
+        if self._racing is None:
+            return self._generate(prompt, params, **kwargs)
         return self._racing.generate(prompt, params, native=lambda: self._generate(prompt, params, **kwargs), **kwargs)
 
     async def generate_async(
@@ -179,6 +187,11 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
         app.add_middleware(SeedHeader)
         return super()._setup_vllm_openai_api_server(app, *args, **kwargs)
 
+    async def specrollout_weights_change(self) -> None:
+        """Notes that a change of the weights begins or ends. From the first one on, every row is a sample of one policy."""
+        self._one_policy = self._one_policy or OnePolicyStream(self._generate)
+        self._one_policy.weights_change()
+
     async def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
         """Joins the exchange of requests as engine number `engine`."""
         stream = StreamEngine(self._generate, int(self.llm.vllm_config.scheduler_config.max_num_seqs))
@@ -186,11 +199,12 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
         await self._racing.begin()
 
     async def specrollout_run_ahead(self, prompts: list[list[int]], rows: list[Row], seconds: float) -> bool:
-        """Begins to decode rows of the next step. The engine itself goes on with them, so none is left to ask for."""
+        """Begins to decode rows of the next step. Returns whether any is left after about `seconds`."""
         self._ahead = self._ahead or AheadTasks(self.llm, self._generate)
         for prompt, params in zip(prompts, self._ahead_params(prompts, rows), strict=True):
             self._ahead.begin({"prompt_token_ids": prompt}, params)
-        return False
+        left: bool = await self._ahead.wait(seconds)
+        return left
 
     async def specrollout_end_ahead(self) -> list[bytes]:
         """Leaves no such row in the engine. Returns their texts."""

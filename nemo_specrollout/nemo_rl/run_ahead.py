@@ -8,6 +8,7 @@ for the same requests under the same noise. Nothing else ever sees these texts.
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, ClassVar
 from weakref import ref
@@ -75,6 +76,16 @@ class RunAhead:
         self._shards: list[list[Row]] = []
         self._texts: dict[int, bytes] = {}
         self._seconds = 0.0
+
+    @contextmanager
+    def weights_change(self) -> Iterator[None]:
+        """Encloses a change of weights while asynchronous engines decode. Rows under way begin again, so none is mixed."""
+        engines = range(self._group.dp_size)
+        ray.get([self._call(engine, "weights_change") for engine in engines])
+        try:
+            yield
+        finally:
+            ray.get([self._call(engine, "weights_change") for engine in engines])
 
     def begin(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
         """Lets the engines decode these rows, each of which has a prompt."""

@@ -26,6 +26,8 @@ class RunFacts:
     heads: str
     """Path of the folder with the run's draft heads."""
     samples_per_prompt: int = 1
+    in_flight: bool = False
+    """Whether weights change while requests are under way."""
 
     @classmethod
     def of(cls, generation_config: Mapping[str, Any]) -> "RunFacts":

@@ -72,6 +72,12 @@ class AheadTasks:
         self._texts.append([])
         self._tasks.append(asyncio.create_task(self._decode(prompt, params, self._texts[-1])))
 
+    async def wait(self, seconds: float) -> bool:
+        """Lets the engine work for at most `seconds`. Returns whether any request is left."""
+        if left := [task for task in self._tasks if not task.done()]:
+            left = list((await asyncio.wait(left, timeout=seconds))[1])
+        return bool(left)
+
     async def end(self) -> list[bytes]:
         """Leaves no request in the engine, and none of its old keys and values. Returns the texts."""
         for task in self._tasks:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from nemo_specrollout.generation.requests import Rollout
+import numpy as np
+
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.racing.turns import Request
 
 
@@ -63,6 +65,14 @@ class Response:
     def rollout(self) -> Rollout:
         assert self.finish_reason is not None
         return Rollout(self.tokens, self.logprobs, self.finish_reason)
+
+    def begin_again(self) -> None:
+        """Makes the known part a draft. Open attempts make the response from its beginning."""
+        assert isinstance(self.request, RolloutRequest)
+        self.request = replace(self.request, ahead=np.array(self.tokens, np.int32).tobytes())
+        self.tokens, self.logprobs, self.policy_spans = [], [], []
+        for attempt in self.attempts.values():
+            attempt.position = 0
 
     def open(self, engine: int, name: int) -> None:
         """Opens an attempt, which begins after the known part of the response."""

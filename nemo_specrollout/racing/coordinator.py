@@ -95,17 +95,19 @@ class Coordinator:
 
     def advance(self) -> list[int]:
         """Sends and reads turns, and consults the policy; returns the keys of the requests that ended."""
-        if not self._active:
-            return []
-        self.send_turns()
+        if self._active:
+            self.send_turns()
+            self._read_results()
+            self._consult_policy()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _read_results(self) -> None:
         for engine, result in self.engines.results():
             if result is None:
                 self._lose(engine)
             else:
                 self._read_result(engine, result)
-        self._consult_policy()
-        ended, self._ended = self._ended, []
-        return ended
 
     def take(self, keys: Sequence[int]) -> tuple[list[Response], float | None]:
         """Returns and forgets responses that have ended, and estimates the seconds that moves and races saved.
@@ -150,6 +152,16 @@ class Coordinator:
             for engine in sorted(attempts, key=lambda e: -attempts[e].position)[1:]:
                 self._stop(key, engine, AttemptOutcome.GAVE_UP)
         self._send_stops()
+
+    def begin_again(self) -> None:
+        """Forgets the tokens of all requests under way, which are drafts from now on. Engines must do so with new weights.
+
+        Reads all turns first, because their tokens are the old policy's. No request may be raced.
+        """
+        while any(map(self.engines.num_turns, range(len(self._assigned)))):
+            self._read_results()
+        for key in self._active:
+            self.responses[key].begin_again()
 
     def resume(self) -> None:
         """Ends an interruption by new weights: each engine's next turn may have stood still, so its speed is not learned."""

@@ -94,9 +94,12 @@ class SampleStatsLog:
         self._ended: dict[int, _Record] = {}
 
     def open(self, slot: int, seed: int, prompt_length: int, num_tokens: int) -> None:
-        """Starts the record of a request in `slot`, whose counts must be zero. A preempted request continues its record."""
+        """Starts the record of a request in `slot`, whose counts must be zero.
+
+        A preempted request with tokens of its own continues its record. One that begins again has a new record.
+        """
         record = self._ended.pop(seed, None)
-        if record is None:
+        if record is None or num_tokens <= prompt_length:
             record = _Record(seed, ((self.policy_version, prompt_length),), self.head_version)
         else:
             self._counts_S2[slot] = self._archive[record.row]

@@ -20,7 +20,7 @@ from lab.local.coordinator import DealingCoordinator
 from lab.local.engine import RolloutEngine
 from lab.local.run_sections import AsyncGrpoConfig
 from lab.local.step_rollout import StepPrompts
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable, SpeedTableFile
@@ -45,13 +45,16 @@ def prompts(step: int) -> StepPrompts:
 
 
 def collect(
-    engines: list[RolloutEngine], config: AsyncGrpoConfig, policies: list[dict[str, Any]]
+    engines: list[RolloutEngine],
+    config: AsyncGrpoConfig,
+    policies: list[dict[str, Any]],
+    *,
+    begins_again: bool = False,
 ) -> list[Trajectories]:
     """Returns the trajectories of a trainer that publishes policy s + 1 after step s."""
     workers = EnginesInTurn(engines[:2], 1, weights=policies[0])
-    coordinator = DealingCoordinator(
-        workers, WildPolicy(2), DecodeSpeedTable(["drafting", "plain"]), LengthEstimator(96)
-    )
+    table = DecodeSpeedTable(["drafting", "plain"])
+    coordinator = DealingCoordinator(workers, WildPolicy(2), table, LengthEstimator(96), begins_again=begins_again)
     collector = TrajectoryCollector(coordinator, config, prompts, lambda found: found, range(NUM_STEPS), "any")
     taken = []
     try:
@@ -90,6 +93,26 @@ def test_tokens_are_of_the_recorded_policy_and_none_is_too_old(
         again = checker.generate([replace(r.request, prefix_token_ids=r.tokens[:first]) for r, first, _ in parts])
         for made, (response, first, last) in zip(again, parts, strict=True):
             assert made.token_ids[: last - first] == response.tokens[first:last]
+
+
+def test_requests_under_way_become_samples_of_the_newest_policy(start_engine: Callable[..., RolloutEngine]) -> None:
+    """With `run_ahead` no sample is mixed: each one is what its policy makes alone."""
+    blocks = [replace(DRAFTING, run_ahead=RunAheadConfig()), SpecrolloutConfig(drafters=(), run_ahead=RunAheadConfig())]
+    racers = [start_engine(STEP_ADDER, block, 96, max_num_seqs=6) for block in blocks]
+    checker = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), 96, max_num_seqs=6)
+    policies = [load_file(STEP_ADDER / "model.safetensors")]
+    policies += [noisy(policies[0], seed) for seed in range(NUM_STEPS)]
+    config = AsyncGrpoConfig(True, 2, True, recompute_kv_cache_after_weight_updates=True)
+    taken = collect(racers, config, policies, begins_again=True)
+    responses = [r for t in taken for r in t.responses]
+    assert all(len(r.policy_spans) == 1 and r.policy_spans[0][1] == 0 for r in responses)
+    versions = [r.policy_spans[0][0] for r in responses]
+    assert sum(version > t.first_version for t in taken for version in [r.policy_spans[0][0] for r in t.responses])
+    for version, tensors in enumerate(policies):
+        checker.load_weights(tensors.items())
+        own = [r for r, v in zip(responses, versions, strict=True) if v == version]
+        again = checker.generate([replace(r.request, ahead=b"") for r in own])
+        assert [r.rollout.token_ids for r in own] == [r.token_ids for r in again]
 
 
 def test_a_failed_collector_raises_in_every_call(engines: list[RolloutEngine]) -> None:
