@@ -151,7 +151,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "kill": "MegatronPolicyWorker",
     },
     "apart_ahead_resumed": {"overrides": SHORT + APART + VALIDATION + CHECKPOINTED + AHEAD + SIX_STEPS},
-    "async_ahead": {"overrides": SHORT + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS},
+    "async_ahead": {"overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS},
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
     "async_refreshed_head": {"overrides": SHORT + ASYNC + REFRESHED_HEAD, "kill_after": 1, "kill": "HeadTrainer"},

@@ -33,19 +33,20 @@ class OnePolicyStream:
         """Replaces `AsyncLLM.generate` for a request that carries our identity. Yields the last output only."""
         attempt = 0
         while True:
-            begun_at, output = self._num_changes, None
+            begun_at, latest = self._num_changes, None
             async with aclosing(self._generate(prompt, params, request_id=f"{request_id}-{attempt}")) as outputs:
                 async for output in outputs:
+                    latest = output
                     if self._num_changes != begun_at:
                         break
             if self._num_changes == begun_at:
-                if output is not None:
-                    yield output
+                if latest is not None:
+                    yield latest
                 return
             attempt += 1
             while self._num_changes % 2:
                 await asyncio.sleep(_LOOK_S)
-            params = _with_drafts(params, [] if output is None else output.outputs[0].token_ids)
+            params = _with_drafts(params, [] if latest is None else latest.outputs[0].token_ids)
 
 
 def _with_drafts(params: Any, text: list[int]) -> Any:
