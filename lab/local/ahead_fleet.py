@@ -33,7 +33,6 @@ class _Ahead:
     """
 
     def __init__(self, coordinator: DealingCoordinator, prompts: StepPrompts, lock: threading.Lock) -> None:
-        self.prompts = prompts
         self._coordinator, self._lock, self._stop = coordinator, lock, threading.Event()
         self._error: BaseException | None = None
         self.seconds = 0.0
@@ -125,7 +124,6 @@ class AheadFleet(RolloutFleet):
         started = time.perf_counter()
         self._texts = ahead.end()
         self.pool.finish_turns()
-        self.pool.ask_each("take_sample_stats", list(ahead.prompts.requests))  # these are no samples
         self._figures = {
             "ahead_tokens": sum(map(len, self._texts)),
             "ahead_s": ahead.seconds,

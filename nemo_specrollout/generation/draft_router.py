@@ -57,7 +57,7 @@ class DraftRouter:
         text = ((i, d) for i, d in enumerate(config.drafters) if isinstance(d, TextDrafterConfig))
         self.use_text_drafters({i: build_text_drafter(d, *sizes) for i, d in text})
         self.board = _draft_board(config, runner)
-        self.samples = SampleStatsLog(self.board.tables.request_S2)
+        self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead)
         self.remote: RemoteDrafter | None = None
         """None without remote drafters, and on a rank whose drafts are not used."""
         self.model: ModelDrafter | None = None

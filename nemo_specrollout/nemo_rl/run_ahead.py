@@ -17,7 +17,6 @@ import numpy as np
 import ray
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from nemo_specrollout.nemo_rl.ray_calls import WorkerClient
 from nemo_specrollout.nemo_rl.row_seeds import Row
 
 SLICE_S = 0.1
@@ -70,7 +69,7 @@ class RunAhead:
 
     def __init__(self, worker_group: Any) -> None:
         """`worker_group` is NeMo-RL's group of the engines' actors."""
-        self._group, self._workers = worker_group, WorkerClient(worker_group)
+        self._group = worker_group
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._shards: list[list[Row]] = []
@@ -108,8 +107,6 @@ class RunAhead:
         replies = [self._call(engine, "end_ahead") for engine, rows in enumerate(self._shards) if rows]
         for rows, texts in zip(filter(None, self._shards), ray.get(replies), strict=True):
             self._texts |= {row.seed: text for row, text in zip(rows, texts, strict=True) if text}
-        seeds = [[[row.seed for row in rows]] if rows else None for rows in self._shards]
-        self._workers.call_each("take_sample_stats", seeds)  # these are no samples of the run
 
     def text_of(self, seed: int) -> bytes:
         """Returns the text that was made for the row with this seed, as int32 numbers."""

@@ -81,8 +81,14 @@ class SampleStatsLog:
     Counts stay on the device until they are asked for, which costs one copy for all requests together.
     """
 
-    def __init__(self, counts_S2: torch.Tensor) -> None:
-        """`counts_S2`: draft tokens verified and accepted of the request in each slot, int32, on the device."""
+    def __init__(self, counts_S2: torch.Tensor, *, begins_again: bool = False) -> None:
+        """Creates an empty log.
+
+        Args:
+            counts_S2: draft tokens verified and accepted of the request in each slot, int32, on the device.
+            begins_again: whether new weights make all running requests begin again (`run_ahead`). What they did is no sample.
+        """
+        self._begins_again = begins_again
         self.policy_version = 0
         """Weight updates of the engine."""
         self.head_version = 0
@@ -125,6 +131,7 @@ class SampleStatsLog:
         self.policy_version = version
         lengths_S = total_len_S.tolist()
         for slot, record in self._running.items():
+            record.is_taken |= self._begins_again
             record.policy_spans += ((version, lengths_S[slot]),)
 
     def take(self, seeds: Sequence[int] | None) -> dict[int, SampleStats]:
