@@ -79,7 +79,7 @@ def test_a_synchronous_engine_decodes_in_slices_and_forgets(engine: RolloutEngin
 
 
 def test_texts_made_ahead_leave_no_sample_stats(engine: RolloutEngine) -> None:
-    """The stats of a request are those of the policy that it is sampled from."""
+    """A request has the stats of the policy that it is sampled from."""
     turns = AheadTurns(engine._llm)
     turns.advance([shard_request((0, i), *sent(engine, i)) for i in range(6)], 0.02)
     texts = turns.end()
@@ -130,7 +130,7 @@ def test_an_asynchronous_engine_stops_at_once(engine: RolloutEngine, plain: Roll
 def test_a_request_under_way_becomes_a_sample_of_the_new_policy(
     engine: RolloutEngine, plain: RolloutEngine, num_tokens: int
 ) -> None:
-    """So does one that ends while weights change. One that has ended before stays the old policy's."""
+    """One that ends while weights change does, too. One that has ended before stays the old policy's."""
 
     async def ask(one: OnePolicyStream, i: int) -> Rollout:
         outputs = [o async for o in one.generate(*sent(engine, i), request_id=f"r{i}-{num_tokens}")]

@@ -24,7 +24,7 @@ from lab.gpu.gpu_stage import GIB, QUICK_GRAPHS, SEED, STOCK, Findings, block
 from lab.gpu.prediction import predicted
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.text import TextDrafter
+from nemo_specrollout.drafters.text_drafter import TextDrafter
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.sampling.seeds import request_seed
 from nemo_specrollout.scheduling.speculation.budget import DraftingPause, build_budget, build_pause

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, TextDrafter, Texts
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
+from nemo_specrollout.drafters.text_drafter import TextDrafter
 
 WINDOW = NUM_LEVELS
 """Latest tokens by which text and draft are compared (W). The number that agrees is the evidence level of the drafts."""

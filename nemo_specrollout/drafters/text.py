@@ -16,8 +16,9 @@ from nemo_specrollout.config.drafter_configs import (
     TextDrafterConfig,
 )
 from nemo_specrollout.drafters.ahead import AheadText
-from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, TextDrafter, Texts
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders, slots_for
+from nemo_specrollout.drafters.text_drafter import TextDrafter
 
 
 class LookupDrafter(TextDrafter):

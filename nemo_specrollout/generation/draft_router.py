@@ -28,7 +28,8 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.drafters.ahead import AHEAD_PRIORS, AheadText
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
-from nemo_specrollout.drafters.text import TextDrafter, build_text_drafter
+from nemo_specrollout.drafters.text import build_text_drafter
+from nemo_specrollout.drafters.text_drafter import TextDrafter
 from nemo_specrollout.generation.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
 from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.head_monitor import HeadMonitor

@@ -139,7 +139,7 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
         self._racing = ShardRacing(self.llm, actor, engine)
 
     def specrollout_run_ahead(self, prompts: list[list[int]], rows: list[Row], seconds: float) -> bool:
-        """Decodes rows of the next step for about `seconds`, and those of earlier calls. Returns whether any is left."""
+        """Decodes rows of the next step, new and begun ones, for about `seconds`. Returns whether any is left."""
         self._ahead = self._ahead or AheadTurns(self.llm)
         pairs = zip(prompts, self._ahead_params(prompts, rows), strict=True)
         requests = [shard_request((0, 0), {"prompt_token_ids": prompt}, params) for prompt, params in pairs]

@@ -12,11 +12,11 @@ current_tasks: ContextVar[Sequence[str]] = ContextVar("specrollout_current_tasks
 """Task of each row that this context's rollout requests. Empty: not known, as in a call from outside a rollout."""
 
 
-def with_tasks(generate: Callable[..., Any], policy: Any, data: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generates the responses of `batch` by NeMo-RL's function `generate`, with the rows' tasks known."""
-    token = current_tasks.set(batch.get("task_name") or ())
+def with_tasks(generate: Callable[..., Any], policy: Any, data: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generates the responses of `rows` by NeMo-RL's function `generate`, with the rows' tasks known."""
+    token = current_tasks.set(rows.get("task_name") or ())
     try:
-        return generate(policy, data, batch, *args, **kwargs)
+        return generate(policy, data, rows, *args, **kwargs)
     finally:
         current_tasks.reset(token)
 

@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 
 import pytest
 from nemo_rl_host import ROUNDING, Run, num_drafts
@@ -16,6 +17,7 @@ FINISHED = [
     "sync_eagle3_native", "sync_dapo_plain", "sync_dapo",
     "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
     "async_refreshed_head", "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight",
+    "apart_plain", "apart_ahead_streams", "apart_ahead_resumed", "async_ahead",
 ]  # fmt: skip
 
 
@@ -43,6 +45,24 @@ def test_weights_move(runs: dict[str, Run], name: str) -> None:
 def test_synchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run], name: str, step: int) -> None:
     equal, total = count_equal(runs["sync_plain"], runs[name], step)
     assert equal == total == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("apart_ahead_streams", range(1, 7)), ("apart_ahead_interrupted", range(1, 5)), ("apart_ahead_resumed", (5, 6))],
+)
+def test_texts_made_ahead_change_no_row(runs: dict[str, Run], name: str, steps: Iterable[int]) -> None:
+    """Neither does a run that was killed: no prompt is lost or repeated, although the loader has shown one early."""
+    for step in steps:
+        equal, total = count_equal(runs["apart_plain"], runs[name], step)
+        assert equal == total == 16
+    assert any(m["ahead_tokens"] for m in runs[name].metrics)
+
+
+def test_no_sample_is_of_two_policies(runs: dict[str, Run]) -> None:
+    """Requests that are under way in a refit begin again, with their text as drafts."""
+    spans = [s["policy_spans"] for line in runs["async_ahead"].lines("samples.jsonl") for s in line["samples"]]
+    assert spans and all(len(of_sample) == 1 for of_sample in spans)
 
 
 @pytest.mark.parametrize("step", [1, 2])
