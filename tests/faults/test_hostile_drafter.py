@@ -38,7 +38,7 @@ def drafts(number: int, step: Step | None = None, num_rows: int = 0, **more: Any
     zeros = {name: np.zeros(num_rows, dtype).tobytes() for name, dtype in DRAFT_COLUMNS.items()}
     known = {
         "session": SESSION, "drafter": DRAFTER, "number": number, "answers": 0 if step is None else step.number,
-        "echo_ns": 0 if step is None else step.sent_ns, "held_ns": 0, "draft_version": 0, "token_s": 0.01, "num_shadows": 1,
+        "echo_ns": 0 if step is None else step.sent_ns, "held_ns": 0, "token_s": 0.01, "num_shadows": 1,
         "lacking": b"", **zeros,
     }  # fmt: skip
     return Drafts(**{**known, **more})
@@ -65,7 +65,7 @@ class Verifier:
         greeted = False
         for _, message in self.side.follow(np.zeros((1, 64), np.int32), np.array([5]), self.now_s):
             if isinstance(message, Hello):
-                self.hear(Welcome(SESSION, DRAFTER, 0, 64, 4))
+                self.hear(Welcome(SESSION, DRAFTER, 64, 4))
                 greeted = True
             elif isinstance(message, Step):
                 self.steps.append(message)

@@ -40,7 +40,6 @@ _SLOT = np.dtype(
         ("end", np.int64),  # length of the text with the buffered tokens
         ("num_hits", np.float64),  # right drafts and judged drafts, decayed
         ("num_judged", np.float64),
-        ("has_lost", np.bool_),
     ],
     align=True,
 )
@@ -97,7 +96,7 @@ class DraftBuffers:
     def open(self, slot: int, request: int, seed: int, text: np.ndarray) -> None:
         """Assigns `slot` to `request`, whose int32 `text` is committed."""
         length = len(text)
-        self._slots[slot] = (request, length, length, 0.0, 0.0, False)
+        self._slots[slot] = (request, length, length, 0.0, 0.0)
         self._rings[slot, length % self._rings.shape[1]]["prefix_hash"] = text_hash(seed, text)
 
     def close(self, slots: np.ndarray) -> None:
@@ -130,16 +129,6 @@ class DraftBuffers:
         rates_b = (hits_b + FIRST_RATE * PRIOR_STRENGTH) / (judged_b + PRIOR_STRENGTH)
         lengths_b = np.ceil(np.log(LEAST_SURVIVAL) / np.log(np.clip(rates_b, 1e-9, 1 - 1e-9)))
         return np.clip(lengths_b, 1, self._most_ahead).astype(np.uint8)
-
-    def note_loss(self, slots: np.ndarray) -> None:
-        """Records that drafts for these slots may have been lost on the way."""
-        self._slots["has_lost"][slots] = True
-
-    def take_losses(self, slots_b: np.ndarray) -> np.ndarray:
-        """Returns the slots with recorded losses, uint8 [b], and clears the records."""
-        has_lost_b = self._slots["has_lost"][slots_b].astype(np.uint8)
-        self._slots["has_lost"][slots_b] = False
-        return has_lost_b
 
     def add(self, *drafts: np.ndarray) -> None:
         """Appends draft tokens, as columns in the order of `DRAFT_COLUMNS`, and counts what becomes of each token."""

@@ -7,8 +7,7 @@ A peer is any key by which the transport knows a verifier.
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +20,6 @@ from nemo_specrollout.remote.protocol.messages import (
     Hello,
     Message,
     Open,
-    Publish,
-    Published,
     Refuse,
     Step,
     Welcome,
@@ -47,23 +44,6 @@ class DraftModel:
     tokenizer: str
     max_model_len: int
     """Longest shadow sequence, in tokens."""
-
-
-class ShadowEngine(Protocol):
-    """An engine whose requests are shadow sequences, which have numbers."""
-
-    model: DraftModel
-
-    def open(self, shadow: int, opening: Open) -> None:
-        """Starts a shadow sequence. Raises ValueError for a request that the engine refuses."""
-
-    def close_shadow(self, shadow: int) -> None: ...
-
-    def correct(self, shadow: int, num_kept: int, tokens: list[int]) -> None:
-        """Keeps the first `num_kept` tokens of a shadow sequence, and continues it with `tokens`."""
-
-    def load_weights(self, folder: Path) -> None:
-        """Drafts with the weights in `folder`. Raises ValueError, and keeps the old ones, if they do not fit."""
 
 
 @dataclass
@@ -91,10 +71,10 @@ class DrafterSide:
     A shadow belongs to one request of one session until the session closes it, opens the request again, or is forgotten.
     """
 
-    def __init__(self, engine: ShadowEngine, drafter: int, num_shadows: int, most_ahead: int) -> None:
-        """`drafter` is a random number of this process."""
-        self.engine, self.model = engine, engine.model
-        self.draft_version = 0
+    def __init__(self, engine: Any, drafter: int, num_shadows: int, most_ahead: int) -> None:
+        """`engine` has `model`, `open`, `close_shadow` and `correct` of `DrafterEngine`; `drafter` is random."""
+        self.engine: Any = engine
+        self.model: DraftModel = engine.model
         self.num_corrections = 0
         self.shadows = ShadowSequences(num_shadows, most_ahead)
         self._drafter = drafter
@@ -114,8 +94,6 @@ class DrafterSide:
         """Takes a message of a verifier. Messages that no verifier sends are ignored."""
         if isinstance(message, Hello):
             self._replies.append((peer, self._greet(peer, message, now_s)))
-        elif isinstance(message, Publish):
-            self._replies.append((peer, self._load_weights(message)))
         elif isinstance(message, Step):
             session = self._sessions.get(message.session)
             if session is None or session.peer != peer:
@@ -154,7 +132,7 @@ class DrafterSide:
             if known.peer == peer or known.number == hello.session:
                 self._forget(known)
         self._sessions[hello.session] = _Session(peer, hello.session, np.array(hello.stop_token_ids, np.int32), now_s)
-        return Welcome(hello.session, self._drafter, self.draft_version, self.model.max_model_len, self._num_shadows)
+        return Welcome(hello.session, self._drafter, self.model.max_model_len, self._num_shadows)
 
     def _mismatch(self, hello: Hello) -> str | None:
         """Returns why this drafter cannot draft for a verifier; None if it can."""
@@ -170,15 +148,6 @@ class DrafterSide:
         if len(self._sessions) >= MAX_SESSIONS:
             return f"the drafter serves {MAX_SESSIONS} verifiers already, which is the limit"
         return None
-
-    def _load_weights(self, message: Publish) -> Published:
-        """Loads weights. Tokens that the old ones drafted stay, because they are as likely to be right as before."""
-        try:
-            self.engine.load_weights(Path(message.folder))
-        except (ValueError, OSError) as error:
-            return Published(message.draft_version, str(error))
-        self.draft_version = message.draft_version
-        return Published(message.draft_version, "")
 
     def _forget(self, session: _Session) -> None:
         for shadow in np.flatnonzero(self._session_of == session.number).tolist():
@@ -231,7 +200,7 @@ class DrafterSide:
         self.shadows.open(shadow, opening.seed, text, min(opening.limit, self.model.max_model_len), opening.window)
 
     def _commit(self, session: _Session, step: Step) -> None:
-        requests_N, bases_N, hashes_N, counts_N, windows_N, resends_N = columns(step, COMMIT_COLUMNS)
+        requests_N, bases_N, hashes_N, counts_N, windows_N = columns(step, COMMIT_COLUMNS)
         tokens = column(step.tokens, np.int32)
         if len(requests_N) == 0 or not self._are_valid(tokens):
             return
@@ -241,8 +210,6 @@ class DrafterSide:
             self.engine.correct(*correction)
         self.num_corrections += len(corrections)
         session.lacking += requests_N[is_lacking_N].tolist()
-        for shadow in shadows_N[(resends_N > 0) & ~is_lacking_N].tolist():
-            session.rows.append(self.shadows.drafts_of(shadow))
 
     def _are_valid(self, tokens: np.ndarray) -> bool:
         return len(tokens) == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < self.model.vocab_size)
@@ -260,7 +227,6 @@ class DrafterSide:
             session.last_step,
             session.echo_ns,
             int((now_s - session.echo_since_s) * 1e9),
-            self.draft_version,
             self._token_s,
             self.num_open,
             **packed(DRAFT_COLUMNS, [self._requests[rows["shadow"]], *(rows[name] for name in names)]),

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the protocol. Both sides must have the same."""
 MAX_FRAME_BYTES = 16 << 20
 MAX_COLUMN = 1 << 16
@@ -26,7 +26,6 @@ Line = Annotated[str, msgspec.Meta(max_length=4096)]
 
 COMMIT_COLUMNS = {
     "requests": np.int64, "bases": np.int64, "hashes": np.uint64, "counts": np.int64, "windows": np.uint8,
-    "resends": np.uint8,
 }  # fmt: skip
 """Columns of `Step` with a row for each request that goes on."""
 DRAFT_COLUMNS = {
@@ -61,7 +60,6 @@ class Welcome(_Tagged, frozen=True):
     session: Count
     drafter: Count
     """Random number of the drafter process: a restarted drafter has another one."""
-    draft_version: Count
     max_model_len: Count
     num_shadows: Count
     """Requests that the drafter can hold, of all verifiers together."""
@@ -109,8 +107,6 @@ class Step(_Tagged, frozen=True):
     """Number of new tokens."""
     windows: bytes
     """See `Open`."""
-    resends: bytes
-    """1 asks for all drafts beyond the new text again."""
     tokens: bytes
     """int32: the new tokens of all rows, one row after the other."""
 
@@ -127,7 +123,6 @@ class Drafts(_Tagged, frozen=True):
     echo_ns: Count
     held_ns: Count
     """Time from the arrival of that step to this answer."""
-    draft_version: Count
     token_s: float
     """Seconds that the drafter takes to draft one token for each of its requests."""
     num_shadows: Count
@@ -144,21 +139,7 @@ class Drafts(_Tagged, frozen=True):
     """int64: requests that the verifier has to open again."""
 
 
-class Publish(_Tagged, frozen=True):
-    """Trainer of the draft model to drafter: load the weights in `folder`, a path on the drafter's machine."""
-
-    folder: Line
-    draft_version: Count
-
-
-class Published(_Tagged, frozen=True):
-    """Drafter to trainer: the weights of `draft_version` are in use, or `error` says why they are not."""
-
-    draft_version: Count
-    error: Line
-
-
-Message = Hello | Welcome | Refuse | Step | Drafts | Publish | Published
+Message = Hello | Welcome | Refuse | Step | Drafts
 _decoder = msgspec.msgpack.Decoder(Message)
 encode = msgspec.msgpack.Encoder().encode
 

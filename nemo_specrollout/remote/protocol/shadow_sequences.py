@@ -46,7 +46,7 @@ class ShadowSequences:
 
     def __init__(self, num_shadows: int, most_ahead: int) -> None:
         self.state = np.zeros(num_shadows, _SHADOW)
-        # A verifier may still send commits that lie behind the drafts, and ask for drafts again.
+        # A verifier may still send commits that lie behind the drafts.
         self.rings = new_rings(num_shadows, 4 * most_ahead)
         self._most_ahead = most_ahead
 
@@ -100,15 +100,6 @@ class ShadowSequences:
         _append(rows_M, self.state, self.rings)
         stops = rows_M[np.isin(rows_M["token"], stop_token_ids)]
         self.state["stopped"][stops["shadow"]] = stops["position"]
-
-    def drafts_of(self, shadow: int) -> np.ndarray:
-        """Returns all tokens that are drafted beyond the committed text of a shadow sequence, as `DRAFT_ROW`."""
-        positions = np.arange(self.state[shadow]["committed"], self.state[shadow]["end"])
-        rows, entries = np.empty(len(positions), DRAFT_ROW), self.rings[shadow, positions % self.rings.shape[1]]
-        rows["shadow"], rows["position"] = shadow, positions
-        for name in entries.dtype.names or ():
-            rows[name] = entries[name]
-        return rows
 
 
 @njit(void(int64[:], int64[:], uint64[:], int64[:], int64[:], int32[:], _SHADOWS, RINGS, int64[:]), cache=True)

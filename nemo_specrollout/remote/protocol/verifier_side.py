@@ -84,7 +84,6 @@ class Peer:
     """Reason why the drafter is not ready; empty if it is, or if it was not tried yet."""
     # What it said last (see `Welcome` and `Drafts`).
     drafter: int = 0
-    draft_version: int = 0
     max_model_len: int = 0
     num_shadows: int = 0
     token_s: float = 0.0
@@ -115,9 +114,8 @@ class Peer:
 
     def welcome(self, message: Welcome, now_s: float) -> None:
         self.state, self.reason, self.ready_s = PeerState.READY, "", now_s
-        self.drafter, self.draft_version = message.drafter, message.draft_version
+        self.drafter, self.last_number = message.drafter, 0
         self.max_model_len, self.num_shadows = message.max_model_len, message.num_shadows
-        self.last_number = 0
 
     def fail(self, reason: str, now_s: float) -> None:
         """Marks the drafter as failed, to be greeted again after a pause."""
@@ -150,7 +148,7 @@ class Peer:
             if 0.0 <= answer_s <= ANSWER_DEADLINE_S:  # the drafter may echo anything
                 self.answer_s = answer_s
         self.last_answered = max(self.last_answered, drafts.answers)
-        self.draft_version, self.token_s, self.num_open_there = drafts.draft_version, drafts.token_s, drafts.num_shadows
+        self.token_s, self.num_open_there = drafts.token_s, drafts.num_shadows
         return has_lost
 
 
@@ -286,8 +284,8 @@ class VerifierSide:
         ]
         slots_t = slots_b[is_told_b]
         bases_t, hashes_t, counts_t, tokens = self.buffers.commit(slots_t, token_ids_SL, lengths_b[is_told_b])
-        windows_t, losses_t = self.buffers.windows(slots_t), self.buffers.take_losses(slots_t)
-        commits = packed(COMMIT_COLUMNS, [self._requests[slots_t], bases_t, hashes_t, counts_t, windows_t, losses_t])
+        columns_t = [self._requests[slots_t], bases_t, hashes_t, counts_t, self.buffers.windows(slots_t)]
+        commits = packed(COMMIT_COLUMNS, columns_t)
         closes, self._closes[drafter] = np.array(self._closes[drafter], np.int64).tobytes(), []
         sent_ns = int(now_s * 1e9)
         return Step(self.session, self._num_steps, sent_ns, opens, closes, **commits, tokens=tokens.tobytes())
@@ -304,7 +302,7 @@ class VerifierSide:
             self.fail(drafter, "sends far more drafts than it was asked for", now_s)
             return
         if peer.note_answer(drafts, now_s):
-            self.buffers.note_loss(self.slots_of(drafter))
+            self._is_told[self.slots_of(drafter)] = False  # it is told all again, and drafts all again
         self.buffers.add(*rows)
         for request in column(drafts.lacking, np.int64).tolist():
             slot = request & SLOT_MASK
