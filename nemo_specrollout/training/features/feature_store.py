@@ -61,10 +61,6 @@ class FeatureIndex:
     """Share of prompts whose sequences are kept from training."""
 
 
-def is_feature_store(folder: Path) -> bool:
-    return (folder / INDEX).is_file()
-
-
 class FeatureReader:
     """Reads a store, which another process may be writing. A shard that the writer drops meanwhile is skipped."""
 

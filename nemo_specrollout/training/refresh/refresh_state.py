@@ -12,7 +12,6 @@ from typing import Any, TextIO
 from nemo_specrollout.config.strict import differences
 from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.storage.model_folder import read_object
-from nemo_specrollout.training.features.feature_store import is_feature_store
 
 _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_config")
 """Keys that show that a config.json is a head's."""
@@ -21,9 +20,9 @@ _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_confi
 class RefreshState:
     """Owns DIR.partial while a refresh makes the head DIR.
 
-    The folder receives, in this order: `arguments.json` (the options, with sizes and times of the input files), `policy/`
-    (if converted), `features/`, `trainer.pt`, `candidate/` and `verdict.json`. Each is complete or missing.
-    Order of calls: `recover`, `open`, `put`, `close`.
+    The folder receives, in this order: `arguments.json` (the options, with sizes and times of the input files), `features/`,
+    `trainer.pt`, `candidate/` and `verdict.json`. Each is complete or missing. Order of calls: `recover`, `open`, `put`,
+    `discard`.
     """
 
     def __init__(self, out: Path, replace: bool) -> None:
@@ -31,10 +30,7 @@ class RefreshState:
         if not out.name:
             raise ValueError(f"--out {out}: name a folder that does not exist")
         self.out = out
-        self.folder, self.refused, self.kept_features = (
-            out.with_name(f"{out.name}.{end}") for end in ("partial", "refused", "features")
-        )
-        self.policy = self.folder / "policy"
+        self.folder, self.refused = (out.with_name(f"{out.name}.{end}") for end in ("partial", "refused"))
         self.features = self.folder / "features"
         self.trainer = self.folder / "trainer.pt"
         self.candidate = self.folder / "candidate"
@@ -53,8 +49,6 @@ class RefreshState:
             )
         if self.refused.exists() and not is_head(self.refused):
             raise ValueError(f"{self.refused}, where a refused head goes, is not a draft head; name another --out")
-        if self.kept_features.exists() and not is_feature_store(self.kept_features):
-            raise ValueError(f"{self.kept_features}, where features go, is not a feature store; name another --out")
 
     def recover(self) -> None:
         """Restores the old head if a process died in `put`. Raises ValueError if another process works in the folder."""
@@ -105,14 +99,8 @@ class RefreshState:
         os.rename(self.candidate, place)
         _remove(self.replaced)
 
-    def close(self, keep_features: bool) -> None:
-        """Removes the folder of a finished refresh. The features may be kept beside the head, for another refresh."""
-        if keep_features:
-            _remove(self.kept_features)
-            os.rename(self.features, self.kept_features)
-        self.discard()
-
     def discard(self) -> None:
+        """Removes the folder of a refresh that is finished, or has nothing to continue from."""
         self.release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
