@@ -120,7 +120,7 @@ class FakeDrafter:
         if len(ready):
             self.side.drafted(np.array([self._draft(shadow) for shadow in ready.tolist()], DRAFT_ROW), 0.001)
         self.side.forget_silent(now_s)
-        for peer, reply in self.side.outgoing(now_s):
+        for peer, reply in self.side.outgoing():
             network.send(self.name, peer, encode(reply), now_s)
 
     # As in `DrafterEngine`

@@ -181,7 +181,7 @@ def test_equal_tokenizers_allow_padding_where_vllm_does(tmp_path: Path, kind: st
 def test_a_drafter_welcomes_equal_tokenizers(rows: int, tokenizer: str) -> None:
     side: Any = DrafterSide(SimpleNamespace(model=DraftModel(96, "t", 64)), 1, 4, 8)  # type: ignore[arg-type]
     side.receive("peer", Hello(PROTOCOL, 5, rows, tokenizer, []), 0.0)
-    ((_, answer),) = side.outgoing(0.0)
+    ((_, answer),) = side.outgoing()
     is_welcome = tokenizer == "t" or (not tokenizer and rows == 96)
     assert isinstance(answer, Welcome if is_welcome else Refuse)
 

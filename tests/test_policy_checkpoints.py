@@ -50,7 +50,7 @@ def test_folders_without_a_policy_are_refused(tmp_path: Path) -> None:
     step = nemo_rl_step(tmp_path, is_megatron=True)
     with pytest.raises(ValueError, match=r"name one of its steps, such as .*step_4"):
         hf_folder(tmp_path)
-    with pytest.raises(ValueError, match="convert it in NeMo-RL's environment"):
+    with pytest.raises(ValueError, match="convert it in the folder of NeMo-RL"):
         hf_folder(step)
     with pytest.raises(ValueError, match="never finished"):
         hf_folder(step.rename(tmp_path / "tmp_step_4"))
@@ -59,17 +59,14 @@ def test_folders_without_a_policy_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("is_megatron", "words"),
     [
-        (True, "--extra mcore python {rl}/convert_megatron_to_hf.py --config {step}/config.yaml "
+        (True, "--extra mcore python examples/converters/convert_megatron_to_hf.py --config {step}/config.yaml "
                "--megatron-ckpt-path {step}/policy/weights/iter_0000000 --hf-ckpt-path DIR"),
-        (False, "python {rl}/convert_dcp_to_hf.py --config {step}/config.yaml --dcp-ckpt-path {step}/policy/weights "
-                "--hf-ckpt-path DIR"),
+        (False, "python examples/converters/convert_dcp_to_hf.py --config {step}/config.yaml "
+                "--dcp-ckpt-path {step}/policy/weights --hf-ckpt-path DIR"),
     ],
 )  # fmt: skip
-def test_a_checkpoint_of_nemo_rl_is_refused_with_a_command(
-    is_megatron: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NEMO_RL_DIR", str(tmp_path / "RL"))
+def test_a_checkpoint_of_nemo_rl_is_refused_with_a_command(is_megatron: bool, words: str, tmp_path: Path) -> None:
     step = nemo_rl_step(tmp_path, is_megatron)
     with pytest.raises(ValueError, match="is a checkpoint of NeMo-RL; convert it") as refused:
         hf_folder(step)
-    assert words.format(rl=tmp_path / "RL" / "examples" / "converters", step=step) in str(refused.value)
+    assert words.format(step=step) in str(refused.value)

@@ -118,7 +118,7 @@ def test_a_refresh_in_place_improves_the_head(
     flags = ["--draft-vocab", "40", "--steps", "1", "--dtype", "bfloat16", "--tv-after", "0.5"]
     assert refresh(small, rollouts, *flags) in (0, 3)
     made = small if small.exists() else tmp_path / "small.refused"
-    assert card_of(made)["layout"]["draft_vocab_size"] == 40
+    assert check_head(made, STEP_ADDER).draft_vocab_size == 40
     tensors = load_file(made / "model.safetensors")
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.bfloat16}
     assert "embed_tokens.weight" not in tensors, "vLLM drafts with the policy's embedding"
@@ -197,17 +197,6 @@ def test_an_interrupted_and_killed_refresh_ends_like_a_whole_one(
     assert card_of(ours)["held_out"] == card_of(theirs)["held_out"]
 
 
-def test_restart_ignores_an_unfinished_refresh(
-    rollouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state = RefreshState(tmp_path / "head", replace=False)
-    state.open({"steps": 1}, [], restart=False)
-    (tmp_path / "head.partial" / "trainer.pt").write_bytes(b"of another head")
-    state.release()
-    assert refresh(tmp_path / "head", rollouts, "--steps", "1", "--restart") in (0, 3)
-    assert "going on" not in capsys.readouterr().out
-
-
 def test_a_full_disk_is_reported_and_the_command_can_be_repeated(
     rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,7 +232,7 @@ def test_a_replaced_head_comes_back_after_a_crash(head: Path, tmp_path: Path) ->
     folder = tmp_path / "head"
     shutil.copytree(head, folder)
     state = RefreshState(folder, replace=True)
-    state.open({}, [folder], restart=False)
+    state.open({}, [folder])
     folder.rename(state.replaced)
     again = RefreshState(folder, replace=True)
     with pytest.raises(ValueError, match="another process works in"):
@@ -251,7 +240,7 @@ def test_a_replaced_head_comes_back_after_a_crash(head: Path, tmp_path: Path) ->
     state.release()
     again.recover()
     assert contents(folder) == contents(head)
-    assert again.open({}, [folder], restart=False)
+    assert again.open({}, [folder])
     again.discard()
 
 

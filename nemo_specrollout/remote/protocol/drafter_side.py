@@ -55,10 +55,7 @@ class _Session:
     stop_token_ids: np.ndarray
     heard_s: float
     shadow_of_slot: np.ndarray = field(default_factory=lambda: np.full(SLOT_MASK + 1, NO_SHADOW, np.int32))
-    last_step: int = -1
     num_sent: int = 0
-    echo_ns: int = 0
-    echo_since_s: float = 0.0
     owes_answer: bool = False
     lacking: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
@@ -110,12 +107,12 @@ class DrafterSide:
             self.shadows.append(rows, session.stop_token_ids)
             session.rows.append(rows)
 
-    def outgoing(self, now_s: float) -> list[tuple[Hashable, Message]]:
+    def outgoing(self) -> list[tuple[Hashable, Message]]:
         """Returns the messages to send, each with its receiver, and clears the queue."""
         replies, self._replies = self._replies, []
         for session in self._sessions.values():
             if session.rows or session.lacking or session.owes_answer:
-                replies.append((session.peer, self._drafts(session, now_s)))
+                replies.append((session.peer, self._drafts(session)))
         return replies
 
     def forget_silent(self, now_s: float) -> None:
@@ -168,8 +165,6 @@ class DrafterSide:
 
     def _follow(self, session: _Session, step: Step, now_s: float) -> None:
         session.heard_s, session.owes_answer = now_s, True
-        if step.number > session.last_step:
-            session.last_step, session.echo_ns, session.echo_since_s = step.number, step.sent_ns, now_s
         self._close_requests(session, column(step.closes, np.int64))
         for opening in step.opens:
             self._open(session, opening)
@@ -214,7 +209,7 @@ class DrafterSide:
     def _are_valid(self, tokens: np.ndarray) -> bool:
         return len(tokens) == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < self.model.vocab_size)
 
-    def _drafts(self, session: _Session, now_s: float) -> Drafts:
+    def _drafts(self, session: _Session) -> Drafts:
         rows = np.concatenate([np.zeros(0, DRAFT_ROW), *session.rows])
         lacking = np.array(session.lacking, np.int64)
         session.rows, session.lacking, session.owes_answer = [], [], False
@@ -224,9 +219,6 @@ class DrafterSide:
             session.number,
             self._drafter,
             session.num_sent,
-            session.last_step,
-            session.echo_ns,
-            int((now_s - session.echo_since_s) * 1e9),
             self._token_s,
             self.num_open,
             **packed(DRAFT_COLUMNS, [self._requests[rows["shadow"]], *(rows[name] for name in names)]),

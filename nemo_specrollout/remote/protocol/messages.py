@@ -92,9 +92,6 @@ class Step(_Tagged, frozen=True):
     """Verifier to drafter, after each step of the engine: opened, closed and continued requests."""
 
     session: Count
-    number: Count
-    sent_ns: Count
-    """Sending time by the verifier's clock, which the drafter echoes."""
     opens: Annotated[list[Open], msgspec.Meta(max_length=4096)]
     closes: bytes
     """int64: requests that ended."""
@@ -118,11 +115,6 @@ class Drafts(_Tagged, frozen=True):
     drafter: Count
     number: Count
     """Counts the messages of the session. A gap tells the verifier that one was lost."""
-    answers: Count
-    """Number of the latest `Step` that the drafter received."""
-    echo_ns: Count
-    held_ns: Count
-    """Time from the arrival of that step to this answer."""
     token_s: float
     """Seconds that the drafter takes to draft one token for each of its requests."""
     num_shadows: Count

@@ -89,8 +89,6 @@ class Peer:
     token_s: float = 0.0
     num_open_there: int = 0
     """Requests that it held when it answered last, of all verifiers."""
-    answer_s: float = 0.0
-    """Seconds from a step to its answer, without the time that the drafter held it."""
     resume_at_s: float = 0.0
     """Time at which it is greeted next, or at which a greeting counts as unanswered."""
     pause_s: float = FIRST_PAUSE_S
@@ -98,7 +96,6 @@ class Peer:
     waiting_since_s: float | None = None  # Time of the first step that it has not answered.
     told_s: float = 0.0  # Time of the latest step that it was sent.
     last_number: int = -1  # Number of its latest `Drafts`.
-    last_answered: int = -1  # Number of a step.
     num_rows: int = 0  # Draft tokens that it sent.
     num_asked: int = 0  # Requests that it was asked to draft for, summed over steps.
     num_failures: int = 0
@@ -138,16 +135,11 @@ class Peer:
         self.num_rows += num_rows
         return self.num_rows > FLOOD_FACTOR * most_ahead * self.num_asked + FLOOD_ALLOWANCE
 
-    def note_answer(self, drafts: Drafts, now_s: float) -> bool:
+    def note_answer(self, drafts: Drafts) -> bool:
         """Notes the figures of an answer; returns whether an earlier message of the drafter was lost."""
         self.waiting_since_s = None
         has_lost = drafts.number > self.last_number + 1
         self.last_number = max(self.last_number, drafts.number)
-        if drafts.answers > self.last_answered and drafts.echo_ns:
-            answer_s = now_s - (drafts.echo_ns + drafts.held_ns) / 1e9
-            if 0.0 <= answer_s <= ANSWER_DEADLINE_S:  # the drafter may echo anything
-                self.answer_s = answer_s
-        self.last_answered = max(self.last_answered, drafts.answers)
         self.token_s, self.num_open_there = drafts.token_s, drafts.num_shadows
         return has_lost
 
@@ -170,7 +162,6 @@ class VerifierSide:
         self._is_told = np.zeros(num_slots, np.bool_)
         self._requests = np.full(num_slots, NO_REQUEST, np.int64)
         self._num_requests = 0
-        self._num_steps = 0
         self._closes: list[list[int]] = [[] for _ in range(num_drafters)]
 
     def open(self, request: StreamRequest) -> None:
@@ -194,12 +185,11 @@ class VerifierSide:
             (d, self._hello) for d, peer in enumerate(self.peers) if peer.greets(now_s)
         ]
         self._assign(lengths_S)
-        self._num_steps += 1
         for drafter, peer in enumerate(self.peers):
             slots_b = self.slots_of(drafter)
             is_due = len(slots_b) > 0 or bool(self._closes[drafter]) or now_s - peer.told_s > HEARTBEAT_S
             if peer.state is PeerState.READY and is_due:
-                messages.append((drafter, self._step(drafter, slots_b, token_ids_SL, lengths_S[slots_b], now_s)))
+                messages.append((drafter, self._step(drafter, slots_b, token_ids_SL, lengths_S[slots_b])))
                 if peer.note_step(len(slots_b), now_s):
                     self.fail(drafter, "left a step unanswered", now_s)
         return messages
@@ -274,9 +264,7 @@ class VerifierSide:
             self._drafter_of[slot] = drafter
             num_ours[drafter] += 1
 
-    def _step(
-        self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray, now_s: float
-    ) -> Step:
+    def _step(self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray) -> Step:
         is_told_b = self._is_told[slots_b]
         opens = [
             self._open_message(int(slots_b[i]), token_ids_SL[slots_b[i], : lengths_b[i]])
@@ -287,8 +275,7 @@ class VerifierSide:
         columns_t = [self._requests[slots_t], bases_t, hashes_t, counts_t, self.buffers.windows(slots_t)]
         commits = packed(COMMIT_COLUMNS, columns_t)
         closes, self._closes[drafter] = np.array(self._closes[drafter], np.int64).tobytes(), []
-        sent_ns = int(now_s * 1e9)
-        return Step(self.session, self._num_steps, sent_ns, opens, closes, **commits, tokens=tokens.tobytes())
+        return Step(self.session, opens, closes, **commits, tokens=tokens.tobytes())
 
     def _open_message(self, slot: int, text: np.ndarray) -> Open:
         r, number = self._opened[slot], int(self._requests[slot])
@@ -301,7 +288,7 @@ class VerifierSide:
         if peer.is_flooding(len(rows[0]), self.most_ahead):
             self.fail(drafter, "sends far more drafts than it was asked for", now_s)
             return
-        if peer.note_answer(drafts, now_s):
+        if peer.note_answer(drafts):
             self._is_told[self.slots_of(drafter)] = False  # it is told all again, and drafts all again
         self.buffers.add(*rows)
         for request in column(drafts.lacking, np.int64).tolist():

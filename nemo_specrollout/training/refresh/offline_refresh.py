@@ -113,7 +113,7 @@ def refresh_offline(options: RefreshOptions, view: Any, check: Callable[[], None
     state = RefreshState(Path(options.out), options.replace)
     try:
         state.recover()
-        continues = state.open(options.recorded, _named_files(options), options.restart)
+        continues = state.open(options.recorded, _named_files(options))
         if state.verdict() is None:
             if continues:
                 view.say(f"going on with {state.folder}")

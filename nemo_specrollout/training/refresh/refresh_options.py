@@ -11,7 +11,7 @@ from nemo_specrollout.config.strict import bounded, choice
 
 DEFAULT_MINUTES = 10.0
 """Minutes of training if neither steps nor minutes are given."""
-MAY_DIFFER = ("device", "replace", "restart")
+MAY_DIFFER = ("device", "replace")
 """Options that may change between an interrupted command and the one that continues it."""
 DTYPES = ("float32", "bfloat16")
 
@@ -69,7 +69,6 @@ class RefreshOptions:
     policy_version: int = _flag("step of the policy, for the head's card", "N", 0, low=0)
     device: str = _flag("auto, cpu or cuda", "NAME", "auto", ("auto", "cpu", "cuda"))
     replace: bool = _flag("replace a head that is at --out", "", False)
-    restart: bool = _flag("throw away what an earlier, unfinished command left in DIR.partial", "", False)
 
     @property
     def recorded(self) -> dict[str, Any]:

@@ -57,25 +57,22 @@ class RefreshState:
             if self.replaced.is_dir() and not self.out.exists():
                 os.rename(self.replaced, self.out)
 
-    def open(self, arguments: Mapping[str, Any], inputs: Iterable[Path], restart: bool) -> bool:
-        """Starts a refresh, or continues one; returns whether it continues one. `restart` drops what an earlier process left.
+    def open(self, arguments: Mapping[str, Any], inputs: Iterable[Path]) -> bool:
+        """Starts a refresh, or continues one; returns whether it continues one.
 
-        Raises ValueError if that process had other arguments, or input files and folders that have changed.
+        Raises ValueError if that one had other arguments, or input files and folders that have changed.
         """
         wanted = json.loads(json.dumps({"arguments": dict(arguments), "inputs": _fingerprint(inputs, self.out)}))
-        contents = [p for p in self.folder.glob("*") if p.name != ".lock"]
-        if contents and not self._arguments.is_file():
+        continues = any(p.name != ".lock" for p in self.folder.glob("*"))
+        if continues and not self._arguments.is_file():
             raise ValueError(f"{self.folder} exists and is not what a refresh left; move it, or name another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        if restart:
-            for path in contents:
-                _remove(path)
-        elif contents:
+        if continues:
             self._check_same(wanted)
-            return True
-        write_atomically(self._arguments, json.dumps(wanted, indent=1) + "\n")
-        return False
+        else:
+            write_atomically(self._arguments, json.dumps(wanted, indent=1) + "\n")
+        return continues
 
     def verdict(self) -> tuple[bool, str] | None:
         """Returns whether the candidate was published, and why; None if it has not been moved into its place yet."""
@@ -114,11 +111,11 @@ class RefreshState:
         found = json.loads(self._arguments.read_text())
         if names := sorted(differences(found["arguments"], wanted["arguments"])):
             old = ", ".join(_as_flag(name, found["arguments"].get(name)) for name in names)
-            fix = "repeat the same command, name another --out, or give --restart to begin again"
+            fix = "repeat the same command, name another --out, or remove that folder to begin again"
             raise ValueError(f"{self.folder} holds an unfinished refresh with {old}; {fix}")
         # After the verdict, the new head may have replaced one of the inputs.
         if self.verdict() is None and (changed := differences(found["inputs"], wanted["inputs"])):
-            raise ValueError(f"{min(changed)} changed since {self.folder} was begun; give --restart to begin again")
+            raise ValueError(f"{min(changed)} changed since {self.folder} was begun; remove that folder to begin again")
 
     def _take_lock(self) -> None:
         if self._lock is not None:
