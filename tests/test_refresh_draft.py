@@ -235,7 +235,7 @@ def test_a_replaced_head_comes_back_after_a_crash(head: Path, tmp_path: Path) ->
     state.open({}, [folder])
     folder.rename(state.replaced)
     again = RefreshState(folder, replace=True)
-    with pytest.raises(ValueError, match="another process works in"):
+    with pytest.raises(BlockingIOError, match="another process works in"):
         again.recover()
     state.release()
     again.recover()

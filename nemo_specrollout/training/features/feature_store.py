@@ -5,10 +5,8 @@ A store has a bounded size and survives a crash at any moment. `index.json` says
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,11 +18,9 @@ from safetensors.torch import save
 
 from nemo_specrollout.config.nemo_rl_tree import at
 from nemo_specrollout.config.strict import differences
-from nemo_specrollout.storage.files import write_atomically
+from nemo_specrollout.storage.files import lock_folder, write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 from nemo_specrollout.training.features.features import SequenceFeatures, is_held_out
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 2
 """Number of the file format. A store of another format cannot be used."""
@@ -141,9 +137,8 @@ class FeatureStore(FeatureReader):
         self._buffer: dict[int, list[tuple[SequenceFeatures, bool]]] = {}
         self._buffered_bytes = 0
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / ".lock").open("w")
+        self._lock = lock_folder(folder)
         try:
-            self._take_lock()
             self._recover()
         except BaseException:
             self._lock.close()
@@ -197,15 +192,6 @@ class FeatureStore(FeatureReader):
                     f"some space, or lower draft_refresh.store_bytes from {self.max_bytes} (the store holds {used})",
                     str(self.folder),
                 ) from error
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            reason = "another process writes to this feature store"
-            raise BlockingIOError(error.errno, reason, str(self.folder)) from error
-        except OSError:
-            logger.warning("%s: this file system has no locks; make sure that only one process writes", self.folder)
 
     def _recover(self) -> None:
         """Writes the index, or checks it; removes what a killed process left unfinished."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folder DIR.partial of an unfinished offline refresh, from which a killed command is continued."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_specrollout.config.strict import differences
-from nemo_specrollout.storage.files import write_atomically
+from nemo_specrollout.storage.files import lock_folder, write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 
 _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_config")
@@ -51,7 +50,7 @@ class RefreshState:
             raise ValueError(f"{self.refused}, where a refused head goes, is not a draft head; name another --out")
 
     def recover(self) -> None:
-        """Restores the old head if a process died in `put`. Raises ValueError if another process works in the folder."""
+        """Restores the old head if a process died in `put`. Raises BlockingIOError if another one works in the folder."""
         if self.folder.is_dir():
             self._take_lock()
             if self.replaced.is_dir() and not self.out.exists():
@@ -118,17 +117,8 @@ class RefreshState:
             raise ValueError(f"{min(changed)} changed since {self.folder} was begun; remove that folder to begin again")
 
     def _take_lock(self) -> None:
-        if self._lock is not None:
-            return
-        file = (self.folder / ".lock").open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.close()
-            raise ValueError(f"another process works in {self.folder}; wait for it, or name another --out") from error
-        except OSError:  # the file system has no locks
-            pass
-        self._lock = file
+        if self._lock is None:
+            self._lock = lock_folder(self.folder)
 
 
 def is_head(folder: Path) -> bool:
