@@ -13,8 +13,7 @@ import torch
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.draft_buffers import text_hash
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide, DraftModel
-from nemo_specrollout.remote.protocol.messages import Open, column, decode, encode
-from nemo_specrollout.remote.protocol.shadow_sequences import DRAFT_ROW
+from nemo_specrollout.remote.protocol.messages import DRAFT_ROW, Open, column, decode, encode
 from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest, VerifierSide
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.sampling.seeds import combine

@@ -12,7 +12,8 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.remote.drafter.drafter_service import DrafterService
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterSpec
 from nemo_specrollout.remote.protocol.messages import (
-    COMMIT_COLUMNS,
+    COMMIT_ROW,
+    DRAFT_ROW,
     PROTOCOL,
     Drafts,
     FrameError,
@@ -31,8 +32,12 @@ from nemo_specrollout.remote.protocol.transport import DrafterSocket, VerifierSo
 pytestmark = pytest.mark.integration
 
 TEXT = np.arange(5, 25, dtype=np.int32).tobytes()
-NOTHING = {name: b"" for name in ("closes", *COMMIT_COLUMNS, "tokens")}
-ONE_ROW = {name: np.zeros(1, type_).tobytes() for name, type_ in COMMIT_COLUMNS.items()}
+NOTHING = {"closes": b"", "commits": b"", "tokens": b""}
+
+
+def commits(*requests: int, count: int = 0) -> dict[str, bytes]:
+    """Returns the field of a step whose requests have `count` new tokens each."""
+    return {"commits": np.array([(request, 0, 0, count, 0) for request in requests], COMMIT_ROW).tobytes()}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +88,7 @@ def opening(request: int, temperature: float = 1.0) -> Open:
 def test_opened_requests_get_drafts(service: DrafterService, socket: VerifierSocket) -> None:
     assert isinstance(ask(service, socket, hello(1))[0], Welcome)
     answers = ask(service, socket, Step(1, [opening(1 << 16)], **NOTHING), turns=8)
-    positions = np.concatenate([column(a.positions, np.int64) for a in answers if isinstance(a, Drafts)])
+    positions = np.concatenate([column(a.drafts, DRAFT_ROW)["position"] for a in answers if isinstance(a, Drafts)])
     assert positions.tolist() == [20, 21, 22, 23]
 
 
@@ -91,7 +96,7 @@ def test_requests_that_vllm_refuses_get_no_drafts(service: DrafterService, socke
     ask(service, socket, hello(2))
     opens = [opening(1 << 16, temperature=-1.0), opening(2 << 16 | 1)]
     answers = ask(service, socket, Step(2, opens, **NOTHING), turns=8)
-    requests = np.concatenate([column(a.requests, np.int64) for a in answers if isinstance(a, Drafts)])
+    requests = np.concatenate([column(a.drafts, DRAFT_ROW)["owner"] for a in answers if isinstance(a, Drafts)])
     assert set(requests.tolist()) == {2 << 16 | 1}
 
 
@@ -99,9 +104,7 @@ def test_a_full_drafter_lists_the_requests_it_lacks(service: DrafterService, soc
     ask(service, socket, hello(3))
     opens = [opening(n << 16 | n) for n in range(1, 8)]
     ask(service, socket, Step(3, opens, **NOTHING))
-    numbers = np.array([o.request for o in opens])
-    zeros = {name: np.zeros(7, type_).tobytes() for name, type_ in COMMIT_COLUMNS.items()}
-    answers = ask(service, socket, Step(3, [], **{**NOTHING, **zeros, "requests": numbers.tobytes()}))
+    answers = ask(service, socket, Step(3, [], **{**NOTHING, **commits(*(o.request for o in opens))}))
     lacking = [r for a in answers if isinstance(a, Drafts) for r in column(a.lacking, np.int64).tolist()]
     assert opens[-1].request in lacking
 
@@ -123,10 +126,11 @@ def test_an_address_that_is_taken_raises_config_error(service: DrafterService, t
     [
         {"session": -1},
         {"session": 1 << 64},
-        {"requests": b"1234567"},
-        {"requests": bytes(8)},
+        {"commits": b"1234567"},
+        {"closes": bytes(7)},
         {"tokens": bytes(4)},
-        {**ONE_ROW, "counts": np.array([-1]).tobytes()},
+        commits(0, count=-1),
+        commits(0, count=1),
         {"opens": [[1, 2]]},
         {"more": 1},
     ],

@@ -18,7 +18,7 @@ from nemo_specrollout.cli.check import describe_config
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT, STALE, TOKENS, DraftBuffers
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide, DraftModel
-from nemo_specrollout.remote.protocol.messages import PROTOCOL, Hello, Refuse, Welcome
+from nemo_specrollout.remote.protocol.messages import DRAFT_ROW, PROTOCOL, Hello, Refuse, Welcome
 from nemo_specrollout.remote.protocol.shadow_sequences import text_hash
 from nemo_specrollout.storage.model_folder import (
     EMBEDDING,
@@ -187,12 +187,12 @@ def test_a_drafter_welcomes_equal_tokenizers(rows: int, tokenizer: str) -> None:
 
 
 def test_no_draft_beyond_the_policy_s_vocabulary_is_kept() -> None:
-    buffers, slots = DraftBuffers(1, 8, vocab_size=96), np.array([0])
+    buffers = DraftBuffers(1, 8, vocab_size=96)
     buffers.open(0, 0, 7, np.zeros(1, np.int32))
     table_SX = np.zeros((1, 20), np.int32)
-    prefix = np.array([text_hash(7, np.zeros(1, np.int32))], np.uint64)
+    prefix = text_hash(7, np.zeros(1, np.int32))
     for token in (96, 127, 2**31 - 1, 95):
-        buffers.add(slots, np.array([1]), prefix, np.array([token], np.int32), np.zeros(1, np.int8))
+        buffers.add(np.array([(0, 1, prefix, token, 0)], DRAFT_ROW))
     buffers.write(table_SX)
     assert buffers.counts[STALE] == 3 and table_SX[0, COUNT] == 1 and table_SX[0, TOKENS] == 95
 

@@ -43,7 +43,7 @@ def run_ahead(engine: DrafterEngine, shadows: Sequence[int], count: int) -> dict
     texts: dict[int, list[int]] = {m: [] for m in shadows}
     while unfinished := [m for m in shadows if len(texts[m]) < count]:
         for row in engine.draft(np.array(unfinished)):
-            texts[row["shadow"]].append(int(row["token"]))
+            texts[row["owner"]].append(int(row["token"]))
     return texts
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nemo_specrollout.remote.protocol.messages import (
-    DRAFT_COLUMNS,
+    DRAFT_ROW,
     Drafts,
     FrameError,
     Hello,
@@ -33,10 +33,9 @@ SESSION, DRAFTER = 11, 7
 
 def drafts(number: int, num_rows: int = 0, **more: Any) -> Drafts:
     """Returns a drafter's answer, with rows of an unknown request."""
-    zeros = {name: np.zeros(num_rows, dtype).tobytes() for name, dtype in DRAFT_COLUMNS.items()}
     known = {
         "session": SESSION, "drafter": DRAFTER, "number": number, "token_s": 0.01, "num_shadows": 1,
-        "lacking": b"", **zeros,
+        "drafts": np.zeros(num_rows, DRAFT_ROW).tobytes(), "lacking": b"",
     }  # fmt: skip
     return Drafts(**{**known, **more})
 

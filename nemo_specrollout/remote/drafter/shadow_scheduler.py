@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from nemo_specrollout.remote.protocol.shadow_sequences import DRAFT_ROW
+from nemo_specrollout.remote.protocol.messages import DRAFT_ROW
 
 
 @dataclass(frozen=True)

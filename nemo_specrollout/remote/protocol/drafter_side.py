@@ -13,8 +13,8 @@ import numpy as np
 
 from nemo_specrollout.remote.protocol.draft_buffers import SLOT_MASK
 from nemo_specrollout.remote.protocol.messages import (
-    COMMIT_COLUMNS,
-    DRAFT_COLUMNS,
+    COMMIT_ROW,
+    DRAFT_ROW,
     PROTOCOL,
     Drafts,
     Hello,
@@ -24,10 +24,8 @@ from nemo_specrollout.remote.protocol.messages import (
     Step,
     Welcome,
     column,
-    columns,
-    packed,
 )
-from nemo_specrollout.remote.protocol.shadow_sequences import DRAFT_ROW, ShadowSequences
+from nemo_specrollout.remote.protocol.shadow_sequences import ShadowSequences
 
 SESSION_TIMEOUT_S = 120.0
 """Silence after which a verifier is forgotten, in seconds. If it comes back, it opens all of its requests again."""
@@ -101,7 +99,7 @@ class DrafterSide:
     def drafted(self, rows_M: np.ndarray, token_s: float) -> None:
         """Takes the tokens that the engine drafted, `DRAFT_ROW` [M], in a step of `token_s` seconds."""
         self._token_s = token_s
-        sessions_M = self._session_of[rows_M["shadow"]]
+        sessions_M = self._session_of[rows_M["owner"]]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
             session, rows = self._sessions[number], rows_M[sessions_M == number]
             self.shadows.append(rows, session.stop_token_ids)
@@ -195,32 +193,24 @@ class DrafterSide:
         self.shadows.open(shadow, opening.seed, text, min(opening.limit, self.model.max_model_len), opening.window)
 
     def _commit(self, session: _Session, step: Step) -> None:
-        requests_N, bases_N, hashes_N, counts_N, windows_N = columns(step, COMMIT_COLUMNS)
-        tokens = column(step.tokens, np.int32)
-        if len(requests_N) == 0 or not self._are_valid(tokens):
+        rows_N, tokens = column(step.commits, COMMIT_ROW), column(step.tokens, np.int32)
+        if len(rows_N) == 0 or not self._are_valid(tokens):
             return
-        shadows_N = self._shadows_of(session, requests_N)
-        corrections, is_lacking_N = self.shadows.commit(shadows_N, bases_N, hashes_N, counts_N, windows_N, tokens)
+        shadows_N = self._shadows_of(session, rows_N["request"])
+        corrections, is_lacking_N = self.shadows.commit(shadows_N, rows_N, tokens)
         for correction in corrections:
             self.engine.correct(*correction)
         self.num_corrections += len(corrections)
-        session.lacking += requests_N[is_lacking_N].tolist()
+        session.lacking += rows_N["request"][is_lacking_N].tolist()
 
     def _are_valid(self, tokens: np.ndarray) -> bool:
         return len(tokens) == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < self.model.vocab_size)
 
     def _drafts(self, session: _Session) -> Drafts:
-        rows = np.concatenate([np.zeros(0, DRAFT_ROW), *session.rows])
+        rows = np.concatenate([np.zeros(0, DRAFT_ROW), *session.rows], dtype=DRAFT_ROW)
+        rows["owner"] = self._requests[rows["owner"]]
         lacking = np.array(session.lacking, np.int64)
         session.rows, session.lacking, session.owes_answer = [], [], False
         session.num_sent += 1
-        names = ("position", "prefix_hash", "token", "level")
-        return Drafts(
-            session.number,
-            self._drafter,
-            session.num_sent,
-            self._token_s,
-            self.num_open,
-            **packed(DRAFT_COLUMNS, [self._requests[rows["shadow"]], *(rows[name] for name in names)]),
-            lacking=lacking.tobytes(),
-        )
+        facts = (session.number, self._drafter, session.num_sent, self._token_s, self.num_open)
+        return Drafts(*facts, rows.tobytes(), lacking.tobytes())

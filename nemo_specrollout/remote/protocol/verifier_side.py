@@ -13,8 +13,7 @@ import numpy as np
 
 from nemo_specrollout.remote.protocol.draft_buffers import NO_REQUEST, SLOT_BITS, SLOT_MASK, DraftBuffers
 from nemo_specrollout.remote.protocol.messages import (
-    COMMIT_COLUMNS,
-    DRAFT_COLUMNS,
+    DRAFT_ROW,
     PROTOCOL,
     Drafts,
     Hello,
@@ -24,8 +23,6 @@ from nemo_specrollout.remote.protocol.messages import (
     Step,
     Welcome,
     column,
-    columns,
-    packed,
 )
 
 ANSWER_DEADLINE_S = 2.0
@@ -271,11 +268,9 @@ class VerifierSide:
             for i in np.flatnonzero(~is_told_b)
         ]
         slots_t = slots_b[is_told_b]
-        bases_t, hashes_t, counts_t, tokens = self.buffers.commit(slots_t, token_ids_SL, lengths_b[is_told_b])
-        columns_t = [self._requests[slots_t], bases_t, hashes_t, counts_t, self.buffers.windows(slots_t)]
-        commits = packed(COMMIT_COLUMNS, columns_t)
+        rows_t, tokens = self.buffers.commit(slots_t, token_ids_SL, lengths_b[is_told_b])
         closes, self._closes[drafter] = np.array(self._closes[drafter], np.int64).tobytes(), []
-        return Step(self.session, opens, closes, **commits, tokens=tokens.tobytes())
+        return Step(self.session, opens, closes, rows_t.tobytes(), tokens.tobytes())
 
     def _open_message(self, slot: int, text: np.ndarray) -> Open:
         r, number = self._opened[slot], int(self._requests[slot])
@@ -284,13 +279,13 @@ class VerifierSide:
         return Open(number, r.seed, r.temperature, r.top_k, r.top_p, r.limit, self.most_ahead, text.tobytes())
 
     def _take_drafts(self, drafter: int, drafts: Drafts, now_s: float) -> None:
-        peer, rows = self.peers[drafter], columns(drafts, DRAFT_COLUMNS)
-        if peer.is_flooding(len(rows[0]), self.most_ahead):
+        peer, rows = self.peers[drafter], column(drafts.drafts, DRAFT_ROW)
+        if peer.is_flooding(len(rows), self.most_ahead):
             self.fail(drafter, "sends far more drafts than it was asked for", now_s)
             return
         if peer.note_answer(drafts):
             self._is_told[self.slots_of(drafter)] = False  # it is told all again, and drafts all again
-        self.buffers.add(*rows)
+        self.buffers.add(rows)
         for request in column(drafts.lacking, np.int64).tolist():
             slot = request & SLOT_MASK
             if slot in self._opened and self._requests[slot] == request and self._drafter_of[slot] == drafter:
