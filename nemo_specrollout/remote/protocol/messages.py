@@ -160,10 +160,10 @@ def decode(frame: bytes) -> Message:
 
 def _check_rows(*parts: tuple[bytes, Any]) -> None:
     """Raises FrameError unless each part has whole rows of its type, and not too many."""
-    if any(
-        len(data) % np.dtype(type_).itemsize or len(data) > MAX_ROWS * np.dtype(type_).itemsize for data, type_ in parts
-    ):
-        raise FrameError("ragged rows")
+    for data, type_ in parts:
+        num_rows, rest = divmod(len(data), np.dtype(type_).itemsize)
+        if rest or num_rows > MAX_ROWS:
+            raise FrameError("ragged rows")
 
 
 def column(data: bytes, dtype: Any) -> np.ndarray:

@@ -94,11 +94,6 @@ class RefreshJob:
     device: torch.device
 
     @property
-    def max_length(self) -> int:
-        context = self.facts.max_position_embeddings
-        return min(self.options.max_length or context, context)
-
-    @property
     def feature_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
@@ -267,7 +262,8 @@ def _captured(job: RefreshJob) -> tuple[DraftHead, FeatureStore]:
     Raises ValueError for rollouts that cannot be used, OSError for a full disk.
     """
     options, folder, facts = job.options, job.state.folder, job.facts
-    texts, sentences = read_rollouts(list(map(Path, options.rollouts)), job.policy, facts.vocab_size, job.max_length)
+    max_length = min(options.max_length or facts.max_position_embeddings, facts.max_position_embeddings)
+    texts, sentences = read_rollouts(list(map(Path, options.rollouts)), job.policy, facts.vocab_size, max_length)
     for sentence in sentences:
         job.view.say(sentence)
     share = held_out_share((t.first_prompt for t in texts), options.held_out_share)
