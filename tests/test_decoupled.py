@@ -34,7 +34,7 @@ from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 from nemo_specrollout.remote.protocol import verifier_side
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT
 from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES
-from nemo_specrollout.remote.protocol.transport import VerifierSocket, publish
+from nemo_specrollout.remote.protocol.transport import VerifierSocket
 from nemo_specrollout.remote.protocol.verifier_side import PeerState
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 
@@ -275,27 +275,6 @@ def test_policy_weights_may_change_during_rollouts(
     under_way = midway(engine)
     engine.load_weights(own.items())
     under_way.advance()
-    assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
-
-
-def test_draft_weights_may_be_published_during_a_rollout(
-    pool: DrafterPool, similar_model: Path, engine: RolloutEngine, expected: dict[str, list[Rollout]], tmp_path: Path
-) -> None:
-    """With the policy's own weights each draft is right. A drafter refuses a folder without a checkpoint."""
-    wait_until_ready(engine)
-    under_way = midway(engine)
-    assert publish(pool.addresses(), b"", str(STEP_ADDER), 5) == {}
-    under_way.advance()
-    assert_equal(under_way.rollouts, expected["T=1"])
-    wait_until_ready(engine)
-    before = proposed_and_accepted(engine)
-    roll_out_until(engine, expected, lambda: proposed_and_accepted(engine)[0] > before[0])
-    proposed, accepted = proposed_and_accepted(engine) - before
-    assert proposed == accepted
-    assert {p.draft_version for p in remote_of(engine).side.peers} == {5}
-    refusals = publish(pool.addresses(), b"", str(tmp_path), 6)
-    assert all("not a checkpoint like" in refusals[a] for a in pool.addresses())
-    assert publish(pool.addresses(), b"", str(similar_model), 7) == {}
     assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
 
 

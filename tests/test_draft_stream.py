@@ -7,6 +7,7 @@ import torch
 
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.draft_buffers import BASE, COUNT, TOKENS, WRONG, DraftBuffers, text_hash
+from nemo_specrollout.remote.protocol.messages import DRAFT_ROW
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 
 pytestmark = pytest.mark.unit
@@ -73,8 +74,8 @@ def test_wrong_drafts_shorten_the_window_of_their_request() -> None:
     token_ids_SL = np.zeros((2, 200), np.int32)
     for position in range(1, 60):
         buffers.commit(slots, token_ids_SL, np.array([position, position]))
-        drafts = np.array([0, position % 2], np.int32)  # every other draft of the second request is wrong
-        prefix = np.array([text_hash(7, token_ids_SL[slot, :position]) for slot in slots], np.uint64)
-        buffers.add(slots, np.array([position, position]), prefix, drafts, np.zeros(2, np.int8))
+        drafts = (0, position % 2)  # every other draft of the second request is wrong
+        prefix = text_hash(7, token_ids_SL[0, :position])
+        buffers.add(np.array([(slot, position, prefix, drafts[slot], 0) for slot in (0, 1)], DRAFT_ROW))
     assert buffers.windows(slots).tolist() == [24, 8]
     assert buffers.counts[WRONG] == 29

@@ -12,7 +12,8 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.remote.drafter.drafter_service import DrafterService
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterSpec
 from nemo_specrollout.remote.protocol.messages import (
-    COMMIT_COLUMNS,
+    COMMIT_ROW,
+    DRAFT_ROW,
     PROTOCOL,
     Drafts,
     FrameError,
@@ -31,8 +32,12 @@ from nemo_specrollout.remote.protocol.transport import DrafterSocket, VerifierSo
 pytestmark = pytest.mark.integration
 
 TEXT = np.arange(5, 25, dtype=np.int32).tobytes()
-NOTHING = {name: b"" for name in ("closes", *COMMIT_COLUMNS, "tokens")}
-ONE_ROW = {name: np.zeros(1, type_).tobytes() for name, type_ in COMMIT_COLUMNS.items()}
+NOTHING = {"closes": b"", "commits": b"", "tokens": b""}
+
+
+def commits(*requests: int, count: int = 0) -> dict[str, bytes]:
+    """Returns the field of a step whose requests have `count` new tokens each."""
+    return {"commits": np.array([(request, 0, 0, count, 0) for request in requests], COMMIT_ROW).tobytes()}
 
 
 @pytest.fixture(scope="module")
@@ -82,32 +87,30 @@ def opening(request: int, temperature: float = 1.0) -> Open:
 
 def test_opened_requests_get_drafts(service: DrafterService, socket: VerifierSocket) -> None:
     assert isinstance(ask(service, socket, hello(1))[0], Welcome)
-    answers = ask(service, socket, Step(1, 1, 7, [opening(1 << 16)], **NOTHING), turns=8)
-    positions = np.concatenate([column(a.positions, np.int64) for a in answers if isinstance(a, Drafts)])
+    answers = ask(service, socket, Step(1, [opening(1 << 16)], **NOTHING), turns=8)
+    positions = np.concatenate([column(a.drafts, DRAFT_ROW)["position"] for a in answers if isinstance(a, Drafts)])
     assert positions.tolist() == [20, 21, 22, 23]
 
 
 def test_requests_that_vllm_refuses_get_no_drafts(service: DrafterService, socket: VerifierSocket) -> None:
     ask(service, socket, hello(2))
     opens = [opening(1 << 16, temperature=-1.0), opening(2 << 16 | 1)]
-    answers = ask(service, socket, Step(2, 1, 7, opens, **NOTHING), turns=8)
-    requests = np.concatenate([column(a.requests, np.int64) for a in answers if isinstance(a, Drafts)])
+    answers = ask(service, socket, Step(2, opens, **NOTHING), turns=8)
+    requests = np.concatenate([column(a.drafts, DRAFT_ROW)["owner"] for a in answers if isinstance(a, Drafts)])
     assert set(requests.tolist()) == {2 << 16 | 1}
 
 
 def test_a_full_drafter_lists_the_requests_it_lacks(service: DrafterService, socket: VerifierSocket) -> None:
     ask(service, socket, hello(3))
     opens = [opening(n << 16 | n) for n in range(1, 8)]
-    ask(service, socket, Step(3, 1, 7, opens, **NOTHING))
-    numbers = np.array([o.request for o in opens])
-    zeros = {name: np.zeros(7, type_).tobytes() for name, type_ in COMMIT_COLUMNS.items()}
-    answers = ask(service, socket, Step(3, 2, 7, [], **{**NOTHING, **zeros, "requests": numbers.tobytes()}))
+    ask(service, socket, Step(3, opens, **NOTHING))
+    answers = ask(service, socket, Step(3, [], **{**NOTHING, **commits(*(o.request for o in opens))}))
     lacking = [r for a in answers if isinstance(a, Drafts) for r in column(a.lacking, np.int64).tolist()]
     assert opens[-1].request in lacking
 
 
 def test_strangers_are_refused(service: DrafterService, socket: VerifierSocket) -> None:
-    refusal = ask(service, socket, Step(99, 1, 7, [], **NOTHING))[0]
+    refusal = ask(service, socket, Step(99, [], **NOTHING))[0]
     assert isinstance(refusal, Refuse) and "hello" in refusal.reason
     refusal = ask(service, socket, hello(4, vocab_size=97))[0]
     assert isinstance(refusal, Refuse) and "vocabulary has 96 ids, the policy's 97" in refusal.reason
@@ -122,21 +125,22 @@ def test_an_address_that_is_taken_raises_config_error(service: DrafterService, t
     "change",
     [
         {"session": -1},
-        {"number": 1 << 64},
-        {"requests": b"1234567"},
-        {"requests": bytes(8)},
+        {"session": 1 << 64},
+        {"commits": b"1234567"},
+        {"closes": bytes(7)},
         {"tokens": bytes(4)},
-        {**ONE_ROW, "counts": np.array([-1]).tobytes()},
+        commits(0, count=-1),
+        commits(0, count=1),
         {"opens": [[1, 2]]},
         {"more": 1},
     ],
 )
 def test_invalid_steps_are_no_messages(change: dict[str, object]) -> None:
-    valid = msgspec.to_builtins(Step(1, 1, 7, [opening(5)], **NOTHING), builtin_types=(bytes,))
-    assert decode(msgspec.msgpack.encode(valid)) == Step(1, 1, 7, [opening(5)], **NOTHING)
+    valid = msgspec.to_builtins(Step(1, [opening(5)], **NOTHING), builtin_types=(bytes,))
+    assert decode(msgspec.msgpack.encode(valid)) == Step(1, [opening(5)], **NOTHING)
     try:
         frame = msgspec.msgpack.encode({**valid, **change})
     except OverflowError:
-        frame = encode(Step(1, 1, 7, [], **NOTHING))[:-3]
+        frame = encode(Step(1, [], **NOTHING))[:-3]
     with pytest.raises(FrameError):
         decode(frame)

@@ -13,11 +13,12 @@ from safetensors.numpy import save_file
 from test_nemo_rl_config import tree
 
 from lab.local.step_rollout import load_tokenizer
+from lab.local.tied_lm_head import with_tied_lm_head
 from nemo_specrollout.cli.check import describe_config
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT, STALE, TOKENS, DraftBuffers
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide, DraftModel
-from nemo_specrollout.remote.protocol.messages import PROTOCOL, Hello, Refuse, Welcome
+from nemo_specrollout.remote.protocol.messages import DRAFT_ROW, PROTOCOL, Hello, Refuse, Welcome
 from nemo_specrollout.remote.protocol.shadow_sequences import text_hash
 from nemo_specrollout.storage.model_folder import (
     EMBEDDING,
@@ -27,7 +28,6 @@ from nemo_specrollout.storage.model_folder import (
     stop_token_ids,
     tensor_files,
     tensor_shapes,
-    with_tied_lm_head,
 )
 from nemo_specrollout.training.features.rollout_files import _encoder, token_ids_of
 
@@ -181,18 +181,18 @@ def test_equal_tokenizers_allow_padding_where_vllm_does(tmp_path: Path, kind: st
 def test_a_drafter_welcomes_equal_tokenizers(rows: int, tokenizer: str) -> None:
     side: Any = DrafterSide(SimpleNamespace(model=DraftModel(96, "t", 64)), 1, 4, 8)  # type: ignore[arg-type]
     side.receive("peer", Hello(PROTOCOL, 5, rows, tokenizer, []), 0.0)
-    ((_, answer),) = side.outgoing(0.0)
+    ((_, answer),) = side.outgoing()
     is_welcome = tokenizer == "t" or (not tokenizer and rows == 96)
     assert isinstance(answer, Welcome if is_welcome else Refuse)
 
 
 def test_no_draft_beyond_the_policy_s_vocabulary_is_kept() -> None:
-    buffers, slots = DraftBuffers(1, 8, vocab_size=96), np.array([0])
+    buffers = DraftBuffers(1, 8, vocab_size=96)
     buffers.open(0, 0, 7, np.zeros(1, np.int32))
     table_SX = np.zeros((1, 20), np.int32)
-    prefix = np.array([text_hash(7, np.zeros(1, np.int32))], np.uint64)
+    prefix = text_hash(7, np.zeros(1, np.int32))
     for token in (96, 127, 2**31 - 1, 95):
-        buffers.add(slots, np.array([1]), prefix, np.array([token], np.int32), np.zeros(1, np.int8))
+        buffers.add(np.array([(0, 1, prefix, token, 0)], DRAFT_ROW))
     buffers.write(table_SX)
     assert buffers.counts[STALE] == 3 and table_SX[0, COUNT] == 1 and table_SX[0, TOKENS] == 95
 

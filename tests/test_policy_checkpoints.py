@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies in the folders that training runs leave, which NeMo-RL's converters make Hugging Face folders of."""
+"""Policies in the folders that training runs leave."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -11,21 +10,9 @@ from conftest import STEP_ADDER
 from safetensors.torch import load_file
 
 from nemo_specrollout.training.head.head import create_head
-from nemo_specrollout.training.refresh.policy_checkpoint import convert, hf_folder
+from nemo_specrollout.training.refresh.policy_checkpoint import hf_folder
 
 pytestmark = pytest.mark.integration
-
-CONVERTED = """#!/bin/sh
-echo "$@" > {record}
-for out do :; done
-mkdir -p "$out" && cp {model}/* "$out"
-"""
-FAILED = """#!/bin/sh
-for out do :; done
-mkdir -p "$out" && touch "$out/model-00001.safetensors"
-echo "RuntimeError: no CUDA GPUs are available" >&2
-exit 1
-"""
 
 
 def nemo_rl_step(folder: Path, is_megatron: bool) -> Path:
@@ -34,16 +21,6 @@ def nemo_rl_step(folder: Path, is_megatron: bool) -> Path:
     (weights / "iter_0000000" if is_megatron else weights / "model").mkdir(parents=True)
     (folder / "step_4" / "config.yaml").write_text("policy: {model_name: m}\n")
     return folder / "step_4"
-
-
-def put_uv(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts a program `uv` on PATH, and the folder of the converters into a checkout of NeMo-RL."""
-    (folder / "bin").mkdir()
-    (folder / "bin" / "uv").write_text(script)
-    (folder / "bin" / "uv").chmod(0o755)
-    (folder / "RL" / "examples" / "converters").mkdir(parents=True)
-    monkeypatch.setenv("NEMO_RL_DIR", str(folder / "RL"))
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
 
 
 def test_hugging_face_folders_are_used_as_they_are(tmp_path: Path) -> None:
@@ -73,7 +50,8 @@ def test_folders_without_a_policy_are_refused(tmp_path: Path) -> None:
     step = nemo_rl_step(tmp_path, is_megatron=True)
     with pytest.raises(ValueError, match=r"name one of its steps, such as .*step_4"):
         hf_folder(tmp_path)
-    assert hf_folder(step) is None
+    with pytest.raises(ValueError, match="convert it in the folder of NeMo-RL"):
+        hf_folder(step)
     with pytest.raises(ValueError, match="never finished"):
         hf_folder(step.rename(tmp_path / "tmp_step_4"))
 
@@ -81,38 +59,14 @@ def test_folders_without_a_policy_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("is_megatron", "words"),
     [
-        (True, "--extra mcore python {rl}/convert_megatron_to_hf.py --config {step}/config.yaml "
+        (True, "--extra mcore python examples/converters/convert_megatron_to_hf.py --config {step}/config.yaml "
                "--megatron-ckpt-path {step}/policy/weights/iter_0000000 --hf-ckpt-path DIR"),
-        (False, "python {rl}/convert_dcp_to_hf.py --config {step}/config.yaml --dcp-ckpt-path {step}/policy/weights "
-                "--hf-ckpt-path DIR"),
+        (False, "python examples/converters/convert_dcp_to_hf.py --config {step}/config.yaml "
+                "--dcp-ckpt-path {step}/policy/weights --hf-ckpt-path DIR"),
     ],
 )  # fmt: skip
-def test_the_command_is_told_where_nemo_rl_is_missing(
-    is_megatron: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NEMO_RL_DIR", str(tmp_path / "RL"))
+def test_a_checkpoint_of_nemo_rl_is_refused_with_a_command(is_megatron: bool, words: str, tmp_path: Path) -> None:
     step = nemo_rl_step(tmp_path, is_megatron)
-    with pytest.raises(ValueError, match="its checkout or uv is not here") as refused:
-        convert(step, tmp_path / "out" / "policy")
-    assert words.format(rl=tmp_path / "RL" / "examples" / "converters", step=step) in str(refused.value)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_converted_policy_has_the_tokenizer_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = nemo_rl_step(tmp_path, is_megatron=True)
-    (step / "policy" / "tokenizer").mkdir()
-    (step / "policy" / "tokenizer" / "chat_template.jinja").write_text("ours")
-    put_uv(tmp_path, CONVERTED.format(record=tmp_path / "asked", model=STEP_ADDER), monkeypatch)
-    convert(step, tmp_path / "out" / "policy")
-    assert hf_folder(tmp_path / "out" / "policy") == tmp_path / "out" / "policy"
-    assert (tmp_path / "out" / "policy" / "chat_template.jinja").read_text() == "ours"
-    assert (tmp_path / "asked").read_text().startswith(f"run --project {tmp_path / 'RL'} --extra mcore python ")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["policy"]
-
-
-def test_a_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = nemo_rl_step(tmp_path, is_megatron=True)
-    put_uv(tmp_path, FAILED, monkeypatch)
-    with pytest.raises(ValueError, match=r"converter failed .*no CUDA GPUs.*; convert it in NeMo-RL's environment"):
-        convert(step, tmp_path / "out" / "policy")
-    assert list((tmp_path / "out").iterdir()) == []
+    with pytest.raises(ValueError, match="is a checkpoint of NeMo-RL; convert it") as refused:
+        hf_folder(step)
+    assert words.format(step=step) in str(refused.value)

@@ -23,7 +23,7 @@ from nemo_specrollout.training.features.features import is_held_out
 from nemo_specrollout.training.features.rollout_files import held_out_share, read_rollouts
 from nemo_specrollout.training.head import head as head_module
 from nemo_specrollout.training.head.head_facts import check_head
-from nemo_specrollout.training.refresh import offline_data, offline_refresh
+from nemo_specrollout.training.refresh import offline_refresh
 from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
 pytestmark = pytest.mark.integration
@@ -106,19 +106,19 @@ def test_a_refresh_in_place_improves_the_head(
     head: Path, rollouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(head, tmp_path / "head"))
-    assert refresh(folder, rollouts, "--draft", str(folder), "--replace", "--keep-features", "--steps", "25") == 0
+    assert refresh(folder, rollouts, "--draft", str(folder), "--replace", "--steps", "25") == 0
     held_out = card_of(folder)["held_out"]
     assert held_out["before"] == card_of(head)["held_out"]["after"]
     assert held_out["after"]["acceptance_length"] > held_out["before"]["acceptance_length"]
     printed = capsys.readouterr().out
     assert "before" in printed and "at confidence 0.95" in printed
-    assert {p.name for p in tmp_path.iterdir()} == {"head", "head.features"}
-    # The features replace rollouts. A smaller vocabulary has the most frequent tokens.
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+    # A smaller vocabulary has the most frequent tokens.
     small = tmp_path / "small"
     flags = ["--draft-vocab", "40", "--steps", "1", "--dtype", "bfloat16", "--tv-after", "0.5"]
-    assert refresh(small, tmp_path / "head.features", *flags) in (0, 3)
+    assert refresh(small, rollouts, *flags) in (0, 3)
     made = small if small.exists() else tmp_path / "small.refused"
-    assert card_of(made)["layout"]["draft_vocab_size"] == 40
+    assert check_head(made, STEP_ADDER).draft_vocab_size == 40
     tensors = load_file(made / "model.safetensors")
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.bfloat16}
     assert "embed_tokens.weight" not in tensors, "vLLM drafts with the policy's embedding"
@@ -134,7 +134,7 @@ def test_a_worse_head_is_refused_and_the_old_one_stays(
     assert not card["gate"]["published"]
     assert card["gate"]["reason"].startswith("refused: ")
     assert "".join(card["gate"]["reason"].split()) in "".join(capsys.readouterr().out.split())
-    assert {p.name for p in tmp_path.iterdir()} == {"head", "head.refused", "head.features"}
+    assert {p.name for p in tmp_path.iterdir()} == {"head", "head.refused"}
 
 
 # Interruptions
@@ -144,9 +144,9 @@ import os, signal, sys
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.storage.model_folder import tokenizer_fingerprint
 from nemo_specrollout.training.head.trainer import HeadTrainer
-from nemo_specrollout.training.refresh import offline_data, offline_refresh
+from nemo_specrollout.training.refresh import offline_refresh
 
-offline_refresh.SAVE_EVERY_S, offline_data.FLUSH_EVERY_S, offline_data.CHUNK_TEXTS = 0.0, 0.0, 16
+offline_refresh.SAVE_EVERY_S, offline_refresh.FLUSH_EVERY_S, offline_refresh.CHUNK_TEXTS = 0.0, 0.0, 16
 step = HeadTrainer._step
 
 def killed(trainer, *args):
@@ -162,19 +162,19 @@ sys.exit(main(sys.argv[1:]))
 def test_an_interrupted_and_killed_refresh_ends_like_a_whole_one(
     rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(offline_data, "CHUNK_TEXTS", 16)
-    monkeypatch.setattr(offline_data, "FLUSH_EVERY_S", 0.0)
+    monkeypatch.setattr(offline_refresh, "CHUNK_TEXTS", 16)
+    monkeypatch.setattr(offline_refresh, "FLUSH_EVERY_S", 0.0)
     monkeypatch.setattr(offline_refresh, "SAVE_EVERY_S", 0.0)
     command = arguments(tmp_path / "killed", rollouts, "--steps", "6")
     # Ctrl-C during the computation of features
     with monkeypatch.context() as patched:
-        chunks = iter([offline_data.hf_features, offline_data.hf_features])
+        chunks = iter([offline_refresh.hf_features, offline_refresh.hf_features])
 
         def interrupted(*given: Any) -> Any:
             compute = next(chunks, None)
             return compute(*given) if compute else signal.raise_signal(signal.SIGINT)
 
-        patched.setattr(offline_data, "hf_features", interrupted)
+        patched.setattr(offline_refresh, "hf_features", interrupted)
         assert main(command) == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["killed.partial"]
@@ -195,17 +195,6 @@ def test_an_interrupted_and_killed_refresh_ends_like_a_whole_one(
     tensors = load_file(ours / "model.safetensors"), load_file(theirs / "model.safetensors")
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0] | tensors[1])
     assert card_of(ours)["held_out"] == card_of(theirs)["held_out"]
-
-
-def test_restart_ignores_an_unfinished_refresh(
-    rollouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state = RefreshState(tmp_path / "head", replace=False)
-    state.open({"steps": 1}, [], restart=False)
-    (tmp_path / "head.partial" / "trainer.pt").write_bytes(b"of another head")
-    state.release()
-    assert refresh(tmp_path / "head", rollouts, "--steps", "1", "--restart") in (0, 3)
-    assert "going on" not in capsys.readouterr().out
 
 
 def test_a_full_disk_is_reported_and_the_command_can_be_repeated(
@@ -229,7 +218,7 @@ def test_a_kill_after_publication_leaves_only_the_clean_up(
 ) -> None:
     command = arguments(tmp_path / "head", rollouts, "--draft", str(head), "--steps", "12", "--tolerance", "9")
     with monkeypatch.context() as patched:
-        patched.setattr(RefreshState, "close", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+        patched.setattr(RefreshState, "discard", lambda *_, **__: signal.raise_signal(signal.SIGINT))
         assert main(command) == 130
     made = contents(tmp_path / "head")
     capsys.readouterr()
@@ -243,15 +232,15 @@ def test_a_replaced_head_comes_back_after_a_crash(head: Path, tmp_path: Path) ->
     folder = tmp_path / "head"
     shutil.copytree(head, folder)
     state = RefreshState(folder, replace=True)
-    state.open({}, [folder], restart=False)
+    state.open({}, [folder])
     folder.rename(state.replaced)
     again = RefreshState(folder, replace=True)
-    with pytest.raises(ValueError, match="another process works in"):
+    with pytest.raises(BlockingIOError, match="another process works in"):
         again.recover()
     state.release()
     again.recover()
     assert contents(folder) == contents(head)
-    assert again.open({}, [folder], restart=False)
+    assert again.open({}, [folder])
     again.discard()
 
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,46 +23,54 @@ from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
 from nemo_specrollout.scheduling.heads.refresh_schedule import (
     MIN_SHARE,
     DecodeCosts,
-    RefreshObservation,
+    RefreshDecision,
     RefreshOutlook,
     RefreshRate,
     RefreshSchedule,
-    RefreshTrigger,
     StepFacts,
     head_use,
 )
 
 pytestmark = pytest.mark.unit
 
-OBSERVED = RefreshObservation(
-    2.62, 2.91, 14_000, 40, 12, DecodeCosts(1.2e-3, 2e-3), RefreshOutlook(6.0, surplus=0.0), run_s=400.0
-)  # fmt: skip
+COSTS = DecodeCosts(1.2e-3, 2e-3)
+AT_STEP_12 = {
+    "length": 2.62, "published_length": 2.91, "steps_since": 12, "run_s": 400.0,
+    "outlook": RefreshOutlook(6.0, surplus=0.0),
+}  # fmt: skip
+"""State of a schedule."""
 
 
-def auto(max_time_share: float, margin: float = 0.25, min_gap: int = 2) -> RefreshTrigger:
-    return RefreshTrigger(DraftRefreshConfig(max_time_share=max_time_share, margin=margin, min_gap=min_gap))
+def auto(max_time_share: float, margin: float = 0.25, min_gap: int = 2, in_background: bool = False) -> RefreshSchedule:
+    config = DraftRefreshConfig(max_time_share=max_time_share, margin=margin, min_gap=min_gap)
+    return RefreshSchedule(config, in_background)
 
 
-def every(interval: int, max_time_share: float = 1.0) -> RefreshTrigger:
-    return RefreshTrigger(DraftRefreshConfig("interval", interval, max_time_share=max_time_share))
+def every(interval: int, max_time_share: float = 1.0) -> RefreshSchedule:
+    return RefreshSchedule(DraftRefreshConfig("interval", interval, max_time_share=max_time_share))
 
 
-def decide_for(trigger: RefreshTrigger, num_steps: int, **changes: object) -> list[bool]:
-    observed = dataclasses.replace(OBSERVED, **changes)
-    return [trigger.decide(dataclasses.replace(observed, steps_since_refresh=i + 1)).refresh for i in range(num_steps)]
+def decided(
+    schedule: RefreshSchedule, steps_to_come: int = 40, costs: DecodeCosts = COSTS, **state: Any
+) -> RefreshDecision:
+    """Returns the decision in the state `AT_STEP_12`, with changes."""
+    vars(schedule).update(AT_STEP_12 | state)
+    return schedule.decide(14_000, steps_to_come, costs)
 
 
-def run_seconds(trigger: RefreshTrigger, fall: float, refresh_s: float, num_steps: int = 200) -> float:
+def decide_for(schedule: RefreshSchedule, num_steps: int, **changes: Any) -> list[bool]:
+    return [decided(schedule, steps_since=i + 1, **changes).refresh for i in range(num_steps)]
+
+
+def run_seconds(schedule: RefreshSchedule, fall: float, refresh_s: float, num_steps: int = 200) -> float:
     """Returns the seconds of a run whose acceptance length is 3.0 after a refresh and falls by `fall` in each step."""
-    length, since, seconds, waited, costs = 3.0, 0, 0.0, 0.0, DecodeCosts(1.2e-3, 2e-3)
+    length, since, seconds, waited = 3.0, 0, 0.0, 0.0
     for step in range(num_steps):
-        seconds, since = seconds + 14_000 * costs.token_s(length), since + 1
+        seconds, since = seconds + 14_000 * COSTS.token_s(length), since + 1
         length -= fall
+        state = {"length": length, "published_length": 3.0, "steps_since": since, "run_s": seconds, "waited_s": waited}
         outlook = RefreshOutlook(refresh_s, surplus=0.0)
-        observed = RefreshObservation(
-            length, 3.0, 14_000, num_steps - step - 1, since, costs, outlook, seconds, waited
-        )  # fmt: skip
-        if trigger.decide(observed).refresh:
+        if decided(schedule, num_steps - step - 1, outlook=outlook, **state).refresh:
             seconds, waited, length, since = seconds + refresh_s, waited + refresh_s, 3.0, 0
     return seconds
 
@@ -74,8 +83,8 @@ def test_the_auto_trigger_is_near_the_best_interval(fall: float, refresh_s: floa
 
 
 def test_the_reason_states_gain_and_cost() -> None:
-    trigger = auto(1.0)
-    decisions = [trigger.decide(dataclasses.replace(OBSERVED, steps_since_refresh=i)) for i in range(2, 12)]
+    schedule = auto(1.0)
+    decisions = [decided(schedule, steps_since=i) for i in range(2, 12)]
     assert not decisions[0].refresh and "too early" in decisions[0].reason
     (first,) = [d for d in decisions if d.refresh][:1]
     assert first.reason.startswith(
@@ -104,14 +113,14 @@ def test_a_head_is_judged_by_its_own_steps_and_its_share() -> None:
 
 
 def test_no_refresh_happens_without_a_gain() -> None:
-    assert not any(decide_for(auto(1.0), 50, acceptance_length=2.91))
+    assert not any(decide_for(auto(1.0), 50, length=2.91))
     assert not any(decide_for(auto(1.0), 50, steps_to_come=2))
     assert not any(decide_for(auto(1.0), 50, costs=DecodeCosts(1e-4, 2e-3)))
     assert any(decide_for(auto(1.0), 50))
 
 
 def test_training_in_idle_time_is_free_but_keeps_the_gap() -> None:
-    decisions = decide_for(auto(1.0, min_gap=4), 6, cost_weight=0.0, steps_to_come=1)
+    decisions = decide_for(auto(1.0, min_gap=4, in_background=True), 6, steps_to_come=1)
     assert decisions == [False, False, False, True, True, True]
 
 
@@ -136,10 +145,10 @@ def test_the_outlook_learns_the_recovery_of_refreshes() -> None:
 
 def test_all_triggers_respect_the_time_share() -> None:
     late = {"run_s": 100.0, "waited_s": 18.0}
-    for trigger in (every(1, 0.2), every(2, 0.2), auto(0.2)):
-        assert not any(decide_for(trigger, 20, **late))
-        assert any(decide_for(trigger, 20, run_s=1000.0))
-    assert "more than the share 0.2" in every(1, 0.2).decide(dataclasses.replace(OBSERVED, **late)).reason
+    for schedule in (every(1, 0.2), every(2, 0.2), auto(0.2)):
+        assert not any(decide_for(schedule, 20, **late))
+        assert any(decide_for(schedule, 20, run_s=1000.0, waited_s=0.0))
+    assert "more than the share 0.2" in decided(every(1, 0.2), **late).reason
 
 
 @given(best=st.floats(0.003, 3.0), noise=st.floats(0.0, 0.02), seed=st.integers(0, 1000))
@@ -171,8 +180,8 @@ def test_only_a_worse_candidate_lowers_the_learning_rate() -> None:
 
 def test_fixed_intervals_and_never() -> None:
     assert decide_for(every(3), 4) == [False, False, True, True]
-    assert not any(decide_for(RefreshTrigger(DraftRefreshConfig(trigger="never", max_time_share=1.0)), 4))
-    every_step = RefreshTrigger(DraftRefreshConfig(trigger="every_step"))
+    assert not any(decide_for(RefreshSchedule(DraftRefreshConfig(trigger="never", max_time_share=1.0)), 4))
+    every_step = RefreshSchedule(DraftRefreshConfig(trigger="every_step"))
     assert all(decide_for(every_step, 4)) and not any(decide_for(every_step, 4, steps_to_come=0))
 
 

@@ -40,11 +40,6 @@ COMMANDS = (
             f"{_CLI}.report:report", (flag("run_dir", "RUN_DIR", "the logger.log_dir of a run", type=Path),)),
     Command("refresh-draft", "trains an EAGLE-3 draft head for a policy, or refreshes one",
             f"{_CLI}.refresh_draft:refresh_draft", extra="heads", more_flags=add_refresh_flags),
-    Command("publish-draft", "gives new weights to remote drafters", f"{_CLI}.drafter_commands:publish_draft", (
-        *_RUN,
-        flag("--weights", "DIR", "a checkpoint of the draft model", type=Path, required=True),
-        flag("--version", None, "version of the weights; default: the time, in seconds", type=int),
-    ), extra="engine"),
     Command("serve-drafter", "a drafter for engines that name its address", f"{_CLI}.drafter_commands:serve_drafter", (
         *_RUN, flag("--address", "tcp://HOST:PORT", "where to listen", default="tcp://127.0.0.1:5570"),
     ), extra="engine", in_scratch_folder=True),

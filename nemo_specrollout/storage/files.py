@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes files atomically, and reads regular files alone."""
+"""Writes files atomically, reads regular files alone, and locks folders."""
 
 import errno
+import fcntl
+import logging
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
+
+logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -30,6 +35,23 @@ def replacing_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def lock_folder(folder: Path) -> TextIO:
+    """Returns a file that keeps other callers of this function out of `folder` until it is closed.
+
+    Raises BlockingIOError if another process is there. Where the file system has no locks, nothing is kept out.
+    """
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        reason = "another process works in this folder; wait for it, or name another"
+        raise BlockingIOError(error.errno, reason, str(folder)) from error
+    except OSError:
+        logger.warning("%s: this file system has no locks; make sure that only one process writes", folder)
+    return file
 
 
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -13,7 +13,6 @@ from nemo_specrollout.storage.files import read_regular
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-Tensor = TypeVar("Tensor")
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -80,19 +79,6 @@ def stop_token_ids(folder: Path) -> list[int]:
 def longest_text(folder: Path) -> int | None:
     """Returns the length in tokens of the longest text that the model was made for, if its config says so."""
     return text_config(_read(folder / "config.json")).get("max_position_embeddings")
-
-
-def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Returns a model's tensors, with the embedding also under the LM head's name if the model of `folder` ties the two.
-
-    vLLM >= 0.29 reloads each layer by itself: without the second name, the LM head would keep its old weights. A model
-    without an LM head is tied, unless its config denies it: some are by default.
-    """
-    found, config = list(tensors), _read(folder / "config.json")
-    names, is_tied = dict(found), config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
-    if is_tied is not False and EMBEDDING in names and LM_HEAD not in names:
-        found.append((LM_HEAD, names[EMBEDDING]))
-    return found
 
 
 def tensor_files(folder: Path) -> list[Path]:

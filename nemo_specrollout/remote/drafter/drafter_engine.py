@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import load_file
 
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment
@@ -49,7 +47,6 @@ class DrafterEngine:
         except ValueError as error:
             raise ConfigError(f"vLLM cannot start the draft model: {' '.join(str(error).split())}") from error
         process_state.started(self._llm)
-        self._folder = Path(model)
         engine = self._llm.llm_engine
         self._scheduler = compat.scheduler_of(engine)
         if not isinstance(self._scheduler, ShadowScheduler):
@@ -59,8 +56,6 @@ class DrafterEngine:
         # One token less than vLLM allows, because vLLM frees a request that reaches its limit.
         config, tokenizer = engine.model_config, folders.tokenizer_fingerprint(model)
         self.model = DraftModel(config.get_vocab_size(), tokenizer, config.max_model_len - 1)
-
-    # See `ShadowEngine`
 
     def open(self, shadow: int, opening: Open) -> None:
         """Adds a shadow sequence, whose text is read in the next step. Raises ValueError if vLLM refuses the request."""
@@ -87,16 +82,8 @@ class DrafterEngine:
         self._llm.llm_engine.abort_request([str(shadow)])
 
     def correct(self, shadow: int, num_kept: int, tokens: list[int]) -> None:
+        """Keeps the first `num_kept` tokens of a shadow sequence, and continues it with `tokens`."""
         self._scheduler.correct(shadow, num_kept, tokens)
-
-    def load_weights(self, folder: Path) -> None:
-        """Loads the weights in `folder`; all shadow sequences are read again.
-
-        Raises ValueError, and keeps the old weights, if their names or shapes differ from the present checkpoint.
-        """
-        weights = folders.with_tied_lm_head(folder, read_like(folder, self._folder))
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self._scheduler.read_again()
 
     def draft(self, shadows_M: np.ndarray) -> np.ndarray:
         """Returns a token for each of these shadows, as `DRAFT_ROW`; none for a shadow whose text is still being read."""
@@ -114,13 +101,3 @@ class DrafterEngine:
             process_state.stop(engine)
             del engine
             gc.collect()
-
-
-def read_like(folder: Path, known: Path) -> list[tuple[str, torch.Tensor]]:
-    """Returns the tensors of the checkpoint in `folder`. Raises ValueError unless it has the names and shapes of `known`."""
-    files = folders.tensor_files(folder)
-    found, expected = folders.tensor_shapes(files), folders.tensor_shapes(folders.tensor_files(known))
-    if found != expected:
-        odd = sorted(set(found.items()) ^ set(expected.items()))
-        raise ValueError(f"{folder}: not a checkpoint like {known}: {odd[0][0] if odd else 'no tensors'} differs")
-    return [(n, t) for file in files for n, t in load_file(file).items()]

@@ -60,10 +60,10 @@ class DrafterService:
             status.num_steps += 1
             status.num_drafted += len(rows)
             status.busy_s += seconds
-        for verifier, reply in side.outgoing(time.monotonic()):
+        for verifier, reply in side.outgoing():
             self._socket.send(verifier, reply)
         status.num_open, status.num_refused_frames = side.num_open, self._socket.num_refused
-        status.draft_version, status.num_corrections = side.draft_version, side.num_corrections
+        status.num_corrections = side.num_corrections
         return len(shadows_M) > 0
 
     def close(self) -> None:

@@ -40,7 +40,6 @@ class DrafterReport:
     num_refused_frames: int = 0
     num_open: int = 0
     """Shadow sequences in use."""
-    draft_version: int = 0
     busy_s: float = 0.0
     """Time that the engine spent drafting, in seconds."""
     up_s: float = 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from nemo_specrollout.remote.protocol.shadow_sequences import DRAFT_ROW
+from nemo_specrollout.remote.protocol.messages import DRAFT_ROW
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,8 @@ class ShadowScheduler(Scheduler):
         del request._output_token_ids[num_kept - request.num_prompt_tokens :]
         del request._all_token_ids[num_kept:]
         request.append_output_token_ids(tokens)
-        self._note_change(request, num_kept, num_kept)
-
-    def read_again(self) -> None:
-        """Discards the KV of all texts after a change of weights. It is computed again when a shadow is awake."""
-        for request in self.requests.values():
-            self._note_change(request, request.num_tokens, 0)
+        request.num_computed_tokens = min(request.num_computed_tokens, num_kept)
+        self._changed[request.request_id] = min(num_kept, self._changed.get(request.request_id, num_kept))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedules a step of the awake shadows, and adds the changed texts to vLLM's output."""
@@ -90,10 +86,6 @@ class ShadowScheduler(Scheduler):
         """Returns the tokens drafted since the last call, as `DRAFT_ROW`."""
         rows, self._drafted = np.array(self._drafted, DRAFT_ROW), []
         return rows
-
-    def _note_change(self, request: Any, start: int, most_computed: int) -> None:
-        request.num_computed_tokens = min(request.num_computed_tokens, most_computed)
-        self._changed[request.request_id] = min(start, self._changed.get(request.request_id, start))
 
 
 def _shadow_of(request_id: str) -> int:

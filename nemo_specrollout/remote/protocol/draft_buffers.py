@@ -8,9 +8,10 @@ Shapes: S request slots, b some of them, N rows of a message, L longest sequence
 """
 
 import numpy as np
-from numba import from_dtype, int8, int32, int64, njit, uint64, void
+from numba import from_dtype, int32, int64, njit, void
 
 from nemo_specrollout.drafters.base import NUM_LEVELS, PRIOR_STRENGTH, REQUEST_DECAY
+from nemo_specrollout.remote.protocol.messages import COMMIT_ROW, DRAFT_ROW
 from nemo_specrollout.sampling.numba_common import mix64
 from nemo_specrollout.sampling.seeds import GAMMA
 
@@ -40,11 +41,10 @@ _SLOT = np.dtype(
         ("end", np.int64),  # length of the text with the buffered tokens
         ("num_hits", np.float64),  # right drafts and judged drafts, decayed
         ("num_judged", np.float64),
-        ("has_lost", np.bool_),
     ],
     align=True,
 )
-_SLOTS = from_dtype(_SLOT)[::1]
+_SLOTS, _COMMITS, _DRAFTS = (from_dtype(row)[::1] for row in (_SLOT, COMMIT_ROW, DRAFT_ROW))
 
 
 def new_rings(num_rows: int, least_size: int) -> np.ndarray:
@@ -97,7 +97,7 @@ class DraftBuffers:
     def open(self, slot: int, request: int, seed: int, text: np.ndarray) -> None:
         """Assigns `slot` to `request`, whose int32 `text` is committed."""
         length = len(text)
-        self._slots[slot] = (request, length, length, 0.0, 0.0, False)
+        self._slots[slot] = (request, length, length, 0.0, 0.0)
         self._rings[slot, length % self._rings.shape[1]]["prefix_hash"] = text_hash(seed, text)
 
     def close(self, slots: np.ndarray) -> None:
@@ -109,16 +109,18 @@ class DraftBuffers:
 
     def commit(
         self, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Extends the committed text of each slot to `lengths_b` tokens and drops buffered tokens that differ from it.
 
-        Returns the values of a `Step`: length and hash of each text before, number of new tokens, and these, slot by slot.
+        Returns the values of a `Step`: its `COMMIT_ROW` [b], and the new tokens, slot by slot.
         """
-        bases_b = self._slots["committed"][slots_b]
-        counts_b = lengths_b - bases_b
-        hashes_b, tokens = np.empty(len(slots_b), np.uint64), np.empty(counts_b.sum(), np.int32)
-        _commit(slots_b, token_ids_SL, lengths_b, self._slots, self._rings, hashes_b, tokens, self.counts)
-        return bases_b, hashes_b, counts_b, tokens
+        rows_b, slots = np.zeros(len(slots_b), COMMIT_ROW), self._slots[slots_b]
+        rows_b["request"], rows_b["base"] = slots["request"], slots["committed"]
+        rows_b["count"] = lengths_b - rows_b["base"]
+        tokens = np.empty(rows_b["count"].sum(), np.int32)
+        _commit(slots_b, token_ids_SL, lengths_b, self._slots, self._rings, rows_b, tokens, self.counts)
+        rows_b["window"] = self.windows(slots_b)
+        return rows_b, tokens
 
     def windows(self, slots_b: np.ndarray) -> np.ndarray:
         """Returns how many draft tokens a drafter may be ahead of each request, uint8 [b].
@@ -131,31 +133,21 @@ class DraftBuffers:
         lengths_b = np.ceil(np.log(LEAST_SURVIVAL) / np.log(np.clip(rates_b, 1e-9, 1 - 1e-9)))
         return np.clip(lengths_b, 1, self._most_ahead).astype(np.uint8)
 
-    def note_loss(self, slots: np.ndarray) -> None:
-        """Records that drafts for these slots may have been lost on the way."""
-        self._slots["has_lost"][slots] = True
-
-    def take_losses(self, slots_b: np.ndarray) -> np.ndarray:
-        """Returns the slots with recorded losses, uint8 [b], and clears the records."""
-        has_lost_b = self._slots["has_lost"][slots_b].astype(np.uint8)
-        self._slots["has_lost"][slots_b] = False
-        return has_lost_b
-
-    def add(self, *drafts: np.ndarray) -> None:
-        """Appends draft tokens, as columns in the order of `DRAFT_COLUMNS`, and counts what becomes of each token."""
-        _add(*drafts, self._slots, self._rings, self.counts, self._vocab_size)
+    def add(self, rows_N: np.ndarray) -> None:
+        """Appends draft tokens, `DRAFT_ROW` [N], and counts what becomes of each token."""
+        _add(rows_N, self._slots, self._rings, self.counts, self._vocab_size)
 
     def write(self, table_SX: np.ndarray) -> None:
         """Writes all buffers to a draft stream's table, one row for each slot."""
         _write(self._slots, self._rings, table_SX)
 
 
-@njit(void(int64[:], int32[:, :], int64[:], _SLOTS, RINGS, uint64[:], int32[:], int64[:]), cache=True)
-def _commit(slots_b, token_ids_SL, lengths_b, slots, rings, hashes_b, new_tokens, counts):  # type: ignore[no-untyped-def]
+@njit(void(int64[:], int32[:, :], int64[:], _SLOTS, RINGS, _COMMITS, int32[:], int64[:]), cache=True)
+def _commit(slots_b, token_ids_SL, lengths_b, slots, rings, rows_b, new_tokens, counts):  # type: ignore[no-untyped-def]
     mask, num_new = rings.shape[1] - 1, 0
     for b in range(len(slots_b)):
         state, ring = slots[slots_b[b]], rings[slots_b[b]]
-        hashes_b[b] = ring[state.committed & mask].prefix_hash
+        rows_b[b].prefix_hash = ring[state.committed & mask].prefix_hash
         for p in range(state.committed, lengths_b[b]):
             token = token_ids_SL[slots_b[b], p]
             if p < state.end:
@@ -172,26 +164,25 @@ def _commit(slots_b, token_ids_SL, lengths_b, slots, rings, hashes_b, new_tokens
         state.end = max(state.end, state.committed)
 
 
-@njit(void(int64[:], int64[:], uint64[:], int32[:], int8[:], _SLOTS, RINGS, int64[:], int64), cache=True)
-def _add(  # type: ignore[no-untyped-def]
-    requests_N, positions_N, hashes_N, tokens_N, levels_N, slots, rings, counts, vocab_size
-):
+@njit(void(_DRAFTS, _SLOTS, RINGS, int64[:], int64), cache=True)
+def _add(rows_N, slots, rings, counts, vocab_size):  # type: ignore[no-untyped-def]
     size = rings.shape[1]
-    for n in range(len(requests_N)):
-        slot, p = requests_N[n] & SLOT_MASK, positions_N[n]
-        is_valid = requests_N[n] >= 0 and 0 <= tokens_N[n] < vocab_size and 0 <= levels_N[n] < NUM_LEVELS
-        if not is_valid or slot >= len(slots) or slots[slot].request != requests_N[n]:
+    for n in range(len(rows_N)):
+        row = rows_N[n]
+        slot, p = row.owner & SLOT_MASK, row.position
+        is_valid = row.owner >= 0 and 0 <= row.token < vocab_size and 0 <= row.level < NUM_LEVELS
+        if not is_valid or slot >= len(slots) or slots[slot].request != row.owner:
             counts[STALE] += 1
             continue
         state, entry = slots[slot], rings[slot, p & (size - 1)]
         if p < state.committed:
             counts[LATE] += 1
-        elif p > state.end or p - state.committed >= size - 1 or entry.prefix_hash != hashes_N[n]:
+        elif p > state.end or p - state.committed >= size - 1 or entry.prefix_hash != row.prefix_hash:
             counts[STALE] += 1
-        elif p == state.end or entry.token != tokens_N[n]:
+        elif p == state.end or entry.token != row.token:
             counts[KEPT] += 1
             counts[WRONG] += state.end - p
-            put(rings[slot], p, tokens_N[n], levels_N[n])
+            put(rings[slot], p, row.token, row.level)
             state.end = p + 1
 
 

@@ -7,30 +7,25 @@ A peer is any key by which the transport knows a verifier.
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from nemo_specrollout.remote.protocol.draft_buffers import SLOT_MASK
 from nemo_specrollout.remote.protocol.messages import (
-    COMMIT_COLUMNS,
-    DRAFT_COLUMNS,
+    COMMIT_ROW,
+    DRAFT_ROW,
     PROTOCOL,
     Drafts,
     Hello,
     Message,
     Open,
-    Publish,
-    Published,
     Refuse,
     Step,
     Welcome,
     column,
-    columns,
-    packed,
 )
-from nemo_specrollout.remote.protocol.shadow_sequences import DRAFT_ROW, ShadowSequences
+from nemo_specrollout.remote.protocol.shadow_sequences import ShadowSequences
 
 SESSION_TIMEOUT_S = 120.0
 """Silence after which a verifier is forgotten, in seconds. If it comes back, it opens all of its requests again."""
@@ -49,23 +44,6 @@ class DraftModel:
     """Longest shadow sequence, in tokens."""
 
 
-class ShadowEngine(Protocol):
-    """An engine whose requests are shadow sequences, which have numbers."""
-
-    model: DraftModel
-
-    def open(self, shadow: int, opening: Open) -> None:
-        """Starts a shadow sequence. Raises ValueError for a request that the engine refuses."""
-
-    def close_shadow(self, shadow: int) -> None: ...
-
-    def correct(self, shadow: int, num_kept: int, tokens: list[int]) -> None:
-        """Keeps the first `num_kept` tokens of a shadow sequence, and continues it with `tokens`."""
-
-    def load_weights(self, folder: Path) -> None:
-        """Drafts with the weights in `folder`. Raises ValueError, and keeps the old ones, if they do not fit."""
-
-
 @dataclass
 class _Session:
     """One verifier."""
@@ -75,10 +53,7 @@ class _Session:
     stop_token_ids: np.ndarray
     heard_s: float
     shadow_of_slot: np.ndarray = field(default_factory=lambda: np.full(SLOT_MASK + 1, NO_SHADOW, np.int32))
-    last_step: int = -1
     num_sent: int = 0
-    echo_ns: int = 0
-    echo_since_s: float = 0.0
     owes_answer: bool = False
     lacking: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
@@ -91,10 +66,10 @@ class DrafterSide:
     A shadow belongs to one request of one session until the session closes it, opens the request again, or is forgotten.
     """
 
-    def __init__(self, engine: ShadowEngine, drafter: int, num_shadows: int, most_ahead: int) -> None:
-        """`drafter` is a random number of this process."""
-        self.engine, self.model = engine, engine.model
-        self.draft_version = 0
+    def __init__(self, engine: Any, drafter: int, num_shadows: int, most_ahead: int) -> None:
+        """`engine` has `model`, `open`, `close_shadow` and `correct` of `DrafterEngine`; `drafter` is random."""
+        self.engine: Any = engine
+        self.model: DraftModel = engine.model
         self.num_corrections = 0
         self.shadows = ShadowSequences(num_shadows, most_ahead)
         self._drafter = drafter
@@ -114,8 +89,6 @@ class DrafterSide:
         """Takes a message of a verifier. Messages that no verifier sends are ignored."""
         if isinstance(message, Hello):
             self._replies.append((peer, self._greet(peer, message, now_s)))
-        elif isinstance(message, Publish):
-            self._replies.append((peer, self._load_weights(message)))
         elif isinstance(message, Step):
             session = self._sessions.get(message.session)
             if session is None or session.peer != peer:
@@ -126,18 +99,18 @@ class DrafterSide:
     def drafted(self, rows_M: np.ndarray, token_s: float) -> None:
         """Takes the tokens that the engine drafted, `DRAFT_ROW` [M], in a step of `token_s` seconds."""
         self._token_s = token_s
-        sessions_M = self._session_of[rows_M["shadow"]]
+        sessions_M = self._session_of[rows_M["owner"]]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
             session, rows = self._sessions[number], rows_M[sessions_M == number]
             self.shadows.append(rows, session.stop_token_ids)
             session.rows.append(rows)
 
-    def outgoing(self, now_s: float) -> list[tuple[Hashable, Message]]:
+    def outgoing(self) -> list[tuple[Hashable, Message]]:
         """Returns the messages to send, each with its receiver, and clears the queue."""
         replies, self._replies = self._replies, []
         for session in self._sessions.values():
             if session.rows or session.lacking or session.owes_answer:
-                replies.append((session.peer, self._drafts(session, now_s)))
+                replies.append((session.peer, self._drafts(session)))
         return replies
 
     def forget_silent(self, now_s: float) -> None:
@@ -154,7 +127,7 @@ class DrafterSide:
             if known.peer == peer or known.number == hello.session:
                 self._forget(known)
         self._sessions[hello.session] = _Session(peer, hello.session, np.array(hello.stop_token_ids, np.int32), now_s)
-        return Welcome(hello.session, self._drafter, self.draft_version, self.model.max_model_len, self._num_shadows)
+        return Welcome(hello.session, self._drafter, self.model.max_model_len, self._num_shadows)
 
     def _mismatch(self, hello: Hello) -> str | None:
         """Returns why this drafter cannot draft for a verifier; None if it can."""
@@ -170,15 +143,6 @@ class DrafterSide:
         if len(self._sessions) >= MAX_SESSIONS:
             return f"the drafter serves {MAX_SESSIONS} verifiers already, which is the limit"
         return None
-
-    def _load_weights(self, message: Publish) -> Published:
-        """Loads weights. Tokens that the old ones drafted stay, because they are as likely to be right as before."""
-        try:
-            self.engine.load_weights(Path(message.folder))
-        except (ValueError, OSError) as error:
-            return Published(message.draft_version, str(error))
-        self.draft_version = message.draft_version
-        return Published(message.draft_version, "")
 
     def _forget(self, session: _Session) -> None:
         for shadow in np.flatnonzero(self._session_of == session.number).tolist():
@@ -199,8 +163,6 @@ class DrafterSide:
 
     def _follow(self, session: _Session, step: Step, now_s: float) -> None:
         session.heard_s, session.owes_answer = now_s, True
-        if step.number > session.last_step:
-            session.last_step, session.echo_ns, session.echo_since_s = step.number, step.sent_ns, now_s
         self._close_requests(session, column(step.closes, np.int64))
         for opening in step.opens:
             self._open(session, opening)
@@ -231,38 +193,24 @@ class DrafterSide:
         self.shadows.open(shadow, opening.seed, text, min(opening.limit, self.model.max_model_len), opening.window)
 
     def _commit(self, session: _Session, step: Step) -> None:
-        requests_N, bases_N, hashes_N, counts_N, windows_N, resends_N = columns(step, COMMIT_COLUMNS)
-        tokens = column(step.tokens, np.int32)
-        if len(requests_N) == 0 or not self._are_valid(tokens):
+        rows_N, tokens = column(step.commits, COMMIT_ROW), column(step.tokens, np.int32)
+        if len(rows_N) == 0 or not self._are_valid(tokens):
             return
-        shadows_N = self._shadows_of(session, requests_N)
-        corrections, is_lacking_N = self.shadows.commit(shadows_N, bases_N, hashes_N, counts_N, windows_N, tokens)
+        shadows_N = self._shadows_of(session, rows_N["request"])
+        corrections, is_lacking_N = self.shadows.commit(shadows_N, rows_N, tokens)
         for correction in corrections:
             self.engine.correct(*correction)
         self.num_corrections += len(corrections)
-        session.lacking += requests_N[is_lacking_N].tolist()
-        for shadow in shadows_N[(resends_N > 0) & ~is_lacking_N].tolist():
-            session.rows.append(self.shadows.drafts_of(shadow))
+        session.lacking += rows_N["request"][is_lacking_N].tolist()
 
     def _are_valid(self, tokens: np.ndarray) -> bool:
         return len(tokens) == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < self.model.vocab_size)
 
-    def _drafts(self, session: _Session, now_s: float) -> Drafts:
-        rows = np.concatenate([np.zeros(0, DRAFT_ROW), *session.rows])
+    def _drafts(self, session: _Session) -> Drafts:
+        rows = np.concatenate([np.zeros(0, DRAFT_ROW), *session.rows], dtype=DRAFT_ROW)
+        rows["owner"] = self._requests[rows["owner"]]
         lacking = np.array(session.lacking, np.int64)
         session.rows, session.lacking, session.owes_answer = [], [], False
         session.num_sent += 1
-        names = ("position", "prefix_hash", "token", "level")
-        return Drafts(
-            session.number,
-            self._drafter,
-            session.num_sent,
-            session.last_step,
-            session.echo_ns,
-            int((now_s - session.echo_since_s) * 1e9),
-            self.draft_version,
-            self._token_s,
-            self.num_open,
-            **packed(DRAFT_COLUMNS, [self._requests[rows["shadow"]], *(rows[name] for name in names)]),
-            lacking=lacking.tobytes(),
-        )
+        facts = (session.number, self._drafter, session.num_sent, self._token_s, self.num_open)
+        return Drafts(*facts, rows.tobytes(), lacking.tobytes())

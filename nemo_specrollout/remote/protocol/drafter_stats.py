@@ -38,10 +38,6 @@ class DrafterStats:
     """Number of times that a drafter was dropped."""
     draft_token_s: float = 0.0
     """Seconds that the slowest drafter takes to draft one token for each of its requests."""
-    answer_s: float = 0.0
-    """Longest time from a step to a drafter's answer, in seconds, without the time that the drafter held the step."""
-    draft_version: int = 0
-    """Oldest version of the draft weights in use."""
     problem: str = ""
     """Reason why the first drafter that is not ready does not answer."""
 
@@ -75,9 +71,7 @@ class DrafterStats:
         return {**ratios, **asdict(self)}
 
 
-_WORST: Mapping[str, Any] = {
-    "num_drafters": max, "num_ready": min, "draft_token_s": max, "answer_s": max, "draft_version": min,
-}  # fmt: skip
+_WORST: Mapping[str, Any] = {"num_drafters": max, "num_ready": min, "draft_token_s": max}
 _COUNTS = [field.name for field in fields(DrafterStats) if field.name not in (*_WORST, "problem")]
 
 

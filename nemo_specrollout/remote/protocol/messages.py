@@ -1,38 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between verifiers and drafters: typed, bounded, packed by msgspec, and unable to carry code.
 
-Values of many requests travel as columns, which are little-endian bytes of one type, so neither side loops over requests. A
+Values of many requests travel as rows, which are little-endian bytes of one type, so neither side loops over requests. A
 request is named by its session (one process of a verifier) and a number that the session never uses twice.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the protocol. Both sides must have the same."""
 MAX_FRAME_BYTES = 16 << 20
-MAX_COLUMN = 1 << 16
+MAX_ROWS = 1 << 16
 """Largest number of rows of a message, and of tokens in one commit."""
 LONGEST_TOKEN_S = 60.0
 """Largest valid `Drafts.token_s`. A verifier drops a drafter that is silent for much less."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""Integer that an int64 column can hold."""
+"""Integer that an int64 can hold."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=4096)]
 
-COMMIT_COLUMNS = {
-    "requests": np.int64, "bases": np.int64, "hashes": np.uint64, "counts": np.int64, "windows": np.uint8,
-    "resends": np.uint8,
-}  # fmt: skip
-"""Columns of `Step` with a row for each request that goes on."""
-DRAFT_COLUMNS = {
-    "requests": np.int64, "positions": np.int64, "hashes": np.uint64, "tokens": np.int32, "levels": np.int8,
-}  # fmt: skip
-"""Columns of `Drafts` with a row for each draft token."""
+COMMIT_ROW = np.dtype(
+    [
+        ("request", np.int64),
+        ("base", np.int64),  # length of the text that the commit extends, in tokens
+        ("prefix_hash", np.uint64),  # of that text
+        ("count", np.int64),  # new tokens
+        ("window", np.uint8),  # see `Open`
+    ],
+    align=True,
+)
+"""New tokens of one request."""
+DRAFT_ROW = np.dtype(
+    [
+        ("owner", np.int64),  # number of the request or, inside of a drafter, of its shadow sequence
+        ("position", np.int64),  # index of the token in the text
+        ("prefix_hash", np.uint64),  # of all tokens before it; the engine leaves 0, and `append` fills it in
+        ("token", np.int32),
+        ("level", np.int8),  # evidence level (`drafters.base`)
+    ],
+    align=True,
+)
+"""One draft token."""
 
 
 class FrameError(ValueError):
@@ -61,7 +73,6 @@ class Welcome(_Tagged, frozen=True):
     session: Count
     drafter: Count
     """Random number of the drafter process: a restarted drafter has another one."""
-    draft_version: Count
     max_model_len: Count
     num_shadows: Count
     """Requests that the drafter can hold, of all verifiers together."""
@@ -94,23 +105,11 @@ class Step(_Tagged, frozen=True):
     """Verifier to drafter, after each step of the engine: opened, closed and continued requests."""
 
     session: Count
-    number: Count
-    sent_ns: Count
-    """Sending time by the verifier's clock, which the drafter echoes."""
     opens: Annotated[list[Open], msgspec.Meta(max_length=4096)]
     closes: bytes
     """int64: requests that ended."""
-    requests: bytes
-    bases: bytes
-    """Length of the text that the commit extends, in tokens."""
-    hashes: bytes
-    """Hash of that text."""
-    counts: bytes
-    """Number of new tokens."""
-    windows: bytes
-    """See `Open`."""
-    resends: bytes
-    """1 asks for all drafts beyond the new text again."""
+    commits: bytes
+    """`COMMIT_ROW`."""
     tokens: bytes
     """int32: the new tokens of all rows, one row after the other."""
 
@@ -122,49 +121,23 @@ class Drafts(_Tagged, frozen=True):
     drafter: Count
     number: Count
     """Counts the messages of the session. A gap tells the verifier that one was lost."""
-    answers: Count
-    """Number of the latest `Step` that the drafter received."""
-    echo_ns: Count
-    held_ns: Count
-    """Time from the arrival of that step to this answer."""
-    draft_version: Count
     token_s: float
     """Seconds that the drafter takes to draft one token for each of its requests."""
     num_shadows: Count
     """Shadow sequences in use, of all verifiers together."""
-    requests: bytes
-    positions: bytes
-    """Index of the token in the request's text."""
-    hashes: bytes
-    """Hash of all text before the token."""
-    tokens: bytes
-    levels: bytes
-    """Evidence levels (`drafters.base`)."""
+    drafts: bytes
+    """`DRAFT_ROW`."""
     lacking: bytes
     """int64: requests that the verifier has to open again."""
 
 
-class Publish(_Tagged, frozen=True):
-    """Trainer of the draft model to drafter: load the weights in `folder`, a path on the drafter's machine."""
-
-    folder: Line
-    draft_version: Count
-
-
-class Published(_Tagged, frozen=True):
-    """Drafter to trainer: the weights of `draft_version` are in use, or `error` says why they are not."""
-
-    draft_version: Count
-    error: Line
-
-
-Message = Hello | Welcome | Refuse | Step | Drafts | Publish | Published
+Message = Hello | Welcome | Refuse | Step | Drafts
 _decoder = msgspec.msgpack.Decoder(Message)
 encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(frame: bytes) -> Message:
-    """Returns the message in `frame`. Raises FrameError for anything else, such as oversized frames or ragged columns."""
+    """Returns the message in `frame`. Raises FrameError for anything else, such as oversized frames or ragged rows."""
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
     try:
@@ -172,36 +145,27 @@ def decode(frame: bytes) -> Message:
     except (msgspec.DecodeError, RecursionError) as error:
         raise FrameError(str(error)) from None
     if isinstance(message, Step):
-        _check_columns(message, COMMIT_COLUMNS, message.closes)
-        counts = column(message.counts, np.int64)
-        if len(counts) and (counts.min() < 0 or counts.max() > MAX_COLUMN):
+        _check_rows((message.closes, np.int64), (message.commits, COMMIT_ROW))
+        counts = column(message.commits, COMMIT_ROW)["count"]
+        if len(counts) and (counts.min() < 0 or counts.max() > MAX_ROWS):
             raise FrameError("a count out of range")
         if int(counts.sum()) * 4 != len(message.tokens) or any(len(opening.tokens) % 4 for opening in message.opens):
             raise FrameError("ragged tokens")
     elif isinstance(message, Drafts):
         if not 0.0 <= message.token_s <= LONGEST_TOKEN_S:  # false of NaN too
             raise FrameError("token_s out of range")
-        _check_columns(message, DRAFT_COLUMNS, message.lacking)
+        _check_rows((message.lacking, np.int64), (message.drafts, DRAFT_ROW))
     return message
 
 
-def _check_columns(message: Step | Drafts, types: Mapping[str, type], requests: bytes) -> None:
-    """Raises FrameError unless all columns have the same number of rows, and `requests` is an int64 column."""
-    lengths = {len(getattr(message, name)) / np.dtype(type_).itemsize for name, type_ in types.items()}
-    if len(lengths) != 1 or lengths.pop() > MAX_COLUMN or len(requests) % 8:
-        raise FrameError("ragged columns")
+def _check_rows(*parts: tuple[bytes, Any]) -> None:
+    """Raises FrameError unless each part has whole rows of its type, and not too many."""
+    for data, type_ in parts:
+        num_rows, rest = divmod(len(data), np.dtype(type_).itemsize)
+        if rest or num_rows > MAX_ROWS:
+            raise FrameError("ragged rows")
 
 
-def column(data: bytes, dtype: type) -> np.ndarray:
-    """Returns a writable array of a column, because compiled kernels take no read-only ones."""
+def column(data: bytes, dtype: Any) -> np.ndarray:
+    """Returns a writable array of rows or numbers, because compiled kernels take no read-only ones."""
     return np.frombuffer(data, dtype).copy()
-
-
-def columns(message: Step | Drafts, types: Mapping[str, type]) -> list[np.ndarray]:
-    """Returns the columns of `message` that `types` names, as writable arrays."""
-    return [column(getattr(message, name), type_) for name, type_ in types.items()]
-
-
-def packed(types: Mapping[str, type], arrays: Sequence[np.ndarray]) -> dict[str, bytes]:
-    """Returns the fields of a message for the columns that `types` names."""
-    return {name: a.astype(types[name], copy=False).tobytes() for name, a in zip(types, arrays, strict=True)}

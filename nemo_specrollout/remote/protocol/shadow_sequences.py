@@ -5,21 +5,10 @@ Shapes: N rows of a message, M shadow sequences in a step of the engine.
 """
 
 import numpy as np
-from numba import from_dtype, int32, int64, njit, uint64, void
+from numba import from_dtype, int32, int64, njit, void
 
 from nemo_specrollout.remote.protocol.draft_buffers import RINGS, new_rings, put, text_hash
-
-DRAFT_ROW = np.dtype(
-    [
-        ("shadow", np.int64),
-        ("position", np.int64),  # index of the token in the shadow sequence
-        ("prefix_hash", np.uint64),  # of all tokens before it; the engine leaves 0, and `append` fills it in
-        ("token", np.int32),
-        ("level", np.int8),  # evidence level (`drafters.base`)
-    ],
-    align=True,
-)
-"""One draft token."""
+from nemo_specrollout.remote.protocol.messages import COMMIT_ROW, DRAFT_ROW
 
 Correction = tuple[int, int, list[int]]
 """Shadow, number of tokens that it keeps, and the tokens that follow these."""
@@ -38,7 +27,7 @@ _SHADOW = np.dtype(
     ]
 )
 _SHADOWS = from_dtype(_SHADOW)[::1]
-_ROWS = from_dtype(DRAFT_ROW)[::1]
+_COMMITS, _DRAFTS = from_dtype(COMMIT_ROW)[::1], from_dtype(DRAFT_ROW)[::1]
 
 
 class ShadowSequences:
@@ -46,7 +35,7 @@ class ShadowSequences:
 
     def __init__(self, num_shadows: int, most_ahead: int) -> None:
         self.state = np.zeros(num_shadows, _SHADOW)
-        # A verifier may still send commits that lie behind the drafts, and ask for drafts again.
+        # A verifier may still send commits that lie behind the drafts.
         self.rings = new_rings(num_shadows, 4 * most_ahead)
         self._most_ahead = most_ahead
 
@@ -60,23 +49,16 @@ class ShadowSequences:
         self.state[shadow]["limit"] = 0
 
     def commit(
-        self,
-        shadows_N: np.ndarray,
-        bases_N: np.ndarray,
-        hashes_N: np.ndarray,
-        counts_N: np.ndarray,
-        windows_N: np.ndarray,
-        tokens: np.ndarray,
+        self, shadows_N: np.ndarray, rows_N: np.ndarray, tokens: np.ndarray
     ) -> tuple[list[Correction], np.ndarray]:
-        """Applies the commits of a `Step`; a shadow of -1 stands for a request that is unknown here.
+        """Applies the commits of a `Step`, `COMMIT_ROW` [N]; a shadow of -1 stands for a request that is unknown here.
 
         Returns corrections for the engine, and which rows are of requests that have to be opened again, bool [N].
         """
         kept_N = np.empty(len(shadows_N), np.int64)
-        windows_N = np.minimum(windows_N.astype(np.int64), self._most_ahead)
-        _commit(shadows_N, bases_N, hashes_N, counts_N, windows_N, tokens, self.state, self.rings, kept_N)
-        stops_N = np.cumsum(counts_N)
-        starts_N = stops_N - (bases_N + counts_N - kept_N)
+        _commit(shadows_N, rows_N, tokens, self.state, self.rings, self._most_ahead, kept_N)
+        stops_N = np.cumsum(rows_N["count"])
+        starts_N = stops_N - (rows_N["base"] + rows_N["count"] - kept_N)
         corrections = [
             (int(shadows_N[n]), int(kept_N[n]), tokens[starts_N[n] : stops_N[n]].tolist())
             for n in np.flatnonzero(kept_N >= 0)
@@ -99,28 +81,18 @@ class ShadowSequences:
         """
         _append(rows_M, self.state, self.rings)
         stops = rows_M[np.isin(rows_M["token"], stop_token_ids)]
-        self.state["stopped"][stops["shadow"]] = stops["position"]
-
-    def drafts_of(self, shadow: int) -> np.ndarray:
-        """Returns all tokens that are drafted beyond the committed text of a shadow sequence, as `DRAFT_ROW`."""
-        positions = np.arange(self.state[shadow]["committed"], self.state[shadow]["end"])
-        rows, entries = np.empty(len(positions), DRAFT_ROW), self.rings[shadow, positions % self.rings.shape[1]]
-        rows["shadow"], rows["position"] = shadow, positions
-        for name in entries.dtype.names or ():
-            rows[name] = entries[name]
-        return rows
+        self.state["stopped"][stops["owner"]] = stops["position"]
 
 
-@njit(void(int64[:], int64[:], uint64[:], int64[:], int64[:], int32[:], _SHADOWS, RINGS, int64[:]), cache=True)
-def _commit(  # type: ignore[no-untyped-def]
-    shadows_N, bases_N, hashes_N, counts_N, windows_N, tokens, states, rings, kept_N
-):
+@njit(void(int64[:], _COMMITS, int32[:], _SHADOWS, RINGS, int64, int64[:]), cache=True)
+def _commit(shadows_N, rows_N, tokens, states, rings, most_ahead, kept_N):  # type: ignore[no-untyped-def]
     """Writes how many tokens each shadow sequence keeps before a correction, or `UNCHANGED`, or `LACKING`."""
     size, stop = rings.shape[1], 0
     mask = size - 1
     for n in range(len(shadows_N)):
-        base, end = bases_N[n], bases_N[n] + counts_N[n]
-        stop += counts_N[n]
+        row = rows_N[n]
+        base, end = row.base, row.base + row.count
+        stop += row.count
         first = stop - end  # index in `tokens` of the token at position 0
         kept_N[n] = LACKING
         if shadows_N[n] < 0:
@@ -130,9 +102,9 @@ def _commit(  # type: ignore[no-untyped-def]
             kept_N[n] = UNCHANGED
             continue
         oldest = max(state.start, state.end - size + 1)
-        if base > state.end or base < oldest or ring[base & mask].prefix_hash != hashes_N[n]:
+        if base > state.end or base < oldest or ring[base & mask].prefix_hash != row.prefix_hash:
             continue
-        state.window = windows_N[n]
+        state.window = min(int64(row.window), most_ahead)
         p = base
         while p < end and p < state.end and ring[p & mask].token == tokens[first + p]:
             p += 1
@@ -150,11 +122,11 @@ def _commit(  # type: ignore[no-untyped-def]
             state.stopped = NOT_STOPPED
 
 
-@njit(void(_ROWS, _SHADOWS, RINGS), cache=True)
+@njit(void(_DRAFTS, _SHADOWS, RINGS), cache=True)
 def _append(rows_M, states, rings):  # type: ignore[no-untyped-def]
     for i in range(len(rows_M)):
         row = rows_M[i]
-        ring = rings[row.shadow]
+        ring = rings[row.owner]
         row.prefix_hash = ring[row.position & (len(ring) - 1)].prefix_hash
         put(ring, row.position, row.token, row.level)
-        states[row.shadow].end = row.position + 1
+        states[row.owner].end = row.position + 1

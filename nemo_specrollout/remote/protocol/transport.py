@@ -1,30 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages over ZeroMQ: a ROUTER socket of each drafter, a DEALER socket for each drafter of a verifier.
 
-Each frame carries a keyed hash of its content and direction. Only `wait` and `publish` block.
+Each frame carries a keyed hash of its content and direction. Only `wait` blocks.
 """
 
 import hashlib
 import hmac
-import time
 from collections.abc import Hashable, Iterator, Sequence
 
 import zmq
 
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.remote.protocol.messages import (
-    MAX_FRAME_BYTES,
-    FrameError,
-    Message,
-    Publish,
-    Published,
-    decode,
-    encode,
-)
+from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES, FrameError, Message, decode, encode
 
 MAX_FRAMES = 1024
 """Most frames that one `receive` takes, so that a peer that floods cannot keep its receiver from working."""
-PUBLISH_TIMEOUT_S = 120.0
 _MAC_BYTES = 16
 _QUEUED_FRAMES = 4096
 _FROM_DRAFTER, _FROM_VERIFIER = b"from drafter", b"from verifier"
@@ -121,31 +111,3 @@ class VerifierSocket(_BoundedSocket):
         except zmq.Again:
             return False
         return True
-
-
-def publish(addresses: Sequence[str], secret: bytes, folder: str, draft_version: int) -> dict[str, str]:
-    """Asks the drafters at `addresses` to load the weights in `folder`, a path on their machines, and waits for the answers.
-
-    Returns, by address, why a drafter did not; empty if all did. A drafter that did not keeps its weights.
-    """
-    sockets = {address: VerifierSocket(address, secret) for address in addresses}
-    for socket in sockets.values():
-        socket.send(Publish(folder, draft_version))
-    deadline = time.monotonic() + PUBLISH_TIMEOUT_S
-    errors = {address: _published(socket, draft_version, deadline) for address, socket in sockets.items()}
-    for socket in sockets.values():
-        socket.close()
-    return {address: error for address, error in errors.items() if error}
-
-
-def _published(socket: VerifierSocket, draft_version: int, deadline: float) -> str:
-    """Waits for the answer to a publication; returns its error, which is empty on success."""
-    while (left_s := deadline - time.monotonic()) > 0:
-        socket.wait(left_s)
-        try:
-            for message in socket.receive():
-                if isinstance(message, Published) and message.draft_version == draft_version:
-                    return message.error
-        except FrameError as error:
-            return str(error)
-    return f"no answer within {PUBLISH_TIMEOUT_S:.0f} s"

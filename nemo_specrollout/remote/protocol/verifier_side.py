@@ -13,8 +13,7 @@ import numpy as np
 
 from nemo_specrollout.remote.protocol.draft_buffers import NO_REQUEST, SLOT_BITS, SLOT_MASK, DraftBuffers
 from nemo_specrollout.remote.protocol.messages import (
-    COMMIT_COLUMNS,
-    DRAFT_COLUMNS,
+    DRAFT_ROW,
     PROTOCOL,
     Drafts,
     Hello,
@@ -24,8 +23,6 @@ from nemo_specrollout.remote.protocol.messages import (
     Step,
     Welcome,
     column,
-    columns,
-    packed,
 )
 
 ANSWER_DEADLINE_S = 2.0
@@ -84,14 +81,11 @@ class Peer:
     """Reason why the drafter is not ready; empty if it is, or if it was not tried yet."""
     # What it said last (see `Welcome` and `Drafts`).
     drafter: int = 0
-    draft_version: int = 0
     max_model_len: int = 0
     num_shadows: int = 0
     token_s: float = 0.0
     num_open_there: int = 0
     """Requests that it held when it answered last, of all verifiers."""
-    answer_s: float = 0.0
-    """Seconds from a step to its answer, without the time that the drafter held it."""
     resume_at_s: float = 0.0
     """Time at which it is greeted next, or at which a greeting counts as unanswered."""
     pause_s: float = FIRST_PAUSE_S
@@ -99,7 +93,6 @@ class Peer:
     waiting_since_s: float | None = None  # Time of the first step that it has not answered.
     told_s: float = 0.0  # Time of the latest step that it was sent.
     last_number: int = -1  # Number of its latest `Drafts`.
-    last_answered: int = -1  # Number of a step.
     num_rows: int = 0  # Draft tokens that it sent.
     num_asked: int = 0  # Requests that it was asked to draft for, summed over steps.
     num_failures: int = 0
@@ -115,9 +108,8 @@ class Peer:
 
     def welcome(self, message: Welcome, now_s: float) -> None:
         self.state, self.reason, self.ready_s = PeerState.READY, "", now_s
-        self.drafter, self.draft_version = message.drafter, message.draft_version
+        self.drafter, self.last_number = message.drafter, 0
         self.max_model_len, self.num_shadows = message.max_model_len, message.num_shadows
-        self.last_number = 0
 
     def fail(self, reason: str, now_s: float) -> None:
         """Marks the drafter as failed, to be greeted again after a pause."""
@@ -140,17 +132,12 @@ class Peer:
         self.num_rows += num_rows
         return self.num_rows > FLOOD_FACTOR * most_ahead * self.num_asked + FLOOD_ALLOWANCE
 
-    def note_answer(self, drafts: Drafts, now_s: float) -> bool:
+    def note_answer(self, drafts: Drafts) -> bool:
         """Notes the figures of an answer; returns whether an earlier message of the drafter was lost."""
         self.waiting_since_s = None
         has_lost = drafts.number > self.last_number + 1
         self.last_number = max(self.last_number, drafts.number)
-        if drafts.answers > self.last_answered and drafts.echo_ns:
-            answer_s = now_s - (drafts.echo_ns + drafts.held_ns) / 1e9
-            if 0.0 <= answer_s <= ANSWER_DEADLINE_S:  # the drafter may echo anything
-                self.answer_s = answer_s
-        self.last_answered = max(self.last_answered, drafts.answers)
-        self.draft_version, self.token_s, self.num_open_there = drafts.draft_version, drafts.token_s, drafts.num_shadows
+        self.token_s, self.num_open_there = drafts.token_s, drafts.num_shadows
         return has_lost
 
 
@@ -172,7 +159,6 @@ class VerifierSide:
         self._is_told = np.zeros(num_slots, np.bool_)
         self._requests = np.full(num_slots, NO_REQUEST, np.int64)
         self._num_requests = 0
-        self._num_steps = 0
         self._closes: list[list[int]] = [[] for _ in range(num_drafters)]
 
     def open(self, request: StreamRequest) -> None:
@@ -196,12 +182,11 @@ class VerifierSide:
             (d, self._hello) for d, peer in enumerate(self.peers) if peer.greets(now_s)
         ]
         self._assign(lengths_S)
-        self._num_steps += 1
         for drafter, peer in enumerate(self.peers):
             slots_b = self.slots_of(drafter)
             is_due = len(slots_b) > 0 or bool(self._closes[drafter]) or now_s - peer.told_s > HEARTBEAT_S
             if peer.state is PeerState.READY and is_due:
-                messages.append((drafter, self._step(drafter, slots_b, token_ids_SL, lengths_S[slots_b], now_s)))
+                messages.append((drafter, self._step(drafter, slots_b, token_ids_SL, lengths_S[slots_b])))
                 if peer.note_step(len(slots_b), now_s):
                     self.fail(drafter, "left a step unanswered", now_s)
         return messages
@@ -276,21 +261,16 @@ class VerifierSide:
             self._drafter_of[slot] = drafter
             num_ours[drafter] += 1
 
-    def _step(
-        self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray, now_s: float
-    ) -> Step:
+    def _step(self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray) -> Step:
         is_told_b = self._is_told[slots_b]
         opens = [
             self._open_message(int(slots_b[i]), token_ids_SL[slots_b[i], : lengths_b[i]])
             for i in np.flatnonzero(~is_told_b)
         ]
         slots_t = slots_b[is_told_b]
-        bases_t, hashes_t, counts_t, tokens = self.buffers.commit(slots_t, token_ids_SL, lengths_b[is_told_b])
-        windows_t, losses_t = self.buffers.windows(slots_t), self.buffers.take_losses(slots_t)
-        commits = packed(COMMIT_COLUMNS, [self._requests[slots_t], bases_t, hashes_t, counts_t, windows_t, losses_t])
+        rows_t, tokens = self.buffers.commit(slots_t, token_ids_SL, lengths_b[is_told_b])
         closes, self._closes[drafter] = np.array(self._closes[drafter], np.int64).tobytes(), []
-        sent_ns = int(now_s * 1e9)
-        return Step(self.session, self._num_steps, sent_ns, opens, closes, **commits, tokens=tokens.tobytes())
+        return Step(self.session, opens, closes, rows_t.tobytes(), tokens.tobytes())
 
     def _open_message(self, slot: int, text: np.ndarray) -> Open:
         r, number = self._opened[slot], int(self._requests[slot])
@@ -299,13 +279,13 @@ class VerifierSide:
         return Open(number, r.seed, r.temperature, r.top_k, r.top_p, r.limit, self.most_ahead, text.tobytes())
 
     def _take_drafts(self, drafter: int, drafts: Drafts, now_s: float) -> None:
-        peer, rows = self.peers[drafter], columns(drafts, DRAFT_COLUMNS)
-        if peer.is_flooding(len(rows[0]), self.most_ahead):
+        peer, rows = self.peers[drafter], column(drafts.drafts, DRAFT_ROW)
+        if peer.is_flooding(len(rows), self.most_ahead):
             self.fail(drafter, "sends far more drafts than it was asked for", now_s)
             return
-        if peer.note_answer(drafts, now_s):
-            self.buffers.note_loss(self.slots_of(drafter))
-        self.buffers.add(*rows)
+        if peer.note_answer(drafts):
+            self._is_told[self.slots_of(drafter)] = False  # it is told all again, and drafts all again
+        self.buffers.add(rows)
         for request in column(drafts.lacking, np.int64).tolist():
             slot = request & SLOT_MASK
             if slot in self._opened and self._requests[slot] == request and self._drafter_of[slot] == drafter:

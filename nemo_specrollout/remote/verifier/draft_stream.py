@@ -139,8 +139,6 @@ class RemoteDrafter:
                 num_ready=len(ready),
                 num_failures=sum(peer.num_failures for peer in peers),
                 draft_token_s=max((peer.token_s for peer in ready), default=0.0),
-                answer_s=max((peer.answer_s for peer in ready), default=0.0),
-                draft_version=min((peer.draft_version for peer in ready), default=0),
                 problem=next((peer.reason for peer in peers if peer.reason), ""),
             )
 

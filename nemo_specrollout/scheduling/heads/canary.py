@@ -243,9 +243,6 @@ def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K:
 
 def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
     """Returns the rates by position of a drafter with the same acceptance at all, and `acceptance_length` tokens a step."""
-    low, high = 0.0, 1.0
-    positions_K = np.arange(1, num_positions + 1)
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if (middle**positions_K).sum() < acceptance_length - 1.0 else (low, middle)
-    return np.clip(low**positions_K, MIN_RATE, MAX_RATE)
+    roots = np.roots([*np.ones(num_positions), 1.0 - acceptance_length])
+    rate = max(0.0, *roots[np.isreal(roots)].real)
+    return np.clip(rate ** np.arange(1, num_positions + 1), MIN_RATE, MAX_RATE)

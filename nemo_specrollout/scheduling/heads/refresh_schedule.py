@@ -87,41 +87,6 @@ class RefreshOutlook:
 
 
 @dataclass(frozen=True)
-class RefreshObservation:
-    """State of a run after an RL step."""
-
-    acceptance_length: float
-    """Current acceptance length, a decayed mean."""
-    published_length: float
-    """Acceptance length right after the last publish, or at the start of the run."""
-    tokens_per_step: float
-    steps_to_come: int
-    steps_since_refresh: int
-    """RL steps since the last refresh, published or not."""
-    costs: DecodeCosts
-    outlook: RefreshOutlook
-    run_s: float
-    waited_s: float = 0.0
-    """Seconds of these that the run waited for refreshes."""
-    cost_weight: float = 1.0
-    """Share of a refresh's seconds that the run waits for; 0 if training fills idle time."""
-
-    @property
-    def cost_s(self) -> float:
-        return self.outlook.refresh_s * self.cost_weight
-
-    @property
-    def expected_length(self) -> float:
-        fall = max(0.0, self.published_length - self.acceptance_length)
-        return self.acceptance_length + self.outlook.recovery * fall + self.outlook.surplus
-
-    @property
-    def gain_s_per_step(self) -> float:
-        saved_s = self.costs.token_s(self.acceptance_length) - self.costs.token_s(self.expected_length)
-        return self.tokens_per_step * saved_s
-
-
-@dataclass(frozen=True)
 class RefreshDecision:
     """Decision about a refresh."""
 
@@ -130,66 +95,6 @@ class RefreshDecision:
     """Seconds that a refresh saves until the run ends."""
     reason: str
     """Sentence for the log."""
-
-
-class RefreshTrigger:
-    """Decides once in each RL step whether to refresh, as `config.trigger` says. Owns the time that a stale head has cost.
-
-    The trigger `auto` refreshes when the stale head has cost as much time since the last refresh as a refresh takes. This
-    ski-rental rule never costs more than twice the optimum. The rest of the run must also repay the refresh with
-    `config.margin` to spare. The gap `config.min_gap` doubles after each candidate in a row that the gate refused.
-    """
-
-    def __init__(self, config: DraftRefreshConfig) -> None:
-        self._config = config
-        self._lost_s = 0.0
-        self._since = 0
-
-    def decide(self, observed: RefreshObservation) -> RefreshDecision:
-        gain_s = observed.gain_s_per_step * observed.steps_to_come
-        refresh, reason = self._judge(observed, gain_s)
-        waited_s, run_s = observed.waited_s + observed.cost_s, observed.run_s + observed.cost_s
-        if refresh and waited_s > self._config.max_time_share * run_s:
-            refresh = False
-            reason = (
-                f"refreshes would have taken {waited_s:.3g} s of the run's {run_s:.3g} s, more than the share "
-                f"{self._config.max_time_share} of it"
-            )
-        return RefreshDecision(refresh, gain_s, f"{'refreshed' if refresh else 'skipped'}: {reason}")
-
-    def _judge(self, observed: RefreshObservation, gain_s: float) -> tuple[bool, str]:
-        """Returns whether to refresh, without regard to `max_time_share`, and the reason."""
-        if self._config.trigger == "never":
-            return False, "the trigger is never"
-        if self._config.trigger == "auto":
-            return self._judge_gain(observed, gain_s)
-        interval = self._config.interval if self._config.trigger == "interval" else 1
-        steps = f"{observed.steps_since_refresh} steps since the last refresh (interval: {interval})"
-        if observed.steps_to_come == 0 or observed.steps_since_refresh < interval:
-            return False, f"{steps}, {observed.steps_to_come} to come"
-        return True, steps
-
-    def _judge_gain(self, observed: RefreshObservation, gain_s: float) -> tuple[bool, str]:
-        if observed.steps_since_refresh <= self._since:
-            self._lost_s = 0.0
-        self._since = observed.steps_since_refresh
-        self._lost_s += observed.gain_s_per_step
-        gap = self._config.min_gap * min(2**observed.outlook.num_rejected, MAX_BACKOFF)
-        if observed.steps_since_refresh < gap:
-            after = " after a head that was refused" if observed.outlook.num_rejected else ""
-            return False, f"{observed.steps_since_refresh} of at least {gap} steps since the last refresh{after}"
-        price = f"for {observed.cost_s:.2g} s of training" if observed.cost_weight else "and wait for no training"
-        fell = "fell" if observed.acceptance_length < observed.published_length else "went"
-        outlook = (
-            f"acceptance length {fell} from {observed.published_length:.2f} to {observed.acceptance_length:.2f}; at "
-            f"{observed.tokens_per_step:,.0f} tokens a step the {observed.steps_to_come} steps left gain {gain_s:.2g} s "
-            f"{price}"
-        )
-        if gain_s <= (1.0 + self._config.margin) * observed.cost_s:
-            return False, f"{outlook}, too little"
-        if self._lost_s < observed.cost_s:
-            return False, f"{outlook}, but the fall has cost {self._lost_s:.2g} s so far; it is too early"
-        return True, outlook
 
 
 def _towards(old: float, new: float) -> float:
@@ -226,7 +131,11 @@ def head_use(
 
 
 class RefreshSchedule:
-    """Decides after each RL step whether to refresh. Owns the trigger and the history of the run's refreshes.
+    """Decides after each RL step whether to refresh, as `config.trigger` says. Owns the history of the run's refreshes.
+
+    The trigger `auto` refreshes when the stale head has cost as much time since the last refresh as a refresh takes. This
+    ski-rental rule never costs more than twice the optimum. The rest of the run must also repay the refresh with
+    `config.margin` to spare. The gap `config.min_gap` doubles after each candidate in a row that the gate refused.
 
     Before the first publish, a better head is expected to draft in every step. Afterwards it is expected to draft in the
     largest share of steps that the published head reached. With `in_background`, the run does not wait for training. Then
@@ -235,40 +144,80 @@ class RefreshSchedule:
 
     def __init__(self, config: DraftRefreshConfig, in_background: bool = False) -> None:
         self._config, self._in_background = config, in_background
-        self._trigger = RefreshTrigger(config)
-        self._outlook = RefreshOutlook(config.max_train_seconds or FIRST_REFRESH_S)
-        self._length: float | None = None
-        self._published_length: float | None = None
-        self._share: float | None = None
-        self._steps_since = 0
-        self._run_s = self._step_s = 0.0
+        self.outlook = RefreshOutlook(config.max_train_seconds or FIRST_REFRESH_S)
+        self.length: float | None = None
+        """Current acceptance length, a decayed mean; None if the head has not drafted since the last publish."""
+        self.published_length: float | None = None
+        """Acceptance length right after the last publish, or at the start of the run."""
+        self.steps_since = 0
+        """RL steps since the last refresh, published or not."""
+        self.run_s = 0.0
         self.waited_s = 0.0
+        """Seconds of the refreshes."""
+        self._share: float | None = None
+        self._step_s = self._lost_s = 0.0
 
     def after_step(self, facts: StepFacts) -> RefreshDecision:
         """Returns the decision with its reason. Call it once in each RL step."""
         length = facts.acceptance_length
         if length is not None:
-            self._length = length if self._length is None else self._length + SMOOTHING * (length - self._length)
-            self._published_length = self._published_length or length
+            self.length = length if self.length is None else self.length + SMOOTHING * (length - self.length)
+            self.published_length = self.published_length or length
         if self._share is not None:
             self._share = max(self._share, facts.head_share)
-        self._steps_since += 1
-        self._run_s += facts.seconds
+        self.steps_since += 1
+        self.run_s += facts.seconds
         self._step_s = facts.seconds
-        return self._trigger.decide(
-            RefreshObservation(
-                acceptance_length=self._length or 1.0,
-                published_length=self._published_length or 1.0,
-                tokens_per_step=facts.num_tokens * (1.0 if self._share is None else self._share),
-                steps_to_come=facts.steps_to_come,
-                steps_since_refresh=self._steps_since,
-                costs=facts.costs,
-                outlook=self._outlook,
-                run_s=self._run_s,
-                waited_s=self.waited_s,
-                cost_weight=0.0 if self._in_background else 1.0,
+        num_tokens = facts.num_tokens * (1.0 if self._share is None else self._share)
+        return self.decide(num_tokens, facts.steps_to_come, facts.costs)
+
+    def decide(self, num_tokens: float, steps_to_come: int, costs: DecodeCosts) -> RefreshDecision:
+        """Returns the decision in the present state, for a run with `num_tokens` tokens in each step to come."""
+        length, cost_s = self.length or 1.0, 0.0 if self._in_background else self.outlook.refresh_s
+        fall = max(0.0, (self.published_length or 1.0) - length)
+        expected_length = length + self.outlook.recovery * fall + self.outlook.surplus
+        gain_s_per_step = num_tokens * (costs.token_s(length) - costs.token_s(expected_length))
+        gain_s = gain_s_per_step * steps_to_come
+        # The first step after a refresh begins a new sum.
+        self._lost_s = gain_s_per_step + (self._lost_s if self.steps_since > 1 else 0.0)
+        price = "and wait for no training" if self._in_background else f"for {cost_s:.2g} s of training"
+        gain = f"at {num_tokens:,.0f} tokens a step the {steps_to_come} steps left gain {gain_s:.2g} s {price}"
+        if self._config.trigger == "auto":
+            refresh, reason = self._judge_gain(gain_s, cost_s, gain)
+        else:
+            refresh, reason = self._judge_interval(steps_to_come)
+        waited_s, run_s = self.waited_s + cost_s, self.run_s + cost_s
+        if refresh and waited_s > self._config.max_time_share * run_s:
+            refresh = False
+            reason = (
+                f"refreshes would have taken {waited_s:.3g} s of the run's {run_s:.3g} s, more than the share "
+                f"{self._config.max_time_share} of it"
             )
-        )
+        return RefreshDecision(refresh, gain_s, f"{'refreshed' if refresh else 'skipped'}: {reason}")
+
+    def _judge_interval(self, steps_to_come: int) -> tuple[bool, str]:
+        """Returns whether to refresh by the number of steps, without regard to `max_time_share`, and the reason."""
+        if self._config.trigger == "never":
+            return False, "the trigger is never"
+        interval = self._config.interval if self._config.trigger == "interval" else 1
+        steps = f"{self.steps_since} steps since the last refresh (interval: {interval})"
+        if steps_to_come == 0 or self.steps_since < interval:
+            return False, f"{steps}, {steps_to_come} to come"
+        return True, steps
+
+    def _judge_gain(self, gain_s: float, cost_s: float, gain: str) -> tuple[bool, str]:
+        """Returns whether a refresh pays, without regard to `max_time_share`, and the reason. `gain` tells the gain."""
+        gap = self._config.min_gap * min(2**self.outlook.num_rejected, MAX_BACKOFF)
+        if self.steps_since < gap:
+            after = " after a head that was refused" if self.outlook.num_rejected else ""
+            return False, f"{self.steps_since} of at least {gap} steps since the last refresh{after}"
+        length, best = self.length or 1.0, self.published_length or 1.0
+        outlook = f"acceptance length {'fell' if length < best else 'went'} from {best:.2f} to {length:.2f}; {gain}"
+        if gain_s <= (1.0 + self._config.margin) * cost_s:
+            return False, f"{outlook}, too little"
+        if self._lost_s < cost_s:
+            return False, f"{outlook}, but the fall has cost {self._lost_s:.2g} s so far; it is too early"
+        return True, outlook
 
     def budget_s(self) -> float:
         """Returns the maximum training seconds of the next refresh: its share of the run, minus the time already used."""
@@ -277,22 +226,20 @@ class RefreshSchedule:
         wanted_s = self._config.max_train_seconds or usual_s
         if share >= 1.0:
             return wanted_s
-        left_s = share * self._run_s - self.waited_s
+        left_s = share * self.run_s - self.waited_s
         return max(SHORTEST_S, min(wanted_s, left_s if self._in_background else left_s / (1.0 - share)))
 
     def refreshed(self, seconds: float, gain: float | None) -> None:
         """Notes a finished refresh. `gain` is `Refresh.gain` of the candidate."""
-        self._run_s += 0.0 if self._in_background else seconds
+        self.run_s += 0.0 if self._in_background else seconds
         self.waited_s += seconds
-        self._steps_since = 0
-        if gain is None or self._length is None:
-            self._outlook = self._outlook.after_rejection(seconds)
+        self.steps_since = 0
+        if gain is None or self.length is None:
+            self.outlook = self.outlook.after_rejection(seconds)
             return
-        after = 1.0 + (self._length - 1.0) * gain
-        self._outlook = self._outlook.after_publish(
-            self._length, self._published_length or self._length, after, seconds
-        )
-        self._length = self._published_length = None
+        after = 1.0 + (self.length - 1.0) * gain
+        self.outlook = self.outlook.after_publish(self.length, self.published_length or self.length, after, seconds)
+        self.length = self.published_length = None
         self._share = 0.0
 
 

@@ -5,10 +5,8 @@ A store has a bounded size and survives a crash at any moment. `index.json` says
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,13 +16,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from nemo_specrollout.storage.files import write_atomically
+from nemo_specrollout.config.nemo_rl_tree import at
+from nemo_specrollout.config.strict import differences
+from nemo_specrollout.storage.files import lock_folder, write_atomically
+from nemo_specrollout.storage.model_folder import read_object
 from nemo_specrollout.training.features.features import SequenceFeatures, is_held_out
 
-logger = logging.getLogger(__name__)
-
 FORMAT = 2
-"""Number of the file format. A store of another format cannot be read."""
+"""Number of the file format. A store of another format cannot be used."""
 INDEX = "index.json"
 SHARD_BYTES = 64 << 20
 SEQUENCE_OVERHEAD_BYTES = 512
@@ -46,42 +45,12 @@ class FeatureSource:
     layer_ids: tuple[int, ...]
     """Auxiliary layers, in the order in which their states are stored."""
 
-    def differences(self, other: "FeatureSource") -> list[str]:
-        """Returns a phrase for each field that keeps features of the two sources from being mixed."""
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in asdict(self) if name != "policy_name"}
-        return [f"{name} {one!r}, not {two!r}" for name, (one, two) in pairs.items() if one != two]
-
-
-@dataclass(frozen=True)
-class FeatureIndex:
-    """Content of `index.json`."""
-
-    source: FeatureSource
-    held_out_share: float
-    """Share of prompts whose sequences are kept from training."""
-
-
-def is_feature_store(folder: Path) -> bool:
-    return (folder / INDEX).is_file()
-
 
 class FeatureReader:
     """Reads a store, which another process may be writing. A shard that the writer drops meanwhile is skipped."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-
-    def index(self) -> FeatureIndex:
-        """Returns what the features are of. Raises FileNotFoundError without an index, ValueError for a damaged one."""
-        path = self.folder / INDEX
-        try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
-            if tree["format"] != FORMAT:
-                raise ValueError(f"{path}: another version of this package wrote it; remove {self.folder}")
-            source = {**tree["source"], "layer_ids": tuple(tree["source"]["layer_ids"])}
-            return FeatureIndex(FeatureSource(**source), tree["held_out_share"])
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: not the index of a feature store ({error!r}); remove {self.folder}") from error
 
     def shards(self) -> list[Path]:
         """Returns the files, newest policy version first."""
@@ -168,9 +137,8 @@ class FeatureStore(FeatureReader):
         self._buffer: dict[int, list[tuple[SequenceFeatures, bool]]] = {}
         self._buffered_bytes = 0
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / ".lock").open("w")
+        self._lock = lock_folder(folder)
         try:
-            self._take_lock()
             self._recover()
         except BaseException:
             self._lock.close()
@@ -225,27 +193,16 @@ class FeatureStore(FeatureReader):
                     str(self.folder),
                 ) from error
 
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            reason = "another process writes to this feature store"
-            raise BlockingIOError(error.errno, reason, str(self.folder)) from error
-        except OSError:
-            logger.warning("%s: this file system has no locks; make sure that only one process writes", self.folder)
-
     def _recover(self) -> None:
         """Writes the index, or checks it; removes what a killed process left unfinished."""
-        try:
-            index = self.index()
-        except FileNotFoundError:
-            index = FeatureIndex(self.source, self.held_out_share)
-            write_atomically(self.folder / INDEX, json.dumps({"format": FORMAT, **asdict(index)}, indent=1))
-        differences = self.source.differences(index.source)
-        if index.held_out_share != self.held_out_share:
-            differences.append(f"held_out_share {self.held_out_share}, not {index.held_out_share}")
-        if differences:
-            raise ValueError(f"{self.folder} holds other features ({'; '.join(differences)}); choose another folder")
+        index, source = self.folder / INDEX, {**asdict(self.source), "layer_ids": list(self.source.layer_ids)}
+        own = {"format": FORMAT, "source": source, "held_out_share": self.held_out_share}
+        if not index.exists():
+            write_atomically(index, json.dumps(own, indent=1))
+        found = read_object(index)
+        if names := sorted(differences(own, found) - {"source.policy_name"}):
+            words = "; ".join(f"{name} {at(own, name)!r}, not {at(found, name)!r}" for name in names)
+            raise ValueError(f"{self.folder} holds other features ({words}); choose another folder, or remove it")
         for leftover in (*self.folder.glob(".shard-*"), *self.folder.glob(f".{INDEX}.*")):
             leftover.unlink()
         self._make_room(0)

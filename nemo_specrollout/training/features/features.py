@@ -7,7 +7,6 @@ H hidden size, F = auxiliary layers * H, V vocabulary.
 
 import hashlib
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,6 @@ CHUNK_ELEMENTS = 1 << 24
 """Approximate number of logits in memory at a time."""
 MAX_EXCESS, WARN_EXCESS = 2.0, 0.5
 """Surprise beyond the policy's entropy, nats per token, above which rollouts are refused or a warning is given."""
-MAX_CHANGE, WARN_CHANGE = 0.5, 0.1
-"""Relative change of the final hidden states above which features are refused or a warning is given. bfloat16 gives 0.01."""
 
 Text = tuple[Sequence[int], int]
 """Token ids of a prompt with its response, and the length of the prompt."""
@@ -158,16 +155,3 @@ def check_surprise(
         raise ValueError(f"{mean} and expects {-entropy:.2f} of its own: {refusal}")
     warning = f"{mean} and expects {-entropy:.2f} of its own: the rollouts look like another policy's"
     return warning if excess > WARN_EXCESS else None
-
-
-def check_stored(stored: Sequence[SequenceFeatures], current: Sequence[SequenceFeatures]) -> str | None:
-    """Returns a warning if stored features differ from the policy's current ones of the same tokens, else None.
-
-    Raises ValueError if the difference is too large for two versions of one policy.
-    """
-    pairs = [(a.final_TH.float(), b.final_TH.float()) for a, b in zip(stored, current, strict=True)]
-    change = statistics.median_high(float((a - b).norm() / b.norm()) for a, b in pairs)
-    difference = f"the stored features differ by {change:.0%} from what the policy computes now"
-    if not change <= MAX_CHANGE:
-        raise ValueError(f"{difference}, {MAX_CHANGE:.0%} at most: they are another policy's; give rollouts instead")
-    return f"{difference}: they are of older weights" if change > WARN_CHANGE else None

@@ -145,21 +145,14 @@ def token_ids_of(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
     return ids[added:] if ids[:added] == ids[added : 2 * added] else ids
 
 
-def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Yields (place, stripped line) for each line that is not blank."""
+def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (place, JSON object) for each line that is not blank."""
     try:
-        with file.open(encoding="utf-8") as opened:
-            for number, line in enumerate(opened, 1):
-                if line.strip():
-                    yield f"{file}, line {number}", line.strip()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"{file} cannot be read ({reason}); name a JSONL file") from error
-
-
-def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (place, JSON object) for each line that is not blank."""
-    for where, line in _lines(file):
+    for where, line in ((f"{file}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()):
         try:
             record = json.loads(line)
         except ValueError as error:

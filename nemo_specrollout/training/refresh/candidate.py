@@ -157,10 +157,8 @@ def write_card(
 
     `policy` and `data` are the card's entries about the policy (folder and version) and about the features (hash and counts).
     """
-    facts = check_head(folder, policy_folder)
+    check_head(folder, policy_folder)
     judgement = refresh.judgement
-    names = ("layer_ids", "hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings")
-    checked = "names, shapes and values of all tensors; hidden size, vocabulary, layers and context of the policy"
     card = {
         "policy": dict(policy),
         "data": dict(data),
@@ -176,7 +174,6 @@ def write_card(
             "sequences": len(judgement.after.count_NK) if judgement else 0,
         },
         "gate": {"published": refresh.published, "reason": refresh.reason},
-        "layout": {"format": "speculators", **{name: getattr(facts, name) for name in names}, "checked": checked},
         "versions": installed_versions(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -11,7 +11,7 @@ from nemo_specrollout.config.strict import bounded, choice
 
 DEFAULT_MINUTES = 10.0
 """Minutes of training if neither steps nor minutes are given."""
-MAY_DIFFER = ("device", "replace", "restart", "keep_features")
+MAY_DIFFER = ("device", "replace")
 """Options that may change between an interrupted command and the one that continues it."""
 DTYPES = ("float32", "bfloat16")
 
@@ -28,16 +28,12 @@ def _flag(
 class RefreshOptions:
     """Values of all flags. None means that the flag was not given; its help text says what that does."""
 
-    policy: str = _flag(
-        "policy: a Hugging Face folder, or a step_N folder of NeMo-RL, which NeMo-RL then converts", "CKPT"
-    )
+    policy: str = _flag("policy: a Hugging Face folder, or a step_N folder of NeMo-RL that has one", "CKPT")
     out: str = _flag("folder of the new head, which vLLM serves without conversion", "DIR")
     draft: str | None = _flag(
         "start from this head, and replace it only if the new one is better; else from scratch", "DIR", None
     )
-    rollouts: tuple[str, ...] = _flag(
-        "JSONL files, folders of them (also NeMo-RL's logs), or a feature store", "PATH", ()
-    )
+    rollouts: tuple[str, ...] = _flag("JSONL files, or folders of them (also NeMo-RL's logs)", "PATH", ())
     layer_ids: tuple[int, ...] = _flag(
         "policy layers whose inputs a new head reads, e.g. 2,18,33; else an early, a middle and a late one", "IDS", ()
     )
@@ -73,8 +69,6 @@ class RefreshOptions:
     policy_version: int = _flag("step of the policy, for the head's card", "N", 0, low=0)
     device: str = _flag("auto, cpu or cuda", "NAME", "auto", ("auto", "cpu", "cuda"))
     replace: bool = _flag("replace a head that is at --out", "", False)
-    restart: bool = _flag("throw away what an earlier, unfinished command left in DIR.partial", "", False)
-    keep_features: bool = _flag("keep the features in DIR.features, for --rollouts of another refresh", "", False)
 
     @property
     def recorded(self) -> dict[str, Any]:

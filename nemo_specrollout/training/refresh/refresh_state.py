@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folder DIR.partial of an unfinished offline refresh, from which a killed command is continued."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -10,9 +9,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_specrollout.config.strict import differences
-from nemo_specrollout.storage.files import write_atomically
+from nemo_specrollout.storage.files import lock_folder, write_atomically
 from nemo_specrollout.storage.model_folder import read_object
-from nemo_specrollout.training.features.feature_store import is_feature_store
 
 _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_config")
 """Keys that show that a config.json is a head's."""
@@ -21,9 +19,9 @@ _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_confi
 class RefreshState:
     """Owns DIR.partial while a refresh makes the head DIR.
 
-    The folder receives, in this order: `arguments.json` (the options, with sizes and times of the input files), `policy/`
-    (if converted), `features/`, `trainer.pt`, `candidate/` and `verdict.json`. Each is complete or missing.
-    Order of calls: `recover`, `open`, `put`, `close`.
+    The folder receives, in this order: `arguments.json` (the options, with sizes and times of the input files), `features/`,
+    `trainer.pt`, `candidate/` and `verdict.json`. Each is complete or missing. Order of calls: `recover`, `open`, `put`,
+    `discard`.
     """
 
     def __init__(self, out: Path, replace: bool) -> None:
@@ -31,10 +29,7 @@ class RefreshState:
         if not out.name:
             raise ValueError(f"--out {out}: name a folder that does not exist")
         self.out = out
-        self.folder, self.refused, self.kept_features = (
-            out.with_name(f"{out.name}.{end}") for end in ("partial", "refused", "features")
-        )
-        self.policy = self.folder / "policy"
+        self.folder, self.refused = (out.with_name(f"{out.name}.{end}") for end in ("partial", "refused"))
         self.features = self.folder / "features"
         self.trainer = self.folder / "trainer.pt"
         self.candidate = self.folder / "candidate"
@@ -53,35 +48,30 @@ class RefreshState:
             )
         if self.refused.exists() and not is_head(self.refused):
             raise ValueError(f"{self.refused}, where a refused head goes, is not a draft head; name another --out")
-        if self.kept_features.exists() and not is_feature_store(self.kept_features):
-            raise ValueError(f"{self.kept_features}, where features go, is not a feature store; name another --out")
 
     def recover(self) -> None:
-        """Restores the old head if a process died in `put`. Raises ValueError if another process works in the folder."""
+        """Restores the old head if a process died in `put`. Raises BlockingIOError if another one works in the folder."""
         if self.folder.is_dir():
             self._take_lock()
             if self.replaced.is_dir() and not self.out.exists():
                 os.rename(self.replaced, self.out)
 
-    def open(self, arguments: Mapping[str, Any], inputs: Iterable[Path], restart: bool) -> bool:
-        """Starts a refresh, or continues one; returns whether it continues one. `restart` drops what an earlier process left.
+    def open(self, arguments: Mapping[str, Any], inputs: Iterable[Path]) -> bool:
+        """Starts a refresh, or continues one; returns whether it continues one.
 
-        Raises ValueError if that process had other arguments, or input files and folders that have changed.
+        Raises ValueError if that one had other arguments, or input files and folders that have changed.
         """
         wanted = json.loads(json.dumps({"arguments": dict(arguments), "inputs": _fingerprint(inputs, self.out)}))
-        contents = [p for p in self.folder.glob("*") if p.name != ".lock"]
-        if contents and not self._arguments.is_file():
+        continues = any(p.name != ".lock" for p in self.folder.glob("*"))
+        if continues and not self._arguments.is_file():
             raise ValueError(f"{self.folder} exists and is not what a refresh left; move it, or name another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        if restart:
-            for path in contents:
-                _remove(path)
-        elif contents:
+        if continues:
             self._check_same(wanted)
-            return True
-        write_atomically(self._arguments, json.dumps(wanted, indent=1) + "\n")
-        return False
+        else:
+            write_atomically(self._arguments, json.dumps(wanted, indent=1) + "\n")
+        return continues
 
     def verdict(self) -> tuple[bool, str] | None:
         """Returns whether the candidate was published, and why; None if it has not been moved into its place yet."""
@@ -105,14 +95,8 @@ class RefreshState:
         os.rename(self.candidate, place)
         _remove(self.replaced)
 
-    def close(self, keep_features: bool) -> None:
-        """Removes the folder of a finished refresh. The features may be kept beside the head, for another refresh."""
-        if keep_features:
-            _remove(self.kept_features)
-            os.rename(self.features, self.kept_features)
-        self.discard()
-
     def discard(self) -> None:
+        """Removes the folder of a refresh that is finished, or has nothing to continue from."""
         self.release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -126,24 +110,15 @@ class RefreshState:
         found = json.loads(self._arguments.read_text())
         if names := sorted(differences(found["arguments"], wanted["arguments"])):
             old = ", ".join(_as_flag(name, found["arguments"].get(name)) for name in names)
-            fix = "repeat the same command, name another --out, or give --restart to begin again"
+            fix = "repeat the same command, name another --out, or remove that folder to begin again"
             raise ValueError(f"{self.folder} holds an unfinished refresh with {old}; {fix}")
         # After the verdict, the new head may have replaced one of the inputs.
         if self.verdict() is None and (changed := differences(found["inputs"], wanted["inputs"])):
-            raise ValueError(f"{min(changed)} changed since {self.folder} was begun; give --restart to begin again")
+            raise ValueError(f"{min(changed)} changed since {self.folder} was begun; remove that folder to begin again")
 
     def _take_lock(self) -> None:
-        if self._lock is not None:
-            return
-        file = (self.folder / ".lock").open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.close()
-            raise ValueError(f"another process works in {self.folder}; wait for it, or name another --out") from error
-        except OSError:  # the file system has no locks
-            pass
-        self._lock = file
+        if self._lock is None:
+            self._lock = lock_folder(self.folder)
 
 
 def is_head(folder: Path) -> bool:
