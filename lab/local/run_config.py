@@ -131,7 +131,7 @@ class RunConfig:
         unknown = next((t for t in self.policy.generation.specrollout.tasks_without_drafts if t not in known), None)
         raise_first_mistake(BLOCK_PATH, (
             unknown is not None, "tasks_without_drafts",
-            f"the run has no task {unknown!r}{nearest(str(unknown), known)}; it has {', '.join(sorted(known))}",
+            f"the run has no task {unknown!r}{nearest(str(unknown), known)}",
         ))  # fmt: skip
 
     def _check_asynchrony(self) -> None:

@@ -181,14 +181,14 @@ class GrpoRunner:
     def _start_source(self) -> RolloutSource:
         prompts = partial(step_prompts, self.config, task=self.task)
         is_async = self.config.grpo.async_grpo.enabled
-        runs_ahead = self.config.policy.generation.specrollout.runs_ahead
-        if self.config.cluster.rollout_workers == 1 and not is_async and not runs_ahead:
+        block = self.config.policy.generation.specrollout
+        if self.config.cluster.rollout_workers == 1 and not is_async and block.run_ahead is None:
             return LocalEngine(self.config, prompts)
         from lab.local.ahead_fleet import AheadFleet
         from lab.local.async_fleet import AsyncFleet
         from lab.local.fleet import RolloutFleet
 
-        kind = AsyncFleet if is_async else AheadFleet if runs_ahead else RolloutFleet
+        kind = AsyncFleet if is_async else AheadFleet if block.runs_ahead else RolloutFleet
         return kind(self.config, prompts, self.directory.ladder)
 
     def _start_policy(self) -> None:

@@ -90,6 +90,8 @@ def describe_speculation(block: SpecrolloutConfig, native: Any, workers_place: s
         ("drafters", ", ".join(map(_in_words, block.drafters))),
         *([] if block.remote is None else [("placement", _remote_in_words(block.remote, workers_place))]),
         ("budget", f"{block.budget.policy}: {budget}; at most {block.num_speculative_tokens}"),
+        *([("run_ahead", "engines decode the next step's requests while the policy trains; those texts are drafts, "
+                         f"up to {block.most_drafts} a step")] if block.runs_ahead else []),
         ("exactness", "a draft is accepted only if it equals the policy's own sample: tokens do not depend on drafters; "
                       + checked),
     ]  # fmt: skip

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block `run_ahead`: where it works, and what is said where it does not."""
+
+from dataclasses import replace
+
+import pytest
+from conftest import QUICKSTART
+from test_nemo_rl_config import APART, found, tree
+
+from lab.local.run_config import RunConfig
+from nemo_specrollout.cli.describe import describe_nemo_rl
+from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, RunAheadConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import AheadDrafterConfig, DflashDrafterConfig
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.generation.arguments import with_specrollout
+
+pytestmark = pytest.mark.unit
+
+AHEAD = f"{BLOCK_PATH}.run_ahead={{enabled: true}}"
+IN_FLIGHT = "in_flight_weight_updates: true, recompute_kv_cache_after_weight_updates"
+
+
+def test_engines_apart_have_no_findings() -> None:
+    assert not found(*APART, AHEAD)["error"]
+    assert not found(*APART, AHEAD, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}")["error"]
+    assert "decode the next step's requests" in dict(describe_nemo_rl(tree(*APART, AHEAD)))["run_ahead"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ((), "policy.generation.colocated.enabled: true with run_ahead; engines that share the trainer's GPUs"),
+        ((*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: false}}"),
+         "grpo.async_grpo.recompute_kv_cache_after_weight_updates: false with run_ahead"),
+        ((*APART, "ppo={x: 1}"), "ppo: a block with run_ahead; the next step's prompts are not known early there"),
+        ((*APART, "data_plane={enabled: true}"), "data_plane.enabled: true with run_ahead"),
+        ((*APART, "env.should_use_nemo_gym=true"), "env.should_use_nemo_gym: true with run_ahead"),
+        ((*APART, "data.use_multiple_dataloader=true"), "data.use_multiple_dataloader: true with run_ahead"),
+    ],
+    ids=["colocated", "stale", "ppo", "data plane", "gym", "loaders"],
+)  # fmt: skip
+def test_where_it_cannot_work_is_a_sentence(overrides: tuple[str, ...], sentence: str) -> None:
+    assert any(s.startswith(sentence) for s in found(AHEAD, *overrides)["error"])
+    off = found(AHEAD.replace("true", "false"), *overrides)["error"]
+    assert not any("run_ahead" in s for s in off)
+
+
+def test_the_block_gets_its_drafter_and_room_for_its_drafts() -> None:
+    block = SpecrolloutConfig(run_ahead=RunAheadConfig(most_drafts=40))
+    arguments = with_specrollout({"max_num_seqs": 256}, block, "cuda")
+    assert arguments["additional_config"]["specrollout"]["drafters"][-1] == {"type": "ahead"}
+    assert arguments["speculative_config"]["num_speculative_tokens"] == 40
+    assert arguments["max_num_batched_tokens"] >= 256 * 41
+    named = replace(block, drafters=(AheadDrafterConfig(),))
+    assert named.with_ahead == named
+    off = replace(block, run_ahead=RunAheadConfig(enabled=False))
+    assert off.with_ahead == off and off.most_drafts == 8
+    assert replace(block, budget=BudgetConfig("fixed", k=3)).most_drafts == 3
+    assert replace(block, drafters=(DflashDrafterConfig(model="m"),)).most_drafts == 8, (
+        "its network has eight positions"
+    )
+
+
+def test_local_asynchronous_runs_must_recompute() -> None:
+    def run(*overrides: str) -> RunConfig:
+        return build(RunConfig, load_config(QUICKSTART, [AHEAD, *overrides]), "")
+
+    assert run().policy.generation.specrollout.runs_ahead
+    with pytest.raises(ConfigError, match=r"run_ahead: with grpo\.async_grpo\.enabled; it then verifies"):
+        run("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
+    corrected = ("loss_fn.use_importance_sampling_correction=true", f"{BLOCK_PATH}.verify.requests_per_step=0")
+    assert run(*corrected, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}").grpo.async_grpo.enabled
+
+
+def test_a_task_that_the_run_lacks_is_refused() -> None:
+    def run(task: str) -> RunConfig:
+        return build(RunConfig, load_config(QUICKSTART, [f"{BLOCK_PATH}.tasks_without_drafts=[{task}]"]), "")
+
+    with pytest.raises(ConfigError, match=r"tasks_without_drafts: the run has no task 'squad'; known: step_addition"):
+        run("squad")
+    run("step_addition")
