@@ -36,7 +36,7 @@ class World:
     """A drafter, and requests in its slots."""
 
     def __init__(self) -> None:
-        self.drafter = AheadText(NUM_SLOTS, LONGEST, torch.device("cpu"))
+        self.drafter = AheadText(NUM_SLOTS, LONGEST, 300, torch.device("cpu"))
         self.total_len_S = torch.zeros(NUM_SLOTS, dtype=torch.int32)
         self.token_ids_SL = torch.zeros(NUM_SLOTS, LONGEST, dtype=torch.int32)
 
@@ -122,6 +122,13 @@ def test_a_text_beyond_the_context_is_cut() -> None:
     world = World()
     world.open(0, [*range(300)], [*range(90)])
     assert world.propose(0) == [[90, 91, 92]]
+
+
+def test_a_text_ends_before_a_token_that_the_policy_lacks() -> None:
+    for bad in (300, -1):
+        world = World()
+        world.open(0, [*TEXT[:9], bad, 1], TEXT[:5])
+        assert world.propose(0) == [TEXT[5:9]]
 
 
 # In engines

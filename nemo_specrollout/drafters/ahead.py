@@ -33,7 +33,8 @@ class AheadText(TextDrafter):
 
     name = "ahead"
 
-    def __init__(self, num_slots: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
         margin = WINDOW + 2 * FARTHEST
         self._row_length, self._margin = max_model_len + 2 * margin, margin
         self._texts_SL = torch.full((num_slots + 1, self._row_length), -1, dtype=torch.int32, device=device)
@@ -52,8 +53,8 @@ class AheadText(TextDrafter):
         return 0, 0
 
     def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
-        self._end_S[slots] = 0
-        self._shift_S[slots] = 0
+        for table in (self._end_S, self._shift_S):
+            table.index_fill_(0, slots, 0)  # table[slots] = 0 would wait for a GPU
 
     def remember(self, requests: Sequence[Any], put: Callable[[Any, Any], torch.Tensor]) -> None:
         """Stores the texts that new requests bring. `put` returns numbers of a NumPy type as a tensor on the device."""
@@ -64,15 +65,16 @@ class AheadText(TextDrafter):
         texts, places, ends = [], [], []
         for r in bringing:
             known = np.array(r.token_ids[max(r.prompt_length - WINDOW, 0) : r.prompt_length], np.int32)
-            text = np.concatenate([known, np.frombuffer(r.identity.ahead, np.int32)])
+            ahead = np.frombuffer(r.identity.ahead, np.int32, len(r.identity.ahead) // 4)
+            unknown = np.flatnonzero((ahead < 0) | (ahead >= self._vocab_size))  # no embedding has a row for these
             first = r.prompt_length - len(known)
-            text = text[: max(r.limit - first, 0)]
+            text = np.concatenate([known, ahead[: unknown[0] if len(unknown) else None]])[: max(r.limit - first, 0)]
             texts.append(text)
             places.append(np.arange(len(text), dtype=np.int64) + r.slot * self._row_length + self._margin + first)
             ends.append(first + len(text))
         tokens, where = put(np.concatenate(texts), np.int32), put(np.concatenate(places), np.int64)
         slots_N = put([r.slot for r in bringing], np.int64)
-        self._texts_SL[slots_N] = -1
+        self._texts_SL.index_fill_(0, slots_N, -1)
         self._texts_SL.view(-1)[where] = tokens
         self._end_S[slots_N] = put(ends, np.int64)
 

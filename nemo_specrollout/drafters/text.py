@@ -94,7 +94,7 @@ def build_text_drafter(
     if isinstance(config, RandomDrafterConfig):
         return RandomTokens(vocab_size)
     if isinstance(config, AheadDrafterConfig):
-        return AheadText(num_slots, max_model_len, device)
+        return AheadText(num_slots, max_model_len, vocab_size, device)
     assert isinstance(config, LookupDrafterConfig)
     lookup = SuffixLookup if isinstance(config, SuffixDrafterConfig) else NgramLookup
     return lookup(config, num_slots, max_model_len, device)
