@@ -33,12 +33,14 @@ def test_engines_apart_have_no_findings() -> None:
         ((), "policy.generation.colocated.enabled: true with run_ahead; engines that share the trainer's GPUs"),
         ((*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: false}}"),
          "grpo.async_grpo.recompute_kv_cache_after_weight_updates: false with run_ahead"),
+        ((*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}", f"{BLOCK_PATH}.fastest_of_n={{}}"),
+         f"{BLOCK_PATH}.fastest_of_n: with run_ahead in asynchronous GRPO; requests that begin again do not move"),
         ((*APART, "ppo={x: 1}"), "ppo: a block with run_ahead; the next step's prompts are not known early there"),
         ((*APART, "data_plane={enabled: true}"), "data_plane.enabled: true with run_ahead"),
         ((*APART, "env.should_use_nemo_gym=true"), "env.should_use_nemo_gym: true with run_ahead"),
         ((*APART, "data.use_multiple_dataloader=true"), "data.use_multiple_dataloader: true with run_ahead"),
     ],
-    ids=["colocated", "stale", "ppo", "data plane", "gym", "loaders"],
+    ids=["colocated", "stale", "racing", "ppo", "data plane", "gym", "loaders"],
 )  # fmt: skip
 def test_where_it_cannot_work_is_a_sentence(overrides: tuple[str, ...], sentence: str) -> None:
     assert any(s.startswith(sentence) for s in found(AHEAD, *overrides)["error"])
