@@ -244,7 +244,7 @@ def run_ahead_findings(tree: Tree) -> Iterator[Finding]:
         if not at(tree, f"{asynchronous}.{name}"):
             text = "false with run_ahead; asynchronous requests begin again when weights change, which needs it"
             yield Finding(f"{asynchronous}.{name}", f"{text}: set it to true, {fix}", "error")
-    if at(tree, f"{asynchronous}.enabled") and at(tree, f"{BLOCK_PATH}.fastest_of_n"):
+    if at(tree, f"{asynchronous}.enabled") and at(tree, f"{BLOCK_PATH}.fastest_of_n") is not None:
         text = "with run_ahead in asynchronous GRPO; requests that begin again do not move: remove one of them"
         yield Finding(f"{BLOCK_PATH}.fastest_of_n", text, "error")
     busy = "engines that share the trainer's GPUs are never idle while it trains: set it to false"
