@@ -3,7 +3,6 @@
 
 import errno
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -132,23 +131,6 @@ def test_limits_of_the_machine_are_diagnosed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     gone = environment.temporary_folder()
     assert gone.state is State.FAIL and gone.found == os.strerror(errno.ENOENT)
-
-
-def test_a_read_only_model_cache_is_warned_of(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert environment.model_cache({"HF_HOME": str(tmp_path / "new")}).state is State.OK
-    assert environment.model_cache({"HF_HOME": str(tmp_path / "file")}).state is State.WARN
-    assert environment.model_cache({"HF_HOME": str(tmp_path / "file"), "HF_HUB_OFFLINE": "1"}).state is State.OK
-
-
-def test_a_ray_address_without_a_listener_fails() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert environment.ray_address(address).state is State.OK
-        assert environment.ray_address(f"ray://{address}").state is State.OK
-    for wrong in (address, "nonsense", "127.0.0.1:99999"):
-        assert environment.ray_address(wrong).state is State.FAIL
-    assert "RAY_ADDRESS" not in {d.name for d in environment.diagnose_machine({"RAY_ADDRESS": "auto"})}
 
 
 def test_an_unusable_gpu_fails_unless_vllm_is_for_a_cpu() -> None:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.local.speed_table_file import table_file
+from lab.local.speed_table_file import SpeedRow, SpeedTableFile, started_table, table_file
 from lab.simulation.dealing import in_shards, longest_first
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.scheduling.racing.request_estimates import HALF_TOKENS, SPREAD, LengthEstimator, RequestSpeeds
-from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, DecodeSpeedTable, SpeedRow, SpeedTableFile
+from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, DecodeSpeedTable
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision
 from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation, expected_first
 
@@ -298,7 +298,7 @@ def test_a_ladder_file_round_trips(tmp_path: Path) -> None:
     rung = SpeedRow(ANY_TASK, "suffix", (1, 4), (200.0, 90.0), (5.0, 5.0), 0.6)
     path = tmp_path / "ladder.json"
     path.write_text(SpeedTableFile("a CPU", "a policy", 1e-4, (rung,)).to_json())
-    ladder = DecodeSpeedTable(["plain", "suffix"], SpeedTableFile.read(path, "ladder"))
+    ladder = started_table(["plain", "suffix"], SpeedTableFile.read(path, "ladder"))
     assert ladder.tokens_per_s(1, 4) == pytest.approx(90) and ladder.prefill_s(1000) == pytest.approx(0.1)
 
 

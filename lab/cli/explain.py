@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from lab.cli.describe import describe_local
+from lab.cli.known_traps import known_traps
 from lab.cli.placement import Plan
 from lab.cli.prepare import check_trainer, place_drafter, prepare_local
 from lab.cli.simulate import comparison_table, of_run
 from lab.cli.tables import new_table
-from lab.local.speed_table_file import methods_of
+from lab.local.speed_table_file import SpeedTableFile, methods_of
 from lab.simulation.compare import TAIL, Comparison, as_configured, drafted, onset
 from lab.simulation.data_sheets import device_named
 from lab.simulation.scenario import Scenario
@@ -23,11 +24,10 @@ from nemo_specrollout.cli.command_line import EXIT_BAD_INPUT
 from nemo_specrollout.cli.terminal import complain, log_console
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
-from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, PLAIN, SpeedTableFile
+from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, PLAIN
 from nemo_specrollout.scheduling.racing.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
 
 PLAN_FLAGS = ("batch", "devices", "acceptance")

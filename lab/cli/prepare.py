@@ -14,6 +14,7 @@ from lab.local.chat_templates import check_chat_template
 from lab.local.model_folder_check import check_model_folder, check_trainable, has_mtp_layers
 from lab.local.run_config import RunConfig, check_prompt, read_run_config
 from lab.local.run_sections import PROCESSED_LOGPROBS
+from lab.local.speed_table_file import SpeedTableFile
 from lab.placement.cost_tables import CostTables
 from lab.placement.planner import choose, placed
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
@@ -29,7 +30,6 @@ from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.installed.versions import unsupported_version, vllm_version
-from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
 from nemo_specrollout.storage import model_folder
 from nemo_specrollout.training.head.block_heads import misfit_of_block_drafter
 from nemo_specrollout.training.head.head_facts import check_head

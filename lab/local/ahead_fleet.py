@@ -13,17 +13,17 @@ import torch
 from lab.local.coordinator import DealingCoordinator
 from lab.local.fleet import RolloutFleet
 from lab.local.run_config import RunConfig
+from lab.local.speed_table_file import SpeedTableFile
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
 from nemo_specrollout.racing.ahead_turns import as_bytes
-from nemo_specrollout.racing.coordinator import SHORTEST_TURN_S
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable, SpeedTableFile
+from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
 
 
-class _BriefTurns(DealingCoordinator):
-    """Coordinator whose engines can be stopped at once."""
+class _EvenTurns(DealingCoordinator):
+    """Coordinator whose engines can soon be stopped, and whose thread seldom disturbs the trainer's."""
 
-    _turn_s = SHORTEST_TURN_S
+    _turn_s = 0.3
 
 
 class _Ahead:
@@ -74,7 +74,7 @@ class AheadFleet(RolloutFleet):
         super().__init__(config, self._with_texts, known)
         self._own_prompts, self._steps = prompts, range(0)
         table = DecodeSpeedTable(self.pool.method_names)
-        self._idle = _BriefTurns(self.pool, None, table, LengthEstimator(1))
+        self._idle = _EvenTurns(self.pool, None, table, LengthEstimator(1))
         self._ahead: _Ahead | None = None
         self._texts: list[list[int]] = []
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ from lab.local.coordinator import DealingCoordinator
 from lab.local.engine_stats import EngineStats
 from lab.local.rollout_pool import DEAD, RolloutPool
 from lab.local.run_config import RunConfig
-from lab.local.speed_table_file import table_file
+from lab.local.speed_table_file import SpeedTableFile, started_table, table_file
 from lab.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
 from lab.local.step_rollout import Prompts, RolloutSource, StepRollout, check_tokens
 from lab.local.timeline import Timeline
@@ -23,7 +23,7 @@ from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.installed.versions import this_machine
 from nemo_specrollout.racing.attempts import AttemptOutcome
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable, SpeedTableFile
+from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class RolloutFleet(RolloutSource):
         self.pool = RolloutPool(
             model, generation, config.grpo.seed, config.cluster.rollout_workers, recompute_kv_cache=recomputes
         )
-        self.ladder = DecodeSpeedTable(self.pool.method_names, file)
+        self.ladder = started_table(self.pool.method_names, file)
         self.task = config.data.dataset_name
         self._config, self._prompts = config, prompts
         self._acceptance = {} if file is None else {rung.method: rung.acceptance for rung in file.rungs}

@@ -17,10 +17,10 @@ from typing import IO, Any
 import yaml
 
 from lab.local.sealed_folder import DamagedFolder, check_seal
+from lab.local.speed_table_file import SpeedTableFile
 from nemo_specrollout.config.strict import ConfigError, differences
 from nemo_specrollout.installed.versions import checkout_commit, installed_versions
 from nemo_specrollout.reports.records import FORMAT, METRICS, RUN, SUMMARY, read_lines, read_object_or_nothing
-from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
 from nemo_specrollout.storage.files import sync_folder, write_atomically
 
 NUM_CHECKPOINTS = 2

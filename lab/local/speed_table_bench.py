@@ -14,6 +14,7 @@ from typing import Any
 
 from lab.local.rollout_pool import RolloutPool
 from lab.local.run_config import RunConfig
+from lab.local.speed_table_file import SpeedRow, SpeedTableFile
 from lab.local.statistics import draft_counts
 from lab.local.tasks import Task
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
@@ -22,7 +23,7 @@ from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.installed.versions import this_machine
 from nemo_specrollout.racing.turn_engine import FEW_ATTEMPTS
 from nemo_specrollout.racing.turns import TurnOrders, TurnResult, TurnWork
-from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, SIZES, SpeedRow, SpeedTableFile
+from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, SIZES
 
 WARM_UP_ROUNDS = 1
 """Rounds that do not count: kernels compile, draft boards learn."""

@@ -1,17 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a decode-speed table as the file from which another run starts, and names the methods that one can have."""
+"""The decode-speed table in a file: a run starts from one, and writes one. Names the methods that a run can have."""
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
+from lab.placement.measured_file import MeasuredFile, check_columns
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.scheduling.racing.speed_table import (
-    ANY_TASK,
-    DecodeSpeedTable,
-    SpeedRow,
-    SpeedTableFile,
-    draft_method,
-)
+from nemo_specrollout.config.strict import bounded
+from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, MEMORY_S, DecodeSpeedTable, draft_method
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """Measurements of one draft method on one task, as lists over batch sizes."""
+
+    task: str
+    """Name of the task, or `any`."""
+    method: str
+    """Types of the drafters, joined by +; `plain` without drafters."""
+    batches: tuple[int, ...] = bounded(low=1)
+    """Numbers of requests in the engine, ascending."""
+    tokens_per_s: tuple[float, ...] = bounded(above=0.0)
+    weights_s: tuple[float, ...] = bounded(above=0.0)
+    """Request seconds behind each measurement."""
+    acceptance: float = bounded(0.0, low=0.0, high=1.0)
+    """Share of verified draft tokens that were accepted. For information only."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if the lists differ in length, are empty or not ascending."""
+        check_columns(path, batches=self.batches, tokens_per_s=self.tokens_per_s, weights_s=self.weights_s)
+
+
+@dataclass(frozen=True)
+class SpeedTableFile(MeasuredFile):
+    """A decode-speed table in a file, which `specrollout-lab ladder` writes."""
+
+    KIND: ClassVar = "ladder"
+    device: str
+    policy: str
+    prefill_s_per_token: float = bounded(above=0.0)
+    rungs: tuple[SpeedRow, ...] = ()
+    """Measurements by task; the fastest method with one request first."""
+    format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
+
+
+def started_table(methods: Sequence[str], file: SpeedTableFile | None) -> DecodeSpeedTable:
+    """Returns a table of these methods that starts from the measurements of a file, if there is one."""
+    table = DecodeSpeedTable(methods)
+    if file is None:
+        return table
+    table.prefill.add(MEMORY_S / file.prefill_s_per_token, MEMORY_S)
+    for rung in file.rungs:
+        if rung.method in table.methods:
+            means = table.rates[rung.task, table.methods.index(rung.method)]
+            for batch, rate, weight_s in zip(rung.batches, rung.tokens_per_s, rung.weights_s, strict=True):
+                means[batch].add(rate * weight_s, weight_s)
+    return table
 
 
 def table_file(table: DecodeSpeedTable, device: str, policy: str, acceptance: Sequence[float]) -> SpeedTableFile | None:

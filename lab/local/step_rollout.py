@@ -12,10 +12,10 @@ import torch
 
 from lab.local.engine import Generation, RolloutEngine
 from lab.local.run_config import RunConfig, check_prompt
+from lab.local.speed_table_file import SpeedTableFile
 from lab.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
 from lab.local.tasks import Task, task_name
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
 from nemo_specrollout.storage.model_folder import stop_token_ids
 
 if TYPE_CHECKING:

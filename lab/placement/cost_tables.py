@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from nemo_specrollout.config.measured_file import MeasuredFile
-from nemo_specrollout.config.strict import ConfigError, bounded, check_columns, choice
+from lab.placement.measured_file import MeasuredFile, check_columns
+from nemo_specrollout.config.strict import ConfigError, bounded, choice
 
 FORMAT = 1
 

@@ -12,7 +12,6 @@ from nemo_specrollout.cli.command_line import EXIT_BAD_INPUT
 from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.cli.terminal import complain
 from nemo_specrollout.config.block import OFF, SpecrolloutConfig
-from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config, values_of
 from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_KWARGS, Finding, Tree, at, runtime_of
@@ -46,8 +45,7 @@ def check(parsed: argparse.Namespace) -> int:
     """Prints what the config means on this machine, and its errors, one a line; returns 0 if it can run."""
     subject = describe_config(read_nemo_rl_config(parsed.config, parsed.overrides))
     unknown = ((finding.kind, str(finding)) for finding in unknown_overrides(parsed.config, parsed.overrides))
-    traps = () if subject.errors else known_traps(subject.tree)
-    for name, text in [*subject.lines, *subject.notes, *unknown, *traps]:
+    for name, text in [*subject.lines, *subject.notes, *unknown]:
         print(f"{name:<12} {text}")
     for error in subject.errors:
         complain(error)

@@ -79,7 +79,7 @@ class FastestOfNConfig:
     methods: tuple[tuple[str, ...], ...] = ()
     """Drafter types of each engine; engine i has entry i, modulo their number. Empty: every engine has all drafters."""
     ladder: str | None = None
-    """File that `specrollout-lab ladder` wrote, with initial decode speeds. null: speeds are learned while running."""
+    """In local runs, a file that `specrollout-lab ladder` wrote with initial decode speeds; null: they are learned."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the options allow neither moves nor races."""

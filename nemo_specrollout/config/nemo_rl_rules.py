@@ -76,6 +76,8 @@ _RULES = (
          "`cluster`: nothing is drafted until they are free", "note"),
     Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=False), "Ray places the drafters on CPU cores, which only vLLM's "
          "CPU build can use: on a cluster with GPUs set gpus of the remote drafter", "note"),
+    Rule(f"{BLOCK_PATH}.fastest_of_n.ladder", is_set, "works only in local runs: NeMo-RL's engines learn their speeds while "
+         "they decode; remove it"),
     Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "without effect: only the local runner decodes requests again",
          "warning"),
     Rule(f"{VLLM_CFG}.expose_http_server", bool, "a request over HTTP without a seed gets one from its prompt and the engine "

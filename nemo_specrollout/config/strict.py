@@ -8,7 +8,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -50,16 +50,6 @@ def differences(one: Any, other: Any, path: str = "") -> set[str]:
         return set() if is_same else {path}
     keys = one.keys() | other.keys()
     return set().union(*(differences(one.get(key), other.get(key), join(path, key)) for key in keys))
-
-
-def check_columns(path: str, **columns: Sequence[float]) -> None:
-    """Raises ConfigError unless the columns at `path` are equally long, have values, and the first strictly increases."""
-    first, values = next(iter(columns.items()))
-    if not values or len({len(column) for column in columns.values()}) > 1:
-        sizes = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
-        raise ConfigError(f"{path}: {sizes}; give as many of each, and at least one")
-    if list(values) != sorted(set(values)):
-        raise ConfigError(f"{path}.{first}: {list(values)}; write them from small to large, each once")
 
 
 def bounded(

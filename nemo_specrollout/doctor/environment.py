@@ -5,7 +5,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -37,7 +36,6 @@ SMALLEST_SHM = GIB
 FEWEST_FILES = 1024
 LITTLE_DISK, TOO_LITTLE_DISK = GIB, GIB >> 4
 """Free bytes of the temporary folder below which a warning is due, and below which runs fail."""
-_RAY_TIMEOUT_S = 3.0
 
 
 def found_versions() -> dict[str, str]:
@@ -160,14 +158,11 @@ def _ask_torch(order: Any, tell: Tell) -> None:
         torch.ones(8, device="cuda").sum().item()  # fails if the driver is too old, or a GPU is broken
 
 
-def diagnose_machine(environment: Mapping[str, str] = os.environ) -> Iterator[Diagnosis]:
+def diagnose_machine() -> Iterator[Diagnosis]:
     """Yields one diagnosis for each limit of the system that breaks engines, Ray or downloads."""
     yield shared_memory(Path("/dev/shm"))
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield temporary_folder()
-    if (address := environment.get("RAY_ADDRESS", "")) not in ("", "auto", "local"):
-        yield ray_address(address)
-    yield model_cache(environment)
 
 
 def shared_memory(folder: Path) -> Diagnosis:
@@ -205,32 +200,6 @@ def temporary_folder() -> Diagnosis:
     if free < TOO_LITTLE_DISK:
         return MACHINE.fail(name, text, to_do)
     return MACHINE.warn(name, text, to_do) if free < LITTLE_DISK else MACHINE.ok(name, text)
-
-
-def ray_address(address: str) -> Diagnosis:
-    """Checks that something listens at RAY_ADDRESS."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), _RAY_TIMEOUT_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        to_do = "Unset RAY_ADDRESS, or start Ray there: a run would wait for it."
-        return MACHINE.fail("RAY_ADDRESS", f"{address}: {reason}", to_do)
-    return MACHINE.ok("RAY_ADDRESS", f"{address}: something listens there")
-
-
-def model_cache(environment: Mapping[str, str]) -> Diagnosis:
-    """Checks that models can be downloaded to the cache of Hugging Face, unless downloads are off."""
-    name = "Hugging Face cache"
-    home = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    folder = Path(environment.get("HF_HUB_CACHE") or home / "hub").absolute()
-    if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return MACHINE.ok(name, f"{folder}; HF_HUB_OFFLINE is set, nothing is downloaded")
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
-    if os.access(existing, os.W_OK | os.X_OK):
-        return MACHINE.ok(name, f"{folder}, writable")
-    to_do = "Set HF_HOME to a writable folder, or name models by local folders."
-    return MACHINE.warn(name, f"{folder}: {existing} is not writable", to_do)
 
 
 if __name__ == "__main__":

@@ -59,9 +59,8 @@ class SpecrolloutGeneration(VllmGeneration):
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         SpecrolloutGeneration.latest = ref(self)
         self.facts, self.block = RunFacts.of(config), block_of(config)
-        facts = self.facts
-        self.first_version = facts.first_version
-        self.row_seeds = RowSeeds(facts.seed, facts.first_version)
+        self.first_version = self.facts.first_version
+        self.row_seeds = RowSeeds(self.facts.seed, self.first_version)
         self._conversations = Conversations()
         self.opt_out = TaskOptOut(self.block.tasks_without_drafts)
         self._kind, self._validated = SeedKind.ROLLOUT, list[int]()

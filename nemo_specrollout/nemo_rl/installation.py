@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import secret_of_run
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import VLLM_KWARGS, at, block_is_on, model_config
@@ -19,7 +19,6 @@ from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_
 from nemo_specrollout.nemo_rl.patch_points import SECTIONS, PatchPoint, check_patch_points
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
-from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile
 from nemo_specrollout.training.head.block_heads import drafter_misfits
 from nemo_specrollout.training.head.head_folder import HeadFolder
 
@@ -93,15 +92,12 @@ def _patch_points_of(config: Any) -> tuple[PatchPoint, ...]:
 
 def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:
     """Returns the block with absolute paths, because actors may run in other folders."""
-    racing = block.fastest_of_n
-    if racing is not None and racing.enabled and racing.ladder is not None:
-        racing = replace(racing, ladder=str(Path(racing.ladder).absolute()))
     drafters = []
     for drafter in block.drafters:
         model = str(getattr(drafter, "model", None) or "")
         has_folder = model and Path(model).is_dir()
         drafters.append(replace(drafter, **{"model": str(Path(model).absolute())}) if has_folder else drafter)
-    return replace(block, fastest_of_n=racing, drafters=tuple(drafters))
+    return replace(block, drafters=tuple(drafters))
 
 
 def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
@@ -111,9 +107,6 @@ def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
     if block.remote is not None and block.remote.workers:
         drafter_spec(block.remote, policy["generation"]["vllm_cfg"])
         secret_of_run()
-    racing = block.fastest_of_n
-    if racing is not None and racing.enabled and racing.ladder is not None:
-        SpeedTableFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
     vllm_kwargs = policy["generation"].get("vllm_kwargs") or {}
     try:  # a step of vLLM may have no room for drafts
         with_specrollout({k: v for k, v in vllm_kwargs.items() if k != "speculative_config"}, block, "cuda")

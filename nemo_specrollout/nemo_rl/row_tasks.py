@@ -7,7 +7,6 @@ from contextvars import ContextVar
 from typing import Any
 
 logger = logging.getLogger(__name__)
-
 current_tasks: ContextVar[Sequence[str]] = ContextVar("specrollout_current_tasks", default=())
 """Task of each row that this context's rollout requests. Empty: not known, as in a call from outside a rollout."""
 
@@ -40,9 +39,8 @@ class TaskOptOut:
         tasks = current_tasks.get()
         if not self._draftless or len(tasks) != number:
             return [True] * number
-        for task in dict.fromkeys(tasks):
-            if task not in self._seen:
-                self._seen.add(task)
-                how = "without" if task in self._draftless else "with"
-                logger.warning("specrollout: rows of task %s are decoded %s drafts (tasks_without_drafts)", task, how)
+        for task in set(tasks) - self._seen:
+            how = "without" if task in self._draftless else "with"
+            logger.warning("specrollout: rows of task %s are decoded %s drafts (tasks_without_drafts)", task, how)
+        self._seen.update(tasks)
         return [task not in self._draftless for task in tasks]

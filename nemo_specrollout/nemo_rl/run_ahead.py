@@ -89,8 +89,7 @@ class RunAhead:
     def begin(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
         """Lets the engines decode these rows, each of which has a prompt."""
         self._texts, num_engines = {}, self._group.dp_size
-        bounds = np.linspace(0, len(rows), num_engines + 1).round().astype(int).tolist()
-        ranges = [slice(a, b) for a, b in pairwise(bounds)]
+        ranges = [slice(*ab) for ab in pairwise(len(rows) * i // num_engines for i in range(num_engines + 1))]
         self._shards = [list(rows[of]) for of in ranges]
         self._stop.clear()
         work = [(prompts[of], rows[of]) for of in ranges]
@@ -119,7 +118,7 @@ class RunAhead:
 
     def _run(self, work: Sequence[tuple[Sequence[Any], Sequence[Row]]]) -> None:
         started = time.perf_counter()
-        calls = {self._call(e, "run_ahead", *shard): e for e, shard in enumerate(work) if shard[1]}
+        calls = {self._advance(engine, *shard): engine for engine, shard in enumerate(work) if shard[1]}
         while calls and not self._stop.is_set():
             for call in ray.wait(list(calls), timeout=SLICE_S)[0]:
                 engine = calls.pop(call)
@@ -128,11 +127,12 @@ class RunAhead:
                 except ray.exceptions.RayActorError:
                     continue  # the engine's next call fails, too, and NeMo-RL says so
                 if is_busy:
-                    calls[self._call(engine, "run_ahead")] = engine
+                    calls[self._advance(engine)] = engine
         self._seconds = time.perf_counter() - started
 
-    def _call(self, engine: int, method: str, prompts: Sequence[Any] = (), rows: Sequence[Row] = ()) -> Any:
-        worker, arguments = self._group.get_dp_leader_worker_idx(engine), {}
-        if method == "run_ahead":
-            arguments = {"prompts": list(prompts), "rows": list(rows), "seconds": SLICE_S}
+    def _advance(self, engine: int, prompts: Sequence[Any] = (), rows: Sequence[Row] = ()) -> Any:
+        return self._call(engine, "run_ahead", prompts=list(prompts), rows=list(rows), seconds=SLICE_S)
+
+    def _call(self, engine: int, method: str, **arguments: Any) -> Any:
+        worker = self._group.get_dp_leader_worker_idx(engine)
         return self._group.run_single_worker_single_data(f"specrollout_{method}", worker, **arguments)

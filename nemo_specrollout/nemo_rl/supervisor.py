@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import ray
 
-from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, start_head_refresh
 from nemo_specrollout.nemo_rl.metrics import (
     acceptance_counts,
@@ -30,7 +29,7 @@ from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.records import PREFIX
-from nemo_specrollout.scheduling.racing.speed_table import SpeedTableFile, draft_method
+from nemo_specrollout.scheduling.racing.speed_table import draft_method
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import StepEnd
 
@@ -47,15 +46,13 @@ class ExchangeDriver:
     """Driver's end of the exchange; owns the actor. If it is lost, the run goes on without moves and races."""
 
     def __init__(self, block: SpecrolloutConfig, num_engines: int, max_new_tokens: int, log: StepLog) -> None:
-        """Starts the actor. Raises ConfigError for a ladder file that is not valid."""
+        """Starts the actor."""
         config = block.fastest_of_n
         assert config is not None
-        field = f"{BLOCK_PATH}.fastest_of_n.ladder"
-        ladder = None if config.ladder is None else SpeedTableFile.read(Path(config.ladder), field)
         methods = [draft_method(block.of_engine(engine)) for engine in range(num_engines)]
         actor: Any = SpecrolloutExchange
         actor = actor.options(max_concurrency=THREADS_OF_ENGINE * (num_engines + 1), runtime_env=engine_environment())
-        self.actor = actor.remote(methods, config, max_new_tokens, ladder)
+        self.actor = actor.remote(methods, config, max_new_tokens)
         self._log, self._is_lost = log, False
 
     @contextmanager

@@ -17,7 +17,7 @@ from nemo_specrollout.racing.attempts import tail_counts
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.turns import ExchangeFailed, ExchangeReply, Starts, TurnOrders, TurnResult
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable, SpeedTableFile
+from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 POLL_S = 1.0
@@ -88,16 +88,10 @@ class StragglerExchange:
     Invariant: after an error every call raises ExchangeFailed, so that each engine finishes its own requests alone.
     """
 
-    def __init__(
-        self,
-        methods: Sequence[str],
-        config: FastestOfNConfig,
-        max_new_tokens: int,
-        ladder: SpeedTableFile | None = None,
-    ) -> None:
+    def __init__(self, methods: Sequence[str], config: FastestOfNConfig, max_new_tokens: int) -> None:
         """`methods` is the name of each engine's draft method."""
         names = list(dict.fromkeys(methods))
-        table = DecodeSpeedTable(names, ladder)
+        table = DecodeSpeedTable(names)
         self._fleet = PollingFleet([names.index(name) for name in methods])
         self._coordinator = Coordinator(self._fleet, FastestOfN(config, table), table, LengthEstimator(max_new_tokens))
         self._changed = threading.Condition()

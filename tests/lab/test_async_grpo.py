@@ -19,11 +19,12 @@ from lab.local.async_fleet import Trajectories, TrajectoryCollector
 from lab.local.coordinator import DealingCoordinator
 from lab.local.engine import RolloutEngine
 from lab.local.run_sections import AsyncGrpoConfig
+from lab.local.speed_table_file import SpeedTableFile
 from lab.local.step_rollout import StepPrompts
 from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable, SpeedTableFile
+from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
 
 pytestmark = pytest.mark.integration
 

@@ -16,20 +16,14 @@ from lab.cli.measure import ladder_table
 from lab.local.fleet import RolloutFleet
 from lab.local.run_config import read_run_config
 from lab.local.speed_table_bench import Stream, batches_up_to, methods_of
-from lab.local.speed_table_file import table_file
+from lab.local.speed_table_file import SpeedRow, SpeedTableFile, started_table, table_file
 from lab.local.step_rollout import StepPrompts
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DraftModelDrafterConfig, Eagle3DrafterConfig, NgramDrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.racing.turns import TurnResult
-from nemo_specrollout.scheduling.racing.speed_table import (
-    ANY_TASK,
-    MEMORY_S,
-    DecodeSpeedTable,
-    SpeedRow,
-    SpeedTableFile,
-)
+from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, MEMORY_S, DecodeSpeedTable
 
 BLOCK = "policy.generation.specrollout"
 
@@ -76,7 +70,7 @@ def test_a_stream_continues_its_requests_and_repeats_none() -> None:
 
 @pytest.mark.unit
 def test_a_ladder_continues_from_a_file_and_writes_one() -> None:
-    known = DecodeSpeedTable(["plain", "suffix"], measured())
+    known = started_table(["plain", "suffix"], measured())
     file = table_file(known, "a machine", "a policy", [0.0, 0.4])
     assert file is not None and [(r.task, r.method) for r in file.rungs] == [
         (r.task, r.method) for r in measured().rungs

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode speeds as measured: of each draft method, by task and by the number of requests in the engine.
 
-A run starts from a file, if `fastest_of_n.ladder` names one, and keeps its table up to date. SpecActor (arXiv 2511.16193),
-Algorithm 3, uses a "draft ladder" in the same place, which ranks methods by acceptance alone.
+SpecActor (arXiv 2511.16193), Algorithm 3, uses a "draft ladder" in the same place, which ranks methods by acceptance alone.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.measured_file import MeasuredFile
-from nemo_specrollout.config.strict import bounded, check_columns
 
-FORMAT = 1
 ANY_TASK = "any"
 PLAIN = "plain"
 """Name of the method without drafts."""
@@ -43,40 +39,6 @@ class SpeedModel(Protocol):
         """Returns the seconds of a prefill of `num_tokens` tokens. The engine's other requests wait for it."""
 
 
-@dataclass(frozen=True)
-class SpeedRow:
-    """Measurements of one draft method on one task, as lists over batch sizes."""
-
-    task: str
-    """Name of the task, or `any`."""
-    method: str
-    """Types of the drafters, joined by +; `plain` without drafters."""
-    batches: tuple[int, ...] = bounded(low=1)
-    """Numbers of requests in the engine, ascending."""
-    tokens_per_s: tuple[float, ...] = bounded(above=0.0)
-    weights_s: tuple[float, ...] = bounded(above=0.0)
-    """Request seconds behind each measurement."""
-    acceptance: float = bounded(0.0, low=0.0, high=1.0)
-    """Share of verified draft tokens that were accepted. For information only."""
-
-    def check(self, path: str) -> None:
-        """Raises ConfigError if the lists differ in length, are empty or not ascending."""
-        check_columns(path, batches=self.batches, tokens_per_s=self.tokens_per_s, weights_s=self.weights_s)
-
-
-@dataclass(frozen=True)
-class SpeedTableFile(MeasuredFile):
-    """A decode-speed table in a file, which `specrollout-lab ladder` writes."""
-
-    KIND: ClassVar = "ladder"
-    device: str
-    policy: str
-    prefill_s_per_token: float = bounded(above=0.0)
-    rungs: tuple[SpeedRow, ...] = ()
-    """Measurements by task; the fastest method with one request first."""
-    format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
-
-
 class DecodeSpeedTable:
     """Decode speeds by draft method and batch size, decayed over what is observed. Owns all measurements.
 
@@ -87,21 +49,13 @@ class DecodeSpeedTable:
     Example: after `observe("any", 0, 1, 300, 2.0)`, `tokens_per_s(0, 1)` is 150 and `tokens_per_s(0, 4)` a guess of 75.
     """
 
-    def __init__(self, methods: Sequence[str], file: SpeedTableFile | None = None) -> None:
+    def __init__(self, methods: Sequence[str]) -> None:
         self.methods = tuple(methods)
         self.prefill = _DecayedRate()
         """Prefilled tokens and their seconds."""
         self.rates: dict[tuple[str, int], _RatesByBatch] = defaultdict(_RatesByBatch)
         """Measurements by task and method."""
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        if file is None:
-            return
-        self.prefill.add(MEMORY_S / file.prefill_s_per_token, MEMORY_S)
-        for rung in file.rungs:
-            if rung.method in self.methods:
-                means = self.rates[rung.task, self.methods.index(rung.method)]
-                for batch, rate, weight_s in zip(rung.batches, rung.tokens_per_s, rung.weights_s, strict=True):
-                    means[batch].add(rate * weight_s, weight_s)
 
     def observe(self, task: str, method: int, batch: int, num_tokens: int, seconds: float) -> None:
         """Adds `num_tokens` tokens in `seconds`, both summed over requests of `task` in an engine of `batch` requests."""

@@ -2,6 +2,7 @@
 """Files of measurements: a command writes one, and a run or another command reads it."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -35,3 +36,13 @@ class MeasuredFile:
         raise ConfigError(
             f"{field}: {path} is not a {cls.KIND} ({reason}); create one with `specrollout-lab {cls.KIND}`"
         )
+
+
+def check_columns(path: str, **columns: Sequence[float]) -> None:
+    """Raises ConfigError unless the columns at `path` are equally long, have values, and the first strictly increases."""
+    first, values = next(iter(columns.items()))
+    if not values or len({len(column) for column in columns.values()}) > 1:
+        sizes = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
+        raise ConfigError(f"{path}: {sizes}; give as many of each, and at least one")
+    if list(values) != sorted(set(values)):
+        raise ConfigError(f"{path}.{first}: {list(values)}; write them from small to large, each once")

@@ -4,9 +4,9 @@
 import pytest
 from test_nemo_rl_config import EAGLE3, tree
 
-from nemo_specrollout.config import known_traps
+from lab.cli import known_traps
+from lab.cli.known_traps import TRAPS
 from nemo_specrollout.config.block import BLOCK_PATH
-from nemo_specrollout.config.known_traps import TRAPS
 from nemo_specrollout.installed.versions import VLLM_RANGE
 
 pytestmark = pytest.mark.unit
