@@ -34,6 +34,7 @@ ASSUMED_ACCEPTANCE = {
     "mtp": 0.75,
     "draft_model": 0.75,
     "remote": 0.75,
+    "ahead": 0.75,
     "suffix": 0.5,
     "ngram": 0.4,
     "random": 0.0,

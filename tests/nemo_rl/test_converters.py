@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's own converters, run by `refresh-draft` on checkpoints that NeMo-RL's code wrote."""
+"""NeMo-RL's own converters, by the commands that `refresh-draft` gives, on checkpoints that NeMo-RL's code wrote."""
 
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from nemo_rl_host import HERE, Host
 from safetensors.torch import load_file
 
-from nemo_specrollout.training.refresh.policy_checkpoint import convert, hf_folder
+from nemo_specrollout.training.refresh.policy_checkpoint import hf_folder
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(900)]
 
@@ -32,12 +33,12 @@ def test_a_converted_checkpoint_has_the_policy_s_tensors(
     (tmp_path / "uv").write_text(f'#!/bin/sh\nwhile [ "$1" != python ]; do shift; done; shift\n{enter}\n')
     (tmp_path / "uv").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{host.environment['PATH']}")
-    monkeypatch.setenv("NEMO_RL_DIR", host.environment["NEMO_RL_SRC"])
-    step = steps / kind / "step_1"
-    assert hf_folder(step) is None
-    convert(step, tmp_path / "policy")
+    with pytest.raises(ValueError, match="is a checkpoint of NeMo-RL") as refused:
+        hf_folder(steps / kind / "step_1")
+    *command, place = shlex.split(str(refused.value).rpartition("as --policy: ")[2])
+    assert place == "DIR"
+    subprocess.run([*command, str(tmp_path / "policy")], cwd=host.environment["NEMO_RL_SRC"], check=True)
     folder = hf_folder(tmp_path / "policy")
-    assert folder is not None
     file = folder / "pytorch_model.bin"
     made = torch.load(file, weights_only=True) if file.is_file() else load_file(folder / "model.safetensors")
     policy = load_file(host.tiny / "policy" / "model.safetensors")
