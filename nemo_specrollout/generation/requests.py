@@ -10,15 +10,8 @@ from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 EXTRA_ARGS_KEY = "specrollout"
 """Key of `SamplingParams.extra_args` under which a request carries its identity."""
 _KNOWN_KEYS = (
-    "seed",
-    "prompt_index",
-    "sample_index",
-    "policy_version",
-    "speculate",
-    "prompt_length",
-    "engine_seed",
-    "ahead",
-)
+    "seed", "prompt_index", "sample_index", "policy_version", "speculate", "prompt_length", "engine_seed", "ahead",
+)  # fmt: skip
 
 
 AHEAD_BYTES = 4
