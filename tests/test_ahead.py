@@ -3,8 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,19 +16,12 @@ from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, Specroll
 from nemo_specrollout.config.drafter_configs import AheadDrafterConfig, Eagle3DrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.drafters.ahead import ENOUGH, FARTHEST, AheadText
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.requests import NewRequest, RequestIdentity, Rollout, RolloutRequest, as_bytes
+from nemo_specrollout.generation.transfers import to_device
 
 NUM_SLOTS, LONGEST, POSITIONS = 4, 96, 8
 PROMPT = [90, 91, 92]
 TEXT = [*range(40)]
-
-
-def put(values: Any, dtype: Any) -> torch.Tensor:
-    return torch.from_numpy(np.array(values, dtype))
-
-
-def as_bytes(tokens: list[int]) -> bytes:
-    return np.array(tokens, np.int32).tobytes()
 
 
 class World:
@@ -42,17 +34,9 @@ class World:
 
     def open(self, slot: int, ahead: list[int], response: list[int], prompt: list[int] = PROMPT) -> None:
         """Gives a slot to a request that brings a text, and has a part of its response already."""
-        text, no_number = [*prompt, *response], tensor([0])
-        identity = SimpleNamespace(ahead=as_bytes(ahead))
-        self.drafter.open(tensor([slot]), no_number, no_number)
-        request = {
-            "slot": slot,
-            "identity": identity,
-            "prompt_length": len(prompt),
-            "token_ids": text,
-            "limit": LONGEST,
-        }
-        self.drafter.remember([SimpleNamespace(**request)], put)
+        text, identity = [*prompt, *response], RequestIdentity(0, 0, ahead=as_bytes(ahead))
+        opened = NewRequest(slot, identity, len(prompt), text, LONGEST)
+        self.drafter.open(tensor([slot]), [opened], partial(to_device, device=torch.device("cpu")))
         self.write(slot, text)
 
     def write(self, slot: int, text: list[int]) -> None:

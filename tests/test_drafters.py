@@ -4,6 +4,8 @@
 Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch import tensor
 from nemo_specrollout.config.drafter_configs import DRAFTERS, LookupDrafterConfig, TextDrafterConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Proposals, Texts
 from nemo_specrollout.drafters.text import build_text_drafter
-from nemo_specrollout.generation.requests import RequestIdentity
+from nemo_specrollout.generation.requests import NewRequest, RequestIdentity
+from nemo_specrollout.generation.transfers import to_device
 
 pytestmark = pytest.mark.unit
 TEXT_DRAFTERS = [name for name, cls in DRAFTERS.items() if issubclass(cls, TextDrafterConfig)]
@@ -40,9 +43,9 @@ class World:
         """Gives a slot to a request of a group, which may have a part of its response already."""
         self.num_opened += 1
         text = prompt + (response or [])
-        start = self.drafter.start_of(RequestIdentity(1000 + self.num_opened, group), len(text))
-        salt, learned = (tensor([number]) for number in start)
-        self.drafter.open(tensor([slot]), salt, learned.int())
+        identity = RequestIdentity(1000 + self.num_opened, group)
+        opened = NewRequest(slot, identity, len(prompt), text, LONGEST)
+        self.drafter.open(tensor([slot]), [opened], partial(to_device, device=torch.device("cpu")))
         self.total_len_S[slot] = 0
         self.write(slot, text)
 

@@ -24,7 +24,7 @@ from lab.gpu.gpu_stage import GIB, QUICK_GRAPHS, SEED, STOCK, Findings, block
 from lab.gpu.prediction import predicted
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.text_drafter import TextDrafter
+from nemo_specrollout.drafters.text_drafter import Put, TextDrafter
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.sampling.seeds import request_seed
 from nemo_specrollout.scheduling.speculation.budget import DraftingPause, build_budget, build_pause
@@ -93,11 +93,8 @@ class OracleDrafter(TextDrafter):
         spoilt_NL = (self._texts_NL + 1) % VOCAB_SIZE
         self._drafts_NL = torch.where(is_right_NL, self._texts_NL, spoilt_NL).int().to(self._device)
 
-    def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
-        return self._number_of.get(identity.seed, 0), 0
-
-    def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
-        self._text_of_S[slots] = salts
+    def open(self, slots: torch.Tensor, requests: Sequence[Any], put: Put) -> None:
+        self._text_of_S[slots] = put([self._number_of.get(r.identity.seed, 0) for r in requests], np.int64)
 
     def propose(self, texts: Texts, out: Proposals) -> None:
         slots_B = texts.slots_B.long()

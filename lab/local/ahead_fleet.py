@@ -15,7 +15,7 @@ from lab.local.fleet import RolloutFleet
 from lab.local.run_config import RunConfig
 from lab.local.speed_table_file import SpeedTableFile
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
-from nemo_specrollout.racing.ahead_turns import as_bytes
+from nemo_specrollout.generation.requests import as_bytes
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
 
@@ -57,9 +57,9 @@ class _Ahead:
         if self._error is not None:
             raise self._error
         texts = [list(self._coordinator.responses[key].tokens) for key in self._keys]
-        under_way = {key for key in self._keys if self._coordinator.responses[key].finish_reason is None}
+        complete = [key for key in self._keys if self._coordinator.responses[key].finish_reason is not None]
         self._coordinator.abandon()
-        self._coordinator.take([key for key in self._keys if key not in under_way])
+        self._coordinator.take(complete)
         return texts
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 
 from lab.local.engine import RolloutEngine
-from nemo_specrollout.generation.requests import RolloutRequest
-from nemo_specrollout.racing.ahead_turns import as_bytes
+from nemo_specrollout.generation.requests import RolloutRequest, as_bytes
 from nemo_specrollout.racing.turn_engine import TurnEngine
 
 

@@ -152,13 +152,14 @@ class SpecrolloutConfig:
         """The most draft tokens that a request gets in a step."""
         if self.budget.policy == "fixed":
             return self.budget.k
-        # A block drafter's network has a fixed number of positions.
-        ahead = self.run_ahead if self.runs_ahead and not isinstance(self.model_drafter, BlockDrafterConfig) else None
-        return max(self.num_speculative_tokens, 0 if ahead is None else ahead.most_drafts)
+        has_fixed_length = isinstance(self.model_drafter, BlockDrafterConfig)
+        if self.run_ahead is None or not self.runs_ahead or has_fixed_length:
+            return self.num_speculative_tokens
+        return max(self.num_speculative_tokens, self.run_ahead.most_drafts)
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether idle engines decode the next step's requests."""
+        """True if idle engines decode the next step's requests."""
         return self.enabled and self.run_ahead is not None and self.run_ahead.enabled
 
     @property

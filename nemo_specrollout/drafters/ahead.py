@@ -5,14 +5,14 @@ Noise is a function of the request's seed and a position, so most tokens of such
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions, W latest tokens, O offsets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.text_drafter import TextDrafter
+from nemo_specrollout.drafters.text_drafter import Put, TextDrafter
 
 WINDOW = NUM_LEVELS
 """Latest tokens by which text and draft are compared (W). The number that agrees is the evidence level of the drafts."""
@@ -49,15 +49,9 @@ class AheadText(TextDrafter):
         self._with_text: set[int] = set()
         self._is_clear = True
 
-    def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
-        return 0, 0
-
-    def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
+    def open(self, slots: torch.Tensor, requests: Sequence[Any], put: Put) -> None:
         for table in (self._end_S, self._shift_S):
             table.index_fill_(0, slots, 0)  # table[slots] = 0 would wait for a GPU
-
-    def remember(self, requests: Sequence[Any], put: Callable[[Any, Any], torch.Tensor]) -> None:
-        """Stores the texts that new requests bring. `put` returns numbers of a NumPy type as a tensor on the device."""
         bringing = [r for r in requests if r.identity.ahead]
         if not bringing:
             return

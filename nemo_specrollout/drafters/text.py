@@ -4,8 +4,11 @@
 Shapes: S request slots, B requests of the batch.
 """
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_specrollout.config.drafter_configs import (
@@ -18,7 +21,7 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.drafters.ahead import AheadText
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders, slots_for
-from nemo_specrollout.drafters.text_drafter import TextDrafter
+from nemo_specrollout.drafters.text_drafter import Put, TextDrafter
 
 
 class LookupDrafter(TextDrafter):
@@ -33,9 +36,14 @@ class LookupDrafter(TextDrafter):
         self._salts_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._learned_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
-    def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
-        self._salts_S[slots] = salts
-        self._learned_S[slots] = learned
+    @abstractmethod
+    def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
+        """Returns the salt of a new request, and the number of its first tokens that need no learning."""
+
+    def open(self, slots: torch.Tensor, requests: Sequence[Any], put: Put) -> None:
+        salts, learned = zip(*(self.start_of(r.identity, r.num_tokens) for r in requests), strict=True)
+        self._salts_S[slots] = put(salts, np.int64)
+        self._learned_S[slots] = put(learned, np.int32)
 
     def lookup(self, drafter: int) -> Lookup:
         return Lookup(self.index, self._salts_S, self._learned_S, drafter)
@@ -74,10 +82,7 @@ class RandomTokens(TextDrafter):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
-        return 0, 0
-
-    def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
+    def open(self, slots: torch.Tensor, requests: Sequence[Any], put: Put) -> None:
         """Remembers nothing."""
 
     def propose(self, texts: Texts, out: Proposals) -> None:

@@ -10,6 +10,9 @@ import torch
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.drafters.device_index import Lookup
 
+Put = Callable[[Any, Any], torch.Tensor]
+"""Function that returns numbers as a tensor of a NumPy type on the device, without waiting for it."""
+
 
 class TextDrafter(ABC):
     """Proposes continuations of the requests' texts, and owns whatever it remembers of texts.
@@ -20,22 +23,14 @@ class TextDrafter(ABC):
     name: str
 
     @abstractmethod
-    def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
-        """Returns the salt of a new request, and the number of its first tokens that need no learning."""
-
-    @abstractmethod
-    def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
-        """Gives `slots` to new requests; `salts` and `learned` come from `start_of`."""
+    def open(self, slots: torch.Tensor, requests: Sequence[Any], put: Put) -> None:
+        """Gives `slots`, int64, to `requests`, which are `generation.requests.NewRequest`s."""
 
     def lookup(self, drafter: int) -> Lookup | None:
         """Returns how the board's kernels learn and propose for this drafter, which is number `drafter` of the board.
 
         None for a drafter that proposes by itself.
         """
-        return None
-
-    def remember(self, requests: Sequence[Any], put: Callable[[Any, Any], torch.Tensor]) -> None:
-        """Stores what new requests bring along; `put` returns numbers of a NumPy type as a tensor on the device."""
         return None
 
     def close(self, slots: Sequence[int]) -> None:

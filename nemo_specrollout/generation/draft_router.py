@@ -121,10 +121,7 @@ class DraftRouter:
         limits = [r.limit if r.identity.speculate else 0 for r in requests]
         self.board.open(slots_N, put(limits, np.int32))
         for drafter in self._text.values():
-            starts = [drafter.start_of(r.identity, r.num_tokens) for r in requests]
-            salts, learned = zip(*starts, strict=True)
-            drafter.open(slots_N, put(salts, np.int64), put(learned, np.int32))
-            drafter.remember(requests, put)
+            drafter.open(slots_N, requests, put)
         if self.model is not None:
             self.model.open(slots, slots_N, [r.identity.speculate for r in requests])
         if self.remote is not None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout requests, their identities and seeds, and their results. Plain data: vLLM is not imported."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,8 @@ EXTRA_ARGS_KEY = "specrollout"
 _KNOWN_KEYS = (
     "seed", "prompt_index", "sample_index", "policy_version", "speculate", "prompt_length", "engine_seed", "ahead",
 )  # fmt: skip
-
-
-AHEAD_BYTES = 4
-"""Bytes of a token in `ahead`."""
+TOKEN_BYTES = 4
+"""Bytes of a token in a text that was made ahead."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,13 @@ def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | byt
     if request.prefix_token_ids:
         identity["prompt_length"] = len(request.prompt_token_ids)
     if request.ahead:
-        identity["ahead"] = request.ahead[AHEAD_BYTES * len(request.prefix_token_ids) :]
+        identity["ahead"] = request.ahead[TOKEN_BYTES * len(request.prefix_token_ids) :]
     return {EXTRA_ARGS_KEY: identity}
+
+
+def as_bytes(token_ids: Sequence[int]) -> bytes:
+    """Returns a text as int32 numbers, the form in which requests bring one along."""
+    return array("i", token_ids).tobytes()
 
 
 def resolve_identity(request_id: str, params: Any, prompt_token_ids: list[int], engine_seed: int) -> RequestIdentity:

@@ -12,7 +12,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.requests import AHEAD_BYTES, EXTRA_ARGS_KEY, Rollout, ShardRequest
+from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, TOKEN_BYTES, Rollout, ShardRequest
 from nemo_specrollout.sampling.seeds import content_hash
 
 REFUSALS = (ValueError, getattr(vllm_exceptions, "VLLMError", ValueError))
@@ -88,7 +88,7 @@ def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int],
     if num_prefix:
         identity = {"prompt_length": num_prompt, **params.extra_args[EXTRA_ARGS_KEY]}
         if "ahead" in identity:
-            identity["ahead"] = identity["ahead"][AHEAD_BYTES * num_prefix :]
+            identity["ahead"] = identity["ahead"][TOKEN_BYTES * num_prefix :]
         params.extra_args = {**params.extra_args, EXTRA_ARGS_KEY: identity}
         params.max_tokens -= num_prefix
         params.skip_reading_prefix_cache = streams or params.skip_reading_prefix_cache

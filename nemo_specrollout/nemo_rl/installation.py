@@ -3,6 +3,7 @@
 
 import importlib
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,8 @@ def install(config: Any) -> bool:
         return False
     block, _ = prepare_nemo_rl(tree)
     assert block is not None
-    check_patch_points((*SECTIONS["all"], *_patch_points_of(config), *(SECTIONS["ahead"] if block.runs_ahead else ())))
+    points = _patch_points_of(config, runs_ahead=block.runs_ahead)
+    check_patch_points(points)
     generation = config.policy["generation"]
     block = with_absolute_paths(block)
     _check_block(block, config.policy)
@@ -52,7 +54,7 @@ def install(config: Any) -> bool:
     put_run(generation, block, facts)
     if not is_on_pythonpath():
         os.environ[PYTHONPATH] = pythonpath_with(code_folder(Path(config.logger["log_dir"]).absolute()))
-    _replace_names(config, _logger_class(block, generation["specrollout"], tree, facts), runs_ahead=block.runs_ahead)
+    _replace_names(config, _logger_class(block, generation["specrollout"], tree, facts), points)
     drafters = ", ".join(drafter.type for drafter in block.drafters) or "vLLM's own, or none"
     print(f"specrollout is on: drafters {drafters}; on vLLM's V2 model runner", flush=True)
     return True
@@ -83,11 +85,13 @@ def _trainers(config: Any) -> list[str]:
     return [f"nemo_rl.algorithms.{name}" for name in dict.fromkeys(("grpo", own))]
 
 
-def _patch_points_of(config: Any) -> tuple[PatchPoint, ...]:
-    """Returns the patch points that only some kinds of run use."""
+def _patch_points_of(config: Any, *, runs_ahead: bool) -> tuple[PatchPoint, ...]:
+    """Returns the patch points of a run."""
+    ahead = SECTIONS["ahead"] if runs_ahead else ()
     if _is_controlled(config):
-        return SECTIONS["controller"]
-    return (*(p for p in SECTIONS["trainers"] if p.module in _trainers(config)), *SECTIONS["rollouts"])
+        return (*SECTIONS["all"], *SECTIONS["controller"], *ahead)
+    own = (p for p in SECTIONS["trainers"] if p.module in _trainers(config))
+    return (*SECTIONS["all"], *own, *SECTIONS["rollouts"], *ahead)
 
 
 def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:
@@ -151,7 +155,7 @@ def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: A
     )
 
 
-def _replace_names(config: Any, logger: Any, *, runs_ahead: bool) -> None:
+def _replace_names(config: Any, logger: Any, points: Sequence[PatchPoint]) -> None:
     from nemo_rl.algorithms import async_utils
     from nemo_rl.experience import rollouts
     from nemo_rl.models.generation.vllm import vllm_generation
@@ -167,8 +171,7 @@ def _replace_names(config: Any, logger: Any, *, runs_ahead: bool) -> None:
     _replace(async_utils, "AsyncTrajectoryCollector", ours.SpecrolloutTrajectoryCollector)
     for name, extended in ours.extended_rollouts().items():
         _replace(rollouts, name, extended)
-    ahead = SECTIONS["ahead"] if runs_ahead else ()
-    for point in (*SECTIONS["all"], *SECTIONS["trainers"], *ahead):
+    for point in points:
         if point.module in _trainers(config):
             trainer = importlib.import_module(point.module)
             native = getattr(trainer, point.name)

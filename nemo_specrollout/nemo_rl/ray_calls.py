@@ -119,7 +119,7 @@ class ActorLink:
 
 
 class WorkerClient:
-    """Calls the `specrollout_*` methods of the engines' vLLM workers. Returns the reply of each engine in a list."""
+    """Calls the `specrollout_*` methods of the engines' vLLM workers and of their actors."""
 
     def __init__(self, worker_group: Any) -> None:
         """`worker_group` is NeMo-RL's group of the engines' actors."""
@@ -127,15 +127,19 @@ class WorkerClient:
         self.num_engines: int = worker_group.dp_size
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls `specrollout_<method>` with the same arguments in every engine."""
+        """Calls `specrollout_<method>` with the same arguments in every vLLM worker. Returns the reply of each engine."""
         return self.call_each(method, [arguments] * self.num_engines)
 
     def call_each(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
         """Calls `specrollout_<method>` with each engine's own arguments. An engine with None, or none, is left out."""
-        call, leader = self._group.run_single_worker_single_data, self._group.get_dp_leader_worker_idx
-        called = [(leader(engine), list(args)) for engine, args in enumerate(arguments) if args is not None]
+        called = [(engine, list(args)) for engine, args in enumerate(arguments) if args is not None]
         name = f"specrollout_{method}"
-        return ray.get([call("specrollout_call", worker, method=name, arguments=args) for worker, args in called])
+        return ray.get([self.start(engine, "call", method=name, arguments=args) for engine, args in called])
+
+    def start(self, engine: int, method: str, /, **arguments: Any) -> Any:
+        """Begins to call `specrollout_<method>` of an engine's actor. Returns Ray's reference to the reply."""
+        worker = self._group.get_dp_leader_worker_idx(engine)
+        return self._group.run_single_worker_single_data(f"specrollout_{method}", worker, **arguments)
 
     def drafter_stats(self) -> list[DrafterStats]:
         """Returns the drafter stats of the engines that have remote drafters."""

@@ -54,7 +54,7 @@ class Row(NamedTuple):
     prompt_length: int
     """Length of the conversation's first prompt, in tokens."""
     speculate: bool = True
-    """Whether the row may have drafts."""
+    """False for a row that is decoded without drafts."""
     ahead: bytes = b""
     """Expected response as int32 numbers, which older weights made (`run_ahead`)."""
 

@@ -13,11 +13,13 @@ from itertools import pairwise
 from typing import Any, ClassVar
 from weakref import ref
 
-import numpy as np
 import ray
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from nemo_specrollout.generation.requests import TOKEN_BYTES
+from nemo_specrollout.nemo_rl.ray_calls import WorkerClient
 from nemo_specrollout.nemo_rl.row_seeds import Row
+from nemo_specrollout.reports.records import PREFIX
 
 SLICE_S = 0.1
 """Seconds for which a synchronous engine decodes ahead before it looks at its other calls."""
@@ -69,7 +71,7 @@ class RunAhead:
 
     def __init__(self, worker_group: Any) -> None:
         """`worker_group` is NeMo-RL's group of the engines' actors."""
-        self._group = worker_group
+        self._workers = WorkerClient(worker_group)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._shards: list[list[Row]] = []
@@ -79,16 +81,18 @@ class RunAhead:
     @contextmanager
     def weights_change(self) -> Iterator[None]:
         """Encloses a change of weights while asynchronous engines decode. Rows under way begin again, so none is mixed."""
-        engines = range(self._group.dp_size)
-        ray.get([self._call(engine, "weights_change") for engine in engines])
+        self._tell_change()
         try:
             yield
         finally:
-            ray.get([self._call(engine, "weights_change") for engine in engines])
+            self._tell_change()
+
+    def _tell_change(self) -> None:
+        ray.get([self._workers.start(engine, "weights_change") for engine in range(self._workers.num_engines)])
 
     def begin(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
         """Lets the engines decode these rows, each of which has a prompt."""
-        self._texts, num_engines = {}, self._group.dp_size
+        self._texts, num_engines = {}, self._workers.num_engines
         ranges = [slice(*ab) for ab in pairwise(len(rows) * i // num_engines for i in range(num_engines + 1))]
         self._shards = [list(rows[of]) for of in ranges]
         self._stop.clear()
@@ -103,7 +107,7 @@ class RunAhead:
             return
         self._stop.set()
         thread.join()
-        replies = [self._call(engine, "end_ahead") for engine, rows in enumerate(self._shards) if rows]
+        replies = [self._workers.start(engine, "end_ahead") for engine, rows in enumerate(self._shards) if rows]
         for rows, texts in zip(filter(None, self._shards), ray.get(replies), strict=True):
             self._texts |= {row.seed: text for row, text in zip(rows, texts, strict=True) if text}
 
@@ -113,8 +117,8 @@ class RunAhead:
 
     def figures(self) -> dict[str, float]:
         """Returns the metrics of the texts that the step had as drafts."""
-        tokens = sum(map(len, self._texts.values())) // np.dtype(np.int32).itemsize
-        return {"specrollout/ahead_tokens": float(tokens), "specrollout/ahead_s": self._seconds}
+        tokens = sum(map(len, self._texts.values())) // TOKEN_BYTES
+        return {f"{PREFIX}ahead_tokens": float(tokens), f"{PREFIX}ahead_s": self._seconds}
 
     def _run(self, work: Sequence[tuple[Sequence[Any], Sequence[Row]]]) -> None:
         started = time.perf_counter()
@@ -131,8 +135,4 @@ class RunAhead:
         self._seconds = time.perf_counter() - started
 
     def _advance(self, engine: int, prompts: Sequence[Any] = (), rows: Sequence[Row] = ()) -> Any:
-        return self._call(engine, "run_ahead", prompts=list(prompts), rows=list(rows), seconds=SLICE_S)
-
-    def _call(self, engine: int, method: str, **arguments: Any) -> Any:
-        worker = self._group.get_dp_leader_worker_idx(engine)
-        return self._group.run_single_worker_single_data(f"specrollout_{method}", worker, **arguments)
+        return self._workers.start(engine, "run_ahead", prompts=list(prompts), rows=list(rows), seconds=SLICE_S)

@@ -26,8 +26,9 @@ class RunFacts:
     heads: str
     """Path of the folder with the run's draft heads."""
     samples_per_prompt: int = 1
+    """Responses to each prompt of a step."""
     in_flight: bool = False
-    """Whether weights change while requests are under way."""
+    """True if weights change while requests run."""
 
     @classmethod
     def of(cls, generation_config: Mapping[str, Any]) -> "RunFacts":

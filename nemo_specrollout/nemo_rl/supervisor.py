@@ -105,19 +105,18 @@ class Supervisor:
 
     def attach(self, worker_group: Any) -> None:
         """Takes NeMo-RL's group of the engines' actors, and starts the refresh of the draft head for them."""
-        self._engines, self._workers = worker_group, WorkerClient(worker_group)
+        self._workers = WorkerClient(worker_group)
         if self._block.draft_refresh is not None:
             self._refresh = start_head_refresh(self._block, self._config, self._facts.heads, self._workers, self._log)
 
     def open_exchange(self) -> None:
         """Lets the engines exchange requests, if the block allows it and there are several engines."""
-        num_engines, racing = self._engines.dp_size, self._block.fastest_of_n
+        num_engines, racing = self._workers.num_engines, self._block.fastest_of_n
         if racing is None or not racing.enabled or num_engines < 2:
             return
         self._exchange = ExchangeDriver(self._block, num_engines, self._config["max_new_tokens"], self._log)
-        call, leader = self._engines.run_single_worker_single_data, self._engines.get_dp_leader_worker_idx
-        actor, engines = self._exchange.actor, range(num_engines)
-        ray.get([call("specrollout_join_exchange", leader(e), actor=actor, engine=e) for e in engines])
+        start, actor, engines = self._workers.start, self._exchange.actor, range(num_engines)
+        ray.get([start(engine, "join_exchange", actor=actor, engine=engine) for engine in engines])
 
     def close(self) -> None:
         """Ends the refresh and the drafters. The engines may still run."""

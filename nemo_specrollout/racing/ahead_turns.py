@@ -6,10 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
-
 from nemo_specrollout.generation.hosted_engine import HostedEngine
-from nemo_specrollout.generation.requests import ShardRequest
+from nemo_specrollout.generation.requests import ShardRequest, as_bytes
 from nemo_specrollout.racing.turn_engine import TurnEngine
 from nemo_specrollout.racing.turns import TurnOrders
 
@@ -22,18 +20,12 @@ class StaleCache(RuntimeError):
     """vLLM keeps prefixes that older weights have cached, so the run must not go on."""
 
 
-def as_bytes(text: Sequence[int]) -> bytes:
-    """Returns token ids as int32 numbers."""
-    return np.array(text, np.int32).tobytes()
-
-
 class AheadTurns:
     """Decodes requests in a synchronous engine, a while at a time. Owns their texts so far."""
 
     def __init__(self, llm: Any) -> None:
         self._llm, self._turns = llm, TurnEngine(HostedEngine(llm))
         self._texts: list[list[int]] = []
-        self._num_done = 0
 
     def advance(self, requests: Sequence[ShardRequest], seconds: float) -> bool:
         """Begins more requests and decodes for about `seconds`. Returns whether any request is left."""
@@ -42,8 +34,7 @@ class AheadTurns:
         result = self._turns.turn(TurnOrders(starts, seconds=seconds))
         for name, (tokens, _) in result.parts.items():
             self._texts[name] += tokens
-        self._num_done += len(result.finished)
-        return self._num_done < len(self._texts)
+        return self._turns.is_busy
 
     def end(self) -> list[bytes]:
         """Leaves no request in the engine, and none of its old keys and values. Returns the texts."""
@@ -54,7 +45,7 @@ class AheadTurns:
             self._turns.engine.step()  # a step that was under way has ended then
         else:
             raise StaleCache
-        texts, self._texts, self._num_done = self._texts, [], 0
+        texts, self._texts = self._texts, []
         return list(map(as_bytes, texts))
 
 
@@ -74,8 +65,7 @@ class AheadTasks:
 
     async def wait(self, seconds: float) -> bool:
         """Lets the engine work for at most `seconds`. Returns whether any request is left."""
-        if left := [task for task in self._tasks if not task.done()]:
-            left = list((await asyncio.wait(left, timeout=seconds))[1])
+        left = (await asyncio.wait(self._tasks, timeout=seconds))[1] if self._tasks else ()
         return bool(left)
 
     async def end(self) -> list[bytes]:

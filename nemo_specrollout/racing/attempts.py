@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-import numpy as np
-
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest, as_bytes
 from nemo_specrollout.racing.turns import Request
 
 
@@ -69,7 +67,7 @@ class Response:
     def begin_again(self) -> None:
         """Makes the known part a draft. Open attempts make the response from its beginning."""
         assert isinstance(self.request, RolloutRequest)
-        self.request = replace(self.request, ahead=np.array(self.tokens, np.int32).tobytes())
+        self.request = replace(self.request, ahead=as_bytes(self.tokens))
         self.tokens, self.logprobs, self.policy_spans = [], [], []
         for attempt in self.attempts.values():
             attempt.position = 0

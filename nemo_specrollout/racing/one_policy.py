@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY
-from nemo_specrollout.racing.ahead_turns import as_bytes
+from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, as_bytes
 
 _LOOK_S = 0.005
 """Seconds between two looks whether a change has ended."""

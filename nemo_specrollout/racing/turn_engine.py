@@ -55,6 +55,10 @@ class TurnEngine:
         self._parts: dict[int, Tokens] = {}  # of this turn
         self._finished: dict[int, str] = {}
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._attempts)
+
     def turn(self, orders: TurnOrders) -> TurnResult:
         """Stops and begins attempts as ordered, then steps until the turn's time is over or no attempt is left."""
         self._parts, self._finished = {}, {}

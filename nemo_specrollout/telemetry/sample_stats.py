@@ -72,7 +72,7 @@ class _Record:
     row: int = -1
     """Row of the archive with the counts of a request that has left its slot."""
     is_taken: bool = False
-    """Whether its statistics were taken while it had a slot."""
+    """True if nothing is kept when it leaves its slot: it was taken, or what it did is no sample."""
 
 
 class SampleStatsLog:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter of the GPU check that is right with a forced probability, alone and in a real engine."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from lab.gpu.gpu_stage import GIB, SEED
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.generation.requests import RequestIdentity, Rollout
+from nemo_specrollout.generation.transfers import to_device
 from nemo_specrollout.sampling.seeds import request_seed
 
 pytestmark = pytest.mark.integration
@@ -34,8 +38,8 @@ def test_the_oracle_knows_texts_and_spoils_a_share() -> None:
     oracle = OracleDrafter(4, longest, CPU)
     oracle.know(requests, [Rollout(text, [], "length") for text in texts])
     identities = [RequestIdentity(request_seed(SEED, r.prompt_index, r.sample_index, 0), 0) for r in requests]
-    salts, learned = zip(*[oracle.start_of(i, 64) for i in [*identities, RequestIdentity(5, 0)]], strict=True)
-    oracle.open(torch.arange(4), torch.tensor(salts), torch.tensor(learned))
+    opened = [SimpleNamespace(identity=i) for i in [*identities, RequestIdentity(5, 0)]]
+    oracle.open(torch.arange(4), opened, partial(to_device, device=CPU))
     out = drafted(oracle, [64, 100, longest - 2, 64])
     assert out.found_B.tolist() == [MAX_DRAFTS, MAX_DRAFTS, 2, 0]
     assert out.tokens_BK[0].tolist() == texts[0][:MAX_DRAFTS]
