@@ -10,8 +10,8 @@ from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl
+from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
 from nemo_specrollout.config.nemo_rl_tree import GENERATION, SPECULATIVE_CONFIG, VLLM_CFG
-from nemo_specrollout.config.nemo_rl_values import unknown_overrides
 
 pytestmark = pytest.mark.unit
 

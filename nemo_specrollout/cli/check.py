@@ -14,8 +14,8 @@ from nemo_specrollout.cli.terminal import complain
 from nemo_specrollout.config.block import OFF, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config, values_of
+from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
 from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_KWARGS, Finding, Tree, at, runtime_of
-from nemo_specrollout.config.nemo_rl_values import unknown_overrides
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.training.head.block_heads import drafter_misfits

@@ -8,8 +8,8 @@ from pathlib import Path
 from nemo_specrollout.cli.check import read_nemo_rl_config
 from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
+from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
 from nemo_specrollout.config.nemo_rl_tree import at
-from nemo_specrollout.config.nemo_rl_values import unknown_overrides
 from nemo_specrollout.installed.versions import can_run_nemo_rl
 
 

@@ -23,7 +23,6 @@ from nemo_specrollout.config.nemo_rl_tree import (
     block_is_on,
     native_drafts,
 )
-from nemo_specrollout.config.nemo_rl_values import engine_values
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.installed.versions import (
     NEMO_RL_NEEDED,
@@ -91,7 +90,7 @@ def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
         about_vllm = list(backend_findings(tree))
         if not about_vllm:
             block, about_block = _block(tree)
-            about_vllm = [*about_block, *engine_findings(tree), *engine_values(tree), *_vllm_version()]
+            about_vllm = [*about_block, *engine_findings(tree), *_vllm_version()]
         found = [*about_vllm, *trainer_findings(tree), *_nemo_rl_version()]
     elif not found:
         found = list(_nemo_rl_alone(tree))

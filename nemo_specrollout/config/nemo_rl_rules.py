@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about NeMo-RL configs: sampling, asynchrony, draft heads, and engines."""
+"""Rules about NeMo-RL configs: sampling, asynchrony, draft heads, engines, models, and overrides."""
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS, REMOTE_DRAFTER
-from nemo_specrollout.config.load import NEMO_RL_DIR
+from nemo_specrollout.config.load import NEMO_RL_DIR, new_keys
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
     SPECULATIVE_CONFIG,
@@ -24,6 +24,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     findings,
     is_on,
     is_set,
+    named_drafters,
     native_drafts,
     nemo_rl_checkout,
     num_engines,
@@ -31,18 +32,17 @@ from nemo_specrollout.config.nemo_rl_tree import (
     stale_kv_field,
     strings_at,
 )
+from nemo_specrollout.config.strict import nearest
+from nemo_specrollout.storage.model_folder import check_model
 
 
 def trainer_findings(tree: Tree) -> Iterator[Finding]:
     """Yields the findings about NeMo-RL's draft heads and prompt files, whatever engine generates."""
-    if at(tree, "policy.draft.enabled"):
-        captured = "NeMo-RL sizes the head by it, and then captures its default layers: set it to null"
-        yield from broken([Rule("policy.draft.aux_layer_indices", bool, captured, "warning")], tree)
+    layers = at(tree, "policy.draft.aux_layer_indices")
+    if at(tree, "policy.draft.enabled") and layers:
+        text = f"{layers}; NeMo-RL sizes the head by it, and then captures its default layers: set it to null"
+        yield Finding("policy.draft.aux_layer_indices", text, "warning")
     yield from _prompt_files(tree)
-
-
-def _is_controlled(tree: Tree) -> bool:
-    return at(tree, "async_rl") is not None
 
 
 def _has_unseeded_clients(tree: Tree) -> bool:
@@ -50,18 +50,20 @@ def _has_unseeded_clients(tree: Tree) -> bool:
     return not at(tree, "env.should_use_nemo_gym") and at(tree, f"{BLOCK_PATH}.http_seeds") != "required"
 
 
-def _placed_by_ray(*, on_gpu: bool) -> Callable[[Any], bool]:
-    """Returns a function that tells whether Ray places drafters of the list on GPUs, or on CPUs."""
+def _no_size(low: int, *others: int) -> Callable[[Any], bool]:
+    """Returns a function that tells whether a value is set, and is neither a whole number from `low` on nor in `others`."""
 
-    def trips(drafters: Any) -> bool:
-        remote = (d for d in drafters or () if isinstance(d, Mapping) and d.get("type") == REMOTE_DRAFTER)
-        return any(d.get("workers") and bool(d.get("gpus")) is on_gpu for d in remote)
+    def trips(value: Any) -> bool:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        return value is not None and not (is_whole and (value >= low or value in others))
 
     return trips
 
 
-def _places_itself(drafters: Any) -> bool:
-    return any(isinstance(d, Mapping) and d.get("placement") == "auto" for d in drafters or ())
+def _no_share(value: Any) -> bool:
+    """Returns whether a value is set, and is not a number above 0 and up to 1."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is not None and not (is_number and 0 < value <= 1)
 
 
 _RULES = (
@@ -70,12 +72,6 @@ _RULES = (
          when=is_on(f"{BLOCK_PATH}.draft_refresh")),
     Rule(f"{BLOCK_PATH}.draft_refresh.trainer_gpus", bool, "GPU in addition to the GPUs of `cluster`: no head is trained "
          "until Ray has one free", "note"),
-    Rule(f"{BLOCK_PATH}.drafters", _places_itself, "placement: auto works only in the local runner; run "
-         "`specrollout-lab explain` and write its answer into the config"),
-    Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=True), "Ray places the drafters on GPUs in addition to the GPUs of "
-         "`cluster`: nothing is drafted until they are free", "note"),
-    Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=False), "Ray places the drafters on CPU cores, which only vLLM's "
-         "CPU build can use: on a cluster with GPUs set gpus of the remote drafter", "note"),
     Rule(f"{BLOCK_PATH}.fastest_of_n.ladder", is_set, "works only in local runs: NeMo-RL's engines learn their speeds while "
          "they decode; remove it"),
     Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "without effect: only the local runner decodes requests again",
@@ -90,13 +86,32 @@ _RULES = (
     Rule(f"{GENERATION}.worker_extension_cls_fqn", is_set, "NeMo-RL would use this worker instead of the one of specrollout: "
          "remove it"),
     Rule(SPECULATIVE_CONFIG, lambda v: is_set(v) and not isinstance(v, Mapping), "expected a block of keys"),
+    Rule("policy.model_name", lambda v: not (isinstance(v, str) and v), "name the policy: a folder, or a model of the Hub"),
+    Rule(VLLM_CFG, lambda v: not v, "NeMo-RL needs it for vLLM: inherit one of NeMo-RL's configs, or write the block"),
+    # vLLM refuses these sampling parameters with the first request, after all models are loaded.
+    Rule(f"{GENERATION}.top_p", _no_share, "it must be above 0 and at most 1; 1.0 turns it off"),
+    Rule(f"{GENERATION}.top_k", _no_size(1, -1), "it must be a whole number, at least 1; null or -1 turns it off"),
+    Rule(f"{GENERATION}.max_new_tokens", _no_size(1), "it must be a whole number, at least 1"),
 )  # fmt: skip
+
+
+def _remote_drafters(tree: Tree) -> Iterator[Finding]:
+    path = f"{BLOCK_PATH}.drafters"
+    for drafter in named_drafters(tree):
+        if drafter.get("placement") == "auto":
+            text = "placement: auto works only in the local runner; run `specrollout-lab explain`"
+            yield Finding(path, f"{text} and write its answer into the config", "error")
+        if drafter.get("type") == REMOTE_DRAFTER and drafter.get("workers"):
+            on_gpu = "GPUs in addition to the GPUs of `cluster`: nothing is drafted until they are free"
+            on_cpu = "CPU cores, which only vLLM's CPU build can use: on a cluster with GPUs set the drafter's gpus"
+            yield Finding(path, f"Ray places the drafters on {on_gpu if drafter.get('gpus') else on_cpu}", "note")
 
 
 def _data_plane(tree: Tree) -> Iterator[Finding]:
     path = f"{BLOCK_PATH}.fastest_of_n"
-    is_elsewhere = at(tree, "data_plane.enabled") and not (_is_controlled(tree) or at(tree, f"{VLLM_CFG}.async_engine"))
-    if is_elsewhere and isinstance(at(tree, path), Mapping) and at(tree, f"{path}.enabled", True):
+    is_here = at(tree, "async_rl") is not None or at(tree, f"{VLLM_CFG}.async_engine")
+    is_on_there = at(tree, "data_plane.enabled") and not is_here
+    if is_on_there and isinstance(at(tree, path), Mapping) and at(tree, f"{path}.enabled", True):
         text = "with data_plane.enabled, another process requests rollouts"
         yield Finding(path, f"{text}: set async_engine to true, or remove the block", "error")
 
@@ -118,14 +133,12 @@ def _sampling(tree: Tree) -> Iterator[Finding]:
         yield Finding(f"{VLLM_CFG}.logprobs_mode", f"{text}: set it to processed_logprobs", "warning")
 
 
-def _context(tree: Tree) -> Iterator[Finding]:
+def _native_drafts(tree: Tree) -> Iterator[Finding]:
+    method = None
     if num_drafts := native_drafts(tree):
+        method = at(tree, f"{SPECULATIVE_CONFIG}.method")
         text = f"because of it, NeMo-RL ends every request {num_drafts + 1} tokens before max_model_len"
         yield Finding(SPECULATIVE_CONFIG, text, "note")
-
-
-def _unused_head(tree: Tree) -> Iterator[Finding]:
-    method = at(tree, f"{SPECULATIVE_CONFIG}.method") if native_drafts(tree) else None
     if at(tree, "policy.draft.enabled") and method not in {"eagle", "eagle3"}:
         text = f"a head is trained, but no engine drafts with it: set {SPECULATIVE_CONFIG} with method eagle3"
         yield Finding("policy.draft.enabled", f"{text}, or policy.draft.enabled to false", "warning")
@@ -161,14 +174,15 @@ _STOP_AT_STRINGS = ("sliding_puzzle_game", "code", "retriever")
 
 def backend_findings(tree: Tree) -> Iterator[Finding]:
     """Yields the error about another engine than vLLM. Nothing else can then be said about the engines."""
-    refused = Rule(f"{GENERATION}.backend", lambda v: v != "vllm", "specrollout works only in vLLM: set it to vllm")
-    yield from broken([refused], tree)
+    if (backend := at(tree, f"{GENERATION}.backend")) != "vllm":
+        text = f"{json.dumps(backend)}; specrollout works only in vLLM: set it to vllm"
+        yield Finding(f"{GENERATION}.backend", text, "error")
 
 
 def engine_findings(tree: Tree) -> Iterator[Finding]:
     """Yields the findings about vLLM's engines."""
     yield from broken(_RULES, tree)
-    for function in (_unused_head, _data_plane, _sampling, _context, runner_findings, _parallelism):
+    for function in (_remote_drafters, _native_drafts, _data_plane, _sampling, runner_findings, _parallelism, _folders):
         yield from function(tree)
 
 
@@ -316,3 +330,41 @@ def _is_used(tree: Tree, environment: str) -> bool:
     """Returns whether the data name an environment. NeMo-RL's base configs describe environments that no data use."""
     named = [at(tree, f"data.{block}.env_name") for block in ("train", "default", "validation")]
     return environment in named or not any(named)
+
+
+def _folders(tree: Tree) -> Iterator[Finding]:
+    """Yields an error about each model in a folder here that cannot be loaded, and a note about each folder elsewhere."""
+    policy, native = str(at(tree, "policy.model_name")), at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else {}
+    named = [("policy.model_name", policy, ""), (f"{SPECULATIVE_CONFIG}.model", *map(native.get, ("model", "method")))]
+    named += [(f"{BLOCK_PATH}.drafters", d.get("model"), d.get("type")) for d in named_drafters(tree)]
+    for path, name, kind in named:
+        if isinstance(name, str) and name and Path(name).is_dir():
+            try:
+                check_model(Path(name), Path(policy), str(kind))
+            except ValueError as error:
+                yield Finding(path, str(error), "error")
+        elif isinstance(name, str) and name.startswith(("/", "./", "../")):
+            yield Finding(path, f"{name} is not a folder here; each engine looks for it on its own machine", "note")
+
+
+_FREE = (BLOCK_PATH, VLLM_KWARGS, "env", "runtime")
+"""Blocks and keys that NeMo-RL's configs need not have. specrollout checks the keys of its own block itself."""
+_FREE_ENDINGS = ("env_vars", "kwargs", "overrides")
+"""Endings of the names of blocks that take any key."""
+
+
+def unknown_overrides(path: Path, overrides: Sequence[str]) -> Iterator[Finding]:
+    """Yields a warning of each override that misspells a key of the config at `path`, and a note of any other new key."""
+    for override, name, known in new_keys(path, overrides):
+        if _is_free(override):
+            continue
+        likely = nearest(name, known, most_listed=0)
+        text = f"not a key of the config; it is without effect unless NeMo-RL knows it{likely or '; then write +key=value'}"
+        yield Finding(override.partition("=")[0], text, "warning" if likely else "note")
+
+
+def _is_free(override: str) -> bool:
+    key = override.partition("=")[0]
+    blocks = key.split(".")[:-1]
+    is_below = any(key == free or key.startswith(f"{free}.") for free in _FREE)
+    return override.startswith("+") or is_below or any(name.endswith(_FREE_ENDINGS) for name in blocks)

@@ -95,9 +95,17 @@ def drafter_types(tree: Tree) -> list[str]:
     """Returns the types of the drafters in effect: vLLM's own, else the block's, else the block's defaults."""
     if native_drafts(tree):
         return [str(at(tree, f"{SPECULATIVE_CONFIG}.method"))]
-    drafters = at(tree, f"{BLOCK_PATH}.drafters", [{"type": d.type} for d in SpecrolloutConfig().drafters])
-    named = drafters if block_is_on(tree) and isinstance(drafters, list | tuple) else []
-    return [str(d.get("type")) for d in named if isinstance(d, Mapping)]
+    if not block_is_on(tree):
+        return []
+    if at(tree, f"{BLOCK_PATH}.drafters") is None:
+        return [d.type for d in SpecrolloutConfig().drafters]
+    return [str(d.get("type")) for d in named_drafters(tree)]
+
+
+def named_drafters(tree: Tree) -> list[Mapping[str, Any]]:
+    """Returns the blocks in the list `drafters`."""
+    drafters = at(tree, f"{BLOCK_PATH}.drafters", [])
+    return [d for d in drafters if isinstance(d, Mapping)] if isinstance(drafters, list | tuple) else []
 
 
 def asynchronous_block(tree: Tree) -> str | None:
