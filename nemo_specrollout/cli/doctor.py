@@ -5,7 +5,6 @@ import argparse
 import json
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -53,9 +52,15 @@ def doctor(parsed: argparse.Namespace) -> int:
             diagnoses = list(_guarded(section, source))
             found += diagnoses
             _show(console, section.title, diagnoses)
+    counts = {state.value: sum(d.state is state for d in found) for state in State}
+    console.print("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()))
     if parsed.json is not None:
-        write_atomically(parsed.json, to_json(found))
-    return _conclude(console, found, parsed.json)
+        facts = {"states": counts, "diagnoses": [asdict(d) for d in found]}
+        write_atomically(parsed.json, json.dumps(facts, indent=1))
+        console.print(f"written to {parsed.json}")
+    elif counts[State.FAIL]:
+        console.print("for a bug report: give --json FILE, and attach the file")
+    return EXIT_FAILED if counts[State.FAIL] else 0
 
 
 def _in_nemo_rl(parsed: argparse.Namespace) -> int:
@@ -117,17 +122,6 @@ def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
         yield CONFIG.fail("error", text, _CHANGE_IT)
 
 
-def to_json(found: Iterable[Diagnosis]) -> str:
-    """Returns all diagnoses and their numbers by state, as JSON."""
-    found = list(found)
-    return json.dumps({"states": _counts(found), "diagnoses": [asdict(d) for d in found]}, indent=1)
-
-
-def _counts(found: Iterable[Diagnosis]) -> dict[str, int]:
-    counts = Counter(d.state for d in found)
-    return {state.value: counts[state] for state in State}
-
-
 def _show(console: Console, section: str, diagnoses: list[Diagnosis]) -> None:
     """Prints a section as a table. Neighbours with the same result share a row."""
     console.print(f"\n{section}", style="bold")
@@ -142,13 +136,3 @@ def _show(console: Console, section: str, diagnoses: list[Diagnosis]) -> None:
         for line in (line for d in group for line in d.last_words):
             table.add_row("", Text("| log", "dim", justify="right"), Text(line, "dim"))
     console.print(table)
-
-
-def _conclude(console: Console, found: list[Diagnosis], file: Path | None) -> int:
-    counts = _counts(found)
-    console.print("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()))
-    if file is not None:
-        console.print(f"written to {file}")
-    elif counts[State.FAIL]:
-        console.print("for a bug report: give --json FILE, and attach the file")
-    return EXIT_FAILED if counts[State.FAIL] else 0

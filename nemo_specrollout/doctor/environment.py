@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,12 @@ VERSIONS, DEVICE, MACHINE = Section("versions"), Section("device"), Section("mac
 OURS, PYTHON, VLLM, NEMO_RL = "nemo_specrollout", "python", "vllm", "nemo-rl"
 _ENGINE = "an engine"
 NEEDED = {
-    "torch": ("torch", _ENGINE),
-    "triton": ("triton", _ENGINE),
-    "transformers": ("transformers", _ENGINE),
-    "numba": ("numba", _ENGINE),
-    "ray": ("ray", "NeMo-RL, and a local run with several rollout workers"),
-    "megatron-core": ("megatron", "a trainer"),
-    "speculators": ("speculators", "refresh-draft and draft_refresh"),
+    **dict.fromkeys(("torch", "triton", "transformers", "numba"), _ENGINE),
+    "ray": "NeMo-RL, and a local run with several rollout workers",
+    "megatron-core": "a trainer",
+    "speculators": "refresh-draft and draft_refresh",
 }
-"""Packages that this package imports: the name of the module, and what needs the package."""
+"""Packages that this package imports, and what needs them."""
 TORCH_TIMEOUT_S = 120.0
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
 GIB = 1 << 30
@@ -40,19 +36,11 @@ LITTLE_DISK, TOO_LITTLE_DISK = GIB, GIB >> 4
 
 def found_versions() -> dict[str, str]:
     """Returns the versions of all installed packages of the section, without importing them."""
-    known = {package: _version(package, module) for package, (module, _) in NEEDED.items()}
-    known |= {VLLM: versions.vllm_version(), NEMO_RL: versions.nemo_rl_version()}
-    own = _version("nemo-specrollout") or "not installed, on the path"
-    commit = versions.checkout_commit()
+    known = versions.installed_versions()
+    own, commit = known.get("nemo-specrollout", "not installed, on the path"), versions.checkout_commit()
     ours = own + (f", commit {commit}" if commit else "") + f", in {Path(__file__).parents[1]}"
-    return {PYTHON: platform.python_version(), OURS: ours, **{name: v for name, v in known.items() if v}}
-
-
-def _version(package: str, module: str | None = None) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "of unknown version" if module and util.find_spec(module) else None
+    named = {VLLM: versions.vllm_version(), NEMO_RL: versions.nemo_rl_version()}
+    return {PYTHON: platform.python_version(), OURS: ours, **known, **{name: v for name, v in named.items() if v}}
 
 
 def diagnose_versions(found: Mapping[str, str], *, is_release: bool | None = None) -> Iterator[Diagnosis]:
@@ -61,7 +49,7 @@ def diagnose_versions(found: Mapping[str, str], *, is_release: bool | None = Non
     yield VERSIONS.ok(PYTHON, found[PYTHON])
     yield _vllm(found)
     yield _nemo_rl(found, versions.nemo_rl_is_a_release() if is_release is None else is_release)
-    for package, (_, by) in NEEDED.items():
+    for package, by in NEEDED.items():
         if package in found:
             yield VERSIONS.ok(package, found[package])
         elif by is _ENGINE and VLLM in found:
