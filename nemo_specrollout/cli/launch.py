@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,10 @@ _SAVE_MARGIN_S = 25 * 60
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Writes the run directory and submits `args.jobs` jobs; returns 0 if Slurm took all. Raises ConfigError."""
+    """Writes the run directory and submits `args.jobs` jobs; returns 0 if Slurm took all. Raises ConfigError.
+
+    NeMo-RL adds checkpoints and logs. After the first submission, config and code stay the same.
+    """
     for name, count in (("--nodes", args.nodes), ("--jobs", args.jobs)):
         raise_first_mistake("", (count < 1, name, f"{count} is out of range; it must be at least 1"))
     if not args.dry_run and shutil.which("sbatch") is None:
@@ -60,18 +62,18 @@ def launch(args: argparse.Namespace) -> int:
         notes.append(Finding("checkpointing.enabled", text, "warning"))
     steps, script = at(tree, "grpo.max_num_steps"), args.script or script_of(tree)
     node_gpus = settings.gpus_per_node or tree["cluster"]["gpus_per_node"]
-    job = slurm.Job(settings, run, args.nodes, node_gpus, steps if isinstance(steps, int) else None, script)
-    directory = LaunchDirectory(Path(run))
-    directory.check(tree)
-    directory.write(tree, job)
+    last_step = steps if isinstance(steps, int) else "last"
+    _check_directory(Path(run), tree)
+    _write(Path(run), tree, slurm.job_script(settings, run, node_gpus, last_step, script))
     for note in notes:
         print(f"{note.kind}: {note}")
-    print(f"{'resumes' if directory.submitted else 'run'}: {run}")
+    print(f"{'resumes' if _was_submitted(Path(run)) else 'run'}: {run}")
+    command = slurm.sbatch_command(settings, run, args.nodes)
     for _ in range(args.jobs):
         if args.dry_run:
-            print(shlex.join(job.sbatch()))
+            print(shlex.join(command))
         else:
-            job_id = directory.submit(job.sbatch())
+            job_id = _submit(Path(run), command)
             print(f"submitted job {job_id}; its driver writes {run}/slurm/{job_id}-logs/ray-driver.log")
     return 0
 
@@ -162,55 +164,48 @@ def _must_save_by(checkpointing: dict[str, Any], time: str) -> str:
     return str(own)
 
 
-@dataclass(frozen=True)
-class LaunchDirectory:
-    """Holds `config.yaml`, `job.sh`, `addon/` and `submissions.jsonl`; NeMo-RL adds checkpoints and logs.
+def _was_submitted(run: Path) -> bool:
+    """Returns whether a job of this run was submitted, or has left a checkpoint."""
+    return (run / "submissions.jsonl").is_file() or any(run.glob("checkpoints/step_*"))
 
-    Invariant: after the first submission, config and code stay the same. `addon/` is a copy of this package.
-    """
 
-    path: Path
+def _check_directory(run: Path, tree: dict[str, Any]) -> None:
+    """Raises ConfigError if a run of the config `tree` cannot start or resume in the folder `run`."""
+    existing = next(p for p in (run, *run.parents) if p.exists())
+    is_unknown = existing == run and existing.is_dir() and not (run / "job.sh").is_file()
+    for is_made, text in (
+        (not existing.is_dir(), f"cannot be a folder: {existing} is a file"),
+        (not os.access(existing, os.W_OK | os.X_OK), "cannot be written to"),
+        (is_unknown and any(existing.iterdir()), "exists and is not the directory of a launched run"),
+    ):
+        raise_first_mistake("", (is_made, "--run-dir", f"{run} {text}; choose another"))
+    if not _was_submitted(run):
+        return
+    try:
+        earlier = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--run-dir: config.yaml of {run} cannot be read; choose another") from error
+    keys = ", ".join(sorted(differences(earlier, tree) - _MAY_CHANGE)[:4])
+    text = f"{run} holds a run of another config (it differs in {keys}); choose another"
+    raise_first_mistake("", (keys, "--run-dir", text))
 
-    @property
-    def submitted(self) -> bool:
-        """Whether a job of this run was submitted, or has left a checkpoint."""
-        return (self.path / "submissions.jsonl").is_file() or any(self.path.glob("checkpoints/step_*"))
 
-    def check(self, tree: dict[str, Any]) -> None:
-        """Raises ConfigError if a run of the config `tree` cannot start or resume here."""
-        existing = next(p for p in (self.path, *self.path.parents) if p.exists())
-        is_unknown = existing == self.path and existing.is_dir() and not (self.path / "job.sh").is_file()
-        for is_made, text in (
-            (not existing.is_dir(), f"cannot be a folder: {existing} is a file"),
-            (not os.access(existing, os.W_OK | os.X_OK), "cannot be written to"),
-            (is_unknown and any(existing.iterdir()), "exists and is not the directory of a launched run"),
-        ):
-            raise_first_mistake("", (is_made, "--run-dir", f"{self.path} {text}; choose another"))
-        if not self.submitted:
-            return
-        try:
-            earlier = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"--run-dir: config.yaml of {self.path} cannot be read; choose another") from error
-        keys = ", ".join(sorted(differences(earlier, tree) - _MAY_CHANGE)[:4])
-        text = f"{self.path} holds a run of another config (it differs in {keys}); choose another"
-        raise_first_mistake("", (keys, "--run-dir", text))
+def _write(run: Path, tree: dict[str, Any], script: str) -> None:
+    """Writes config and job script, and a copy of this package unless a submitted job uses it."""
+    (run / "slurm").mkdir(parents=True, exist_ok=True)
+    if not (_was_submitted(run) and (run / "addon").is_dir()):
+        copy_code(run / "addon")
+    write_atomically(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(tree)))
+    write_atomically(run / "job.sh", script)
 
-    def write(self, tree: dict[str, Any], job: slurm.Job) -> None:
-        """Writes config and job script, and the code unless a submitted job uses it."""
-        (self.path / "slurm").mkdir(parents=True, exist_ok=True)
-        if not (self.submitted and (self.path / "addon").is_dir()):
-            copy_code(self.path / "addon")
-        write_atomically(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(tree)))
-        write_atomically(self.path / "job.sh", job.text())
 
-    def submit(self, command: list[str]) -> str:
-        """Submits a job; returns its id. Raises ConfigError with Slurm's own words if it refuses."""
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise ConfigError(f"sbatch refused {shlex.join(command)}: {' '.join(done.stderr.split())}")
-        job_id = done.stdout.strip().split(";")[0]
-        record = {"job_id": job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
-        with (self.path / "submissions.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        return job_id
+def _submit(run: Path, command: list[str]) -> str:
+    """Submits a job; returns its id. Raises ConfigError with Slurm's own words if it refuses."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ConfigError(f"sbatch refused {shlex.join(command)}: {' '.join(done.stderr.split())}")
+    job_id = done.stdout.strip().split(";")[0]
+    record = {"job_id": job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
+    with (run / "submissions.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    return job_id

@@ -174,45 +174,33 @@ def seconds(time: str, field: str) -> int:
     return total
 
 
-@dataclass(frozen=True)
-class Job:
-    settings: ClusterSettings
-    run: str
-    num_nodes: int
-    gpus_per_node: int
-    max_num_steps: int | None
-    """Steps after which the run is complete; None if the config does not say."""
-    script: str
-    """NeMo-RL's script, relative to its checkout."""
+def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[str]:
+    """Returns the command that submits a job, with all options: SBATCH_* variables overrule options in a script."""
+    # Unique to the run directory: Slurm's `singleton` runs jobs of one name one after another.
+    word, digest = re.sub(r"[^A-Za-z0-9._-]", "-", Path(run).name), hashlib.sha256(run.encode()).hexdigest()[:8]
+    return [
+        "sbatch", "--parsable", f"--nodes={num_nodes}", "--exclusive", f"--account={settings.account}",
+        f"--partition={settings.partition}", f"--time={settings.time}", f"--job-name=specrollout-{word}-{digest}",
+        "--dependency=singleton", "--requeue", "--open-mode=append", "--export=ALL",
+        f"--output={run}/slurm/%j.out", *settings.sbatch_args, f"{run}/job.sh",
+    ]  # fmt: skip
 
-    def sbatch(self) -> list[str]:
-        """Returns the command that submits the job, with all options: SBATCH_* variables overrule options in a script."""
-        settings, word = self.settings, re.sub(r"[^A-Za-z0-9._-]", "-", Path(self.run).name)
-        # Unique to the run directory: Slurm's `singleton` runs jobs of one name one after another.
-        name = f"specrollout-{word}-{hashlib.sha256(self.run.encode()).hexdigest()[:8]}"
-        return [
-            "sbatch", "--parsable", f"--nodes={self.num_nodes}", "--exclusive", f"--account={settings.account}",
-            f"--partition={settings.partition}", f"--time={settings.time}", f"--job-name={name}",
-            "--dependency=singleton", "--requeue", "--open-mode=append", "--export=ALL",
-            f"--output={self.run}/slurm/%j.out", *settings.sbatch_args, f"{self.run}/job.sh",
-        ]  # fmt: skip
 
-    def text(self) -> str:
-        """Returns the job script."""
-        settings, run = self.settings, self.run
-        mounts = [f"{run}:{run}", f"{settings.nemo_rl}:{settings.nemo_rl}", *settings.mounts]
-        # NeMo-RL's driver passes its PYTHONPATH to all workers.
-        path = f"PYTHONPATH={quote(f'{run}/addon')}${{PYTHONPATH:+:$PYTHONPATH}}"
-        command = f"uv run python -m nemo_specrollout run {quote(f'{run}/config.yaml')} --script {quote(self.script)}"
-        values = {
-            "run": run,
-            "last_step": self.max_num_steps or "last",
-            "container": settings.container,
-            "mounts": ",".join(dict.fromkeys(mounts)),
-            "gpus_per_node": self.gpus_per_node,
-            "setup_command": settings.setup_command,
-            "command": f"{path} {command}",
-            "nemo_rl": settings.nemo_rl,
-        }
-        own = [f"export {name}={quote(value)}" for name, value in {**NUMBA_CACHE, **settings.environment}.items()]
-        return _JOB.substitute({k: quote(str(v)) for k, v in values.items()}, environment="\n".join(own))
+def job_script(settings: ClusterSettings, run: str, gpus_per_node: int, last_step: object, script: str) -> str:
+    """Returns the job's script. `script` is NeMo-RL's, relative to its checkout; the run is complete after `last_step`."""
+    mounts = [f"{run}:{run}", f"{settings.nemo_rl}:{settings.nemo_rl}", *settings.mounts]
+    # NeMo-RL's driver passes its PYTHONPATH to all workers.
+    path = f"PYTHONPATH={quote(f'{run}/addon')}${{PYTHONPATH:+:$PYTHONPATH}}"
+    command = f"uv run python -m nemo_specrollout run {quote(f'{run}/config.yaml')} --script {quote(script)}"
+    values = {
+        "run": run,
+        "last_step": last_step,
+        "container": settings.container,
+        "mounts": ",".join(dict.fromkeys(mounts)),
+        "gpus_per_node": gpus_per_node,
+        "setup_command": settings.setup_command,
+        "command": f"{path} {command}",
+        "nemo_rl": settings.nemo_rl,
+    }
+    own = [f"export {name}={quote(value)}" for name, value in {**NUMBA_CACHE, **settings.environment}.items()]
+    return _JOB.substitute({k: quote(str(v)) for k, v in values.items()}, environment="\n".join(own))
