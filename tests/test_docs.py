@@ -11,7 +11,7 @@ from conftest import ROOT
 from prose import findings_of_page
 
 from lab.cli.main import PROGRAM as LAB
-from nemo_specrollout.cli.commands import PROGRAM as PRODUCT
+from nemo_specrollout.cli.main import PROGRAM as PRODUCT
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 

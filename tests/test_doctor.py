@@ -20,7 +20,6 @@ from nemo_specrollout.doctor.self_test import (
     CAUSES,
     compared,
     diagnose_engine,
-    diagnose_environment,
     diagnose_self_test,
 )
 
@@ -165,12 +164,6 @@ def test_a_known_cause_in_a_log_names_its_fix(sign: str, to_do: str) -> None:
     assert diagnosis.state is State.FAIL and diagnosis.to_do == to_do
     assert "--json" in next(diagnose_self_test(NO_ENGINE)).to_do
     assert next(diagnose_engine(NO_ENGINE)).state is State.FAIL
-
-
-def test_settings_that_prevent_the_v2_model_runner_fail() -> None:
-    found = {d.name: d for d in diagnose_environment({"VLLM_USE_V2_MODEL_RUNNER": "0"})}
-    assert found["VLLM_USE_V2_MODEL_RUNNER"].to_do == "Unset VLLM_USE_V2_MODEL_RUNNER."
-    assert not list(diagnose_environment({}))
 
 
 @pytest.mark.parametrize(

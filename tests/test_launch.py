@@ -17,8 +17,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from nemo_specrollout.cli.commands import PROGRAM
 from nemo_specrollout.cli.launch import gpus_beside
+from nemo_specrollout.cli.main import PROGRAM
 from nemo_specrollout.cli.slurm import VARIABLES, seconds
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError, build

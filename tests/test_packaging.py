@@ -21,9 +21,8 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 from nemo_rl_standin import make_nemo_rl
 from test_launch import BASE, RECORDING_RAY_SUB
 
-from nemo_specrollout.cli.commands import COMMANDS
 from nemo_specrollout.cli.examples import RECIPES
-from nemo_specrollout.cli.main import main
+from nemo_specrollout.cli.main import COMMANDS, main
 
 PROJECTS = {"nemo_specrollout": ROOT / "pyproject.toml", "lab": ROOT / "lab" / "pyproject.toml"}
 """The project file of each package: each is a distribution of its own."""

@@ -9,11 +9,10 @@ import select
 import signal
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from nemo_specrollout.cli.terminal import Interrupts, Terminated, complain, scratch_folder
@@ -38,7 +37,7 @@ Flag = tuple[str, dict[str, Any]]
 
 def flag(name: str, metavar: str | None, text: str, **options: Any) -> Flag:
     """Returns a flag. A default is added to the help text, and gives the flag its type."""
-    if options.get("default"):
+    if options.get("default", "") not in ("", []):
         text += f"; default: {options['default']}"
         options.setdefault("type", type(options["default"]))
     if metavar is not None:
@@ -57,16 +56,13 @@ class Command:
     function: str
     """`MODULE:FUNCTION`, imported when it is called. It takes the parsed arguments and returns the exit code."""
     flags: tuple[Flag, ...] = ()
-    more_flags: Callable[[argparse.ArgumentParser], None] | None = None
-    """Adds flags that are derived from a record."""
     extra: str = ""
     """Extra of `pyproject.toml` whose packages the command needs."""
     in_scratch_folder: bool = False
     """True if the command starts engines, so that its temporary files go into a folder that is removed at its end."""
 
     def run(self, parsed: argparse.Namespace) -> int:
-        module, _, name = self.function.partition(":")
-        return int(getattr(import_module(module), name)(parsed))
+        return int(resolve_name(self.function)(parsed))
 
 
 @dataclass(frozen=True)
@@ -88,13 +84,12 @@ class Program:
             subparser = subparsers.add_parser(command.name, help=text, description=text, allow_abbrev=False)
             for name, options in command.flags:
                 subparser.add_argument(name, **options)
-            if command.more_flags is not None:
-                command.more_flags(subparser)
         parsed, rest = parser.parse_known_args(arguments)
         if unknown := [text for text in rest if text.startswith("-") or "overrides" not in parsed]:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if rest:
             parsed.overrides = [*parsed.overrides, *rest]
+        parsed.given = sys.argv[1:] if arguments is None else arguments
         return next(command for command in self.commands if command.name == parsed.command), parsed
 
     def run(self, arguments: list[str] | None) -> int:

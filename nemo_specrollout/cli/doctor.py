@@ -65,9 +65,7 @@ def doctor(parsed: argparse.Namespace) -> int:
 
 def _in_nemo_rl(parsed: argparse.Namespace) -> int:
     """Runs the same command in the environment of NeMo-RL's driver. Raises ConfigError."""
-    arguments = ["doctor", *([] if parsed.config is None else [str(parsed.config)]), *parsed.overrides]
-    arguments += [] if parsed.json is None else ["--json", str(parsed.json)]
-    arguments += ["--no-self-test"] * parsed.no_self_test
+    arguments = [text for text in parsed.given if text != "--in-nemo-rl"]
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         command, variables = entry(arguments, Path(folder))
         return subprocess.run(command, env=variables, check=False).returncode
@@ -85,13 +83,12 @@ def _sections(
         yield CONFIG, lambda: diagnose_config(parsed.config, parsed.overrides)
     why = "--no-self-test" if parsed.no_self_test else "vLLM is not installed" if vllm_version() is None else ""
     if why:
-        yield self_test.ENGINE, self_test.diagnose_environment
         to_do = "Run doctor where vLLM is installed, without --no-self-test."
         yield self_test.SELF_TEST, lambda: [self_test.SELF_TEST.warn("engine", f"not tried: {why}", to_do)]
         return
     console.print(f"\nstarting two engines with a random model, {self_test.TIMEOUT_S:.0f} s at most", style="dim")
     tried = cache(self_test.try_engines)
-    yield self_test.ENGINE, lambda: [*self_test.diagnose_environment(), *self_test.diagnose_engine(tried())]
+    yield self_test.ENGINE, lambda: self_test.diagnose_engine(tried())
     yield self_test.SELF_TEST, lambda: self_test.diagnose_self_test(tried())
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from nemo_specrollout.cli.command_line import Flag, flag
 from nemo_specrollout.cli.terminal import Interrupts, progress_bar
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.training.refresh.refresh_options import RefreshOptions
@@ -52,21 +53,6 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
     return 0 if published else EXIT_REFUSED
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each field of `RefreshOptions`, which keeps the defaults."""
-    for name, field in _FIELDS.items():
-        text = field.metadata["help"].replace("%", "%%")
-        if "bool" in str(field.type):
-            parser.add_argument(_flag_of(name), action="store_true", help=text)
-            continue
-        is_required = field.default is dataclasses.MISSING
-        if not is_required and field.default not in (None, ()):
-            text += f" (default {field.default})"
-        several: dict[str, Any] = {"nargs": "+"} if name == "rollouts" else {}
-        metavar = field.metadata["metavar"]
-        parser.add_argument(_flag_of(name), metavar=metavar, required=is_required, help=text, **several)
-
-
 def _options_of(parsed: argparse.Namespace) -> RefreshOptions:
     """Returns the parsed flags as a record. Raises ConfigError with flag, value and fix."""
     given = {name: getattr(parsed, name) for name in _FIELDS if getattr(parsed, name) is not None}
@@ -85,6 +71,21 @@ def _options_of(parsed: argparse.Namespace) -> RefreshOptions:
 
 def _flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _flag(name: str, field: dataclasses.Field[Any]) -> Flag:
+    """Returns the flag of a field of `RefreshOptions`."""
+    options: dict[str, Any] = {"nargs": "+"} if name == "rollouts" else {}
+    if "bool" in str(field.type):
+        options["action"] = "store_true"
+    elif field.default is dataclasses.MISSING:
+        options["required"] = True
+    elif field.default not in (None, ()):
+        options["default"] = field.default
+    return flag(_flag_of(name), field.metadata["metavar"] or None, field.metadata["help"].replace("%", "%%"), **options)
+
+
+REFRESH_FLAGS = tuple(_flag(name, field) for name, field in _FIELDS.items())
 
 
 def _value(name: str, given: Any) -> Any:

@@ -22,9 +22,8 @@ def run(parsed: argparse.Namespace) -> int:
     tree = read_nemo_rl_config(parsed.config, parsed.overrides)
     findings = [*prepare_nemo_rl(tree)[1], *unknown_overrides(parsed.config, parsed.overrides)]
     if not can_run_nemo_rl():
-        script = [] if parsed.script is None else ["--script", parsed.script]
         log_dir = Path(str(at(tree, "logger.log_dir", "logs"))).absolute()
-        command, environment = entry(["run", str(parsed.config), *parsed.overrides, *script], log_dir)
+        command, environment = entry(parsed.given, log_dir)
         os.execvpe(command[0], command, environment)
     for finding in findings:
         print(f"{finding.kind}: {finding}")

@@ -62,14 +62,6 @@ def try_engines(module: str = __name__) -> Outcome:
     return run_child(module, None, TIMEOUT_S, {k: v for k, v in quiet.items() if k not in os.environ})
 
 
-def diagnose_environment(environment: Mapping[str, str] = os.environ) -> Iterator[Diagnosis]:
-    """Yields diagnoses of the settings that decide which model runner an engine will have."""
-    value = environment.get(RUNNER_VARIABLE)
-    if value is not None and value.lower() in ("0", "false"):
-        text = f"{RUNNER_VARIABLE} is {value}: vLLM would take its V1 model runner"
-        yield ENGINE.fail(RUNNER_VARIABLE, text, f"Unset {RUNNER_VARIABLE}.")
-
-
 def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
     """Yields diagnoses of the settings in force in the engine of the self-test."""
     facts = outcome.told.get("facts")
