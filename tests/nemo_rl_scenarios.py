@@ -95,7 +95,7 @@ WILD = {"NEMO_RL_CPU_WILD_TAIL": "1"}
 IN_FLIGHT = ["grpo.async_grpo.in_flight_weight_updates=true"]
 RECOMPUTING = ["grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"]
 # Two generate, one trains.
-TWO_ASYNC_ENGINES = ["cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2"]
+TWO_APART = ["cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2"]
 # NeMo-RL takes a dead engine out and tries its prompts again; at 7ea279a it then ends the run in its next refit.
 FLEET_HEALTH = ["async_rl.generation_fleet_health={enabled: true, probe_interval_s: 2.0, probe_timeout_s: 1.0}"]
 VALIDATION = [
@@ -126,6 +126,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "sync_eagle3": {"overrides": SHORT + EAGLE3},
     "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF, "environment": RENAMED},
     "dtensor_two_engines": {"overrides": SHORT + DTENSOR + DRAFTED + TWO_ENGINES + VALIDATION},
+    "colocated_ahead_tail": {"overrides": SHORT + DTENSOR + AHEAD + TWO_ENGINES + VALIDATION},
     "sync_dapo_plain": {"overrides": SHORT + PLAIN + DAPO},
     "sync_dapo": {"overrides": SHORT + DRAFTED + DAPO},
     "sync_moving": {
@@ -145,6 +146,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "apart_plain": {"overrides": SHORT + APART + VALIDATION + PLAIN + SIX_STEPS},
     "apart_ahead_streams": {"overrides": SHORT + APART + VALIDATION + AHEAD + STREAMS + SIX_STEPS},
+    "apart_ahead_tail": {"overrides": SHORT + APART + TWO_APART + VALIDATION + AHEAD + SIX_STEPS},
     "apart_ahead_interrupted": {
         "overrides": SHORT + APART + VALIDATION + CHECKPOINTED + AHEAD + SIX_STEPS,
         "kill_after": 5,
@@ -160,9 +162,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "kill_after": 2,
         "kill": "SpecrolloutDrafter",
     },
-    "async_moving": {"overrides": SHORT + ASYNC + TWO_ASYNC_ENGINES + MOVING, "environment": WILD},
+    "async_moving": {"overrides": SHORT + ASYNC + TWO_APART + MOVING, "environment": WILD},
     "async_moving_in_flight": {
-        "overrides": LONG + ASYNC + TWO_ASYNC_ENGINES + MOVING + IN_FLIGHT + RECOMPUTING + FIVE_STEPS,
+        "overrides": LONG + ASYNC + TWO_APART + MOVING + IN_FLIGHT + RECOMPUTING + FIVE_STEPS,
         "environment": WILD,
         "kill_after": 3,
         "kill": "SpecrolloutExchange",
@@ -177,6 +179,7 @@ DATA_PLANE = [*SHORT, "data_plane.enabled=true"]
 DATA_PLANE_SCENARIOS: dict[str, Any] = {
     "plain": {"overrides": [*PLAIN, *DATA_PLANE]},
     "drafted": {"overrides": [*DRAFTED, *DATA_PLANE, *VALIDATION]},
+    "ahead": {"overrides": [*AHEAD, *APART, *DATA_PLANE, *VALIDATION]},
 }
 
 
@@ -192,16 +195,16 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     "drafted": _recorded("drafted", *DRAFTED),
     "weight_fifo": _recorded("weight_fifo", *DRAFTED, "async_rl.sampler={name: weight_fifo}"),
     "windowed": _recorded("windowed", *DRAFTED, "async_rl.sampler={name: windowed, max_staleness_versions: 1}"),
-    "two_engines": _recorded("two_engines", *DRAFTED, *TWO_ASYNC_ENGINES),
+    "two_engines": _recorded("two_engines", *DRAFTED, *TWO_APART),
     "long": _recorded("long", *PLAIN, *MANY_STEPS),
     "whole": _recorded("whole", *PLAIN, *FROZEN, "grpo.max_num_steps=8"),
     "half": _recorded("half", *DRAFTED, *FROZEN, *CHECKPOINTED, "grpo.max_num_steps=2"),
     "resumed": _recorded("resumed", *DRAFTED, *FROZEN, *CHECKPOINTED, *PROLONGED, "grpo.max_num_steps=4"),
     "refreshed_head": _recorded("refreshed_head", *REFRESHED_HEAD, *MANY_STEPS),
     "remote": _recorded("remote", *REMOTE, *MANY_STEPS),
-    "moving": _recorded("moving", *TWO_ASYNC_ENGINES, *MOVING, "async_rl.recompute_kv_cache_after_weight_updates=true"),
+    "moving": _recorded("moving", *TWO_APART, *MOVING, "async_rl.recompute_kv_cache_after_weight_updates=true"),
     "engine_lost": {
-        **_recorded("engine_lost", *DRAFTED, *TWO_ASYNC_ENGINES, *FLEET_HEALTH),
+        **_recorded("engine_lost", *DRAFTED, *TWO_APART, *FLEET_HEALTH),
         "kill_after": 1,
     },
 }

@@ -68,7 +68,7 @@ def test_a_synchronous_engine_decodes_in_slices_and_forgets(engine: RolloutEngin
         requests = [shard_request((0, i), *sent(engine, i)) for i in range(6)]
         while turns.advance(requests, 0.02) and not stops_early:
             requests = []
-        texts = turns.end()
+        texts = turns.end(keeps_cache=False)
         assert all(begins(texts, old)) and any(texts)
         assert ([*map(len, texts)] == [4 * len(t) for t in old]) is not stops_early
         assert not engine._llm.llm_engine.has_unfinished_requests()
@@ -82,7 +82,7 @@ def test_texts_made_ahead_leave_no_sample_stats(engine: RolloutEngine) -> None:
     """A request has the stats of the policy that it is sampled from."""
     turns = AheadTurns(engine._llm)
     turns.advance([shard_request((0, i), *sent(engine, i)) for i in range(6)], 0.02)
-    texts = turns.end()
+    texts = turns.end(keeps_cache=False)
     version = engine.run_in_worker(lambda worker: worker.specrollout_policy_version)
     engine.load_weights(NEW.items())
     again = [replace(r, ahead=text) for r, text in zip(WORK, texts, strict=True)]
@@ -95,7 +95,8 @@ def test_texts_made_ahead_leave_no_sample_stats(engine: RolloutEngine) -> None:
 def test_cached_prefixes_that_stay_end_the_run(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: False)
     with pytest.raises(StaleCache):
-        AheadTurns(engine._llm).end()
+        AheadTurns(engine._llm).end(keeps_cache=False)
+    assert AheadTurns(engine._llm).end(keeps_cache=True) == []  # before the same weights decode again
 
 
 class Stream(StreamingEngine):
@@ -113,13 +114,13 @@ def test_an_asynchronous_engine_stops_at_once(engine: RolloutEngine, plain: Roll
             tasks.begin(*sent(engine, i))
         while not any(tasks._texts):
             assert await tasks.wait(0.01)
-        early = await tasks.end()
+        early = await tasks.end(keeps_cache=False)
         assert not engine._llm.llm_engine.has_unfinished_requests()
         for i in range(6):
             tasks.begin(*sent(engine, i))
         while await tasks.wait(1.0):
             pass
-        return early, await tasks.end()
+        return early, await tasks.end(keeps_cache=False)
 
     early, whole = asyncio.run(work())
     old = tokens_by(plain, OLD)

@@ -17,6 +17,7 @@ from nemo_specrollout.generation.arguments import with_specrollout
 
 pytestmark = pytest.mark.unit
 
+COLOCATED = "policy.generation.colocated.enabled"
 AHEAD = f"{BLOCK_PATH}.run_ahead={{enabled: true}}"
 IN_FLIGHT = "in_flight_weight_updates: true, recompute_kv_cache_after_weight_updates"
 
@@ -30,22 +31,27 @@ def test_engines_apart_have_no_findings() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ((), "policy.generation.colocated.enabled: true with run_ahead; engines that share the trainer's GPUs"),
+        (("cluster={gpus_per_node: 1, num_nodes: 1}",), f"{COLOCATED}: true with run_ahead; an engine that shares"),
+        (("cluster={gpus_per_node: 8, num_nodes: 1}", "policy.generation.vllm_cfg.async_engine=true"), COLOCATED),
         ((*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: false}}"),
          "grpo.async_grpo.recompute_kv_cache_after_weight_updates: false with run_ahead"),
         ((*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}", f"{BLOCK_PATH}.fastest_of_n={{}}"),
          f"{BLOCK_PATH}.fastest_of_n: with run_ahead in asynchronous GRPO; requests that begin again do not move"),
         ((*APART, "ppo={x: 1}"), "ppo: a block with run_ahead; the next step's prompts are not known early there"),
-        ((*APART, "data_plane={enabled: true}"), "data_plane.enabled: true with run_ahead"),
         ((*APART, "env.should_use_nemo_gym=true"), "env.should_use_nemo_gym: true with run_ahead"),
         ((*APART, "data.use_multiple_dataloader=true"), "data.use_multiple_dataloader: true with run_ahead"),
     ],
-    ids=["colocated", "stale", "racing", "ppo", "data plane", "gym", "loaders"],
+    ids=["colocated", "colocated streams", "stale", "racing", "ppo", "gym", "loaders"],
 )  # fmt: skip
 def test_where_it_cannot_work_is_a_sentence(overrides: tuple[str, ...], sentence: str) -> None:
     assert any(s.startswith(sentence) for s in found(AHEAD, *overrides)["error"])
     off = found(AHEAD.replace("true", "false"), *overrides)["error"]
     assert not any("run_ahead" in s for s in off)
+
+
+def test_engines_that_share_the_trainers_gpus_have_a_tail() -> None:
+    """An engine that is done first waits for the others."""
+    assert not found(AHEAD, "cluster={gpus_per_node: 8, num_nodes: 1}")["error"]
 
 
 def test_the_block_gets_its_drafter_and_room_for_its_drafts() -> None:

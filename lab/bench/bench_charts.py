@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from nemo_specrollout.reports.charts import DPI
 from nemo_specrollout.reports.panels import BLUE, GREY, INK, PALE, RED, STYLE, drafter_colour, label_right
@@ -92,3 +93,33 @@ def _equality(row: Record) -> tuple[str, str]:
 
 def _bench_colour(row: Record) -> str:
     return {"ours": BLUE, "plain": "#8c959f", "stock": PALE}.get(str(row.get("mode")), "#a8cbe4")
+
+
+def ahead_chart(rows: Sequence[Record], path: Path) -> None:
+    """Saves how long free texts of older weights stay the newer weights' own, by size of the update, as PNG and SVG."""
+    of_text = [
+        row for row in rows if row["kind"] == "free text" and row["length"] == max(r["length"] or 0 for r in rows)
+    ]
+    with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
+        figure = Figure((9.0, 3.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        for ax, age in zip(figure.subplots(1, 2, sharey=True), (1, 2), strict=True):
+            _draw_ahead(ax, [row for row in of_text if row["newer"] - row["older"] == age])
+            ax.set_title(f"texts made {'one update' if age == 1 else 'two updates'} ago")
+        figure.axes[0].set_ylabel("responses that are still equal")
+        for suffix in (".png", ".svg"):
+            figure.savefig(path.with_suffix(suffix), dpi=DPI)
+
+
+def _draw_ahead(ax: Axes, rows: Sequence[Record]) -> None:
+    labels = []
+    for index, rate in enumerate(sorted({row["rate"] for row in rows})):
+        prefixes = np.concatenate([row["prefixes"] for row in rows if row["rate"] == rate])
+        at = np.arange(0, max(row["length"] for row in rows) + 1, 16)
+        alive = (prefixes[None, :] >= at[:, None]).mean(axis=1)
+        colour = drafter_colour(index)
+        ax.plot(at, alive, color=colour, linewidth=1.8)
+        labels.append((float(alive[-1]), f"lr {rate:g}", colour))
+    ax.set(xlabel="token of the response", ylim=(0, 1.02), xlim=(0, None))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    label_right(ax, labels)

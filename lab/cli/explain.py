@@ -65,8 +65,7 @@ def _subject_of(tree: dict[str, Any]) -> Subject:
     try:
         check_trainer(prepared)
     except ConfigError as error:
-        subject, _, text = str(error).partition(": ")
-        findings = [Finding(subject, text, "error")]
+        findings = [Finding.error(error)]
     prepared = place_drafter(prepared)
     return Subject(tree, describe_local(prepared), prepared.config.policy.generation.specrollout, findings)
 

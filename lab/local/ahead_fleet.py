@@ -15,7 +15,8 @@ from lab.local.fleet import RolloutFleet
 from lab.local.run_config import RunConfig
 from lab.local.speed_table_file import SpeedTableFile
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
-from nemo_specrollout.generation.requests import as_bytes
+from nemo_specrollout.generation.requests import as_bytes, num_kept
+from nemo_specrollout.reports.records import ahead_alarms, ahead_figures
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
 
@@ -79,7 +80,8 @@ class AheadFleet(RolloutFleet):
         self._texts: list[list[int]] = []
         self._lock = threading.Lock()
         """Held by the thread that uses the engines."""
-        self._figures: dict[str, Any] = {}
+        self._made_s = self._end_s = 0.0
+        self._alarms: list[dict[str, Any]] = []
 
     def begin(self, steps: range) -> None:
         self._steps = steps
@@ -87,7 +89,7 @@ class AheadFleet(RolloutFleet):
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
         """Rolls out with the texts that were made ahead as drafts, then lets the engines begin the next step's."""
         rollout = super().roll_out(step, on_finished)
-        figures = {**self._figures, **_kept(self._texts, [r.token_ids for r in rollout.rollouts])}
+        figures = self._figures_of([r.token_ids for r in rollout.rollouts])
         self._texts = []
         if step + 1 in self._steps:
             self._ahead = _Ahead(self._idle, self._own_prompts(step + 1), self._lock)
@@ -96,6 +98,10 @@ class AheadFleet(RolloutFleet):
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         self._end_ahead()
         super().load_weights(tensors, policy_version)
+
+    def take_alarms(self) -> list[dict[str, Any]]:
+        alarms, self._alarms = self._alarms, []
+        return super().take_alarms() + alarms
 
     def close(self) -> None:
         self._end_ahead()
@@ -117,6 +123,17 @@ class AheadFleet(RolloutFleet):
         pairs = zip(prompts.requests, aheads, strict=True)
         return replace(prompts, requests=[replace(request, ahead=ahead) for request, ahead in pairs])
 
+    def _figures_of(self, responses: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Returns the metrics of a step whose drafts were made ahead, and keeps its alarms."""
+        if not self._texts:
+            return {}
+        made = sum(map(len, self._texts))
+        kept = sum(map(num_kept, map(as_bytes, self._texts), responses))
+        self._alarms += [{"sentence": sentence} for sentence in ahead_alarms(made, kept)]
+        num_tokens = sum(len(response) for text, response in zip(self._texts, responses, strict=True) if text)
+        figures = ahead_figures(made, kept, num_tokens, self._made_s)
+        return {**figures, "ahead_end_s": self._end_s}
+
     def _end_ahead(self) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
@@ -124,21 +141,4 @@ class AheadFleet(RolloutFleet):
         started = time.perf_counter()
         self._texts = ahead.end()
         self.pool.finish_turns()
-        self._figures = {
-            "ahead_tokens": sum(map(len, self._texts)),
-            "ahead_s": ahead.seconds,
-            "ahead_end_s": time.perf_counter() - started,
-        }
-
-
-def _kept(aheads: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Returns the share of the responses' tokens that stand in the common prefixes with the texts made ahead."""
-    if not aheads:
-        return {}
-    same = sum(
-        next(
-            (i for i, (a, b) in enumerate(zip(ahead, response, strict=False)) if a != b), min(len(ahead), len(response))
-        )
-        for ahead, response in zip(aheads, responses, strict=True)
-    )
-    return {"ahead_kept": same / max(sum(map(len, responses)), 1)}
+        self._made_s, self._end_s = ahead.seconds, time.perf_counter() - started

@@ -12,29 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.simulation.dealing import in_shards
-from lab.simulation.event_loop import Rollout, RolloutResult
+from lab.simulation.event_loop import Rollout, StepResult
+from lab.simulation.run_ahead import synchronous_steps
 from lab.simulation.scenario import Scenario
 from lab.simulation.setting import APART, AUTO, FIXED, PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of an RL step, in steady state if steps overlap."""
-
-    variant: str
-    parts_s: dict[str, float]
-    """Seconds of a step by part. In asynchronous training, generation counts only as far as training waits for it."""
-    rollout_s: float
-    """Seconds from the start of a batch until its last request ended."""
-    idle_share: float
-    """Idle share of all GPUs over a step."""
-    rollout: RolloutResult
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the whole step."""
-        return sum(self.parts_s.values())
 
 
 def simulate_step(setting: Setting) -> StepResult:
@@ -107,7 +89,9 @@ def _train_all(rollout: Rollout, train_s_T: list[float], ahead: int) -> tuple[np
     return generated_s_T, waited_s_T, trained_s_T
 
 
-DECOUPLED, MOVING, RACING = "decoupled", "moving", "racing"
+DECOUPLED, MOVING, RACING, RUN_AHEAD = "decoupled", "moving", "racing", "run_ahead"
+ON_POLICY = "on policy"
+"""Synchronous steps with the cluster of an asynchronous scenario, in which engines wait while other GPUs train."""
 TAIL = "fastest_of_n"
 
 
@@ -150,7 +134,8 @@ class Comparison:
 
 
 def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison:
-    """Simulates plain, fixed and `auto` drafting, separate drafters, and moving and racing with the better of these."""
+    """Simulates plain, fixed and `auto` drafting, separate drafters, and moving, racing and `run_ahead` with the better
+    of these."""
     fleet = Fleet(scenario)
 
     def simulated(name: str, kind: str, tail: FastestOfNConfig | None = None) -> StepResult:
@@ -165,6 +150,10 @@ def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison
         steps.append(simulated(MOVING, kind, FastestOfNConfig(max_racers=1)))
         if len(scenario.drafting.methods) > 1:
             steps.append(simulated(RACING, kind, FastestOfNConfig()))
+    if scenario.training.run_ahead is not None:
+        if scenario.training.mode == "async":
+            steps.append(synchronous_steps(Setting(fleet, Variant(ON_POLICY, kind), tuple(traced)), runs_ahead=False))
+        steps.append(synchronous_steps(Setting(fleet, Variant(RUN_AHEAD, kind), tuple(traced)), runs_ahead=True))
     return Comparison(scenario, tuple(steps))
 
 

@@ -83,6 +83,25 @@ class RolloutResult:
         return (edges[1:] + edges[:-1]) / 2, busy_s / np.diff(edges) / self.num_engines
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """Result of an RL step, in steady state if steps overlap."""
+
+    variant: str
+    parts_s: dict[str, float]
+    """Seconds of a step by part. In asynchronous training, generation counts only as far as training waits for it."""
+    rollout_s: float
+    """Seconds from the start of a batch until its last request ended."""
+    idle_share: float
+    """Idle share of all GPUs over a step."""
+    rollout: RolloutResult
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.parts_s.values())
+
+
 class Rollout:
     """Owns the engines, the clock and the attempts. Example: `start(...)` with engine numbers, then `run()`.
 
@@ -93,6 +112,8 @@ class Rollout:
         self.workload, self.engines, self.tail = workload, list(engines), tail
         self.now_s = 0.0
         self.end_R = np.full(len(workload.length_R), np.nan)
+        self.known_R = np.zeros(len(workload.length_R))
+        """Tokens of each response that were made ahead and are right."""
         self._attempts: dict[int, set[int]] = defaultdict(set)
         self._queue: list[tuple[float, int, int]] = []
         self._num_wasted = 0.0
@@ -182,7 +203,8 @@ class Rollout:
     def _take(self, engine: SimulatedEngine, requests_b: np.ndarray, tokens_b: np.ndarray) -> None:
         work = self.workload
         p_b = work.acceptance_RM[requests_b, engine.method]
-        engine.take(requests_b, tokens_b, work.length_R[requests_b].astype(float), p_b)
+        lengths_b = work.length_R[requests_b].astype(float)
+        engine.take(requests_b, tokens_b, lengths_b, p_b, self.known_R[requests_b])
         for request in requests_b.tolist():
             self._attempts[request].add(engine.index)
 

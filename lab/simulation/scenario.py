@@ -166,6 +166,14 @@ class CostConfig:
 
 
 @dataclass(frozen=True)
+class AheadConfig:
+    """Texts that are made ahead (`run_ahead`)."""
+
+    tokens_to_flip: float = bounded(above=0.0)
+    """Mean number of tokens of a response until the updated weights sample another token than the weights before."""
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """Training part of a step. Missing seconds are derived from the model's arithmetic on the training GPUs."""
 
@@ -185,6 +193,8 @@ class TrainingConfig:
     train_s: float | None = bounded(None, low=0.0)
     num_steps: int = bounded(12, low=2, high=1000)
     """Simulated steps if they overlap. About the second half counts."""
+    run_ahead: AheadConfig | None = None
+    """Adds synchronous steps whose idle engines draft the next step's responses; None for no such variant."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if a value contradicts the lag."""

@@ -7,7 +7,7 @@ Shapes: R requests, P prompts, S samples of a prompt, M draft methods, N lengths
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -87,6 +87,15 @@ class Workload:
     def num_tokens(self) -> int:
         """Tokens of all responses."""
         return int(self.length_R.sum())
+
+    def part(self, rows_r: np.ndarray) -> "Workload":
+        """Returns some of the requests."""
+        return replace(
+            self,
+            prompt_R=self.prompt_R[rows_r],
+            length_R=self.length_R[rows_r],
+            acceptance_RM=self.acceptance_RM[rows_r],
+        )
 
     def tokens_to_prefill(self, requests_b: np.ndarray) -> int:
         """Returns the prompt tokens that an engine computes when these requests begin.

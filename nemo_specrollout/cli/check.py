@@ -66,8 +66,7 @@ def describe_config(tree: dict[str, Any]) -> Subject:
     if not any(finding.kind == "error" for finding in findings):
         block = effective_config(tree) or OFF
         policy, length = (at(tree, f"policy.{n}") for n in ("model_name", "generation.vllm_cfg.max_model_len"))
-        unfit = (reason.partition(": ") for reason in drafter_misfits(block, str(policy), length))
-        findings += [Finding(subject, text, "error") for subject, _, text in unfit]
+        findings += map(Finding.error, drafter_misfits(block, str(policy), length))
         findings += [*_refused_arguments(tree, block), *_tokenizer_faults(tree)]
     return Subject(tree, describe_nemo_rl(tree), block, findings)
 
@@ -77,8 +76,7 @@ def _refused_arguments(tree: Tree, block: SpecrolloutConfig) -> Iterator[Finding
     try:
         with_specrollout(at(tree, VLLM_KWARGS, {}), block, "cuda")
     except ValueError as error:
-        subject, _, text = str(error).partition(": ")
-        yield Finding(f"{GENERATION}.{subject}", text, "error")
+        yield Finding.error(error, f"{GENERATION}.")
 
 
 def _tokenizer_faults(tree: Tree) -> Iterator[Finding]:

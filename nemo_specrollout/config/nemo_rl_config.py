@@ -120,8 +120,7 @@ def _block(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
         ahead = run_ahead_findings(tree) if block.runs_ahead else ()
         return block, [*fastest_of_n_findings(tree, block.fastest_of_n), *ahead]
     except ConfigError as error:
-        subject, _, text = str(error).partition(": ")
-        return None, [Finding(subject, text, "error")]
+        return None, [Finding.error(error)]
 
 
 def _nemo_rl_version() -> Iterator[Finding]:

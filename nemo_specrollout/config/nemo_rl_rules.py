@@ -263,18 +263,21 @@ def run_ahead_findings(tree: Tree) -> Iterator[Finding]:
     if at(tree, f"{asynchronous}.enabled") and at(tree, f"{BLOCK_PATH}.fastest_of_n") is not None:
         text = "with run_ahead in asynchronous GRPO; requests that begin again do not move: remove one of them"
         yield Finding(f"{BLOCK_PATH}.fastest_of_n", text, "error")
-    busy = "engines that share the trainer's GPUs are never idle while it trains: set it to false"
+    # Where engines share the trainer's GPUs, those that end a rollout first wait for the others.
+    has_tail = at(tree, "cluster") is None or (num_engines(tree) > 1 and not at(tree, f"{VLLM_CFG}.async_engine"))
+    if at(tree, f"{GENERATION}.colocated.enabled", True) and not has_tail:
+        text = "true with run_ahead; an engine that shares the trainer's GPUs is idle only while it waits for another "
+        text += f"synchronous engine of the rollout, and there is none: set it to false, {fix}"
+        yield Finding(f"{GENERATION}.colocated.enabled", text, "error")
     unknown = "the next step's prompts are not known early there"
     for path, text in (
-        (f"{GENERATION}.colocated.enabled", busy),
         ("async_rl", "asynchronous engines are never idle: use NeMo-RL's synchronous GRPO"),
         ("distillation", f"{unknown}: use GRPO"),
         ("ppo", f"{unknown}: use GRPO"),
-        ("data_plane.enabled", f"{unknown}: set it to false"),
         ("data.use_multiple_dataloader", f"{unknown}: set it to false"),
         ("env.should_use_nemo_gym", f"{unknown}: set it to false"),
     ):
-        if (value := at(tree, path, path.endswith("colocated.enabled"))) not in (None, False):
+        if (value := at(tree, path)) not in (None, False):
             shown = "a block" if isinstance(value, Mapping) else json.dumps(value)
             yield Finding(path, f"{shown} with run_ahead; {text}, {fix}", "error")
 

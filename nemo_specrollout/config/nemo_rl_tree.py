@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import NEMO_RL_DIR
@@ -146,6 +146,12 @@ class Finding:
     text: str
     kind: str
     """`error`, `warning` or `note`."""
+
+    @classmethod
+    def error(cls, sentence: object, prefix: str = "") -> Self:
+        """Returns the error that a sentence `subject: text` describes, or an exception with one."""
+        subject, _, text = str(sentence).partition(": ")
+        return cls(prefix + subject, text, "error")
 
     def __str__(self) -> str:
         return f"{self.subject}: {self.text}"

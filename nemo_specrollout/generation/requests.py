@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 EXTRA_ARGS_KEY = "specrollout"
@@ -129,6 +131,13 @@ def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | byt
     if request.ahead:
         identity["ahead"] = request.ahead[TOKEN_BYTES * len(request.prefix_token_ids) :]
     return {EXTRA_ARGS_KEY: identity}
+
+
+def num_kept(ahead: bytes, token_ids: Sequence[int] | np.ndarray) -> int:
+    """Returns the number of tokens with which a text that was made ahead and a response both begin."""
+    length = min(len(ahead) // TOKEN_BYTES, len(token_ids))
+    differs = np.frombuffer(ahead, np.int32, length) != np.asarray(token_ids[:length])
+    return int(differs.argmax()) if differs.any() else length
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:

@@ -63,13 +63,16 @@ class RequestSeeds(RowSeeds):
         """`engine` distinguishes equal requests that reach different engines. `required` refuses requests without a seed."""
         super().__init__(run_seed)
         self.num_derived = 0
+        self.texts: Mapping[int, bytes] = {}
+        """Texts that were made ahead by seed, as int32 numbers."""
         self._engine, self._required = engine, required
         self._conversations = Conversations()
         self._lock = Lock()
 
     def of_rows(self, params: Any, rows: Sequence[Row]) -> list[Any]:
         """Returns sampling parameters for each row. `params` is one object for all rows, or a sequence with one for each."""
-        return [_with_row(p, row) for p, row in zip(_each(params, len(rows)), rows, strict=True)]
+        pairs = zip(_each(params, len(rows)), rows, strict=True)
+        return [_with_row(p, row, self.texts.get(row.seed, b"")) for p, row in pairs]
 
     def of_requests(self, params: Any, prompts: Sequence[Any]) -> list[Any]:
         """Returns sampling parameters for each of vLLM's `prompts` that do not come from rows. `params` as in `of_rows`.
@@ -124,8 +127,8 @@ def _may_speculate(params: Any) -> bool:
     return bool(given)
 
 
-def _with_row(params: Any, row: Row) -> Any:
-    """Returns a copy of `params` that carries the facts of `row`.
+def _with_row(params: Any, row: Row, ahead: bytes = b"") -> Any:
+    """Returns a copy of `params` that carries the facts of `row`, and a text that was made ahead for it.
 
     The samples of one request (`n` above 1) must differ. vLLM copies `extra_args` unchanged to all of them, but changes
     `SamplingParams.seed` for each.
@@ -134,8 +137,8 @@ def _with_row(params: Any, row: Row) -> Any:
     identity: dict[str, int | bytes] = {"prompt_length": row.prompt_length}
     if not row.speculate:
         identity["speculate"] = False
-    if row.ahead:
-        identity["ahead"] = row.ahead
+    if ahead:
+        identity["ahead"] = ahead
     if params.n > 1:
         seeded.seed = row.seed % 2**62  # vLLM adds the number of the sample, and the sum must stay below 2^63
         identity["engine_seed"] = 0  # each engine has another seed of its own

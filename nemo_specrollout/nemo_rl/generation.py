@@ -24,12 +24,10 @@ from nemo_rl.utils.logger import Logger
 from nemo_specrollout.nemo_rl.logger import WatchingLogger
 from nemo_specrollout.nemo_rl.ray_calls import WorkerClient
 from nemo_specrollout.nemo_rl.row_seeds import (
-    AHEAD_KEY,
     DRAFTS_KEY,
     ROOTS_KEY,
     SEEDS_KEY,
     Conversations,
-    Row,
     RowSeeds,
     SeedKind,
     current_sample,
@@ -64,7 +62,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self._conversations = Conversations()
         self.opt_out = TaskOptOut(self.block.tasks_without_drafts)
         self._kind, self._validated = SeedKind.ROLLOUT, list[int]()
-        self._num_refits = 0
+        self._num_refits = self._num_generated = 0
         if not self.is_supervised_elsewhere:
             self._supervisor = Supervisor(self.block, config, STEP_LOG)
             STEP_LOG.source = WeakMethod(self.step_metrics)
@@ -113,16 +111,20 @@ class SpecrolloutGeneration(VllmGeneration):
         return is_down
 
     def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
-        """Generates as NeMo-RL does, with a seed for each row."""
-        self._end_ahead()
+        """Generates as NeMo-RL does, with a seed for each row. Engines that are done first begin the next step's rows."""
+        self._end_ahead(keeps_cache=True)
+        seeded = self._with_seeds(data)
+        self._num_generated += 1
+        if self.dp_size > 1 and self._kind is SeedKind.ROLLOUT:
+            self._begin_ahead()
         with nullcontext() if self._supervisor is None else self._supervisor.rollout():
-            return super().generate(self._with_seeds(data), *args, **kwargs)
+            return super().generate(seeded, *args, **kwargs)
 
     async def generate_async(
         self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
         """Generates as NeMo-RL does, with a seed for the only row."""
-        self._end_ahead()
+        self._end_ahead(keeps_cache=True)
         async for result in super().generate_async(self._with_seeds(data), *args, **kwargs):
             yield result
 
@@ -143,8 +145,6 @@ class SpecrolloutGeneration(VllmGeneration):
         seeded[SEEDS_KEY] = torch.tensor(seeds, dtype=torch.int64)
         seeded[ROOTS_KEY] = torch.tensor(roots, dtype=torch.int64)
         seeded[DRAFTS_KEY] = torch.tensor(self.opt_out.of_rows(len(rows)))
-        if self._ahead is not None:
-            seeded[AHEAD_KEY] = list(map(self._ahead.text_of, seeds))
         return seeded
 
     def gym_seeds(self, rows: list[dict[str, Any]]) -> list[int]:
@@ -199,26 +199,32 @@ class SpecrolloutGeneration(VllmGeneration):
         """
         metrics: dict[str, Any] = super().get_step_metrics(*args, **kwargs)
         metrics |= {name: np.array(value) for name, value in self.step_metrics().items()}
-        self._begin_ahead()
+        if not self.cfg["colocated"]["enabled"]:
+            self._begin_ahead()
         return metrics
 
     def step_metrics(self) -> dict[str, float]:
         if self._supervisor is None:
             return {}
-        return self._supervisor.end_step(self._version) | ({} if self._ahead is None else self._ahead.figures())
+        metrics = self._supervisor.end_step(self._version)
+        if self._ahead is not None:
+            figures, alarms = self._ahead.figures(self._version)
+            metrics |= figures
+            STEP_LOG.alarms += alarms
+        return metrics
 
     def _begin_ahead(self) -> None:
-        """Lets the engines, which have nothing to do until the next refit, decode the next step's rows."""
-        if self._ahead is None or self.facts.in_flight or self._version + 1 >= self.facts.last_version:
+        """Lets engines that have nothing to do until the next refit decode the next step's rows."""
+        version = self._version + 1
+        if self._ahead is None or self.facts.in_flight or version >= self.facts.last_version:
             return
         prompts = [prompt for prompt in next_prompts() for _ in range(self.facts.samples_per_prompt)]
-        seeds = RowSeeds(self.facts.seed, self._version + 1).seeds(prompts)
-        rows = [Row(seed, len(prompt)) for seed, prompt in zip(seeds, prompts, strict=True)]
-        self._ahead.begin(prompts, rows)
+        seeds = RowSeeds(self.facts.seed, version).seeds(prompts)
+        self._ahead.begin(version, prompts, seeds, self._num_generated)
 
-    def _end_ahead(self) -> None:
+    def _end_ahead(self, *, keeps_cache: bool = False) -> None:
         if self._ahead is not None:
-            self._ahead.end()
+            self._ahead.end(keeps_cache=keeps_cache)
 
     @property
     def _version(self) -> int:

@@ -171,9 +171,11 @@ def _replace_names(config: Any, logger: Any, points: Sequence[PatchPoint]) -> No
     _replace(async_utils, "AsyncTrajectoryCollector", ours.SpecrolloutTrajectoryCollector)
     for name, extended in ours.extended_rollouts().items():
         _replace(rollouts, name, extended)
+    # Trainers take names from each other when they are imported, so all are imported before any name is replaced.
+    trainers = {name: importlib.import_module(name) for name in _trainers(config)}
     for point in points:
-        if point.module in _trainers(config):
-            trainer = importlib.import_module(point.module)
+        if point.module in trainers:
+            trainer = trainers[point.module]
             native = getattr(trainer, point.name)
             replacements = {
                 "VllmGeneration": ours.SpecrolloutGeneration,

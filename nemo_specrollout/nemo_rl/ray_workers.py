@@ -15,10 +15,11 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from nemo_specrollout.generation.hosted_engine import HostedEngine
+from nemo_specrollout.generation.requests import num_kept
 from nemo_specrollout.generation.vllm_requests import as_vllm_returns, shard_request, shard_requests
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
-from nemo_specrollout.nemo_rl.row_seeds import AHEAD_KEY, DRAFTS_KEY, ROOTS_KEY, SEEDS_KEY, Row
+from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, ROOTS_KEY, SEEDS_KEY, Row
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.racing.ahead_turns import AheadTasks, AheadTurns
 from nemo_specrollout.racing.one_policy import OnePolicyStream
@@ -37,8 +38,7 @@ def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
     columns = [data.get(key) for key in (SEEDS_KEY, ROOTS_KEY, DRAFTS_KEY)]
     if any(column is None for column in columns):
         return None
-    aheads = data.get(AHEAD_KEY) or [b""] * len(columns[0])
-    return list(map(Row._make, zip(*(column.tolist() for column in columns), aheads, strict=True)))
+    return list(map(Row._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 class ShardRacing:
@@ -77,6 +77,8 @@ class _SeededEngine:
     """The engine's part in the exchange of requests, once it has joined."""
     _ahead: Any = None
     """Rows of the next step, once any was decoded ahead."""
+    _kept = (0, 0)
+    """Tokens in common prefixes of texts made ahead and their responses since the last question; all of these responses."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         block, run_seed = block_of(self.cfg), RunFacts.of(self.cfg).seed
@@ -94,6 +96,23 @@ class _SeededEngine:
         build: Any = self._build_sampling_params  # type: ignore[attr-defined]
         params = [build(greedy=False, stop_strings=None, max_new_tokens=limit) for limit in limits]
         return self._request_seeds.of_rows(params, rows)
+
+    def specrollout_texts_ahead(self, texts: dict[int, bytes]) -> None:
+        """Gets the texts that engines have made ahead, by seed, for the rows to come."""
+        self._request_seeds.texts = texts
+
+    def specrollout_take_kept(self) -> tuple[int, int]:
+        """Returns `_kept`, and begins to count again."""
+        kept, self._kept = self._kept, (0, 0)
+        return kept
+
+    def _compare(self, rows: Sequence[Row], data: BatchedDataDict[Any], result: BatchedDataDict[Any]) -> None:
+        """Counts the tokens that responses and their texts made ahead both begin with."""
+        starts, ends = data["input_lengths"].tolist(), result["unpadded_sequence_lengths"].tolist()
+        for row, ids, start, end in zip(rows, result["output_ids"].numpy(), starts, ends, strict=True):
+            if text := self._request_seeds.texts.get(row.seed):
+                kept, total = self._kept
+                self._kept = kept + num_kept(text, ids[start:end]), total + end - start
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's own method, which `_generate_with_seeds` hides."""
@@ -115,6 +134,9 @@ class _SeededEngine:
 class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
     """Actor around a synchronous engine."""
 
+    _num_generated = 0
+    """Calls of `generate` that have ended."""
+
     def _generate_with_seeds(self, prompts: Sequence[Any], sampling_params: Any = None, **kwargs: Any) -> Any:
         rows = _rows.get()
         if rows is None:
@@ -128,26 +150,37 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
         """Generates as NeMo-RL does. An engine without rows works for the others."""
         if self._racing is not None and not len(data["input_ids"]):
             self._racing.generate([], [], list)
-        token = _rows.set(_rows_of(data))
+        rows = _rows_of(data)
+        token = _rows.set(rows)
         try:
-            return super().generate(data, *args, **kwargs)
+            result = super().generate(data, *args, **kwargs)
+            self._compare(rows or (), data, result)
+            return result
         finally:
             _rows.reset(token)
+            self._num_generated += 1
 
     def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
         """Joins the exchange of requests as engine number `engine`."""
         self._racing = ShardRacing(self.llm, actor, engine)
 
-    def specrollout_run_ahead(self, prompts: list[list[int]], rows: list[Row], seconds: float) -> bool:
-        """Decodes rows of the next step, new and begun ones, for about `seconds`. Returns whether any is left."""
+    def specrollout_run_ahead(
+        self, prompts: list[list[int]], rows: list[Row], seconds: float, after: int
+    ) -> bool | None:
+        """Decodes rows of the next step, new and begun ones, for about `seconds`.
+
+        Returns whether any is left; None if it begins none, because fewer than `after` calls of `generate` have ended.
+        """
+        if self._num_generated < after:
+            return None
         self._ahead = self._ahead or AheadTurns(self.llm)
         pairs = zip(prompts, self._ahead_params(prompts, rows), strict=True)
         requests = [shard_request((0, 0), {"prompt_token_ids": prompt}, params) for prompt, params in pairs]
         return self._ahead.advance(requests, seconds)
 
-    def specrollout_end_ahead(self) -> list[bytes]:
+    def specrollout_end_ahead(self, *, keeps_cache: bool) -> list[bytes]:
         """Leaves no such row in the engine. Returns their texts."""
-        return [] if self._ahead is None else self._ahead.end()
+        return [] if self._ahead is None else self._ahead.end(keeps_cache=keeps_cache)
 
     def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls `method` of our vLLM worker. Arguments and result are plain values."""
@@ -178,8 +211,10 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
         self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
         """Generates as NeMo-RL does. Ray runs each call in a context of its own, which the call's tasks inherit."""
-        _rows.set(_rows_of(data))
+        rows = _rows_of(data)
+        _rows.set(rows)
         async for result in super().generate_async(data, *args, **kwargs):
+            self._compare(rows or (), data, result[1])
             yield result
 
     def _setup_vllm_openai_api_server(self, app: Any, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +233,9 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
         self._racing = StreamShard(engine, stream, partial(ask_exchange_async, actor, engine))
         await self._racing.begin()
 
-    async def specrollout_run_ahead(self, prompts: list[list[int]], rows: list[Row], seconds: float) -> bool:
+    async def specrollout_run_ahead(
+        self, prompts: list[list[int]], rows: list[Row], seconds: float, after: int
+    ) -> bool:
         """Begins to decode rows of the next step. Returns whether any is left after about `seconds`."""
         self._ahead = self._ahead or AheadTasks(self.llm, self._generate)
         for prompt, params in zip(prompts, self._ahead_params(prompts, rows), strict=True):
@@ -206,9 +243,9 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
         left: bool = await self._ahead.wait(seconds)
         return left
 
-    async def specrollout_end_ahead(self) -> list[bytes]:
+    async def specrollout_end_ahead(self, *, keeps_cache: bool) -> list[bytes]:
         """Leaves no such row in the engine. Returns their texts."""
-        return [] if self._ahead is None else await self._ahead.end()
+        return [] if self._ahead is None else await self._ahead.end(keeps_cache=keeps_cache)
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls `method` of our vLLM worker. Arguments and result are plain values."""

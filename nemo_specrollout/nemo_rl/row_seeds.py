@@ -26,8 +26,6 @@ ROOTS_KEY = "specrollout_prompt_lengths"
 """Key of a generation's input: the length of each conversation's first prompt, in tokens."""
 DRAFTS_KEY = "specrollout_speculate"
 """Key of a generation's input: whether each row may have drafts. Over HTTP a key of `vllm_xargs`: 0 is without drafts."""
-AHEAD_KEY = "specrollout_ahead"
-"""Key of a generation's input: the text that was made ahead for each row."""
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd
 _MAX_PROMPTS = 1 << 16
 """Prompts that `Conversations` remembers. When there are more, the older half is forgotten."""
@@ -55,8 +53,6 @@ class Row(NamedTuple):
     """Length of the conversation's first prompt, in tokens."""
     speculate: bool = True
     """False for a row that is decoded without drafts."""
-    ahead: bytes = b""
-    """Expected response as int32 numbers, which older weights made (`run_ahead`)."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
 from weakref import ref
@@ -19,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from nemo_specrollout.generation.requests import TOKEN_BYTES
 from nemo_specrollout.nemo_rl.ray_calls import WorkerClient
 from nemo_specrollout.nemo_rl.row_seeds import Row
-from nemo_specrollout.reports.records import PREFIX
+from nemo_specrollout.reports.records import PREFIX, ahead_alarms, ahead_figures
 
 SLICE_S = 0.1
 """Seconds for which a synchronous engine decodes ahead before it looks at its other calls."""
@@ -63,10 +64,21 @@ def next_prompts() -> list[list[int]]:
     return [[token for message in log for token in message["token_ids"].tolist()] for log in logs]
 
 
+@dataclass
+class _Made:
+    """Texts for the rows of a policy version."""
+
+    version: int
+    texts: dict[int, bytes] = field(default_factory=dict)
+    """By seed, as int32 numbers."""
+    seconds: float = 0.0
+
+
 class RunAhead:
     """Lets the engines decode rows while they have nothing else to do. Owns the thread that asks them, and the texts.
 
-    States: idle, running. `begin` starts an idle one; `end` stops the engines within a slice and keeps the texts.
+    States: idle, running. `begin` starts an idle one; `end` stops the engines within a slice and keeps the texts. A run that
+    begins again for the same policy version goes on where its texts end.
     """
 
     def __init__(self, worker_group: Any) -> None:
@@ -75,8 +87,7 @@ class RunAhead:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._shards: list[list[Row]] = []
-        self._texts: dict[int, bytes] = {}
-        self._seconds = 0.0
+        self._made = self._made_before = _Made(-1)
 
     @contextmanager
     def weights_change(self) -> Iterator[None]:
@@ -88,41 +99,61 @@ class RunAhead:
             self._tell_change()
 
     def _tell_change(self) -> None:
-        ray.get([self._workers.start(engine, "weights_change") for engine in range(self._workers.num_engines)])
+        self._ask("weights_change")
 
-    def begin(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
-        """Lets the engines decode these rows, each of which has a prompt."""
-        self._texts, num_engines = {}, self._workers.num_engines
+    def begin(self, version: int, prompts: Sequence[Sequence[int]], seeds: Sequence[int], after: int) -> None:
+        """Lets the engines decode the rows of a policy version that is to come.
+
+        A synchronous engine begins when it has done `after` calls of generate.
+        """
+        self.end(keeps_cache=True)
+        if version != self._made.version:
+            self._made_before, self._made = self._made, _Made(version)
+        rows = [Row(seed, len(prompt)) for seed, prompt in zip(seeds, prompts, strict=True)]
+        num_engines = self._workers.num_engines
         ranges = [slice(*ab) for ab in pairwise(len(rows) * i // num_engines for i in range(num_engines + 1))]
-        self._shards = [list(rows[of]) for of in ranges]
+        self._shards = [rows[of] for of in ranges]
         self._stop.clear()
         work = [(prompts[of], rows[of]) for of in ranges]
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(work, after), daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
-        """Stops the engines, which forget all but the texts. Does nothing if they are not at work."""
+    def end(self, *, keeps_cache: bool = False) -> None:
+        """Stops the engines, which forget all but the texts, and tells each engine all texts. An idle one does nothing.
+
+        With `keeps_cache` they keep cached prefixes, which are right until the weights change.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._stop.set()
         thread.join()
-        replies = [self._workers.start(engine, "end_ahead") for engine, rows in enumerate(self._shards) if rows]
+        at_work = [engine for engine, rows in enumerate(self._shards) if rows]
+        replies = [self._workers.start(engine, "end_ahead", keeps_cache=keeps_cache) for engine in at_work]
         for rows, texts in zip(filter(None, self._shards), ray.get(replies), strict=True):
-            self._texts |= {row.seed: text for row, text in zip(rows, texts, strict=True) if text}
+            known = self._made.texts
+            for row, text in zip(rows, texts, strict=bool(texts)):  # no texts: the engine was never free
+                if len(text) > len(known.get(row.seed, b"")):
+                    known[row.seed] = text
+        self._ask("texts_ahead", texts=ray.put(self._made.texts))
 
-    def text_of(self, seed: int) -> bytes:
-        """Returns the text that was made for the row with this seed, as int32 numbers."""
-        return self._texts.get(seed, b"")
+    def figures(self, version: int) -> tuple[dict[str, float], list[str]]:
+        """Returns metrics and alarms of the texts for the step of a policy version, the last one or the one before."""
+        made = next((made for made in (self._made, self._made_before) if made.version == version), _Made(version))
+        num_made = sum(map(len, made.texts.values())) // TOKEN_BYTES
+        num_kept, num_tokens = map(sum, zip(*self._ask("take_kept"), strict=True))
+        figures = ahead_figures(num_made, num_kept, num_tokens, made.seconds)
+        return {PREFIX + name: value for name, value in figures.items()}, ahead_alarms(num_made, num_kept)
 
-    def figures(self) -> dict[str, float]:
-        """Returns the metrics of the texts that the step had as drafts."""
-        tokens = sum(map(len, self._texts.values())) // TOKEN_BYTES
-        return {f"{PREFIX}ahead_tokens": float(tokens), f"{PREFIX}ahead_s": self._seconds}
+    def _ask(self, method: str, **arguments: Any) -> list[Any]:
+        """Returns each engine's reply."""
+        calls = [self._workers.start(engine, method, **arguments) for engine in range(self._workers.num_engines)]
+        replies: list[Any] = ray.get(calls)
+        return replies
 
-    def _run(self, work: Sequence[tuple[Sequence[Any], Sequence[Row]]]) -> None:
+    def _run(self, work: Sequence[tuple[Sequence[Any], Sequence[Row]]], after: int) -> None:
         started = time.perf_counter()
-        calls = {self._advance(engine, *shard): engine for engine, shard in enumerate(work) if shard[1]}
+        calls = {self._advance(engine, after, *shard): engine for engine, shard in enumerate(work) if shard[1]}
         while calls and not self._stop.is_set():
             for call in ray.wait(list(calls), timeout=SLICE_S)[0]:
                 engine = calls.pop(call)
@@ -130,9 +161,11 @@ class RunAhead:
                     is_busy = ray.get(call)
                 except ray.exceptions.RayActorError:
                     continue  # the engine's next call fails, too, and NeMo-RL says so
-                if is_busy:
-                    calls[self._advance(engine)] = engine
-        self._seconds = time.perf_counter() - started
+                if is_busy is not False:
+                    again = work[engine] if is_busy is None else ()
+                    calls[self._advance(engine, after, *again)] = engine
+        self._made.seconds += time.perf_counter() - started
 
-    def _advance(self, engine: int, prompts: Sequence[Any] = (), rows: Sequence[Row] = ()) -> Any:
-        return self._workers.start(engine, "run_ahead", prompts=list(prompts), rows=list(rows), seconds=SLICE_S)
+    def _advance(self, engine: int, after: int, prompts: Sequence[Any] = (), rows: Sequence[Row] = ()) -> Any:
+        work = {"prompts": list(prompts), "rows": list(rows), "seconds": SLICE_S, "after": after}
+        return self._workers.start(engine, "run_ahead", **work)

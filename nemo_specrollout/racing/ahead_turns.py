@@ -36,11 +36,11 @@ class AheadTurns:
             self._texts[name] += tokens
         return self._turns.is_busy
 
-    def end(self) -> list[bytes]:
-        """Leaves no request in the engine, and none of its old keys and values. Returns the texts."""
+    def end(self, *, keeps_cache: bool) -> list[bytes]:
+        """Leaves no request in the engine, and no cached prefix unless it `keeps_cache`. Returns the texts."""
         self._turns.stop_all()
         for _ in range(MAX_TRIES):
-            if self._llm.reset_prefix_cache() is not False:
+            if keeps_cache or self._llm.reset_prefix_cache() is not False:
                 break
             self._turns.engine.step()  # a step that was under way has ended then
         else:
@@ -68,13 +68,13 @@ class AheadTasks:
         left = (await asyncio.wait(self._tasks, timeout=seconds))[1] if self._tasks else ()
         return bool(left)
 
-    async def end(self) -> list[bytes]:
-        """Leaves no request in the engine, and none of its old keys and values. Returns the texts."""
+    async def end(self, *, keeps_cache: bool) -> list[bytes]:
+        """Leaves no request in the engine, and no cached prefix unless it `keeps_cache`. Returns the texts."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for _ in range(MAX_TRIES):
-            if await self._llm.reset_prefix_cache() is not False:
+            if keeps_cache or await self._llm.reset_prefix_cache() is not False:
                 break
             await asyncio.sleep(RETRY_S)  # a step that was under way has ended then
         else:

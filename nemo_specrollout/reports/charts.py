@@ -61,6 +61,12 @@ LINE_PANELS = {
         [("in time", "draft_supply.occupancy", BLUE), ("wasted", "draft_supply.waste", RED)],
         is_share=True,
     ),
+    "ahead": LinePanel(
+        "Tokens of a step's responses",
+        [("right when made ahead", "ahead_kept", BLUE)],
+        is_share=True,
+    ),
+    "ahead_s": LinePanel("Idle seconds in which engines worked ahead", [("", "ahead_s", BLUE)]),
     "run_ahead": LinePanel("Drafts at hand, per request and step", [("tokens", "draft_supply.run_ahead", BLUE)]),
 }
 GAP_LINES = (("KL error", "gen_kl_error", ORANGE), ("largest", "logprob_gap_max", GREY), ("gap", "logprob_gap", BLUE))

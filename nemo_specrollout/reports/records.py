@@ -233,6 +233,27 @@ def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[st
     }
 
 
+LEAST_KEPT = 0.1
+"""Share of the tokens made ahead; with fewer right ones `run_ahead` saves little."""
+
+
+def ahead_figures(num_made: int, num_kept: int, num_tokens: int, seconds: float) -> dict[str, float]:
+    """Returns the metrics of a step for which engines made `num_made` tokens ahead in `seconds`.
+
+    Of the `num_tokens` tokens of the responses with such a text, `num_kept` are in common prefixes with it.
+    """
+    kept = {"ahead_kept": num_kept / max(num_tokens, 1)} if num_made else {}
+    return {"ahead_tokens": float(num_made), "ahead_s": seconds, **kept}
+
+
+def ahead_alarms(num_made: int, num_kept: int) -> list[str]:
+    """Returns a sentence if the weights change too much for texts that are made ahead."""
+    if num_kept >= LEAST_KEPT * num_made:
+        return []
+    share = f"{num_kept / num_made:.0%} of {num_made:,} tokens that were made ahead were right"
+    return [f"{share}: updates are so large that run_ahead saves little time"]
+
+
 def summary_of(steps: Sequence[Record]) -> dict[str, Any]:
     """Returns the figures of a run's steps; docs/reference/metrics.md names every key. A ratio without counts is None."""
     if not steps:

@@ -35,6 +35,7 @@ DRAFTERS = f"[{{type: suffix}}, {{type: remote, model: {STEP_ADDER}, workers: 1}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "two workers": ("quickstart_two_workers_cpu.yaml", {}),
     "asynchronous": ("quickstart_async_cpu.yaml", {}),
+    "working ahead": ("quickstart_cpu.yaml", {"policy.generation.specrollout.run_ahead": "{enabled: true}"}),
     "remote drafter": ("quickstart_cpu.yaml", {"policy.generation.specrollout.drafters": DRAFTERS}),
 }
 # Signals, and the exit code of a run whose own process gets them.
@@ -159,7 +160,7 @@ def assert_same_steps(config: str, made: list[dict[str, Any]], whole: list[dict[
 
 
 TARGETS = [
-    *((config, target) for config in ("two workers", "asynchronous") for target in ("main", "worker")),
+    *((config, target) for config in ("two workers", "asynchronous", "working ahead") for target in ("main", "worker")),
     ("remote drafter", "drafter"),
 ]
 CASES = [

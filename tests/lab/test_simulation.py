@@ -16,7 +16,8 @@ from lab.simulation.costs import Calibration, Costs, LinearCosts, RooflineCosts,
 from lab.simulation.data_sheets import DEVICES, MODELS, eagle3_head, model_named
 from lab.simulation.dealing import in_shards
 from lab.simulation.event_loop import Rollout, RolloutResult
-from lab.simulation.scenario import Scenario, read_scenario, shipped
+from lab.simulation.run_ahead import synchronous_steps
+from lab.simulation.scenario import AheadConfig, Scenario, TrainingConfig, read_scenario, shipped
 from lab.simulation.setting import AUTO, FIXED, PLAIN, Fleet, Setting, Variant
 from lab.simulation.simulated_engine import SimulatedEngine
 from lab.simulation.speculation import (
@@ -284,3 +285,35 @@ def test_all_cost_models_have_the_same_interface() -> None:
         many = costs.step_s(4, np.array([4.0, 16.0]), 100.0)
         assert isinstance(many, np.ndarray) or many == STEP_S
         assert costs.prefill_s(10) >= 0.0 and costs.draft_s(4, 100.0) >= 0.0
+
+
+def test_texts_made_ahead_gain_more_the_later_they_part() -> None:
+    """A text that parts at once is worth nothing. The sum of all responses is the same."""
+    scenario = read_scenario(
+        "run-ahead-8b", ["batch.num_prompts=8", "cluster={device: H100, num_gpus: 8, train_gpus: 4}"]
+    )
+
+    def rollout_s(tokens_to_flip: float) -> float:
+        training = replace(scenario.training, run_ahead=AheadConfig(tokens_to_flip))
+        setting = Setting(Fleet(replace(scenario, training=training)), Variant("", AUTO))
+        step = synchronous_steps(setting, runs_ahead=True)
+        assert step.rollout.num_tokens == pytest.approx(step.rollout.length_R.sum())
+        return step.rollout_s
+
+    plain_s = synchronous_steps(Setting(Fleet(scenario), Variant("", AUTO)), runs_ahead=False).rollout_s
+    seconds = [rollout_s(tokens) for tokens in (0.1, 1_000, 10_000, 1e9)]
+    assert seconds[0] == pytest.approx(plain_s)
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < 0.5 * plain_s
+
+
+def test_engines_with_the_trainers_gpus_have_a_tail() -> None:
+    """One engine has no tail, so it makes none."""
+    shared = {"mode": "sync", "run_ahead": {"tokens_to_flip": 1e9}, "train_s": 1.0}
+    scenario = replace(read_scenario("run-ahead-8b", []), training=build(TrainingConfig, shared, ""))
+    for num_gpus, gains in ((1, False), (8, True)):
+        cluster = replace(scenario.cluster, num_gpus=num_gpus, train_gpus=0)
+        batch = replace(scenario.batch, num_prompts=8)
+        setting = Setting(Fleet(replace(scenario, cluster=cluster, batch=batch)), Variant("", AUTO))
+        without, ours = (synchronous_steps(setting, runs_ahead=on).rollout_s for on in (False, True))
+        assert (ours < 0.99 * without) is gains
+        assert gains or ours == without

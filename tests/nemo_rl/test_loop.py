@@ -17,7 +17,7 @@ FINISHED = [
     "sync_eagle3_native", "sync_dapo_plain", "sync_dapo",
     "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
     "async_refreshed_head", "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight",
-    "apart_plain", "apart_ahead_streams", "apart_ahead_resumed", "async_ahead",
+    "apart_plain", "apart_ahead_streams", "apart_ahead_tail", "colocated_ahead_tail", "apart_ahead_resumed", "async_ahead",
 ]  # fmt: skip
 
 
@@ -49,7 +49,12 @@ def test_synchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run],
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("apart_ahead_streams", range(1, 7)), ("apart_ahead_interrupted", range(1, 5)), ("apart_ahead_resumed", (5, 6))],
+    [
+        ("apart_ahead_streams", range(1, 7)),
+        ("apart_ahead_tail", range(1, 7)),
+        ("apart_ahead_interrupted", range(1, 5)),
+        ("apart_ahead_resumed", (5, 6)),
+    ],
 )
 def test_texts_made_ahead_change_no_row(runs: dict[str, Run], name: str, steps: Iterable[int]) -> None:
     """Neither does a run that was killed: no prompt is lost or repeated, although the loader has shown one early."""
@@ -105,6 +110,7 @@ def test_asynchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run]
         ("async_plain", "async_moving"),
         ("dtensor_two_engines", "sync_moving"),
         ("dtensor_two_engines", "sync_moving_streams"),
+        ("dtensor_two_engines", "colocated_ahead_tail"),
     ],
 )
 def test_training_is_the_same_step_by_step(runs: dict[str, Run], plain: str, drafted: str) -> None:

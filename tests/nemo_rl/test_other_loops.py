@@ -67,6 +67,16 @@ def test_samples_of_a_validation_are_not_kept(data_plane_runs: dict[str, Run]) -
     assert 40 < len(kept) <= 48
 
 
+def test_the_data_plane_has_texts_made_ahead(data_plane_runs: dict[str, Run]) -> None:
+    """The rollout actor's engines find texts that the driver let them make. A refit is one new policy version."""
+    plain, ahead = data_plane_runs["plain"], data_plane_runs["ahead"]
+    assert ahead.result["error"] is None and ahead.result["actors"] == []
+    assert [s["loss"] for s in plain.metrics] == pytest.approx([s["loss"] for s in ahead.metrics], rel=1e-4, abs=1e-6)
+    assert plain.movement == pytest.approx(ahead.movement, rel=1e-3)
+    assert [bool(s["ahead_tokens"]) for s in ahead.metrics] == [False, True, True]
+    assert ahead.metrics[1]["ahead_kept"] > 0.5
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("loop", ROWS)
 def test_rows_of_three_turns_do_not_depend_on_the_drafter(pair: tuple[Run, Run], loop: str, step: int) -> None:
