@@ -31,8 +31,9 @@ def test_engines_apart_have_no_findings() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (("cluster={gpus_per_node: 1, num_nodes: 1}",), f"{COLOCATED}: true with run_ahead; an engine that shares"),
+        (("cluster={gpus_per_node: 1, num_nodes: 1}",), f"{COLOCATED}: true with run_ahead; engines on the trainer's GPUs"),
         (("cluster={gpus_per_node: 8, num_nodes: 1}", "policy.generation.vllm_cfg.async_engine=true"), COLOCATED),
+        (("cluster={gpus_per_node: 8, num_nodes: 1}", "data_plane={enabled: true}"), COLOCATED),
         ((*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: false}}"),
          "grpo.async_grpo.recompute_kv_cache_after_weight_updates: false with run_ahead"),
         ((*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}", f"{BLOCK_PATH}.fastest_of_n={{}}"),
@@ -41,7 +42,7 @@ def test_engines_apart_have_no_findings() -> None:
         ((*APART, "env.should_use_nemo_gym=true"), "env.should_use_nemo_gym: true with run_ahead"),
         ((*APART, "data.use_multiple_dataloader=true"), "data.use_multiple_dataloader: true with run_ahead"),
     ],
-    ids=["colocated", "colocated streams", "stale", "racing", "ppo", "gym", "loaders"],
+    ids=["colocated", "colocated streams", "colocated data plane", "stale", "racing", "ppo", "gym", "loaders"],
 )  # fmt: skip
 def test_where_it_cannot_work_is_a_sentence(overrides: tuple[str, ...], sentence: str) -> None:
     assert any(s.startswith(sentence) for s in found(AHEAD, *overrides)["error"])

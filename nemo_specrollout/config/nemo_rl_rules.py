@@ -263,12 +263,12 @@ def run_ahead_findings(tree: Tree) -> Iterator[Finding]:
     if at(tree, f"{asynchronous}.enabled") and at(tree, f"{BLOCK_PATH}.fastest_of_n") is not None:
         text = "with run_ahead in asynchronous GRPO; requests that begin again do not move: remove one of them"
         yield Finding(f"{BLOCK_PATH}.fastest_of_n", text, "error")
-    # Where engines share the trainer's GPUs, those that end a rollout first wait for the others.
-    has_tail = at(tree, "cluster") is None or (num_engines(tree) > 1 and not at(tree, f"{VLLM_CFG}.async_engine"))
+    has_others = at(tree, "cluster") is None or num_engines(tree) > 1
+    has_tail = has_others and not (at(tree, f"{VLLM_CFG}.async_engine") or at(tree, "data_plane.enabled"))
     if at(tree, f"{GENERATION}.colocated.enabled", True) and not has_tail:
-        text = "true with run_ahead; an engine that shares the trainer's GPUs is idle only while it waits for another "
-        text += f"synchronous engine of the rollout, and there is none: set it to false, {fix}"
-        yield Finding(f"{GENERATION}.colocated.enabled", text, "error")
+        text = "true with run_ahead; engines on the trainer's GPUs work ahead while they wait for others of a rollout: take "
+        several = "several synchronous engines without data plane, or set it to false"
+        yield Finding(f"{GENERATION}.colocated.enabled", f"{text}{several}, {fix}", "error")
     unknown = "the next step's prompts are not known early there"
     for path, text in (
         ("async_rl", "asynchronous engines are never idle: use NeMo-RL's synchronous GRPO"),

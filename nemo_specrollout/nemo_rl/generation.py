@@ -53,6 +53,8 @@ class SpecrolloutGeneration(VllmGeneration):
     _supervisor: Supervisor | None = None
     _ahead: RunAhead | None = None
     """None without `run_ahead`, and in a copy."""
+    _num_generated = 0
+    """Calls of `generate`."""
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         SpecrolloutGeneration.latest = ref(self)
@@ -62,7 +64,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self._conversations = Conversations()
         self.opt_out = TaskOptOut(self.block.tasks_without_drafts)
         self._kind, self._validated = SeedKind.ROLLOUT, list[int]()
-        self._num_refits = self._num_generated = 0
+        self._num_refits = 0
         if not self.is_supervised_elsewhere:
             self._supervisor = Supervisor(self.block, config, STEP_LOG)
             STEP_LOG.source = WeakMethod(self.step_metrics)
@@ -115,8 +117,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self._end_ahead(keeps_cache=True)
         seeded = self._with_seeds(data)
         self._num_generated += 1
-        if self.dp_size > 1 and self._kind is SeedKind.ROLLOUT:
-            self._begin_ahead()
+        self._begin_ahead(in_tail=True)
         with nullcontext() if self._supervisor is None else self._supervisor.rollout():
             return super().generate(seeded, *args, **kwargs)
 
@@ -199,8 +200,7 @@ class SpecrolloutGeneration(VllmGeneration):
         """
         metrics: dict[str, Any] = super().get_step_metrics(*args, **kwargs)
         metrics |= {name: np.array(value) for name, value in self.step_metrics().items()}
-        if not self.cfg["colocated"]["enabled"]:
-            self._begin_ahead()
+        self._begin_ahead(in_tail=False)
         return metrics
 
     def step_metrics(self) -> dict[str, float]:
@@ -213,14 +213,17 @@ class SpecrolloutGeneration(VllmGeneration):
             STEP_LOG.alarms += alarms
         return metrics
 
-    def _begin_ahead(self) -> None:
-        """Lets engines that have nothing to do until the next refit decode the next step's rows."""
-        version = self._version + 1
-        if self._ahead is None or self.facts.in_flight or version >= self.facts.last_version:
+    def _begin_ahead(self, *, in_tail: bool) -> None:
+        """Lets engines decode the next step's rows until the next refit.
+
+        `in_tail`: those that have ended a rollout before others. Else all, unless their GPUs are the trainer's.
+        """
+        if self._ahead is None or self.facts.in_flight or self._version + 1 >= self.facts.last_version:
             return
-        prompts = [prompt for prompt in next_prompts() for _ in range(self.facts.samples_per_prompt)]
-        seeds = RowSeeds(self.facts.seed, version).seeds(prompts)
-        self._ahead.begin(version, prompts, seeds, self._num_generated)
+        if self.dp_size > 1 and self._kind is SeedKind.ROLLOUT if in_tail else not self.cfg["colocated"]["enabled"]:
+            prompts = [prompt for prompt in next_prompts() for _ in range(self.facts.samples_per_prompt)]
+            seeds = RowSeeds(self.facts.seed, self._version + 1).seeds(prompts)
+            self._ahead.begin(self._version + 1, prompts, seeds, self._num_generated)
 
     def _end_ahead(self, *, keeps_cache: bool = False) -> None:
         if self._ahead is not None:

@@ -106,8 +106,10 @@ class _SeededEngine:
         kept, self._kept = self._kept, (0, 0)
         return kept
 
-    def _compare(self, rows: Sequence[Row], data: BatchedDataDict[Any], result: BatchedDataDict[Any]) -> None:
+    def _compare(self, rows: Sequence[Row] | None, data: BatchedDataDict[Any], result: BatchedDataDict[Any]) -> None:
         """Counts the tokens that responses and their texts made ahead both begin with."""
+        if not rows or not self._request_seeds.texts:
+            return
         starts, ends = data["input_lengths"].tolist(), result["unpadded_sequence_lengths"].tolist()
         for row, ids, start, end in zip(rows, result["output_ids"].numpy(), starts, ends, strict=True):
             if text := self._request_seeds.texts.get(row.seed):
@@ -154,7 +156,7 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
         token = _rows.set(rows)
         try:
             result = super().generate(data, *args, **kwargs)
-            self._compare(rows or (), data, result)
+            self._compare(rows, data, result)
             return result
         finally:
             _rows.reset(token)
@@ -214,7 +216,7 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
         rows = _rows_of(data)
         _rows.set(rows)
         async for result in super().generate_async(data, *args, **kwargs):
-            self._compare(rows or (), data, result[1])
+            self._compare(rows, data, result[1])
             yield result
 
     def _setup_vllm_openai_api_server(self, app: Any, *args: Any, **kwargs: Any) -> Any:

@@ -92,20 +92,14 @@ class RunAhead:
     @contextmanager
     def weights_change(self) -> Iterator[None]:
         """Encloses a change of weights while asynchronous engines decode. Rows under way begin again, so none is mixed."""
-        self._tell_change()
+        self._ask("weights_change")
         try:
             yield
         finally:
-            self._tell_change()
-
-    def _tell_change(self) -> None:
-        self._ask("weights_change")
+            self._ask("weights_change")
 
     def begin(self, version: int, prompts: Sequence[Sequence[int]], seeds: Sequence[int], after: int) -> None:
-        """Lets the engines decode the rows of a policy version that is to come.
-
-        A synchronous engine begins when it has done `after` calls of generate.
-        """
+        """Lets engines decode the rows of a coming policy version. A synchronous one first ends `after` calls of generate."""
         self.end(keeps_cache=True)
         if version != self._made.version:
             self._made_before, self._made = self._made, _Made(version)
@@ -131,10 +125,8 @@ class RunAhead:
         at_work = [engine for engine, rows in enumerate(self._shards) if rows]
         replies = [self._workers.start(engine, "end_ahead", keeps_cache=keeps_cache) for engine in at_work]
         for rows, texts in zip(filter(None, self._shards), ray.get(replies), strict=True):
-            known = self._made.texts
-            for row, text in zip(rows, texts, strict=bool(texts)):  # no texts: the engine was never free
-                if len(text) > len(known.get(row.seed, b"")):
-                    known[row.seed] = text
+            made, pairs = self._made.texts, zip(rows, texts, strict=bool(texts))  # no texts: the engine was never free
+            made |= {row.seed: max(text, made.get(row.seed, b""), key=len) for row, text in pairs if text}
         self._ask("texts_ahead", texts=ray.put(self._made.texts))
 
     def figures(self, version: int) -> tuple[dict[str, float], list[str]]:
@@ -147,9 +139,8 @@ class RunAhead:
 
     def _ask(self, method: str, **arguments: Any) -> list[Any]:
         """Returns each engine's reply."""
-        calls = [self._workers.start(engine, method, **arguments) for engine in range(self._workers.num_engines)]
-        replies: list[Any] = ray.get(calls)
-        return replies
+        engines = range(self._workers.num_engines)
+        return list(ray.get([self._workers.start(engine, method, **arguments) for engine in engines]))
 
     def _run(self, work: Sequence[tuple[Sequence[Any], Sequence[Row]]], after: int) -> None:
         started = time.perf_counter()
