@@ -119,7 +119,7 @@ def _draw_ahead(ax: Axes, rows: Sequence[Record]) -> None:
         alive = (prefixes[None, :] >= at[:, None]).mean(axis=1)
         colour = drafter_colour(index)
         ax.plot(at, alive, color=colour, linewidth=1.8)
-        labels.append((float(alive[-1]), f"lr {rate:g}", colour))
+        labels.append((float(alive[-1]), f"lr {rate:.0e}", colour))
     ax.set(xlabel="token of the response", ylim=(0, 1.02), xlim=(0, None))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     label_right(ax, labels)
