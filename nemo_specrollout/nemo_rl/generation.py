@@ -220,7 +220,8 @@ class SpecrolloutGeneration(VllmGeneration):
         """
         if self._ahead is None or self.facts.in_flight or self._version + 1 >= self.facts.last_version:
             return
-        if self.dp_size > 1 and self._kind is SeedKind.ROLLOUT if in_tail else not self.cfg["colocated"]["enabled"]:
+        has_tail, has_own_gpus = self.dp_size > 1, not self.cfg["colocated"]["enabled"]
+        if (has_tail and self._kind is SeedKind.ROLLOUT) if in_tail else has_own_gpus:
             prompts = [prompt for prompt in next_prompts() for _ in range(self.facts.samples_per_prompt)]
             seeds = RowSeeds(self.facts.seed, self._version + 1).seeds(prompts)
             self._ahead.begin(self._version + 1, prompts, seeds, self._num_generated)
