@@ -16,12 +16,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from lab.bench.bench import WIDTH_OF_LOGS
 from lab.bench.bench_charts import ahead_chart
 from lab.bench.bench_command import bench_parser, write_facts
+from lab.bench.bench_tables import new_table
 from lab.local.engine import RolloutEngine
 from lab.local.progress import Progress
 from lab.local.run_config import RunConfig, read_run_config
@@ -30,6 +29,7 @@ from lab.local.run_sections import DataConfig
 from lab.local.runner import GrpoRunner
 from lab.local.step_rollout import load_tokenizer, step_prompts
 from lab.local.tasks import build_task
+from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.load import load_config
@@ -177,16 +177,13 @@ def main() -> int:
             options.out / "ahead.json", {"config": str(options.config), "overrides": options.overrides, "rows": rows}
         )
     ahead_chart(rows, options.out / "ahead.png")
-    console = Console()
-    if not console.is_terminal:
-        console.width = WIDTH_OF_LOGS
-    console.print(table_of(rows))
+    log_console().print(table_of(rows))
     return 0
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     """Returns the table of the bench's rows."""
-    table = Table(pad_edge=False)
+    table = new_table("responses by older and by newer weights; in prefix: tokens before the first that differs")
     for name in (
         "lr",
         "updates",

@@ -61,7 +61,7 @@ class AheadSpeed:
 
     def __init__(self, config: RunConfig) -> None:
         model, generation = Path(config.policy.model_name), config.policy.generation
-        self._prompts, self._step = config, 0
+        self._config, self._step = config, 0
         self._task = build_task(config.data, load_tokenizer(model))
         self._engines = {
             way: RolloutEngine(model, replace(generation, specrollout=block), config.grpo.seed)
@@ -70,7 +70,7 @@ class AheadSpeed:
 
     def round(self, batch: int) -> dict[str, Timed]:
         """Rolls out new requests in each engine. Steps are never repeated: drafters would remember the responses."""
-        requests = step_prompts(self._prompts, self._step, self._task).requests
+        requests = step_prompts(self._config, self._step, self._task).requests
         self._step += 1
         if batch != DRAINING:
             requests = [replace(r, exact_length=LENGTH) for r in requests[:batch]]
@@ -104,17 +104,16 @@ def drained_s(costs: StepCosts, lengths: Sequence[int], most: int) -> float:
     """Returns the predicted seconds of responses whose steps verify up to `most` drafts of each request, all right."""
     left, seconds = np.array(lengths), 0.0
     while len(left):
-        options = []
-        for k in range(most + 1):
-            tokens = np.minimum(left, k + 1)
-            num_drafts = int((tokens - 1).sum())
-            if len(left) + num_drafts < len(costs.plain_s):
-                options.append((tokens.sum() / costs.step_s(len(left), num_drafts), k))
-        k = max(options)[1]
-        tokens = np.minimum(left, k + 1)
-        seconds += costs.step_s(len(left), int((tokens - 1).sum()))
-        left = left - tokens
-        left = left[left > 0]
+        num_requests = len(left)
+        options = [np.minimum(left, k + 1) for k in range(most + 1)]
+        timed = [
+            (tokens, costs.step_s(num_requests, int(tokens.sum()) - num_requests))
+            for tokens in options
+            if tokens.sum() < len(costs.plain_s)
+        ]
+        tokens, step_s = max(timed, key=lambda option: option[0].sum() / option[1])
+        seconds += step_s
+        left = (left - tokens)[left > tokens]
     return seconds
 
 

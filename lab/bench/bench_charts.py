@@ -20,20 +20,20 @@ from nemo_specrollout.reports.records import Record, number, series
 
 def bench_chart(rows: Sequence[Record], path: Path) -> None:
     """Saves the speedup over plain of each row of a `bench.json` as PNG and as SVG, whatever suffix `path` has."""
-    _save_panel(path, (8.0, 0.9 + 0.3 * len(rows)), _draw_bench, rows)
+    _save(path, (8.0, 0.9 + 0.3 * len(rows)), lambda figure: _draw_bench(figure.subplots(), rows))
 
 
 def running_chart(rows: Sequence[Record], path: Path) -> None:
     """Saves the speedup over plain by running requests, a line for each mode of a `bench_constant.json`, as PNG and SVG."""
-    _save_panel(path, (8.0, 4.2), _draw_running, rows)
+    _save(path, (8.0, 4.2), lambda figure: _draw_running(figure.subplots(), rows))
 
 
-def _save_panel(path: Path, size: tuple[float, float], draw: Callable[[Axes, Any], None], data: Any) -> None:
-    """Saves one panel as PNG and as SVG."""
+def _save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) -> None:
+    """Saves what `draw` draws as PNG and as SVG."""
     with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
         figure = Figure(size, layout="constrained")
         FigureCanvasAgg(figure)
-        draw(figure.subplots(), data)
+        draw(figure)
         for suffix in (".png", ".svg"):
             figure.savefig(path.with_suffix(suffix), dpi=DPI)
 
@@ -97,21 +97,20 @@ def _bench_colour(row: Record) -> str:
 
 def ahead_chart(rows: Sequence[Record], path: Path) -> None:
     """Saves how long free texts of older weights stay the newer weights' own, by size of the update, as PNG and SVG."""
-    of_text = [
-        row for row in rows if row["kind"] == "free text" and row["length"] == max(r["length"] or 0 for r in rows)
-    ]
-    with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
-        figure = Figure((9.0, 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        for ax, age in zip(figure.subplots(1, 2, sharey=True), (1, 2), strict=True):
-            _draw_ahead(ax, [row for row in of_text if row["newer"] - row["older"] == age])
-            ax.set_title(f"texts made {'one update' if age == 1 else 'two updates'} ago")
-        figure.axes[0].set_ylabel("responses that are still equal")
-        for suffix in (".png", ".svg"):
-            figure.savefig(path.with_suffix(suffix), dpi=DPI)
+    longest = max(row["length"] for row in rows if row["kind"] == "free text")
+    whole = [row for row in rows if row["kind"] == "free text" and row["length"] == longest]
+    _save(path, (9.0, 3.8), lambda figure: _draw_ahead(figure, whole))
 
 
-def _draw_ahead(ax: Axes, rows: Sequence[Record]) -> None:
+def _draw_ahead(figure: Figure, rows: Sequence[Record]) -> None:
+    """Draws a panel for each age of the texts."""
+    for ax, age in zip(figure.subplots(1, 2, sharey=True), (1, 2), strict=True):
+        _draw_equal(ax, [row for row in rows if row["newer"] - row["older"] == age])
+        ax.set_title(f"texts made {'one update' if age == 1 else 'two updates'} ago")
+    figure.axes[0].set_ylabel("responses that are still equal")
+
+
+def _draw_equal(ax: Axes, rows: Sequence[Record]) -> None:
     labels = []
     for index, rate in enumerate(sorted({row["rate"] for row in rows})):
         prefixes = np.concatenate([row["prefixes"] for row in rows if row["rate"] == rate])

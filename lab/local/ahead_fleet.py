@@ -15,7 +15,7 @@ from lab.local.fleet import RolloutFleet
 from lab.local.run_config import RunConfig
 from lab.local.speed_table_file import SpeedTableFile
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
-from nemo_specrollout.generation.requests import as_bytes, num_kept
+from nemo_specrollout.generation.requests import TOKEN_BYTES, as_bytes, num_kept
 from nemo_specrollout.reports.records import ahead_alarms, ahead_figures
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
@@ -51,13 +51,13 @@ class _Ahead:
             self._error = error
         self.seconds = time.perf_counter() - started
 
-    def end(self) -> list[list[int]]:
-        """Stops the engines. Returns the text of each request so far."""
+    def end(self) -> list[bytes]:
+        """Stops the engines. Returns the text of each request so far, as int32 numbers."""
         self._stop.set()
         self._thread.join()
         if self._error is not None:
             raise self._error
-        texts = [list(self._coordinator.responses[key].tokens) for key in self._keys]
+        texts = [as_bytes(self._coordinator.responses[key].tokens) for key in self._keys]
         complete = [key for key in self._keys if self._coordinator.responses[key].finish_reason is not None]
         self._coordinator.abandon()
         self._coordinator.take(complete)
@@ -77,7 +77,7 @@ class AheadFleet(RolloutFleet):
         table = DecodeSpeedTable(self.pool.method_names)
         self._idle = _EvenTurns(self.pool, None, table, LengthEstimator(1))
         self._ahead: _Ahead | None = None
-        self._texts: list[list[int]] = []
+        self._texts: list[bytes] = []
         self._lock = threading.Lock()
         """Held by the thread that uses the engines."""
         self._made_s = self._end_s = 0.0
@@ -119,16 +119,15 @@ class AheadFleet(RolloutFleet):
         prompts = self._own_prompts(step)
         if not self._texts:
             return prompts
-        aheads = map(as_bytes, self._texts)
-        pairs = zip(prompts.requests, aheads, strict=True)
+        pairs = zip(prompts.requests, self._texts, strict=True)
         return replace(prompts, requests=[replace(request, ahead=ahead) for request, ahead in pairs])
 
     def _figures_of(self, responses: Sequence[Sequence[int]]) -> dict[str, float]:
         """Returns the metrics of a step whose drafts were made ahead, and keeps its alarms."""
         if not self._texts:
             return {}
-        made = sum(map(len, self._texts))
-        kept = sum(map(num_kept, map(as_bytes, self._texts), responses))
+        made = sum(map(len, self._texts)) // TOKEN_BYTES
+        kept = sum(map(num_kept, self._texts, responses))
         self._alarms += [{"sentence": sentence} for sentence in ahead_alarms(made, kept)]
         num_tokens = sum(len(response) for text, response in zip(self._texts, responses, strict=True) if text)
         figures = ahead_figures(made, kept, num_tokens, self._made_s)

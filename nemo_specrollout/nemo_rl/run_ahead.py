@@ -70,7 +70,7 @@ class _Made:
 
     version: int
     texts: dict[int, bytes] = field(default_factory=dict)
-    """By seed, as int32 numbers."""
+    """Text of each seed, as int32 numbers."""
     seconds: float = 0.0
 
 
@@ -113,7 +113,7 @@ class RunAhead:
         self._thread.start()
 
     def end(self, *, keeps_cache: bool = False) -> None:
-        """Stops the engines, which forget all but the texts, and tells each engine all texts. An idle one does nothing.
+        """Stops the engines, which forget all else, and gives each of them all texts. Does nothing if they are not at work.
 
         With `keeps_cache` they keep cached prefixes, which are right until the weights change.
         """

@@ -97,7 +97,7 @@ def test_tokens_are_of_the_recorded_policy_and_none_is_too_old(
 
 
 def test_requests_under_way_become_samples_of_the_newest_policy(start_engine: Callable[..., RolloutEngine]) -> None:
-    """With `run_ahead` each sample equals what one policy samples alone."""
+    """Each sample of a run with `run_ahead` equals plain decoding by one policy."""
     blocks = [replace(DRAFTING, run_ahead=RunAheadConfig()), SpecrolloutConfig(drafters=(), run_ahead=RunAheadConfig())]
     racers = [start_engine(STEP_ADDER, block, 96, max_num_seqs=6) for block in blocks]
     checker = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), 96, max_num_seqs=6)
