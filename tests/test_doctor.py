@@ -4,11 +4,11 @@
 import errno
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import wait_until_gone
 from test_nemo_rl_config import CLEAN
 
 from nemo_specrollout.cli.doctor import diagnose_config
@@ -116,9 +116,7 @@ def test_a_time_out_ends_the_children_of_a_child(child: Child, tmp_path: Path) -
     while not (pid.exists() and pid.read_text()):  # a busy machine may need longer to start the child
         run_child(child(f"import subprocess, time\n{starts}\ntime.sleep(60)"), None, timeout_s)
         timeout_s *= 2
-    status = Path(f"/proc/{pid.read_text()}/status")
-    while status.exists() and "zombie" not in status.read_text():  # killed, and about to end; else pytest's time-out
-        time.sleep(0.05)
+    wait_until_gone(int(pid.read_text()))  # killed, and about to end; else pytest's time-out
 
 
 def test_limits_of_the_machine_are_diagnosed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

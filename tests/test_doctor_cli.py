@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT
+from processes import wait_for_child
 from test_nemo_rl_config import CLEAN
 
 from nemo_specrollout.cli.main import main
@@ -98,22 +98,12 @@ def test_a_killed_self_test_is_a_failed_line(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    os.kill(wait_for_self_test(process.pid), signal.SIGKILL)
+    os.kill(wait_for_child(process.pid, "doctor.self_test"), signal.SIGKILL)
     output, _ = process.communicate()
     assert process.returncode == 1 and "Traceback" not in output
     assert "killed by SIGKILL" in output and "--json FILE" in output
     assert diagnoses(file)[("self-test", "engine")]["state"] == "fail"
     assert diagnoses(file)[("engine", "engine")]["found"] == "it did not start"
-
-
-def wait_for_self_test(parent: int) -> int:
-    """Returns the process id of the child that starts engines."""
-    while (children := Path(f"/proc/{parent}/task/{parent}/children")).exists():
-        for child in children.read_text().split():
-            if b"doctor.self_test" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-        time.sleep(0.05)
-    raise AssertionError("no self-test was started")
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import STEP_ADDER
+from processes import wait_until_gone
 from rollout_world import WildPolicy
 from safetensors.torch import load_file
 from test_equality import assert_equal
@@ -113,8 +113,7 @@ def test_turns_of_another_coordinator_are_left_alone(pool: RolloutPool, expected
 def kill(pid: int) -> None:
     """Kills a process, and waits until it runs no longer."""
     os.kill(pid, signal.SIGKILL)
-    while (status := Path(f"/proc/{pid}/status")).exists() and "State:\tZ" not in status.read_text():
-        time.sleep(0.01)
+    wait_until_gone(pid)
 
 
 def roll_out_with_all(pool: RolloutPool, rollout: DealingCoordinator, expected: list[Rollout]) -> Timeline:
