@@ -170,13 +170,15 @@ def test_a_request_that_begins_again_brings_its_text(engine: RolloutEngine) -> N
 
     async def generate(prompt: Any, params: Any, request_id: str) -> Any:
         seen.append(params)
-        async for output in Stream(engine).generate(prompt, params, request_id):
+        async for output in stream.generate(prompt, params, request_id):
             if len(seen) == 1 and len(output.outputs[0].token_ids) > 9:
                 one.weights_change()
                 one.weights_change()
             yield output
 
     one = OnePolicyStream(generate)
+
+    stream = Stream(engine)  # one for all attempts: a second one would lose what the first one reads
 
     async def work() -> list[Any]:
         return [o async for o in one.generate(*sent(engine, 0), request_id="r")]
