@@ -167,6 +167,7 @@ def test_a_request_under_way_becomes_a_sample_of_the_new_policy(
 def test_a_request_that_begins_again_brings_its_text(engine: RolloutEngine) -> None:
     """The text is drafts, and no prefix that older weights have cached is read."""
     seen: list[Any] = []
+    stream = Stream(engine)  # one for all attempts: the first one of two would read what belongs to the second
 
     async def generate(prompt: Any, params: Any, request_id: str) -> Any:
         seen.append(params)
@@ -177,8 +178,6 @@ def test_a_request_that_begins_again_brings_its_text(engine: RolloutEngine) -> N
             yield output
 
     one = OnePolicyStream(generate)
-
-    stream = Stream(engine)  # one for all attempts: a second one would lose what the first one reads
 
     async def work() -> list[Any]:
         return [o async for o in one.generate(*sent(engine, 0), request_id="r")]

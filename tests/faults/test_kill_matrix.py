@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER, TINY_ROLLOUTS
+from processes import lives
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -93,14 +94,6 @@ class Run:
     def _meet(self) -> None:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             self._family.setdefault(process.pid, process)
-
-
-def lives(process: psutil.Process) -> bool:
-    """Returns whether the process runs. A zombie does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def strike(run: Run, target: str, blow: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER, TINY_ROLLOUTS
+from processes import lives
 
 from nemo_specrollout.cli.terminal import LEFT_BEHIND_S, LOCK, PREFIX, scratch_folder
 from nemo_specrollout.doctor.diagnosis import PARENT
@@ -118,7 +119,7 @@ def test_a_run_of_two_workers_ignores_strangers_and_cleans_up(tmp_path: Path) ->
     assert {"gcs_server", "raylet"} <= set(listening)  # and monitor.py, unless another Ray of this machine has its port
     everywhere = {who: ips for who, ips in listening.items() if set(ips) - {"127.0.0.1", "::1", "::ffff:127.0.0.1"}}
     assert everywhere == {}
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family.values()):
+    while any(map(lives, family.values())):
         time.sleep(0.1)
     kept = [p.name for p in scratch.iterdir() if not p.name.startswith("torchinductor_")]  # what is compiled stays
     assert kept == [] and set(os.listdir("/dev/shm")) <= shared
