@@ -16,11 +16,10 @@ from torch import Tensor, tensor
 
 from lab.vllm_on_cpu.own_kernels.step import level_rates
 from nemo_specrollout.drafters.base import (
-    EVIDENCE_WINDOW,
     LEVEL_PRIORS,
     MAX_RATE,
+    NUM_BINS,
     NUM_LEVELS,
-    PRIOR_RATE,
     PRIOR_STRENGTH,
     TRACED_STEPS,
     Texts,
@@ -210,7 +209,8 @@ def test_a_proposal_stays_open_until_it_is_refuted_or_confirmed() -> None:
         world.verify(0, most=0)  # one token is sampled
     fifth = world.text_SL[0, 14].item()
     assert open_proposals == [(right[0], 0), (right[0], 1), (78, 0), (79, 0), (fifth, 0), (fifth, 1), (81, 0)]
-    assert tables.position_DK2[1].tolist() == [[2, 5], [1, 2], [0, 0]], "hits and trials"
+    judged = tables.evidence_DE2[1, :, 1].sum() - PRIOR_STRENGTH * tables.evidence_DE2.shape[1]
+    assert judged == pytest.approx(7.0), "trials"
 
 
 def test_a_submitted_proposal_replaces_the_open_one() -> None:
@@ -243,7 +243,7 @@ def test_a_drafter_with_new_weights_starts_from_the_priors() -> None:
     other = world.tables.evidence_DE2[0].clone()
     world.choose(0, proposals={1: {0: [99]}})
     world.board.forget_drafter(1)
-    for name in ("evidence_DE2", "position_DK2"):
+    for name in ("evidence_DE2", "calibration_D2"):
         assert torch.equal(getattr(world.tables, name)[1], getattr(never_used.tables, name)[1])
     assert torch.equal(world.tables.evidence_DE2[0], other)
     assert not world.tables.factor_SD2[:, 1].any() and not world.tables.length_SD[:, 1].any()
@@ -293,89 +293,109 @@ def test_without_a_proposal_nothing_is_drafted() -> None:
     assert world.tables.submitted_S.tolist() == [0, 0]
 
 
-def test_the_outlook_of_a_new_request_is_the_usual_survival() -> None:
-    """The usual survival is the product of the rates of the positions, up to the length limit."""
+# What the host knows of the choice
+
+
+def spread(world: World, depth: int) -> tuple[int, np.ndarray]:
+    """Returns the number of requests in a row of the spread, and the survival of its draft tokens, falling, to a bin."""
+    row_Q = world.tables.spread_FQ[depth].numpy()
+    return int(row_Q[-1]), np.repeat((np.arange(NUM_BINS) + 0.5) / NUM_BINS, row_Q[:-1])[::-1]
+
+
+def expect(world: World, rates: dict[tuple[int, int], float]) -> None:
+    """Sets the rate of each drafter and level, whatever the relation."""
+    for (drafter, level), rate in rates.items():
+        counts_E2 = world.tables.evidence_DE2[drafter, level::NUM_LEVELS]
+        counts_E2[:, 0] = rate * counts_E2[:, 1]
+
+
+def test_the_host_gets_the_survival_of_what_is_submitted() -> None:
+    world = World(num_drafters=2, num_slots=3)
+    expect(world, {(0, 0): 0.9, (1, 0): 0.5})
+    world.choose(0, 1, -1, proposals={0: {0: [1, 2, 3]}, 1: {1: [1, 2], 0: [1, 2, 3]}})
+    for depth in (0, -1):
+        num_requests, survival = spread(world, depth)
+        assert num_requests == 2
+        assert survival == pytest.approx([0.9, 0.81, 0.729, 0.5, 0.25], abs=1 / NUM_BINS)
+    assert not world.tables.spread_FQ[1:-1].any(), "there is no drafter with weights"
+
+
+def test_the_host_gets_what_would_be_submitted_at_each_depth() -> None:
+    """At depth 1 the text drafter's two tokens are worth more than one of the model, at depth 3 they are not."""
     world = World(num_drafters=2, model=1)
-    world.open(1, limit=13)
-    world.choose(0, 1)
-    survival_K = PRIOR_RATE ** np.array([1, 2, 3])
-    assert world.tables.outlook_S4K[:, 1].numpy() == pytest.approx(np.stack([survival_K, survival_K * [1, 1, 0]]))
-    for _ in range(60):
-        right = world.next_tokens(0)
-        world.choose(0, proposals={1: {0: [right[0], 99]}})
-        world.verify(0)
-    world.open(1)
-    world.choose(1)
-    first, second, third = world.tables.outlook_S4K[1, 1].tolist()
-    assert first > 0.9 and third <= second < 0.1
+    expect(world, {(0, 0): 0.6, (1, 0): 0.9})
+    world.choose(0, proposals={0: {0: [1, 2]}, 1: {0: [1, 2, 3]}})
+    text, model = [0.6, 0.36], [0.9, 0.81, 0.729]
+    for depth, expected in enumerate([text, text, model[:2], model, model]):
+        assert spread(world, depth)[1] == pytest.approx(expected, abs=1 / NUM_BINS), depth
+    world.choose(0, proposals={0: {0: [1, 2]}})
+    for depth in (0, K + 1):
+        assert spread(world, depth)[1] == pytest.approx(text, abs=1 / NUM_BINS)
+    assert not world.tables.spread_FQ[1 : K + 1].any(), "the model drafted nothing"
 
 
-def test_a_position_without_recent_data_is_like_the_one_before() -> None:
-    """Drafts were good at all positions. Since then they have one token, and one in four is right."""
+def test_depths_count_only_requests_that_the_model_follows() -> None:
+    world = World(num_drafters=2, model=1, num_slots=3)
+    world.open(2, limit=12)
+    world.tables.found_DB[1, 1] = -1
+    world.choose(0, 1, 2, proposals={1: {0: [1, 2], 2: [1, 2]}})
+    world.tables.found_DB[1, 1] = -1
+    world.board.choose(world.texts(0, 1, 2))
+    assert [spread(world, depth)[0] for depth in range(5)] == [3, 2, 2, 0, 3]
+    assert [len(spread(world, depth)[1]) for depth in range(5)] == [0, 2, 3, 4, 3], "slot 2 has room for one draft"
+
+
+def test_deeper_drafts_are_foreseen() -> None:
+    """A token that was not drafted has the rate of the last one that was."""
     world = World(num_drafters=2, model=1)
-    world.tables.position_DK2[1] = torch.tensor([0.95, 1.0]) * EVIDENCE_WINDOW
-    world.choose(0)
-    assert world.tables.outlook_S4K[0, 1].numpy() == pytest.approx(0.95 ** np.array([1, 2, 3]), abs=0.01)
-    for n in range(12 * int(EVIDENCE_WINDOW)):
-        world.choose(0, proposals={1: {0: [99] if n % 4 else world.next_tokens(0, 1)}})
-        world.verify(0)
-        world.total_len_S[0] = 10
-    world.open(0)
-    world.choose(0)
-    assert world.tables.position_DK2[1, 0, 1] <= EVIDENCE_WINDOW + 1
-    assert world.tables.outlook_S4K[0, 1].numpy() == pytest.approx(0.25 ** np.array([1, 2, 3]), rel=0.25)
+    expect(world, {(0, 0): 0.5, (1, 0): 0.8})
+    world.choose(0, proposals={0: {0: [1, 2]}, 1: {0: [1]}})
+    for depth, expected in ((1, [0.8]), (2, [0.8, 0.64]), (3, [0.8, 0.64, 0.512])):
+        assert spread(world, depth)[1] == pytest.approx(expected, abs=1 / NUM_BINS)
+    assert [spread(world, depth)[0] for depth in range(5)] == [1, 1, 0, 0, 1], "no request counts at these depths"
 
 
-def test_the_outlook_follows_the_latest_drafts_of_the_request() -> None:
-    """One request has sure drafts, another unsure ones. A request without drafts returns to the usual survival."""
+def test_text_drafts_are_calibrated_while_the_model_is_chosen() -> None:
+    """The level predicts 0.9, but every other text draft is wrong, and the model's drafts are submitted."""
     world = World(num_drafters=2, model=1)
-    sure, unsure = 3, 0
-    for level in (sure, unsure):
-        world.tables.evidence_DE2[1, level::NUM_LEVELS, 0] = (
-            0.95 if level == sure else 0.2
-        ) * world.tables.evidence_DE2[1, level, 1]
-    for _ in range(60):
-        for slot, level in ((0, sure), (1, unsure)):
-            world.choose(slot, proposals={1: {slot: [1, 2]}}, level=level)
-    usual = PRIOR_RATE
-    assert world.tables.outlook_S4K[0, 1].numpy() == pytest.approx([0.95, 0.95**2, 0.95**2 * usual], rel=0.02)
-    assert world.tables.outlook_S4K[1, 1].numpy() == pytest.approx([0.2, 0.2**2, 0.2**2 * usual], rel=0.02)
-    assert world.tables.outlook_S4K[0, 3].numpy() == pytest.approx([0.95, 0.95**2, 0.0])
-    for _ in range(200):
-        world.choose(1)
-    assert world.tables.outlook_S4K[1, 1].numpy() == pytest.approx(usual ** np.array([1, 2, 3]), rel=0.02)
-    assert not world.tables.outlook_S4K[1, 3].any()
-
-
-def test_text_drafts_are_calibrated_while_the_model_is_silent() -> None:
-    """The level predicts 2.4 of three tokens, but every other proposal is wrong from its first token."""
-    outlooks = []
-    for is_asked in (False, True):
-        world = World(num_drafters=2, model=1)
-        for n in range(100):
-            world.tables.evidence_DE2[0, :, 0] = 0.9 * world.tables.evidence_DE2[0, :, 1]
-            right = world.next_tokens(0)
-            text = right if n % 2 else [99, 98, 97]
-            world.choose(0, proposals={0: {0: text}, **({1: {0: [text[0]]}} if is_asked else {})})
-            world.verify(0)
-        calibration = (world.tables.calibration_2[0] + PRIOR_STRENGTH) / (
-            world.tables.calibration_2[1] + PRIOR_STRENGTH
-        )
-        assert calibration == 1.0 if is_asked else 0.5 < calibration < 0.85
-        outlooks.append(float(world.tables.outlook_S4K[0, 2].sum()))
-    assert outlooks[0] < 0.8 * outlooks[1]
-
-
-def test_the_outlook_of_text_drafts_is_their_mean_survival() -> None:
-    """The text drafters propose in every other step. The proposals of the model make no difference."""
-    world = World(num_drafters=3, model=2)
     for n in range(60):
-        text = {0: {0: [1, 2]}, 1: {0: [1]}} if n % 2 else {}
-        world.choose(0, proposals={**text, 2: {0: [1, 2, 3]}}, level=1)
-    usual_K = 0.5 * LEVEL_PRIORS[1] ** np.array([1, 2, np.inf])
-    assert world.tables.outlook_S4K[0, 0].numpy() == pytest.approx(usual_K, rel=0.1)
-    world.open(0)
-    assert not world.tables.outlook_S4K[0].any(), "another request"
+        expect(world, {(0, 0): 0.9, (1, 0): 0.95})
+        right = world.next_tokens(0)
+        world.choose(0, proposals={0: {0: [right[0] if n % 2 else 99]}, 1: {0: right}})
+        world.verify(0)
+    assert not world.tables.calibration_D2[0].any(), "none was verified"
+    hits, predicted = (world.tables.alone_2 + PRIOR_STRENGTH).tolist()
+    assert 0.5 < hits / predicted < 0.9
+    expect(world, {(0, 0): 0.9})
+    world.tables.factor_SD2.zero_()
+    world.choose(0, proposals={0: {0: [1]}, 1: {0: [1]}})
+    assert spread(world, 0)[1] == pytest.approx([0.9 * hits / predicted], abs=1 / NUM_BINS)
+
+
+def test_a_drafter_that_promises_too_much_is_calibrated() -> None:
+    """The level predicts 2.4 of three tokens, but every other proposal is wrong from its first token."""
+    world = World(num_drafters=2, model=1)
+    for n in range(100):
+        expect(world, {(0, 0): 0.9})
+        right = world.next_tokens(0)
+        world.choose(0, proposals={0: {0: right if n % 2 else [99, 98, 97]}})
+        world.verify(0)
+    hits, predicted = (world.tables.calibration_D2[0] + PRIOR_STRENGTH).tolist()
+    assert 0.5 < hits / predicted < 0.85 and not world.tables.calibration_D2[1].any()
+    expect(world, {(0, 0): 0.9})
+    world.tables.factor_SD2.zero_()
+    world.choose(0, proposals={0: {0: [1, 2, 3]}})
+    assert spread(world, 0)[1] == pytest.approx(hits / predicted * 0.9 ** np.arange(1, 4), abs=1 / NUM_BINS)
+    assert world.tables.rates_SK[0].numpy() == pytest.approx([0.9] * 3, rel=1e-5), (
+        "the choice compares the drafters' own"
+    )
+
+
+def test_no_more_tokens_are_submitted_than_asked_for() -> None:
+    world = World()
+    world.choose(0, proposals={0: {0: [1, 2, 3]}})
+    world.board.choose(world.texts(0), most=2)
+    assert world.tables.submitted_S[0] == 2 and world.drafts(0) == [1, 2]
 
 
 # Counts
@@ -458,4 +478,5 @@ def test_a_row_without_a_request_changes_nothing() -> None:
     world.verify(-1)
     changed = {name for name, value in before.items() if not torch.equal(value, getattr(world.tables, name))}
     assert not world.tables.drafts_BK[0].any()
-    assert changed <= {"found_DB", "levels_DBK", "tokens_DBK", "drafts_BK"}, changed
+    assert changed <= {"found_DB", "levels_DBK", "tokens_DBK", "drafts_BK", "spread_FQ"}, changed
+    assert not world.tables.spread_FQ.any()

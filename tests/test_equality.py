@@ -9,7 +9,7 @@ import pytest
 from conftest import STEP_ADDER
 
 from lab.local.engine import RolloutEngine
-from lab.local.random_budgets import RANDOM, RandomBudget
+from lab.local.random_budgets import RANDOM, RandomPolicy
 from lab.local.statistics import count_equal
 from lab.local.step_addition import encode_prompt, make_problems
 from lab.local.step_rollout import load_tokenizer
@@ -79,8 +79,8 @@ def test_tokens_do_not_depend_on_the_drafter(
     start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], block: SpecrolloutConfig
 ) -> None:
     engine = start_engine(STEP_ADDER, block)
-    policy = engine.run_in_worker(lambda worker: worker.specrollout_router._policy)
-    assert isinstance(policy, RandomBudget) == (block.budget == RANDOM)
+    policy = engine.run_in_worker(lambda worker: worker.specrollout_router.policy)
+    assert isinstance(policy, RandomPolicy) == (block.budget == RANDOM)
     for name, sampling in SAMPLINGS.items():
         assert_equal(engine.generate(requests(8, 4), **sampling), expected[name])
     assert engine.stats().num_proposed > 200, "too few drafts for this test to show anything"

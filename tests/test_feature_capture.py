@@ -5,6 +5,7 @@ Shapes: S request slots, B requests of the batch, R rows of a forward pass, H hi
 """
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
+from nemo_specrollout.drafters.participant import DraftStep
 from nemo_specrollout.generation import feature_capture
 from nemo_specrollout.generation.feature_capture import SHORTEST, FeatureCapture
 from nemo_specrollout.generation.requests import NewRequest, RequestIdentity
+from nemo_specrollout.generation.transfers import to_device
 from nemo_specrollout.training.features.features import SequenceFeatures
 
 pytestmark = pytest.mark.unit
@@ -54,7 +57,8 @@ class World:
 
     def open(self, *slots: int, prompt_length: int = 4, limit: int = 99, seed: int = 7) -> None:
         rest = prompt_length, range(prompt_length), limit, frozenset({STOP})
-        self.capture.open([NewRequest(slot, RequestIdentity(seed + slot, 0), *rest) for slot in slots])
+        new = [NewRequest(slot, RequestIdentity(seed + slot, 0), *rest) for slot in slots]
+        self.capture.open(tensor(slots), new, partial(to_device, device=torch.device("cpu")))
 
     def token(self, slot: int, position: int) -> int:
         return self.others.get((slot, position), 100 * (slot + 1) + position)
@@ -73,7 +77,7 @@ class World:
             query_start_loc=torch.from_numpy(np.concatenate([[0], counts_B.cumsum()])).int(),
         )  # fmt: skip
         layers = [hidden_of(where_R3[:, 0], where_R3[:, 1], layer) for layer in range(NUM_AUX + 1)]
-        self.capture.observe(batch, layers[-1], layers[:-1], rejected_B)
+        self.capture.observe(DraftStep((batch, None, None, layers[-1], layers[:-1], None, rejected_B), {}))
 
     def decode(self, slot: int, positions: range) -> None:
         """Runs a step for each position."""
@@ -236,7 +240,7 @@ def test_sleep_frees_device_memory_and_keeps_captured_rows() -> None:
     assert not any(isinstance(value, Tensor) and len(value) == 64 for value in vars(world.capture).values())
     assert world.take() == {0: (0, 10)}, "an engine may be asked while it sleeps"
     world.capture.weights_updated(1)
-    world.capture.resume()
+    world.capture.woke_up()
     world.decode(1, range(12, 24))
     world.capture.close([1])
     assert [(f.policy_version, f.first_position, f.num_tokens) for f in world.capture.take()] == [

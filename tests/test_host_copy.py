@@ -25,15 +25,6 @@ def test_values_are_those_of_the_last_refresh_on_a_cpu() -> None:
     assert np.array_equal(copy.values, source.numpy())
 
 
-def test_a_row_that_is_forgotten_is_zero_until_it_is_refreshed() -> None:
-    copy = HostCopy(torch.ones(3, 2))
-    copy.refresh()
-    copy.forget(1)
-    assert copy.values.tolist() == [[1, 1], [0, 0], [1, 1]]
-    copy.refresh()
-    assert copy.values.all()
-
-
 @pytest.mark.gpu
 @gpu
 def test_values_are_those_of_the_refresh_before_on_a_gpu() -> None:

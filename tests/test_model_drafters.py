@@ -27,7 +27,7 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.drafters.base import Texts
 from nemo_specrollout.generation.compat import scheduler_of
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan, FixedPlanner
+from nemo_specrollout.scheduling.speculation.policy import FixedPolicy
 from nemo_specrollout.training.features.features import SequenceFeatures
 
 pytestmark = pytest.mark.integration
@@ -230,12 +230,12 @@ def test_a_head_that_was_dormant_drafts_well_for_new_requests(
 ) -> None:
     """While dormant, it drafts for no new request, and tokens are the same."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)), 128)
-    planner, drafts, asked = drafting_of(engine).model.planner, recorded(engine), requests(6, 4, first=50)
+    policy, drafts, asked = drafting_of(engine).policy, recorded(engine), requests(6, 4, first=50)
     generation = Generation(engine, asked, sampling=LONG)
     while engine.num_steps < 20:
         generation.advance(0.0)
     assert len(drafts) > 200
-    monkeypatch.setattr(type(planner), "follows", False)
+    monkeypatch.setattr(policy, "is_dormant", True)
     generation.advance()
     drafts.clear()
     assert_equal(engine.generate(asked, **LONG), generation.rollouts)
@@ -252,22 +252,23 @@ def test_acceptance_from_before_a_dormant_period_is_forgotten(
 ) -> None:
     """The tasks may have changed meanwhile."""
 
-    class Rests(FixedPlanner):
-        follows = False
+    class Rests(FixedPolicy):
+        is_dormant = True
 
-        def observe_step(self, *_: Any) -> None:
-            self.follows = True
+        def requests_arrived(self, num_new: int) -> None:
+            self.is_dormant = False
 
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)))
     board, model, asked = drafting_of(engine).board, drafting_of(engine).model, requests(4, 2)
     rollouts = engine.generate(asked, **LONG)
-    num_known = float(board.tables.position_DK2[0, 0, 1])
-    assert num_known > 100
-    model.planner, num_steps = Rests(3), engine.num_steps
+    num_known = float(board.tables.evidence_DE2[0, :, 1].sum())
+    assert num_known > 300
+    drafting_of(engine).policy, num_steps = Rests(3, 8), engine.num_steps
+    model.plan(3)
     generation = Generation(engine, asked, sampling=LONG)
     while engine.num_steps == num_steps:
         generation.advance(0.0)
-    assert not model.is_dormant and board.tables.position_DK2[0, 0, 1] < num_known / 4
+    assert not model.is_dormant and board.tables.evidence_DE2[0, :, 1].sum() < num_known / 2
     generation.advance()
     assert_equal(generation.rollouts, rollouts)
 
@@ -294,7 +295,7 @@ def test_a_head_reads_no_request_that_is_decoded_plainly(
     model._propose = lambda *args, **kwargs: num_read.append(1) or propose(*args, **kwargs)
     asked = requests(2, 2)
     plain = engine.generate([replace(request, speculate=False) for request in asked])
-    assert not num_read and model.plan == DraftPlan(0)
+    assert not num_read and model.depth == 0
     assert_equal(engine.generate(asked), plain)
     assert num_read
 
@@ -459,10 +460,10 @@ def policy_tensors(scale: float = 1.0) -> list[tuple[str, Any]]:
     return [(name, t.float() * (scale if "layers.1.mlp" in name else 1.0)) for name, t in tensors.items()]
 
 
-def test_a_stale_drafter_raises_an_alarm_and_is_turned_off(
+def test_a_stale_drafter_raises_an_alarm_and_goes_on(
     start_engine: Callable[..., RolloutEngine],
 ) -> None:
-    """A refit that changes little raises no alarm, and tokens are exact throughout."""
+    """The tasks may have changed as well. A refit that changes little raises no alarm, and tokens are exact throughout."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(ITSELF,), budget=BudgetConfig("fixed", k=3)), 128)
     plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), 128)
     asked = requests(6, 4, first=50)
@@ -472,22 +473,18 @@ def test_a_stale_drafter_raises_an_alarm_and_is_turned_off(
         assert_equal(engine.generate(asked, **LONG), plain.generate(asked, **LONG))
         alarms = engine.take_alarms()
         assert len(alarms) == (scale < 0)
-    assert alarms[0]["event"] == "refit" and alarms[0]["cause"] == "stale" and alarms[0]["drafter_off"]
-    proposed = engine.stats().proposed
+    assert alarms[0]["event"] == "refit" and alarms[0]["cause"] == "stale" and not alarms[0]["drafter_off"]
+    proposed = np.sum(engine.stats().proposed)
     engine.generate(asked, **LONG)
-    assert engine.stats().proposed == proposed
+    assert np.sum(engine.stats().proposed) > 1.1 * proposed
 
 
-def test_a_weighed_drafter_is_turned_off_only_if_it_is_broken(
+def test_a_drafter_is_turned_off_only_if_it_is_broken(
     start_engine: Callable[..., RolloutEngine],
 ) -> None:
     """The tasks may have changed, so the canary learns a new baseline and does not repeat the alarm."""
 
-    class Weighs(FixedPlanner):
-        weighs_model = True
-
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(ITSELF,), budget=BudgetConfig("fixed", k=3)), 128)
-    drafting_of(engine).model.planner = Weighs(3)
     asked, found = requests(6, 4, first=50), []
     for scale in (1.0, -1.0):
         engine.load_weights(policy_tensors(scale))
@@ -632,7 +629,7 @@ def test_mtp_heads_follow_the_policys_weights(
         assert samples.head_version == samples.policy_version
     assert rates[0] > 0.6 and rates[1] < 0.2
     (alarm,) = mtp_engine.take_alarms()
-    assert alarm["event"] == "refit" and alarm["cause"] == "unknown" and alarm["drafter_off"]
+    assert alarm["event"] == "refit" and alarm["cause"] == "unknown" and not alarm["drafter_off"]
 
 
 def test_a_head_with_another_rope_is_recognized_and_not_loaded(

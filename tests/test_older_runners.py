@@ -13,13 +13,10 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
-from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.generation import compat, older_runners
 from nemo_specrollout.generation.draft_router import DraftRouter
 from nemo_specrollout.generation.host_budget import HostBudget
-from nemo_specrollout.generation.model_drafter import SharedCosts
 from nemo_specrollout.generation.verification import SwappingVerifier
-from nemo_specrollout.scheduling.speculation.budget import DraftingPause, build_budget
 
 pytestmark = pytest.mark.integration
 SLOTS = {"a": 2, "b": 0, "c": 1}
@@ -33,8 +30,8 @@ class Scheduled:
     has_structured_output_requests: bool = False
 
 
-def budget_with(rates_BK: list[list[float]], k: int = 3, returns_experts: bool = False) -> HostBudget:
-    """Returns a budget after a step in which the drafts of `SLOTS`, in their order, had these acceptance rates."""
+def budget_with(rates_BK: list[list[float]], most: int = 9, returns_experts: bool = False) -> HostBudget:
+    """Returns a budget of `most` drafts after a step in which the drafts of `SLOTS`, in their order, had these rates."""
     rates_SK = torch.zeros(4, 3)
     rates_SK[list(SLOTS.values())] = torch.tensor(rates_BK)
     aux = SimpleNamespace(enable_return_routed_experts=returns_experts)
@@ -44,8 +41,7 @@ def budget_with(rates_BK: list[list[float]], k: int = 3, returns_experts: bool =
         vllm_config=SimpleNamespace(aux_output_config=aux),
     )
     drafting = DraftRouter.__new__(DraftRouter)
-    drafting._policy, drafting._pause = build_budget(BudgetConfig("fixed", k=k)), DraftingPause()
-    drafting.costs = SharedCosts()
+    drafting.policy = SimpleNamespace(num_drafts=lambda num_requests, available: min(available, most))
     drafting.board = SimpleNamespace(tables=SimpleNamespace(rates_SK=rates_SK))
     budget = HostBudget(runner, drafting)
     budget.record()
@@ -60,7 +56,10 @@ def test_drafts_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert trimmed.num_scheduled_tokens == {"a": 3, "b": 1, "c": 9, "new": 5}
     assert trimmed.total_num_scheduled_tokens == 18
     assert scheduled == Scheduled(), "the scheduler reads its own output later"
-    assert budget_with([[0.9, 0.8, 0.7]] * 3, k=1).trimmed(Scheduled()).total_num_scheduled_tokens == 18
+    likeliest = budget_with([[0.9, 0.3, 0.7], [0.5, 0.9, 0.9], [0.9, 0.9, 0.9]], most=3).trimmed(Scheduled())
+    assert likeliest.scheduled_spec_decode_tokens == {"a": [-1], "b": [-1, -1]}, (
+        "0.9, 0.5 and 0.45 against 0.405 and 0.27"
+    )
 
 
 def test_steps_without_drafts_or_with_masks_stay_as_they_are() -> None:

@@ -430,8 +430,8 @@ def test_the_shape_of_engine_stats(engine: RolloutEngine, accounted: Accounted) 
     assert after.trace.columns == expected
     assert (np.diff(after.trace.column("time_s")) > 0).all() and (after.trace.column("host_s") >= 0).all()
     assert len(after.plain_step_s) > 64 and (np.diff(after.plain_step_s) >= 0).all()
-    costs = worker_of(engine).specrollout_accounts.step_times.costs()
-    assert costs.overhead_s >= 0 and np.isfinite(costs.discount_s)
+    costs = worker_of(engine).specrollout_accounts.step_model.costs()
+    assert costs.verify_s >= 0 and costs.text_s >= 0 and np.isfinite(costs.draft_row_s)
 
 
 def test_accepted_drafts_are_proposed_drafts_and_prefixes(accounted: Accounted) -> None:

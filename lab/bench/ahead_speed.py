@@ -31,7 +31,7 @@ from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest, as_bytes
-from nemo_specrollout.scheduling.speculation.step_time import StepCosts
+from nemo_specrollout.scheduling.speculation.step_model import StepCosts
 
 PLAIN, TEXT, IDLE, AHEAD = "plain", "text drafters", "run_ahead without texts", "run_ahead"
 TEXT_DRAFTERS = (SuffixDrafterConfig(), NgramDrafterConfig())
@@ -90,7 +90,7 @@ class AheadSpeed:
 
     def possible(self, lengths: Sequence[int]) -> float:
         """Returns the ratio of plain decoding and of verifying right drafts, both by the measured step times."""
-        costs = self._engines[AHEAD].run_in_worker(lambda worker: worker.specrollout_accounts.step_times.costs())
+        costs = self._engines[AHEAD].run_in_worker(lambda worker: worker.specrollout_accounts.step_model.costs())
         most = BLOCKS[AHEAD].most_drafts
         return drained_s(costs, lengths, 0) / drained_s(costs, lengths, most)
 
@@ -106,12 +106,10 @@ def drained_s(costs: StepCosts, lengths: Sequence[int], most: int) -> float:
     while len(left):
         num_requests = len(left)
         options = [np.minimum(left, k + 1) for k in range(most + 1)]
-        timed = [
-            (tokens, costs.step_s(num_requests, int(tokens.sum()) - num_requests))
-            for tokens in options
-            if tokens.sum() < len(costs.plain_s)
-        ]
-        tokens, step_s = max(timed, key=lambda option: option[0].sum() / option[1])
+        drafts = np.array([int(tokens.sum()) - num_requests for tokens in options])
+        rate = np.array([tokens.sum() for tokens in options]) / costs.seconds(num_requests, drafts)
+        best = int(np.where(drafts <= costs.knots_J[-1] - num_requests, rate, 0.0).argmax())
+        tokens, step_s = options[best], float(costs.seconds(num_requests, drafts[best : best + 1])[0])
         seconds += step_s
         left = (left - tokens)[left > tokens]
     return seconds

@@ -2,7 +2,7 @@
 """Measures the seconds of verifying and drafting on this CPU, for the placement planner.
 
 `python -m lab.bench.cost_profile SPEC` measures with OMP_NUM_THREADS threads, which torch reads once, when it is loaded.
-Verifying is measured as plain decode steps: a draft row costs about as much as a request's row (`step_time.py`).
+Verifying is measured as plain decode steps: a draft row costs about as much as a request's row (`step_model.py`).
 """
 
 import json

@@ -24,10 +24,10 @@ from lab.gpu.gpu_stage import GIB, QUICK_GRAPHS, SEED, STOCK, Findings, block
 from lab.gpu.prediction import predicted
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.text_drafter import Put, TextDrafter
+from nemo_specrollout.drafters.participant import Drafter, Put
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.sampling.seeds import request_seed
-from nemo_specrollout.scheduling.speculation.budget import DraftingPause, build_budget, build_pause
+from nemo_specrollout.scheduling.speculation.policy import FixedPolicy, build_policy
 
 MAX_DRAFTS = 7
 AUTO = BudgetConfig("auto")
@@ -58,7 +58,7 @@ COMPILED = Extent((0.8, 0.6), (128, 256, 32), (2, 1, 4), stock_s=100.0, is_compi
 TINY = Extent((0.8,), (4, 1), (4, 1), 24, 0.0)
 
 
-class OracleDrafter(TextDrafter):
+class OracleDrafter(Drafter):
     """Proposes the next tokens of known texts, each of them right with a forced probability.
 
     Owns the texts and their spoilt copy. A request whose seed is not known gets no proposals. Which tokens are spoilt depends
@@ -109,10 +109,10 @@ def _seed(request: RolloutRequest) -> int:
     return request_seed(SEED, request.prompt_index, request.sample_index, request.policy_version)
 
 
-class _NeverDraft(DraftingPause):
-    """Pauses in every step: plain decoding, in an engine that has drafters."""
+class _NeverDraft(FixedPolicy):
+    """Lets all drafters rest: plain decoding, in an engine that has drafters."""
 
-    def count_step(self, num_requests: int) -> bool:
+    def ends_step(self, num_requests: int, num_followed: int) -> bool:
         return True
 
 
@@ -125,12 +125,13 @@ class ForcedEngine:
         self._drafting = self.engine.run_in_worker(lambda worker: worker.specrollout_router)
         device = self._drafting.board.tables.limit_S.device
         self.oracle = OracleDrafter(options["max_num_seqs"], options["length"], device)
-        self._drafting.use_text_drafters({0: self.oracle})
+        self._drafting.use_drafters([self.oracle])
 
     def use_budget(self, config: BudgetConfig | None) -> None:
         """Decides by this budget from now on; None: never drafts."""
-        pause = _NeverDraft() if config is None else build_pause(config)
-        self._drafting.use_budget(build_budget(config or BudgetConfig("fixed", k=0)), pause)
+        costs = self._drafting.policy.costs
+        self._drafting.policy = _NeverDraft(0, MAX_DRAFTS) if config is None else build_policy(config, MAX_DRAFTS)
+        self._drafting.policy.costs = costs
 
     def measure(self, requests: Sequence[RolloutRequest]) -> dict[str, float]:
         """Returns the figures of the decode steps in which all requests ran."""

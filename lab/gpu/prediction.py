@@ -24,8 +24,9 @@ from lab.simulation.costs import Costs, Rows
 from lab.simulation.data_sheets import DEVICES, MODELS, ModelShape
 from lab.simulation.speculation import CoupledSpeculation, NoSpeculation, Speculation
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.speculation.budget import build_budget, build_pause
-from nemo_specrollout.scheduling.speculation.step_time import StepTimeTable
+from nemo_specrollout.drafters.base import NUM_BINS
+from nemo_specrollout.scheduling.speculation.policy import build_policy
+from nemo_specrollout.scheduling.speculation.step_model import StepModel
 from nemo_specrollout.storage.files import write_atomically
 
 STORED = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu-prediction.json"
@@ -110,24 +111,26 @@ def _drafting(costs: Costs, budget: BudgetConfig) -> CoupledSpeculation:
 
 
 def _learning_tokens_per_s(costs: Costs, p: float, requests: int) -> float:
-    """Returns the tokens a second of a request under the production policies, with seconds that they learn."""
-    table, policy, pause = StepTimeTable(MAX_ROWS), build_budget(AUTO), build_pause(AUTO)
+    """Returns the tokens a second of a request under the production policy, with seconds that it learns."""
+    model, policy = StepModel(MAX_ROWS), build_policy(AUTO, NUM_POSITIONS)
     for batch in np.repeat(BATCHES, PLAIN_STEPS).tolist():
-        table.observe(batch, batch, float(costs.step_s(batch, batch, CONTEXT)), batch)
-    survival_BK = np.tile(p ** np.arange(1.0, NUM_POSITIONS + 1), (requests, 1))
-    caps_B = np.full(requests, NUM_POSITIONS)
-    tokens, seconds, rows = 0.0, 0.0, requests
+        model.observe(batch, batch, float(costs.step_s(batch, batch, CONTEXT)))
+    survival_K = p ** np.arange(1.0, NUM_POSITIONS + 1)
+    spread_FQ = np.zeros((NUM_POSITIONS + 2, NUM_BINS + 1), np.int32)
+    np.add.at(spread_FQ[-1], np.minimum((survival_K * NUM_BINS).astype(int), NUM_BINS - 1), requests)
+    spread_FQ[[0, -1], -1] = requests
+    survival = np.sort(np.tile(survival_K, requests))[::-1]
+    tokens, seconds, num_drafts = 0.0, 0.0, 0
     for number in range(LEARNING_STEPS + JUDGED_STEPS):
-        counts_B = np.zeros(requests, np.int64)
-        if not pause.count_step(requests):
-            counts_B = policy.allocate(survival_BK, caps_B, table.costs()).counts_B
-            pause.drafts_decided(int(counts_B.sum()))
-        rows_before, rows = rows, requests + int(counts_B.sum())
-        step_s = float(costs.step_s(requests, rows, CONTEXT))
-        table.observe(requests, rows, step_s, rows_before)
+        policy.costs = model.costs()
+        num_drafts = 0 if policy.ends_step(requests, 0) else policy.num_drafts(requests, requests * NUM_POSITIONS)
+        policy.plan(requests, 0)
+        policy.observe(spread_FQ)
+        step_s = float(costs.step_s(requests, requests + num_drafts, CONTEXT))
+        model.observe(requests, requests + num_drafts, step_s)
         if number >= LEARNING_STEPS:
             seconds += step_s
-            tokens += 1.0 + float((survival_BK * (np.arange(NUM_POSITIONS) < counts_B[:, None])).sum()) / requests
+            tokens += 1.0 + float(survival[:num_drafts].sum()) / requests
     return tokens / seconds
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from nemo_specrollout.telemetry.engine_stats import StepRows
@@ -57,13 +58,14 @@ def stats_of(worker: Any, first_step: int) -> EngineStats:
     num_steps, trace = accounts.trace.num_steps, accounts.trace.since(first_step)
     if router is None:
         return EngineStats(num_steps, trace)
-    costs = accounts.step_times.costs()
+    costs = accounts.step_model.costs()
+    sizes = np.arange(worker.model_runner.max_num_reqs + 1)
     return EngineStats(
         num_steps,
         trace,
         router.board.names,
         **accounts.verified(),
-        plain_step_s=None if costs is None else costs.plain_s.tolist(),
+        plain_step_s=None if costs is None else costs.plain_s(sizes).tolist(),
         head_is_dormant=router.model.is_dormant if router.model is not None else None,
         capture_s=0.0 if router.capture is None else router.capture.seconds,
         drafter_stats=None if router.remote is None else asdict(router.remote.stats()),

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that draw the number of drafts, the depth of a model and pauses at random: tokens must not depend on them.
-
-Shapes: B requests, K draft positions.
-"""
+"""A policy that draws the number of drafts, the depth of a model and pauses at random: tokens must not depend on them."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,48 +7,29 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.scheduling.speculation.budget import BudgetDecision, BudgetPolicy, DraftingPause
-from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan, DraftPlanner, PlanObservation
-from nemo_specrollout.scheduling.speculation.step_time import StepCosts
+from nemo_specrollout.scheduling.speculation.policy import FixedPolicy
 
 RANDOM = BudgetConfig("random")
-"""Stands for these policies in the block of a `RolloutEngine`. No config can name it."""
+"""Stands for this policy in the block of a `RolloutEngine`. No config can name it."""
 
 
-class RandomBudget(BudgetPolicy):
-    """Verifies a random number of draft tokens."""
+class RandomPolicy(FixedPolicy):
+    """Draws everything: how many drafts are verified, how deep a model drafts, when it stops following, and pauses."""
 
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng(0)
-
-    def allocate(self, survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts | None) -> BudgetDecision:
-        available_B = np.minimum(np.count_nonzero(survival_BK, axis=1), caps_B)
-        return BudgetDecision(self._rng.integers(0, available_B + 1))
-
-
-class RandomPause(DraftingPause):
-    """Begins and ends pauses at random."""
-
-    def __init__(self) -> None:
+    def __init__(self, num_positions: int) -> None:
+        super().__init__(num_positions, num_positions)
         self._rng, self._is_paused = np.random.default_rng(1), False
 
-    def count_step(self, num_requests: int) -> bool:
+    def num_drafts(self, num_requests: int, most: int) -> int:
+        return int(self._rng.integers(0, super().num_drafts(num_requests, max(most, 0)) + 1))
+
+    def plan(self, num_requests: int, num_followed: int) -> int:
+        self.is_dormant = bool(self._rng.random() < (3 / 4 if self.is_dormant else 1 / 512))
+        return int(self._rng.integers(0, self.most_drafts + 1))
+
+    def ends_step(self, num_requests: int, num_followed: int) -> bool:
         self._is_paused ^= bool(self._rng.random() < 1 / 4)
         return self._is_paused
-
-
-class RandomPlanner(DraftPlanner):
-    """Drafts a random depth, and stops following at random: new requests, or the running ones."""
-
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng(1)
-
-    def observe_step(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
-        self.follows = bool(self._rng.random() < (31 / 32 if self.follows else 1 / 4))
-        self.gives_up = bool(self._rng.random() < 1 / 128)
-
-    def plan(self, observed: PlanObservation) -> DraftPlan:
-        return DraftPlan(int(self._rng.integers(0, observed.forecast_BK.shape[1] + 1)))
 
 
 def to_start_with(block: SpecrolloutConfig) -> SpecrolloutConfig:
@@ -65,9 +43,7 @@ def is_random(block: SpecrolloutConfig) -> bool:
 
 
 def randomise(worker: Any) -> None:
-    """Gives the vLLM worker of a running engine the random policies."""
+    """Gives the vLLM worker of a running engine the random policy."""
     router = worker.specrollout_router
     if router is not None:
-        router.use_budget(RandomBudget(), RandomPause())
-        if router.model is not None:
-            router.model.planner = RandomPlanner()
+        router.policy = RandomPolicy(worker.specrollout_config.num_speculative_tokens)

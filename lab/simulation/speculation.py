@@ -13,10 +13,8 @@ import numpy as np
 from lab.placement.pipeline import SteadyState, coupled_tokens, steady_state
 from lab.simulation.costs import Costs
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.speculation.budget import build_budget
-from nemo_specrollout.scheduling.speculation.draft_plan import PlanObservation, build_planner
-from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts
-from nemo_specrollout.scheduling.speculation.step_time import StepCosts
+from nemo_specrollout.scheduling.speculation.decision import best_depth, best_steps
+from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepCosts
 
 _EXACT_BATCH = 8
 """Largest batch size for which each size has its own cached decision."""
@@ -26,6 +24,8 @@ _CONTEXT_STEP = 1.25
 """Ratio of context lengths that share a decision."""
 _ACCEPTANCE_STEP = 0.02
 """Difference of acceptances that share a decision."""
+_NUM_BINS = 1024
+"""Bins of survival. The decision weighs drafts by the centre of their bin."""
 _KS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Draft lengths that a decoupled pair tries."""
 
@@ -73,13 +73,12 @@ class NoSpeculation(Speculation):
 class CoupledSpeculation(Speculation):
     """The policy's engine drafts with a model or looks drafts up in text, as `budget` says.
 
-    Under `auto`, `AutoPlanner` plans the depth of a draft model, and `AutoBudget` decides how many drafts are verified.
+    Under `auto`, the production decision chooses how deep a draft model drafts, and how many drafts are verified.
     """
 
     def __init__(self, costs: Costs, budget: BudgetConfig, max_k: int, has_weights: bool) -> None:
         super().__init__(costs)
         self.config, self.max_k, self.has_weights = budget, max_k, has_weights
-        self.budget = build_budget(budget)
         self._known: dict[tuple[int, int, int], tuple[int, float]] = {}
 
     def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
@@ -97,23 +96,21 @@ class CoupledSpeculation(Speculation):
         """Returns the draft depth, and the survival below which a draft token is not verified."""
         if self.config.policy == "fixed":
             return self.config.k, 0.0
-        costs = self._step_costs(len(p_B), context)
-        caps_B = np.full(len(p_B), self.max_k, np.int64)
+        num_requests, costs = len(p_B), self._step_costs(len(p_B), context)
         survival_BK = p_B[:, None] ** np.arange(1, self.max_k + 1)
-        depth = self.max_k
-        if self.has_weights:
-            draft_costs = self._draft_costs(len(p_B), context)
-            observed = PlanObservation(np.zeros_like(survival_BK), survival_BK, costs, draft_costs)
-            depth = build_planner(self.config).plan(observed).depth
-        if depth == 0:
-            return 0, math.inf
-        survival_BK[:, depth:] = 0.0
-        decision = self.budget.allocate(survival_BK, caps_B, costs)
-        return (depth, decision.least_survival) if decision.counts_B.any() else (0, math.inf)
+        count_KQ = np.stack([_spread(survival_BK[:, :depth]) for depth in range(self.max_k + 1)])
+        if not self.has_weights:
+            steps = best_steps(count_KQ[-1:], num_requests, costs, self.config.margin, np.zeros(1))
+            return self.max_k, _least_survival(survival_BK, int(steps.num_drafts_F[0]))
+        depth = best_depth(count_KQ, num_requests, costs, self.config.margin).depth
+        steps = best_steps(count_KQ[depth : depth + 1], num_requests, costs, self.config.margin, np.zeros(1))
+        return depth, _least_survival(survival_BK[:, :depth], int(steps.num_drafts_F[0]))
 
     def _step_costs(self, num_requests: int, context: float) -> StepCosts:
         rows = np.arange(num_requests * (self.max_k + 1) + 1, dtype=float)
-        return StepCosts(np.asarray(self.costs.step_s(num_requests, np.maximum(rows, num_requests), context), float))
+        seconds = np.asarray(self.costs.step_s(num_requests, np.maximum(rows, num_requests), context), float)
+        drafting = self._draft_costs(num_requests, context) if self.has_weights else None
+        return StepCosts(rows, np.maximum.accumulate(seconds), np.zeros(0), drafting=drafting)
 
     def _draft_costs(self, num_requests: int, context: float) -> DraftCosts:
         """Returns the line through this batch size and twice that. A drafter that does not pay is dormant and reads
@@ -121,7 +118,7 @@ class CoupledSpeculation(Speculation):
         once_s, twice_s = (self.costs.draft_s(n, context) for n in (num_requests, 2 * num_requests))
         token_s = max(0.0, min(twice_s - once_s, once_s)) / num_requests
         pass_s = once_s - num_requests * token_s
-        return DraftCosts(fixed_s=pass_s, pass_s=pass_s, token_s=token_s, read_share=0.0)
+        return DraftCosts(fixed_s=pass_s, pass_s=pass_s, token_s=token_s, unsampled_s=pass_s)
 
 
 class DecoupledSpeculation(Speculation):
@@ -158,6 +155,17 @@ class DecoupledSpeculation(Speculation):
         best = max(options, key=lambda option: option[1].tokens_per_s)
         gains = best[1].tokens_per_s > 1.0 / step_s(num_requests)
         return best if gains else (0, best[1])
+
+
+def _spread(survival_BK: np.ndarray) -> np.ndarray:
+    """Returns the number of draft tokens in each bin of survival, float64."""
+    bins = np.minimum((survival_BK.ravel() * _NUM_BINS).astype(np.int64), _NUM_BINS - 1)
+    return np.bincount(bins, minlength=_NUM_BINS).astype(np.float64)
+
+
+def _least_survival(survival_BK: np.ndarray, num_drafts: int) -> float:
+    """Returns the survival of the least likely of the `num_drafts` likeliest drafts; infinite if there is none."""
+    return float(np.sort(survival_BK, axis=None)[-num_drafts]) if num_drafts else math.inf
 
 
 def _counts(p_B: np.ndarray, depth: int, least_survival: float) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.text_drafter import Put, TextDrafter
+from nemo_specrollout.drafters.participant import Drafter, Put
 
 WINDOW = NUM_LEVELS
 """Latest tokens by which text and draft are compared (W). The number that agrees is the evidence level of the drafts."""
@@ -24,7 +24,7 @@ ENOUGH = 4
 """Latest tokens in a row that must agree at another place of the text before drafts are taken from there."""
 
 
-class AheadText(TextDrafter):
+class AheadText(Drafter):
     """Proposes the next tokens of each request's own text.
 
     Owns the texts, in tensors of fixed size: 4 bytes for each slot and position of the engine. After a token that differs it

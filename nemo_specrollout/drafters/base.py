@@ -51,31 +51,21 @@ One side is the drafter with weights, the other side is all text drafters. The b
 0: the other side proposes nothing. 1: it proposes the same token. 2: it proposes another token after the same draft tokens.
 3: its proposal has ended, or has differed at an earlier token."""
 EVIDENCE_WINDOW = 512.0
-"""Approximate number of recent draft tokens from which the acceptance rate of an evidence level is estimated.
-
-For a draft position, it is the number of recent proposals. All positions of a drafter fade at the same speed."""
+"""Approximate number of recent draft tokens from which the acceptance rate of an evidence level is estimated."""
 REQUEST_DECAY = 0.94
 """Factor by which each new draft token of a request reduces the weight of that request's earlier draft tokens."""
 FACTOR_WEIGHT_DECAY = 0.998
 """Factor by which each step reduces the weight of what earlier steps showed about the use of request factors."""
-PRIOR_RATE = 0.6
-"""Assumed acceptance rate of the first draft position. A later position is assumed to be like the position before it."""
 PRIOR_STRENGTH = 4.0
 """Number of draft tokens that a prior counts for."""
 MAX_RATE = 0.99
 """Upper bound of the estimated rate of a draft token."""
 MIN_WORTH_SHARE = 1e-3
 """Share of its survival that a draft token is worth if its row costs more than it wins. It breaks ties between proposals."""
-OUTLOOK_DECAY = 0.875
-"""Factor by which each step reduces the weight of earlier steps in the mean survival of proposals.
-
-A draft plan holds for several steps, so a single good proposal must not decide it."""
-OUTLOOK_RETURN = 0.97
-"""Share of a request's expected survival that remains after a step in which the drafter with weights is not asked.
-
-The rest returns to the usual survival, so a few bad drafts do not silence the drafter for the rest of a request."""
 CALIBRATION_DECAY = 0.98
-"""Factor by which each step reduces the weight of earlier steps in the calibration of text drafts."""
+"""Factor by which each step reduces the weight of earlier steps in the calibration of a drafter."""
+NUM_BINS = 128
+"""Number of bins of survival between 0 and 1, all of one width."""
 SMALLEST_SHARE = 0.02
 """Survival below which a draft token is not looked up."""
 TRACED_STEPS = 1 << 16

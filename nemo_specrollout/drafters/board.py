@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft board: stores the proposals of all drafters, learns from their outcomes, and chooses what is verified next.
 
-Shapes: S request slots, B rows of the batch (room for S), D drafters, K draft positions, T traced steps. E kinds of evidence:
-NUM_LEVELS levels for each of the NUM_RELATIONS relations to the reference drafter; without one, E is NUM_LEVELS.
+Shapes: S request slots, B rows of the batch (room for S), D drafters, K draft positions, T traced steps. The spread has
+F = K + 2 rows and Q = NUM_BINS + 1 columns. E kinds of evidence: NUM_LEVELS levels for each of the NUM_RELATIONS relations to
+the reference drafter; without one, E is NUM_LEVELS.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from nemo_specrollout.drafters.base import (
+    NUM_BINS,
     NUM_LEVELS,
     NUM_RELATIONS,
     PRIOR_STRENGTH,
@@ -60,19 +62,24 @@ class Tables(NamedTuple):
     """Submitted tokens, which the next step verifies. 0 beyond them."""
     rates_SK: Float
     """Rate of each request's submitted tokens. 0 beyond them."""
-    outlook_S4K: Float
-    """Survival of drafts, written only if there is a model. Rows 0 and 1: means over the last steps, of the best text proposal
-    and of the model's drafts. Rows 2 and 3: the latest of both, 0 where nothing was drafted."""
+    spread_FQ: Int32
+    """Draft tokens of the latest choice, by bin of survival; the last column counts requests. Row f below K + 1: those that
+    would be submitted if the model drafted f tokens, which is known for requests for which it did. If it drafted d > 0,
+    depths of up to 2 * d + 1 are foreseen, and not counted in the last column. The last row: all that were submitted."""
+    alone_token_S: Int32
+    """First token of the best proposal without the model, while the model has drafts; -1 if there is none."""
+    alone_rate_S: Float
+    """Rate of that token."""
     evidence_DE2: Float
     """Hits and trials of each kind of evidence."""
-    position_DK2: Float
-    """Hits and trials of each draft position."""
     factor_SD2: Float
     """Hits, and hits that the evidence predicted, of each request's recent draft tokens."""
     factor_weight_D2: Float
     """Regression of hits on factors, both less their expectation: sum of products, and sum of squared factors."""
-    calibration_2: Float
-    """Hits, and predicted hits, of the text drafts that were verified while the reference drafter proposed nothing."""
+    calibration_D2: Float
+    """Hits, and predicted hits, of each drafter's tokens that were verified. A proposal that looks best promises too much."""
+    alone_2: Float
+    """Hits, and predicted hits, of `alone_token_S`."""
     verified_DK2: Int64
     """Verified and accepted draft tokens by drafter and position."""
     request_S2: Int32
@@ -111,7 +118,7 @@ class DraftBoard:
 
     Survival of a token is the product of the rates up to it. A proposal is worth the sum of its survivals, less the price
     of a row for each token. Every proposal is judged by what the policy samples later, submitted or not, so the board needs
-    no exploration.
+    no exploration. The host gets a histogram of survival (`spread_FQ`), calibrated by what was accepted.
 
     Example: drafters 0 "suffix" and 1 "eagle3" (the reference drafter); request slot 5, in row b, has 10 tokens of text.
 
@@ -148,7 +155,8 @@ class DraftBoard:
         num_relations = 1 if self.reference < 0 else NUM_RELATIONS
         self._priors_DE = torch.from_numpy(np.tile(priors_DE, num_relations)).float().to(device)
         sizes = {"S": shape.num_slots, "B": shape.num_slots, "D": len(names), "K": shape.num_positions,
-                 "E": num_relations * NUM_LEVELS, "T": TRACED_STEPS, "2": 2, "4": 4}  # fmt: skip
+                 "E": num_relations * NUM_LEVELS, "T": TRACED_STEPS, "F": shape.num_positions + 2, "Q": NUM_BINS + 1,
+                 "2": 2}  # fmt: skip
         fields = [(name.rsplit("_", 1)[1], kind.__metadata__[0]) for name, kind in Tables.__annotations__.items()]
         self.tables = Tables(*(torch.zeros([sizes[s] for s in dims], dtype=d, device=device) for dims, d in fields))
         for drafter in range(len(names)):
@@ -166,8 +174,9 @@ class DraftBoard:
     def open(self, slots: torch.Tensor, limits: torch.Tensor) -> None:
         """Gives `slots` (int64) to new requests. `limits` (int32) are the lengths, in tokens, up to which each is drafted."""
         t = self.tables
-        for table in (t.length_SD, t.submitted_S, t.factor_SD2, t.request_S2, t.outlook_S4K, t.rates_SK):
+        for table in (t.length_SD, t.submitted_S, t.factor_SD2, t.request_S2, t.rates_SK):
             table.index_fill_(0, slots, 0)  # table[slots] = 0 would wait for a GPU
+        t.alone_token_S.index_fill_(0, slots, -1)
         t.limit_S[slots] = limits
 
     def forget_drafter(self, drafter: int) -> None:
@@ -176,8 +185,8 @@ class DraftBoard:
         t.evidence_DE2[drafter, :, 0] = self._priors_DE[drafter] * PRIOR_STRENGTH
         t.evidence_DE2[drafter, :, 1] = PRIOR_STRENGTH
         for table in (
-            t.position_DK2[drafter],
             t.factor_weight_D2[drafter],
+            t.calibration_D2[drafter],
             t.factor_SD2[:, drafter],
             t.length_SD[:, drafter],
         ):
@@ -200,10 +209,13 @@ class DraftBoard:
         outcomes = (num_sampled_B, num_rejected_B)
         self._kernels.observe(self, texts, outcomes, step % TRACED_STEPS, lookups, max_new)
 
-    def choose(self, texts: Texts, row_price: float = 0.0, lookups: Sequence[Lookup] = ()) -> None:
+    def choose(
+        self, texts: Texts, row_price: float = 0.0, lookups: Sequence[Lookup] = (), most: int | None = None
+    ) -> None:
         """Lets indexes propose, then submits each request's proposal of the highest worth: `drafts_BK` and `rates_SK`.
 
         `row_price` is the number of tokens that the engine makes in the time of one more row. Tokens that do not win their
-        price hardly count, so a long proposal is worth only what would be verified of it.
+        price hardly count, so a long proposal is worth only what would be verified of it. At most `most` tokens of a
+        request are submitted. A model that does not follow a request has found a negative number.
         """
-        self._kernels.choose(self, texts, row_price, lookups)
+        self._kernels.choose(self, texts, row_price, lookups, self.num_positions if most is None else most)

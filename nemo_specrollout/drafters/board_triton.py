@@ -5,7 +5,7 @@ One program serves one request. Programs share what the board has learned: while
 what it adds to a row of its own, or counts it with integers. The last program to finish adds all of it in a fixed order. So
 two runs of the same steps learn the same.
 
-`t` are the board's tables. Shapes: as in `board.py`; N rows read at a time, W = 2 * D + 2 sums of a row. A block's D and K
+`t` are the board's tables. Shapes: as in `board.py`; N rows read at a time, W = 4 * D + 2 sums of a row. A block's D and K
 are rounded up to powers of two.
 """
 
@@ -24,10 +24,8 @@ _FACTOR_WEIGHT_DECAY = tl.constexpr(base.FACTOR_WEIGHT_DECAY)
 _LOG2_REQUEST_DECAY = tl.constexpr(math.log2(base.REQUEST_DECAY))
 _MAX_RATE = tl.constexpr(base.MAX_RATE)
 _MIN_WORTH_SHARE = tl.constexpr(base.MIN_WORTH_SHARE)
+_NUM_BINS = tl.constexpr(base.NUM_BINS)
 _NUM_LEVELS = tl.constexpr(base.NUM_LEVELS)
-_OUTLOOK_DECAY = tl.constexpr(base.OUTLOOK_DECAY)
-_OUTLOOK_RETURN = tl.constexpr(base.OUTLOOK_RETURN)
-_PRIOR_RATE = tl.constexpr(base.PRIOR_RATE)
 _PRIOR_STRENGTH = tl.constexpr(base.PRIOR_STRENGTH)
 _ROWS = tl.constexpr(32)
 
@@ -37,55 +35,52 @@ class Sums(NamedTuple):
 
     evidence_DE2: Any
     """Hits and trials of each kind of evidence, int32. These counts are 0 between steps."""
-    position_DK2: Any
-    """Hits and trials of each draft position, int32."""
     steps_D2: Any
     """Verified and accepted drafts, int32."""
     finished: Any
     """Number of programs that have finished, int32."""
     weight_BW: Any
-    """Each row's addition to `factor_weight_D2`, then to `calibration_2`, float32. Rows without a request add 0."""
-
-
-@triton.jit
-def _fade_and_add(table_ptr, new_ptr, rows, leader, num_rows: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales hits and trials of each row like row `leader` is scaled down to the evidence window, and adds new ones."""
-    mask = rows < num_rows
-    hits = tl.load(table_ptr + 2 * rows, mask=mask, other=0.0)
-    trials = tl.load(table_ptr + 2 * rows + 1, mask=mask, other=1.0)
-    most = tl.load(table_ptr + 2 * leader + 1, mask=mask, other=1.0)
-    new_hits = tl.load(new_ptr + 2 * rows, mask=mask, other=0)
-    new_trials = tl.load(new_ptr + 2 * rows + 1, mask=mask, other=0)
-    left = tl.where(most > _EVIDENCE_WINDOW, _EVIDENCE_WINDOW / most, 1.0)
-    tl.debug_barrier()  # all lanes have read the leader
-    tl.store(table_ptr + 2 * rows, hits * left + new_hits, mask=mask)
-    tl.store(table_ptr + 2 * rows + 1, trials * left + new_trials, mask=mask)
-    tl.store(new_ptr + 2 * rows, tl.zeros_like(rows), mask=mask)
-    tl.store(new_ptr + 2 * rows + 1, tl.zeros_like(rows), mask=mask)
+    """Each row's addition to `factor_weight_D2`, then to `calibration_D2` and `alone_2`, float32. Rows without a request
+    add 0."""
 
 
 @triton.jit
 def fade_and_add(t, sums, step, num_rows, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
     """Fades what was learned, and adds what the step's programs have summed. All of them must have finished."""
-    rows = tl.arange(0, triton.next_power_of_2(D * E if E > K else D * K))
-    _fade_and_add(t.evidence_DE2, sums.evidence_DE2, rows, rows, D * E)
-    _fade_and_add(t.position_DK2, sums.position_DK2, rows, rows - rows % K, D * K)
-    w = tl.arange(0, triton.next_power_of_2(2 * D + 2))
-    n, total_NW = tl.arange(0, _ROWS)[:, None], tl.zeros((_ROWS, triton.next_power_of_2(2 * D + 2)), tl.float32)
+    e = tl.arange(0, triton.next_power_of_2(D * E))
+    mask = e < D * E
+    trials = tl.load(t.evidence_DE2 + 2 * e + 1, mask=mask, other=1.0)
+    left = tl.where(trials > _EVIDENCE_WINDOW, _EVIDENCE_WINDOW / trials, 1.0)
+    hits = tl.load(t.evidence_DE2 + 2 * e, mask=mask, other=0.0) * left
+    new_hits = tl.load(sums.evidence_DE2 + 2 * e, mask=mask, other=0)
+    new_trials = tl.load(sums.evidence_DE2 + 2 * e + 1, mask=mask, other=0)
+    tl.store(t.evidence_DE2 + 2 * e, hits + new_hits, mask=mask)
+    tl.store(t.evidence_DE2 + 2 * e + 1, trials * left + new_trials, mask=mask)
+    tl.store(sums.evidence_DE2 + 2 * e, tl.zeros_like(e), mask=mask)
+    tl.store(sums.evidence_DE2 + 2 * e + 1, tl.zeros_like(e), mask=mask)
+
+    width: tl.constexpr = 4 * D + 2
+    w = tl.arange(0, triton.next_power_of_2(width))
+    n, total_NW = tl.arange(0, _ROWS)[:, None], tl.zeros((_ROWS, triton.next_power_of_2(width)), tl.float32)
     for first in range(0, num_rows, _ROWS):
-        mask = (first + n < num_rows) & (w < 2 * D + 2)[None, :]
-        total_NW += tl.load(sums.weight_BW + (first + n) * (2 * D + 2) + w[None, :], mask=mask, other=0.0)
+        is_row = (first + n < num_rows) & (w < width)[None, :]
+        total_NW += tl.load(sums.weight_BW + (first + n) * width + w[None, :], mask=is_row, other=0.0)
     total = tl.sum(total_NW, axis=0)
-    is_calibration = (w >= 2 * D) & (w < 2 * D + 2)
+    is_calibration, is_alone = (w >= 2 * D) & (w < 4 * D), (w >= 4 * D) & (w < width)
     weight = tl.load(t.factor_weight_D2 + w, mask=w < 2 * D, other=0.0)
-    calibration = tl.load(t.calibration_2 + w - 2 * D, mask=is_calibration, other=0.0)
+    calibration = tl.load(t.calibration_D2 + w - 2 * D, mask=is_calibration, other=0.0)
+    alone = tl.load(t.alone_2 + w - 4 * D, mask=is_alone, other=0.0)
     counts = tl.load(sums.steps_D2 + w, mask=w < 2 * D, other=0)
     tl.debug_barrier()  # all lanes have read
     tl.store(t.factor_weight_D2 + w, weight * _FACTOR_WEIGHT_DECAY + total, mask=w < 2 * D)
-    tl.store(t.calibration_2 + w - 2 * D, calibration * _CALIBRATION_DECAY + total, mask=is_calibration)
+    tl.store(t.calibration_D2 + w - 2 * D, calibration * _CALIBRATION_DECAY + total, mask=is_calibration)
+    tl.store(t.alone_2 + w - 4 * D, alone * _CALIBRATION_DECAY + total, mask=is_alone)
     tl.store(t.steps_TD2 + step * 2 * D + w, counts, mask=w < 2 * D)
     tl.store(sums.steps_D2 + w, tl.zeros_like(w), mask=w < 2 * D)
     tl.store(sums.finished, 0)
+    column = tl.arange(0, 2 * _NUM_BINS)
+    for row in range(K + 2):
+        tl.store(t.spread_FQ + row * (_NUM_BINS + 1) + column, tl.zeros_like(column), mask=column <= _NUM_BINS)
 
 
 @triton.jit
@@ -122,12 +117,10 @@ def level_rates(t, d, E: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _count_verified(  # type: ignore[no-untyped-def]
-    t, sums, slot, num_sampled, num_rejected, REFERENCE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr
-):  # fmt: skip
+def _count_verified(t, sums, slot, num_sampled, num_rejected, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
     """Adds the drafts that the step verified, and those that it accepted, to all counts.
 
-    Returns what the request adds to `calibration_2`.
+    Returns the drafter, and what the request adds to its `calibration_D2`.
     """
     drafter = tl.minimum(tl.maximum(tl.load(t.chosen_S + slot), 0), D - 1)
     submitted = tl.minimum(tl.load(t.submitted_S + slot), K)
@@ -147,13 +140,12 @@ def _count_verified(  # type: ignore[no-untyped-def]
         row = slot * D + drafter
         evidence = tl.load(t.evidence_SDK + row * K + k, mask=k < num_verified, other=0).to(tl.int32)
         evidence = tl.minimum(tl.maximum(evidence, 0), E - 1)
-        if (drafter != REFERENCE) & (tl.sum(tl.where(k == 0, evidence, 0)) < _NUM_LEVELS):
-            rate = _rate(t.evidence_DE2 + 2 * (drafter * E + evidence), k < num_verified)
-            factor = _factor(t, row, drafter, True)
-            hits, predicted = num_accepted + 0.0, tl.sum(tl.cumprod(tl.minimum(rate * factor, _MAX_RATE), axis=0))
+        rate = _rate(t.evidence_DE2 + 2 * (drafter * E + evidence), k < num_verified)
+        factor = _factor(t, row, drafter, True)
+        hits, predicted = num_accepted + 0.0, tl.sum(tl.cumprod(tl.minimum(rate * factor, _MAX_RATE), axis=0))
     tl.debug_barrier()  # all lanes have read the number of submitted drafts
     tl.store(t.submitted_S + slot, 0)
-    return hits, predicted
+    return drafter, hits, predicted
 
 
 @triton.jit
@@ -195,17 +187,13 @@ def _judge(t, sums, text_ptr, slot, total_len, D: tl.constexpr, K: tl.constexpr,
     one = tl.full(judged.shape, 1, tl.int32)
     tl.atomic_add(sums.evidence_DE2 + 2 * evidence, one, mask=hit, sem="relaxed")
     tl.atomic_add(sums.evidence_DE2 + 2 * evidence + 1, one, mask=judged, sem="relaxed")
-    counts_ptr = sums.position_DK2 + 2 * (d[:, None] * K + k)
-    tl.atomic_add(counts_ptr, one, mask=hit, sem="relaxed")
-    tl.atomic_add(counts_ptr + 1, one, mask=judged, sem="relaxed")
     beyond = tl.sum(tl.where(hit, 1.0, 0.0) - rate, axis=1)
     return tl.where(any_D, excess * beyond, 0.0), tl.where(any_D, excess * excess * tl.sum(rate, axis=1), 0.0)
 
 
 @triton.jit
 def observe_request(  # type: ignore[no-untyped-def]
-    texts, row_stride, outcomes, t, sums, request, num_requests, step,
-    REFERENCE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    texts, row_stride, outcomes, t, sums, request, num_requests, step, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr
 ):  # fmt: skip
     """Learns from the tokens that the step sampled for a request. The last request to finish adds all sums to the tables."""
     slot = tl.load(texts.slots_B + request).to(tl.int64)
@@ -213,16 +201,23 @@ def observe_request(  # type: ignore[no-untyped-def]
     num_sampled = tl.load(num_sampled_ptr + request)
     d = tl.arange(0, triton.next_power_of_2(D))
     products, squares = tl.zeros(d.shape, tl.float32), tl.zeros(d.shape, tl.float32)
-    hits, predicted = 0.0, 0.0
+    drafter, hits, predicted, alone_hits, alone_predicted = 0, 0.0, 0.0, 0.0, 0.0
     if (slot >= 0) & (num_sampled > 0):
         total_len, num_rejected = tl.load(texts.total_len_S + slot), tl.load(num_rejected_ptr + request)
-        hits, predicted = _count_verified(t, sums, slot, num_sampled, num_rejected, REFERENCE, D, K, E)
-        products, squares = _judge(t, sums, texts.token_ids_SL + slot * row_stride, slot, total_len, D, K, E)
-    weight_ptr = sums.weight_BW + request * (2 * D + 2)
-    tl.store(weight_ptr + 2 * d, products, mask=d < D)
-    tl.store(weight_ptr + 2 * d + 1, squares, mask=d < D)
-    tl.store(weight_ptr + 2 * D, hits)
-    tl.store(weight_ptr + 2 * D + 1, predicted)
+        drafter, hits, predicted = _count_verified(t, sums, slot, num_sampled, num_rejected, D, K, E)
+        text_ptr, alone = texts.token_ids_SL + slot * row_stride, tl.load(t.alone_token_S + slot)
+        if alone >= 0:
+            alone_hits = (tl.load(text_ptr + total_len - num_sampled) == alone).to(tl.float32)
+            alone_predicted = tl.load(t.alone_rate_S + slot)
+        products, squares = _judge(t, sums, text_ptr, slot, total_len, D, K, E)
+    row_ptr = sums.weight_BW + request * (4 * D + 2)
+    weight_ptr = row_ptr + 2 * d
+    tl.store(weight_ptr, products, mask=d < D)
+    tl.store(weight_ptr + 1, squares, mask=d < D)
+    tl.store(weight_ptr + 2 * D, tl.where(d == drafter, hits, 0.0), mask=d < D)
+    tl.store(weight_ptr + 2 * D + 1, tl.where(d == drafter, predicted, 0.0), mask=d < D)
+    tl.store(row_ptr + 4 * D, alone_hits)
+    tl.store(row_ptr + 4 * D + 1, alone_predicted)
     if is_last(sums.finished, num_requests):
         fade_and_add(t, sums, step, num_requests, D, K, E)
 
@@ -245,61 +240,112 @@ def _relation(token, is_draft, count, d, k, REFERENCE: tl.constexpr):  # type: i
 
 
 @triton.jit
-def _worth(rate, is_draft, row_price):  # type: ignore[no-untyped-def]
-    """Returns the worth of each proposal, [D], in tokens, from the rates of its tokens, [D, K]."""
-    survival = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
-    return tl.sum(tl.maximum(survival - row_price, survival * _MIN_WORTH_SHARE), axis=1)
+def _worth(survival, row_price):  # type: ignore[no-untyped-def]
+    """Returns the worth of draft tokens, in tokens."""
+    return tl.maximum(survival - row_price, survival * _MIN_WORTH_SHARE)
 
 
 @triton.jit
-def _store_outlook(  # type: ignore[no-untyped-def]
-    t, slot, entry, count, factor, is_draft, row_price, max_drafts,
-    MODEL: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
-    """Stores the mean and latest survival of the best text proposal and of the model's drafts (`Tables.outlook_S4K`)."""
-    d, k = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, triton.next_power_of_2(K))
-    is_model, mask_K, outlook_ptr = d == MODEL, k < K, t.outlook_S4K + slot * 4 * K
-    model_count = tl.sum(tl.where(is_model, count, 0), axis=0)
+def _best(worth, count, d):  # type: ignore[no-untyped-def]
+    """Returns the drafter of the highest worth, that worth, and the number of its draft tokens."""
+    most, best = tl.max(worth, axis=0, return_indices=True)
+    return best, most, tl.sum(tl.where((d == best) & (worth > 0.0), count, 0), axis=0)
+
+
+@triton.jit
+def _count(t, row, survival, count, num_requests, k):  # type: ignore[no-untyped-def]
+    """Counts the `count` first draft tokens of a request, by survival [K], in a row of `spread_FQ`. Adds `num_requests`."""
+    row_ptr = t.spread_FQ + row * (_NUM_BINS + 1)
+    bins = tl.minimum((survival * _NUM_BINS).to(tl.int32), _NUM_BINS - 1)
+    tl.atomic_add(row_ptr + bins, tl.full(k.shape, 1, tl.int32), mask=k < count, sem="relaxed")
+    tl.atomic_add(row_ptr + _NUM_BINS, num_requests, sem="relaxed")
+
+
+@triton.jit
+def _of(d, drafter, values):  # type: ignore[no-untyped-def]
+    """Returns one drafter's values, [K], of values by drafter, [D, K]."""
+    return tl.sum(tl.where((d == drafter)[:, None], values, 0.0), axis=0)
+
+
+@triton.jit
+def _rates(t, entry, is_draft, factor):  # type: ignore[no-untyped-def]
+    """Returns the rates of draft tokens from the counts at `entry`, [D, K]."""
+    hits = tl.load(t.evidence_DE2 + entry, mask=is_draft, other=0.0)
+    return tl.minimum(hits / tl.load(t.evidence_DE2 + entry + 1, mask=is_draft, other=1.0) * factor, _MAX_RATE)
+
+
+@triton.jit
+def _level_rates(t, entry, is_draft, factor, E: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the rates of draft tokens over all relations, [D, K]."""
     hits = tl.load(t.evidence_DE2 + entry, mask=is_draft, other=0.0)
     trials = tl.load(t.evidence_DE2 + entry + 1, mask=is_draft, other=1.0)
-    if model_count > 0:
-        for relation in tl.static_range(1, E // _NUM_LEVELS):
-            hits += tl.load(t.evidence_DE2 + entry + 2 * _NUM_LEVELS * relation, mask=is_draft, other=0.0)
-            trials += tl.load(t.evidence_DE2 + entry + 2 * _NUM_LEVELS * relation + 1, mask=is_draft, other=0.0)
-    rate = tl.minimum(hits / trials * factor, _MAX_RATE)
+    for relation in tl.static_range(1, E // _NUM_LEVELS):
+        hits += tl.load(t.evidence_DE2 + entry + 2 * _NUM_LEVELS * relation, mask=is_draft, other=0.0)
+        trials += tl.load(t.evidence_DE2 + entry + 2 * _NUM_LEVELS * relation + 1, mask=is_draft, other=0.0)
+    return tl.minimum(hits / trials * factor, _MAX_RATE)
 
-    worth = tl.where(is_model, 0.0, _worth(rate, is_draft, row_price))
-    _, best = tl.max(worth, axis=0, return_indices=True)
-    is_best = is_draft & ((d == best) & (worth > 0.0))[:, None]
-    calibration = (tl.load(t.calibration_2) + _PRIOR_STRENGTH) / (tl.load(t.calibration_2 + 1) + _PRIOR_STRENGTH)
-    survival = tl.sum(tl.where(is_best, tl.cumprod(rate, axis=1), 0.0), axis=0)
-    survival = tl.minimum(survival * calibration, 1.0)
-    before = tl.load(outlook_ptr + k, mask=mask_K, other=0.0)
-    tl.debug_barrier()  # all lanes have read the row
-    tl.store(outlook_ptr + k, before + (1 - _OUTLOOK_DECAY) * (survival - before), mask=mask_K)
-    tl.store(outlook_ptr + 2 * K + k, survival, mask=mask_K)
 
-    by_position, position_rate = tl.zeros(k.shape, tl.float32), _PRIOR_RATE
-    for j in tl.static_range(K):
-        place = t.position_DK2 + 2 * (MODEL * K + j)
-        position_rate = (tl.load(place) + _PRIOR_STRENGTH * position_rate) / (tl.load(place + 1) + _PRIOR_STRENGTH)
-        by_position = tl.where((k == j) & (k < max_drafts), position_rate, by_position)
-    by_position = tl.minimum(by_position * tl.sum(tl.where(is_model[:, None], factor, 0.0)), _MAX_RATE)
-    by_evidence = tl.sum(tl.where(is_draft & is_model[:, None], rate, 0.0), axis=0)
-    usual = tl.cumprod(by_position, axis=0)
-    expected = tl.cumprod(tl.where(k < model_count, by_evidence, by_position), axis=0)
-    is_new = tl.load(outlook_ptr + K) == 0.0
-    before = tl.where(is_new, usual, tl.load(outlook_ptr + K + k, mask=mask_K, other=0.0))
-    after = tl.where(model_count > 0, expected, usual)
-    rest = tl.where(model_count > 0, 1 - _OUTLOOK_DECAY, 1 - _OUTLOOK_RETURN)
-    tl.debug_barrier()  # all lanes have read the row
-    tl.store(outlook_ptr + K + k, before + rest * (after - before), mask=mask_K)
-    tl.store(outlook_ptr + 3 * K + k, tl.where(k < model_count, expected, 0.0), mask=mask_K)
+@triton.jit
+def _calibration(t, d, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the factor by which the host should expect each drafter's survival, [D, 1]."""
+    hits = tl.load(t.calibration_D2 + 2 * d, mask=d < D, other=0.0) + _PRIOR_STRENGTH
+    predicted = tl.load(t.calibration_D2 + 2 * d + 1, mask=d < D, other=0.0) + _PRIOR_STRENGTH
+    return (hits / predicted)[:, None]
+
+
+@triton.jit
+def _count_without_model(t, slot, d, k, token, count, survival, row_price, MODEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Counts what would be submitted without the drafts that the model has made, and keeps its first token.
+
+    Does nothing if the model has made none.
+    """
+    worth = tl.where(d == MODEL, 0.0, tl.sum(_worth(survival, row_price), axis=1))
+    other, _, other_count = _best(worth, count, d)
+    first_token = -1
+    if tl.sum(tl.where(d == MODEL, count, 0), axis=0) > 0:
+        expected = _of(d, other, survival)
+        hits = (tl.load(t.alone_2) + _PRIOR_STRENGTH) / (tl.load(t.alone_2 + 1) + _PRIOR_STRENGTH)
+        _count(t, 0, expected * hits, other_count, 1, k)
+        if other_count > 0:
+            first_token = tl.sum(tl.where((d == other)[:, None] & (k == 0)[None, :], token, 0))
+            tl.store(t.alone_rate_S + slot, tl.sum(tl.where(k == 0, expected, 0.0), axis=0))
+    tl.store(t.alone_token_S + slot, first_token)
+
+
+@triton.jit
+def _count_choice(  # type: ignore[no-untyped-def]
+    t, d, k, found, count, most, rate, is_draft, row_price, MODEL: tl.constexpr, D: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """Counts what is submitted, and what would be submitted at each depth (`_count_depths` of the lab's kernels).
+
+    Depths of up to twice what the model has drafted, and 1, are foreseen: a token that was not drafted has the rate of the
+    last one that was.
+    """
+    survival, calibration = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0), _calibration(t, d, D)
+    worth = tl.sum(_worth(survival, row_price), axis=1)
+    best, _, best_count = _best(worth, count, d)
+    submitted, model_count = _of(d, best, survival * calibration), tl.sum(tl.where(d == MODEL, count, 0), axis=0)
+    _count(t, K + 1, submitted, best_count, 1, k)
+    if model_count == 0:
+        _count(t, 0, submitted, best_count, 1, k)
+    if MODEL >= 0:
+        other, other_worth, other_count = _best(tl.where(d == MODEL, 0.0, worth), count, d)
+        of_other = _of(d, other, survival * calibration)
+        drafted = _of(d, MODEL, rate)
+        last = tl.sum(tl.where(k == model_count - 1, drafted, 0.0), axis=0)
+        foreseen = tl.where(k < most, tl.cumprod(tl.where(k < model_count, drafted, last), axis=0), 0.0)
+        of_model = foreseen * tl.sum(tl.where((d == MODEL)[:, None], calibration, 0.0))
+        depth = tl.sum(tl.where(d == MODEL, found, 0), axis=0)
+        for f in range(1, tl.where(depth > 0, tl.minimum(2 * depth + 1, K), 0) + 1):
+            worth_f = tl.sum(tl.where(k < tl.minimum(f, most), _worth(foreseen, row_price), 0.0), axis=0)
+            of_f = tl.where(worth_f > other_worth, of_model, of_other)
+            count_f = tl.where(worth_f > other_worth, tl.minimum(f, most), other_count)
+            _count(t, f, of_f, count_f, (f <= depth).to(tl.int32), k)
 
 
 @triton.jit
 def choose_for_request(  # type: ignore[no-untyped-def]
-    texts, t, request, row_price, MODEL: tl.constexpr, REFERENCE: tl.constexpr,
+    texts, t, request, row_price, most_drafts, MODEL: tl.constexpr, REFERENCE: tl.constexpr,
     S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Submits the proposal of the highest worth for a request."""
@@ -311,8 +357,9 @@ def choose_for_request(  # type: ignore[no-untyped-def]
     else:
         row, mask_D = slot * D + d, d < D
         total_len = tl.load(texts.total_len_S + slot)
-        max_drafts = tl.minimum(tl.maximum(tl.load(t.limit_S + slot) - total_len - 1, 0), K)
-        count = tl.minimum(tl.load(t.found_DB + d * S + request, mask=mask_D, other=0), max_drafts)
+        max_drafts = tl.minimum(tl.maximum(tl.load(t.limit_S + slot) - total_len - 1, 0), most_drafts)
+        found = tl.load(t.found_DB + d * S + request, mask=mask_D, other=0)
+        count = tl.maximum(tl.minimum(found, max_drafts), 0)
         is_draft = k[None, :] < count[:, None]
         source = d[:, None] * S * K + out[None, :]
         token = tl.load(t.tokens_DBK + source, mask=is_draft, other=0)
@@ -320,17 +367,18 @@ def choose_for_request(  # type: ignore[no-untyped-def]
         level = tl.minimum(tl.maximum(level.to(tl.int32), 0), _NUM_LEVELS - 1)
         entry = 2 * (d[:, None] * E + level)
         factor = _factor(t, row, d, mask_D)[:, None]
-        if MODEL >= 0:
-            _store_outlook(t, slot, entry, count, factor, is_draft, row_price, max_drafts, MODEL, D, K, E)
+        if MODEL >= 0:  # without the model's drafts, text drafts have no relation to them
+            survival = tl.where(is_draft, tl.cumprod(_level_rates(t, entry, is_draft, factor, E), axis=1), 0.0)
+            _count_without_model(t, slot, d, k, token, count, survival, row_price, MODEL)
         if REFERENCE >= 0:
             level += _NUM_LEVELS * _relation(token, is_draft, count, d, k, REFERENCE)
             entry = 2 * (d[:, None] * E + level)
-        hits = tl.load(t.evidence_DE2 + entry, mask=is_draft, other=0.0)
-        rate = tl.minimum(hits / tl.load(t.evidence_DE2 + entry + 1, mask=is_draft, other=1.0) * factor, _MAX_RATE)
-        worth = _worth(rate, is_draft, row_price)
-        most, best = tl.max(worth, axis=0, return_indices=True)
+        rate = _rates(t, entry, is_draft, factor)
+        survival = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
+        worth = tl.sum(_worth(survival, row_price), axis=1)
+        best, most, best_count = _best(worth, count, d)
+        _count_choice(t, d, k, found, count, max_drafts, rate, is_draft, row_price, MODEL, D, K)
         is_best = (d == best) & (worth > 0.0)
-
         is_stored = (count > 0) & (is_best | (tl.load(t.length_SD + row, mask=mask_D, other=0) == 0))
         tl.debug_barrier()  # all lanes have read which proposals are open
         tl.store(t.length_SD + row, count, mask=is_stored)
@@ -343,6 +391,6 @@ def choose_for_request(  # type: ignore[no-untyped-def]
         is_submitted = is_draft & is_best[:, None]
         tl.store(t.drafts_BK + out, tl.sum(tl.where(is_submitted, token, 0), axis=0).to(tl.int64), mask=k < K)
         tl.store(t.rates_SK + slot * K + k, tl.sum(tl.where(is_submitted, rate, 0.0), axis=0), mask=k < K)
-        tl.store(t.submitted_S + slot, tl.sum(tl.where(is_best, count, 0), axis=0))
+        tl.store(t.submitted_S + slot, best_count)
         if most > 0.0:
             tl.store(t.chosen_S + slot, best)

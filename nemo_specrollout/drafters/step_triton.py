@@ -48,8 +48,8 @@ class BoardMemory(NamedTuple):
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def _observe(  # type: ignore[no-untyped-def]
-    texts, row_stride, num_slots, longest, max_new, outcomes, board, indexes, step, REFERENCE: tl.constexpr, D: tl.constexpr,
-    K: tl.constexpr, E: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
+    texts, row_stride, num_slots, longest, max_new, outcomes, board, indexes, step, D: tl.constexpr, K: tl.constexpr,
+    E: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
     LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, 0) observes request b, if there is a board. The other programs of b share the new tokens of its text."""
@@ -57,9 +57,7 @@ def _observe(  # type: ignore[no-untyped-def]
     if D > 0:
         part, num_parts = part - 1, num_parts - 1
         if part < 0:
-            observe_request(
-                texts, row_stride, outcomes, board.tables, board.sums, row, num_rows, step, REFERENCE, D, K, E
-            )
+            observe_request(texts, row_stride, outcomes, board.tables, board.sums, row, num_rows, step, D, K, E)
     if part >= 0:
         for i in tl.static_range(len(LANES)):
             list_contexts(
@@ -82,11 +80,12 @@ def _learn(  # type: ignore[no-untyped-def]
                 record_learned(indexes[i], texts, num_slots, longest, max_new, num_rows)
 
 
-@triton.jit(do_not_specialize=[*_INTEGERS, "row_price", "floor"])
+@triton.jit(do_not_specialize=[*_INTEGERS, "row_price", "most_drafts", "floor"])
 def _propose(  # type: ignore[no-untyped-def]
-    texts, row_stride, num_slots, longest, t, row_price, indexes, outs, level_rates_ptr, floor, MODEL: tl.constexpr,
-    REFERENCE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, DRAFTERS: tl.constexpr,
-    ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
+    texts, row_stride, num_slots, longest, t, row_price, most_drafts, indexes, outs, level_rates_ptr, floor,
+    MODEL: tl.constexpr, REFERENCE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr, LANES: tl.constexpr,
+    BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program b walks all indexes for request b. With a board, it then chooses among the proposals of all drafters."""
     row = tl.program_id(0).to(tl.int64)
@@ -98,16 +97,16 @@ def _propose(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     if D > 0:
         tl.debug_barrier()  # the walks' drafts are written
-        choose_for_request(texts, t, row, row_price, MODEL, REFERENCE, S, D, K, E)
+        choose_for_request(texts, t, row, row_price, most_drafts, MODEL, REFERENCE, S, D, K, E)
 
 
 def memory_of(tables: "Tables") -> BoardMemory:
     """Returns a board's tensors with new buffers for what each step sums."""
-    num_slots, num_drafters = len(tables.limit_S), len(tables.position_DK2)
-    shared = (tables.evidence_DE2, tables.position_DK2, tables.steps_TD2[0])
-    evidence_DE2, position_DK2, steps_D2 = (torch.zeros_like(table, dtype=torch.int32) for table in shared)
-    weight_BW = tables.rates_SK.new_zeros(num_slots, 2 * num_drafters + 2)
-    return BoardMemory(tables, Sums(evidence_DE2, position_DK2, steps_D2, steps_D2.new_zeros(1), weight_BW))
+    num_slots, num_drafters = len(tables.limit_S), len(tables.evidence_DE2)
+    shared = (tables.evidence_DE2, tables.steps_TD2[0])
+    evidence_DE2, steps_D2 = (torch.zeros_like(table, dtype=torch.int32) for table in shared)
+    weight_BW = tables.rates_SK.new_zeros(num_slots, 4 * num_drafters + 2)
+    return BoardMemory(tables, Sums(evidence_DE2, steps_D2, steps_D2.new_zeros(1), weight_BW))
 
 
 def empty_table(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
@@ -130,13 +129,12 @@ def observe(
     max_new: int,
 ) -> None:
     """Implements `DraftBoard.observe`."""
-    constants = {"REFERENCE": board.reference, **_sizes(board)}
-    _launch_observe(texts, lookups, max_new, outcomes, board.memory, step, **constants)
+    _launch_observe(texts, lookups, max_new, outcomes, board.memory, step, **_sizes(board))
 
 
 def learn(lookup: Lookup, texts: Texts, max_new: int) -> None:
     """Implements `ContextIndex.learn`."""
-    _launch_observe(texts, [lookup], max_new, None, None, 0, REFERENCE=-1, D=0, K=0, E=0)
+    _launch_observe(texts, [lookup], max_new, None, None, 0, D=0, K=0, E=0)
 
 
 def _launch_observe(
@@ -164,18 +162,18 @@ def _launch_observe(
         _learn[(num_parts, len(lookups))](texts, *bounds, num_rows, indexes, num_warps=1, **shapes)
 
 
-def choose(board: "DraftBoard", texts: Texts, row_price: float, lookups: Sequence[Lookup]) -> None:
+def choose(board: "DraftBoard", texts: Texts, row_price: float, lookups: Sequence[Lookup], most: int) -> None:
     """Implements `DraftBoard.choose`."""
     walks = [(lookup, board.proposals_of(lookup.drafter)) for lookup in lookups]
     constants = {"MODEL": board.model, "REFERENCE": board.reference, "S": len(board.tables.limit_S), **_sizes(board)}
-    _launch_propose(texts, walks, None, SMALLEST_SHARE, (board.tables, row_price), **constants)
+    _launch_propose(texts, walks, None, SMALLEST_SHARE, (board.tables, row_price, most), **constants)
 
 
 def walk(lookup: Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
     """Implements `ContextIndex.walk`. The buffers must be contiguous, and hold a row for each of the batch."""
     assert out.tokens_BK.is_contiguous() and out.levels_BK.shape == out.tokens_BK.shape
     constants = {"MODEL": -1, "REFERENCE": -1, "S": 0, "D": 0, "K": out.tokens_BK.shape[1], "E": 0}
-    _launch_propose(texts, [(lookup, out)], level_rates, floor, (None, 0.0), **constants)
+    _launch_propose(texts, [(lookup, out)], level_rates, floor, (None, 0.0, 0), **constants)
 
 
 def _launch_propose(
@@ -183,7 +181,7 @@ def _launch_propose(
     walks: Sequence[tuple[Lookup, Proposals]],
     level_rates: torch.Tensor | None,
     floor: float,
-    choice: tuple["Tables | None", float],
+    choice: tuple["Tables | None", float, int],
     **constants: int,
 ) -> None:
     lookups = [lookup for lookup, _ in walks]

@@ -21,10 +21,10 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.drafters.ahead import AheadText
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders, slots_for
-from nemo_specrollout.drafters.text_drafter import Put, TextDrafter
+from nemo_specrollout.drafters.participant import Drafter, Put
 
 
-class LookupDrafter(TextDrafter):
+class LookupDrafter(Drafter):
     """Proposes what followed the last tokens of a request earlier, in texts of its salt. Owns the index of contexts."""
 
     shortest_context: int
@@ -74,16 +74,13 @@ class NgramLookup(LookupDrafter):
         return identity.seed, 0
 
 
-class RandomTokens(TextDrafter):
+class RandomTokens(Drafter):
     """Proposes random tokens: to measure the worst case, and to test that outputs do not depend on drafts."""
 
     name = "random"
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-
-    def open(self, slots: torch.Tensor, requests: Sequence[Any], put: Put) -> None:
-        """Remembers nothing."""
 
     def propose(self, texts: Texts, out: Proposals) -> None:
         num_requests = len(texts.slots_B)
@@ -94,7 +91,7 @@ class RandomTokens(TextDrafter):
 
 def build_text_drafter(
     config: TextDrafterConfig, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device
-) -> TextDrafter:
+) -> Drafter:
     """Returns the text drafter that `config` names, for `num_slots` concurrent requests on the engine's device."""
     if isinstance(config, RandomDrafterConfig):
         return RandomTokens(vocab_size)

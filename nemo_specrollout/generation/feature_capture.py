@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
+from nemo_specrollout.drafters.participant import DraftStep, Participant, Put
 from nemo_specrollout.generation.head_loading import aux_layer_ids
 from nemo_specrollout.generation.requests import NewRequest
-from nemo_specrollout.generation.transfers import to_device
 from nemo_specrollout.sampling.seeds import combine
 from nemo_specrollout.training.features.feature_store import FeatureSource, FeatureStore
 from nemo_specrollout.training.features.features import SequenceFeatures
@@ -49,7 +49,7 @@ class _Sequence:
     hidden: list[torch.Tensor] = field(default_factory=list)
 
 
-class FeatureCapture:
+class FeatureCapture(Participant):
     """Collects `SequenceFeatures` of a share of the requests. Owns the buffer on the device, and the sequences until taken.
 
     Requests are chosen by their seeds. None are chosen while capturing has taken more than its share of the time. Sequences
@@ -80,9 +80,9 @@ class FeatureCapture:
         """Version of the engine's weights."""
         self.seconds = 0.0
         """Seconds of engine time that capturing has taken."""
-        self.resume()
+        self.woke_up()
 
-    def resume(self) -> None:
+    def woke_up(self) -> None:
         """Allocates the buffer on the device, at first and when the engine wakes up."""
         self._hidden_NF = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._rows_N3 = torch.zeros(self._capacity, 3, dtype=torch.int32, device=self._device)
@@ -92,7 +92,7 @@ class FeatureCapture:
         self._flush()
         del self._hidden_NF, self._rows_N3
 
-    def open(self, requests: Sequence[NewRequest]) -> None:
+    def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
         """Chooses which of the requests that took slots are captured."""
         is_in_time = self.seconds <= CAPTURE_TIME_SHARE * (time.perf_counter() - self._started)
         for request in requests:
@@ -101,19 +101,16 @@ class FeatureCapture:
             self._id_of_slot[request.slot] = self._num_opened if is_captured else 0
             if is_captured:
                 self._under_way[self._num_opened] = _Sequence(request, self.version)
-        slots = [r.slot for r in requests]
-        index = to_device(slots, np.int64, self._device)
-        self._ids_S[index] = to_device(self._id_of_slot[slots].tolist(), np.int32, self._device)
+        self._ids_S[slots] = put(self._id_of_slot[[r.slot for r in requests]].tolist(), np.int32)
 
-    def close(self, slots: list[int]) -> None:
+    def close(self, slots: Sequence[int]) -> None:
         """Ends the capture of the requests in `slots`."""
         self._ended |= {int(self._id_of_slot[slot]) for slot in slots} - {0}
-        self._id_of_slot[slots] = 0
+        self._id_of_slot[list(slots)] = 0
 
-    def observe(
-        self, batch: Any, final_hidden_RH: torch.Tensor, aux_hidden: list[torch.Tensor] | None, num_rejected_B: Any
-    ) -> None:
+    def observe(self, step: DraftStep) -> None:
         """Gathers the rows that a step computed for captured requests. Rows of rejected drafts are marked as ownerless."""
+        batch, _, _, final_hidden_RH, aux_hidden, _, num_rejected_B, *_ = step.inputs
         captured_B = self._id_of_slot[batch.idx_mapping_np] > 0
         num_most = int(batch.num_scheduled_tokens[captured_B].sum())
         if num_most == 0:

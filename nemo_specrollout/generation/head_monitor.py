@@ -8,8 +8,10 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
+from nemo_specrollout.drafters.participant import Participant
 from nemo_specrollout.generation.head_service import HeadService
 from nemo_specrollout.generation.model_drafter import ModelDrafter
 from nemo_specrollout.generation.transfers import HostCopy
@@ -21,14 +23,13 @@ CHECK_STEPS = 8
 """Engine steps between two checks of the counts."""
 
 
-class HeadMonitor:
+class HeadMonitor(Participant):
     """Owns an engine's canary and the alarms that it raised.
 
     The counts are the draft board's. They reach the host one check late.
 
-    A collapse of acceptance turns the drafter off until the next head or wake-up. A mere decline does not. If the
-    drafter is asked only where it pays, a collapse without a known fault does not turn it off either: the tasks may have
-    changed, so drafter and canary begin again.
+    A collapse of acceptance with a fault in the weights turns the drafter off until the next head or wake-up. A mere decline
+    does not. Nor does a collapse without a known fault: the tasks may have changed, so drafter and canary begin again.
     """
 
     def __init__(
@@ -54,11 +55,16 @@ class HeadMonitor:
         alarms, self._alarms = self._alarms, []
         return alarms
 
-    def step_ended(self) -> None:
+    def end_step(self, slots_B: np.ndarray, output: Any) -> Any:
         """Counts an engine step, and checks the counts from time to time."""
         self._num_steps += 1
         if self._num_steps % CHECK_STEPS == 0:
             self._check()
+        return output
+
+    def woke_up(self) -> None:
+        """Starts a period: the head's weights may have been dropped and loaded again."""
+        self.began("wake")
 
     def _check(self) -> None:
         """Judges the drafts that were verified since the last check."""
@@ -74,7 +80,7 @@ class HeadMonitor:
     def _raise(self, alarm: Any) -> None:
         """Records an alarm, and stops the drafter if it is broken."""
         is_collapse = self._canary.is_silent
-        is_off = is_collapse and (alarm.cause in WEIGHT_CAUSES or not self._model.planner.weighs_model)
+        is_off = is_collapse and alarm.cause in WEIGHT_CAUSES
         if is_off:
             self._model.forbid()
         elif is_collapse:

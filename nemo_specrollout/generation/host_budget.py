@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.generation.transfers import HostCopy, agreed
+from nemo_specrollout.scheduling.speculation.decision import likeliest
 
 
 class HostBudget:
@@ -42,7 +43,8 @@ class HostBudget:
         names = [name for name in scheduled.num_scheduled_tokens if name in self._slot_of]
         rates_BK = self._known_rates.values[[self._slot_of[name] for name in names]]
         caps_B = np.array([len(drafts.get(name, ())) for name in names], np.int64)
-        counts_B = agreed(self._router.allocate(rates_BK, caps_B))
+        num_drafts = self._router.policy.num_drafts(len(names), int(caps_B.sum()))
+        counts_B = agreed(likeliest(rates_BK, caps_B, num_drafts))
         if self._keeps_all:
             return scheduled
         kept = {name: drafts[name][:n] for name, n in zip(names, counts_B.tolist(), strict=True) if n}

@@ -10,7 +10,6 @@ drafter.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,40 +20,32 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import BlockDrafterConfig
-from nemo_specrollout.drafters.base import NUM_LEVELS
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.drafters.participant import Drafter, DraftStep, Put
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
-from nemo_specrollout.generation.transfers import HostCopy, StageTimer, agreed, to_device
-from nemo_specrollout.scheduling.speculation.best_depth import SurvivalSpread
-from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan, PlanObservation, build_planner
-from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts, DraftTimes
-from nemo_specrollout.scheduling.speculation.step_time import StepCosts
+from nemo_specrollout.generation.requests import NewRequest
+from nemo_specrollout.generation.transfers import StageTimer
+from nemo_specrollout.scheduling.speculation.policy import SpeculationPolicy
 
 _POSITION_OFFSET = 0 if compat.takes(DraftModelSpeculator.sample_draft, "sample_src_positions") else 1
 """Distance from the position that vLLM passes to `sample_draft` to the position that keys the target's noise."""
 
 
-@dataclass(frozen=True)
-class SharedCosts:
-    """Measurements that all tensor-parallel ranks share, so that they decide alike."""
-
-    verifying: StepCosts | None = None
-    """Costs of verifying; None while unknown."""
-    router: DraftCosts | None = None
-    """Costs of drafting with weights; None while unknown."""
-    worked_s: float = 0.0
-    """Seconds that the engine has worked."""
-
-
-class ModelDrafter:
-    """Lets vLLM's speculator draft, or only read, according to a plan. Owns the plan and the measured times of drafting.
+class ModelDrafter(Drafter):
+    """Lets vLLM's speculator draft, or only read, as the policy plans. Owns which requests it follows.
 
     The speculator follows a request from its first token on, or not at all: text that it has not read leaves a gap in its KV
     cache. It does not run in steps in which it follows no request.
     """
 
-    def __init__(self, config: SpecrolloutConfig, runner: Any, board: DraftBoard) -> None:
+    has_weights = True
+
+    def __init__(
+        self, config: SpecrolloutConfig, runner: Any, board: DraftBoard, policy: Callable[[], SpeculationPolicy]
+    ) -> None:
+        """`policy` returns the engine's policy, which may be replaced while the engine runs."""
         self.board, self._index, self._speculator = board, board.model, runner.speculator
         self._propose = runner.speculator.propose
         drafter = config.model_drafter
@@ -71,42 +62,34 @@ class ModelDrafter:
         self._has_score_gaps = shares_noise and compat.HAS_SCORE_GAPS
         num_slots, num_positions = board.tables.limit_S.shape[0], board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
-        self._follows_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
+        self._lowest = -num_positions - 1
+        self._unfollowed_S = torch.full((num_slots,), self._lowest, dtype=torch.int32, device=runner.device)
+        """0 for a request that is followed, else a number so far below 0 that no depth makes it positive."""
         self._is_followed = np.zeros(num_slots, np.bool_)
-        self.outlook = HostCopy(board.tables.outlook_S4K)
-        """Inputs of the next plan. They are refreshed after each choice of the board."""
-        self._most_drafts = min(num_positions, config.num_speculative_tokens)
-        self._spread = SurvivalSpread(self._most_drafts)
-        self._timer, self.times = StageTimer(runner.device), DraftTimes()
-        self.planner = build_planner(config.budget)
-        self.plan = DraftPlan(0)
+        self._policy, self._timer = policy, StageTimer(runner.device)
+        self.depth = 0
+        """Planned draft tokens for each request; 0 if the speculator only reads."""
+        self._was_dormant = False
         self.is_allowed = True
         """True if the drafter may draft; a canary that finds it broken forbids it."""
-        self.seconds = 0.0
-        """Seconds of the latest drafting whose time is known."""
 
     @property
     def is_dormant(self) -> bool:
         """Whether new requests get none of the drafter's drafts, because these would not pay."""
-        return not self.planner.follows
+        return self._policy().is_dormant
 
-    def follows(self, slots_B: np.ndarray) -> bool:
-        """Returns whether the speculator follows any request in these slots. It must then read the text of each step."""
-        return bool(self._is_followed[slots_B].any())
+    def num_followed(self, slots_B: np.ndarray) -> int:
+        """Returns the number of requests in these slots that the speculator follows. It reads each step's text of those."""
+        return int(np.count_nonzero(self._is_followed[slots_B]))
 
-    def open(self, slots: Sequence[int], slots_N: torch.Tensor, speculate: Sequence[bool]) -> None:
-        """Decides whether to follow the new requests in `slots`, which are `slots_N` on the device.
-
-        Requests that do not `speculate` are never followed.
-        """
-        may_follow = self.planner.follows and self.is_allowed
-        follows_N = [may_follow and speculates for speculates in speculate]
-        self._is_followed[list(slots)] = follows_N
-        self._follows_S[slots_N] = to_device(follows_N, np.bool_, self._follows_S.device)
-
-    def close(self, slots: Sequence[int]) -> None:
-        """Tells the planner that the requests in `slots` have ended or are preempted."""
-        self.planner.observe_ended(int(self._is_followed[list(slots)].sum()))
+    def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
+        """Follows new requests unless it is dormant. Requests that do not speculate are never followed."""
+        if self._was_dormant and not self.is_dormant:
+            self.board.forget_drafter(self._index)  # the tasks may have changed meanwhile
+        self._was_dormant = self.is_dormant
+        follows_N = [self.is_allowed and not self.is_dormant and r.identity.speculate for r in requests]
+        self._is_followed[[r.slot for r in requests]] = follows_N
+        self._unfollowed_S[slots] = put([0 if follows else self._lowest for follows in follows_N], np.int32)
 
     def forbid(self) -> None:
         """Stops all drafting: the speculator follows no request any more."""
@@ -115,42 +98,34 @@ class ModelDrafter:
 
     def begin_again(self) -> None:
         """Forgets what was learned about the speculator, and allows it to draft, as if it were new."""
-        self._forget()
-        self.planner.model_changed()
+        self.board.forget_drafter(self._index)
+        self._policy().model_changed()
         self.is_allowed = True
 
-    def decide(self, slots_B: np.ndarray, costs: SharedCosts, row_price: float) -> None:
-        """Plans for the batch's requests in `slots_B`, if the previous plan has expired.
+    def timed(self) -> list[tuple[tuple[int, int, int], float]]:
+        """Returns the draftings whose time became known since the last call: (unread tokens, requests, depth) and seconds."""
+        return self._timer.finished()
 
-        `row_price`: tokens that the engine makes in the time of one more row.
-        """
-        was_dormant = self.is_dormant
-        self.planner.observe_step(self.plan, len(slots_B), costs.worked_s)
-        if was_dormant and not self.is_dormant:
-            self._forget()  # the tasks may have changed meanwhile
-        if self.planner.gives_up:
-            self._stop_following()
-        if not self.follows(slots_B):
-            self.plan = DraftPlan(0)
-            return
-        outlook_B4K = self.outlook.values[slots_B][:, :, : self._most_drafts]
-        outlook_4BK = np.ascontiguousarray(outlook_B4K.astype(np.float64).transpose(1, 0, 2))
-        self._spread.observe(outlook_4BK[2:])
-        if not self.planner.count_step(len(slots_B)):
-            return
-        found_BK, forecast_BK = outlook_4BK[0], outlook_4BK[1] * self._is_followed[slots_B, None]
-        share_PKQ = self._spread.share_PKQ
-        observed = PlanObservation(found_BK, forecast_BK, costs.verifying, costs.router, row_price, share_PKQ)
-        self.plan = agreed(self.planner.plan(observed))
+    def plan(self, depth: int) -> None:
+        """Sets how deep the next drafts are. Stops following all requests if that does not pay."""
+        self.depth = depth
+        if self.is_dormant:
+            self._was_dormant = True
+            if self._is_followed.any():
+                self._stop_following()
 
-    def propose(self, *inputs: Any, **options: Any) -> None:
-        """Drafts as deep as planned, or only reads. Takes the arguments of vLLM's `propose`."""
+    def observe(self, step: DraftStep) -> None:
+        """Keeps the step for the speculator, which drafts from it."""
+        self._step = step
+
+    def propose(self, texts: Texts, out: Proposals) -> None:
+        """Drafts as deep as planned, or only reads."""
+        inputs, options = self._step.inputs, dict(self._step.options)
         batch, _, _, _, _, num_sampled_B, *_ = inputs
-        found_B = self.board.tables.found_DB[self._index]
-        num_requests, depth = batch.num_reqs, self.plan.depth
-        self.seconds = 0.0
-        if not self.follows(batch.idx_mapping_np):
-            found_B[:num_requests] = 0
+        found_B = out.found_B
+        num_requests, depth = batch.num_reqs, self.depth
+        if not self.num_followed(batch.idx_mapping_np):
+            found_B[:num_requests] = -1
             return
         if compat.CHOOSES_ON_DEVICE:
             options["num_speculative_tokens"] = depth
@@ -161,25 +136,14 @@ class ModelDrafter:
         drafts_BK = self._propose(*inputs, **options)
         self._only_reads = False
         self._timer.stop((batch.num_tokens, num_requests, depth))
-        for (rows, requests, depth_then), seconds in self._timer.finished():  # an earlier drafting on a GPU
-            self.seconds = seconds
-            if depth_then:
-                self.times.observe(rows, requests, depth_then, seconds)
-            else:
-                self.times.observe_reading(rows, seconds)
-        self.board.tables.tokens_DBK[self._index, :num_requests] = drafts_BK
+        out.tokens_BK[:num_requests] = drafts_BK
         if not self._has_score_gaps:
-            self.board.tables.levels_DBK[self._index, :num_requests] = self._positions_K
-        found_B[:num_requests] = ((num_sampled_B > 0) & self._follows_S[batch.idx_mapping]) * depth
+            out.levels_BK[:num_requests] = self._positions_K
+        found_B[:num_requests] = (num_sampled_B > 0) * depth + self._unfollowed_S[batch.idx_mapping]
 
     def _stop_following(self) -> None:
         self._is_followed[:] = False
-        self._follows_S.zero_()
-
-    def _forget(self) -> None:
-        """Forgets which of the speculator's drafts were right."""
-        self.board.forget_drafter(self._index)
-        self._spread.forget(1)
+        self._unfollowed_S.fill_(self._lowest)
 
 
 # Patch points of vLLM's speculators: their drafts get the target's noise, and they draft only on demand.

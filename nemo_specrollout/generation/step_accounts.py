@@ -12,25 +12,28 @@ import numpy as np
 from vllm.config import CUDAGraphMode
 
 from nemo_specrollout.drafters.base import TRACED_STEPS
+from nemo_specrollout.generation.compat import CHOOSES_ON_DEVICE
 from nemo_specrollout.generation.draft_router import DraftRouter
-from nemo_specrollout.generation.model_drafter import SharedCosts
 from nemo_specrollout.generation.transfers import agreed
-from nemo_specrollout.scheduling.speculation.step_time import StepTimeTable
+from nemo_specrollout.scheduling.speculation.step_model import StepModel
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
-AGREED_STEPS = 32
-"""Steps between two agreements of the tensor-parallel ranks on costs and time."""
+AGREED_STEPS = 16
+"""Steps between two agreements of the tensor-parallel ranks on costs."""
 
 
 class StepAccounts:
-    """Owns an engine's trace and its step-time table, and gives the draft router the costs that all ranks share."""
+    """Owns an engine's trace and its step model, and gives the policy the costs that all ranks share."""
 
     def __init__(self, runner: Any, router: DraftRouter | None) -> None:
         self._router = router
-        self.step_times = StepTimeTable(runner.max_num_tokens, _graph_rows(runner.vllm_config.compilation_config))
-        self._worked_s = 0.0
+        least_depth = 1 if CHOOSES_ON_DEVICE or router is None else router.board.num_positions
+        self.step_model = StepModel(
+            runner.max_num_tokens, _graph_sizes(runner.vllm_config.compilation_config), least_depth
+        )
         names = [] if router is None else router.board.names
         self.trace = StepTrace(names, self._draft_counts, TRACED_STEPS)
+        self._most_requests = runner.max_num_reqs
         self.num_weight_updates = 0
 
     def begin_step(self, batch: Any) -> None:
@@ -45,23 +48,25 @@ class StepAccounts:
         if router is None:
             self.trace.end_step()
             return
-        ended = self.trace.end_step(router.host_s, 0.0 if router.model is None else router.model.seconds)
+        timed = [] if router.model is None else router.model.timed()  # on a GPU, of earlier steps
+        ended = self.trace.end_step(router.host_s, timed[-1][1] if timed else 0.0)
         if ended is not None:
-            self.step_times.observe(*ended)
-            self._worked_s += ended[2]
-        if router.costs.verifying is None or self.trace.num_steps % AGREED_STEPS == 0:
-            draft_costs = None if router.model is None else router.model.times.costs()
-            router.costs = agreed(SharedCosts(self.step_times.costs(), draft_costs, self._worked_s))
+            self.step_model.observe(*ended, not router.is_idle)
+        for sizes, seconds in timed:
+            self.step_model.observe_drafting(*sizes, seconds)
+        if router.policy.costs is None or self.trace.num_steps % AGREED_STEPS == 0:
+            router.policy.costs = agreed(self.step_model.costs())
 
     def totals(self) -> EngineTotals:
         """Returns sums since the engine's start."""
         known: dict[str, Any] = {"num_weight_updates": self.num_weight_updates}
         costs, router = None, self._router
         if router is not None:
-            costs = self.step_times.costs()
+            costs = self.step_model.costs()
             for kind, counts_DK in self.verified().items():
                 known[kind] = list(zip(router.board.names, counts_DK, strict=True))
-        return self.trace.totals(None if costs is None else costs.plain_s, **known)
+        most = self._most_requests + 1
+        return self.trace.totals(None if costs is None else costs.plain_s(np.arange(most)), **known)
 
     def verified(self) -> dict[str, Any]:
         """Returns draft tokens verified and accepted, [D, K] each, of an engine that drafts."""
@@ -77,7 +82,7 @@ class StepAccounts:
         return steps_TD2.cpu().numpy()[index].reshape(num_steps, -1)
 
 
-def _graph_rows(compilation: Any) -> int:
-    """Returns the rows of the largest CUDA graph of vLLM's compilation config; 0 if there is none."""
+def _graph_sizes(compilation: Any) -> list[int]:
+    """Returns the rows of each CUDA graph of vLLM's compilation config."""
     has_graphs = compilation.cudagraph_mode != CUDAGraphMode.NONE
-    return int(compilation.max_cudagraph_capture_size or 0) if has_graphs else 0
+    return list(compilation.cudagraph_capture_sizes or ()) if has_graphs else []

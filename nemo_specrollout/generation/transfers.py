@@ -59,11 +59,6 @@ class HostCopy:
         """The values as a read-only view, valid until the next refresh."""
         return self._buffers[self._readable].numpy()
 
-    def forget(self, row: int) -> None:
-        """Sets a row to zero in both buffers. A copy that is under way may still overwrite it."""
-        for buffer in self._buffers:
-            buffer[row] = 0
-
     def refresh(self) -> None:
         """Starts a copy, and makes the values of the copy before it readable."""
         if not self._is_cuda:

@@ -23,7 +23,7 @@ from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.draft_router import DraftRouter
 from nemo_specrollout.generation.row_sampling import RowSampler
 from nemo_specrollout.generation.sampled_rows import Drafts, Drawn
-from nemo_specrollout.generation.transfers import HostCopy, to_device
+from nemo_specrollout.generation.transfers import to_device
 from nemo_specrollout.sampling.equality import accept_by_equality
 
 if compat.CHOOSES_ON_DEVICE:
@@ -191,7 +191,7 @@ class VerificationBudget(AdaptiveVerificationManager):
     """vLLM's adaptive verification with our budget policy, and with step costs that are measured while the engine runs.
 
     vLLM schedules all draft rows of each request, then keeps the best drafts of the batch. The host chooses how many, from
-    rates that are a step old. The device chooses which ones, from the latest rates. So nothing waits for the device.
+    counts that are a step old. The device chooses which ones, from the latest rates. So nothing waits for the device.
     """
 
     def __init__(self, runner: Any, router: DraftRouter) -> None:
@@ -204,7 +204,6 @@ class VerificationBudget(AdaptiveVerificationManager):
         )
         self._router = router
         self._confidence_probs = router.board.tables.rates_SK
-        self._known_rates = HostCopy(self._confidence_probs)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -231,25 +230,16 @@ class VerificationBudget(AdaptiveVerificationManager):
     def add_request(self, req_idx: int) -> None:
         """Sets the rates of a new request to zero, until drafts are proposed for it."""
         self._confidence_probs[req_idx].fill_(0.0)
-        self._known_rates.forget(req_idx)
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
-        """Starts a copy of the acceptance rates, which the draft board has just written. The host reads it a step later.
-
-        The rates stay zero while drafting is idle.
-        """
-        if self._router.num_idle <= 1:
-            self._known_rates.refresh()
+        """Does nothing: the draft board has written the rates, and counted them for the host."""
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Returns the tokens of the step's forward pass, including drafts within the budget. Sets the step's budget."""
         num_drafts = {name: len(draft_tokens.get(name, ())) for name in num_tokens_per_req}
         num_others = {name: num_tokens_per_req[name] - count for name, count in num_drafts.items()}
-        slots_B = [self.req_states.req_id_to_index[name] for name in num_tokens_per_req]
-        caps_B = np.fromiter(num_drafts.values(), np.int64, len(num_drafts))
-        counts_B = self._router.allocate(self._known_rates.values[slots_B], caps_B)
-        most = min(int(caps_B.sum()), self._max_total_logits - len(slots_B) * self.num_bonus_tokens)
-        budget = max(min(int(counts_B.sum()), most), 0)
+        most = min(sum(num_drafts.values()), self._max_total_logits - len(num_drafts) * self.num_bonus_tokens)
+        budget = self._router.policy.num_drafts(len(num_drafts), most)
         self._batch_budget = (num_drafts, num_others, budget)
         return sum(num_others.values()) + budget
 

@@ -157,11 +157,10 @@ class StepTrace:
         self._row(0)[:] = now, 0.0, num_requests, num_rows, is_decode, 0.0, 0.0
         self._is_open, self._was_idle = True, False
 
-    def end_step(self, host_s: float = 0.0, draft_s: float = 0.0) -> tuple[int, int, float, int] | None:
+    def end_step(self, host_s: float = 0.0, draft_s: float = 0.0) -> tuple[int, int, float] | None:
         """Ends the step, of which our host work took `host_s` and a drafter with weights `draft_s`.
 
-        Returns (requests, rows, seconds, rows of the previous step or 0 if it was no decode step) of a pure decode step; None
-        for any other step. The seconds exclude drafting, and host time that plain decoding would not spend.
+        Returns (requests, rows, seconds without `draft_s`) of a pure decode step; None for any other step.
         """
         self._close(time.perf_counter())
         step_C = self._row(0)
@@ -169,9 +168,7 @@ class StepTrace:
         _, seconds, num_requests, num_rows, is_decode, *_ = step_C.tolist()
         if not is_decode:
             return None
-        *_, previous_rows, previous_is_decode, _, _ = self._row(1).tolist()
-        spent_s = seconds - draft_s - (host_s if num_rows == num_requests else 0.0)
-        return int(num_requests), int(num_rows), spent_s, int(previous_rows * previous_is_decode)
+        return int(num_requests), int(num_rows), seconds - draft_s
 
     def since(self, first_step: int) -> StepRows:
         """Returns the steps from number `first_step` on, as far as the trace still has them."""

@@ -23,7 +23,6 @@ from nemo_specrollout.generation.draft_router import DraftRouter
 from nemo_specrollout.generation.requests import NewRequest, RequestIdentity
 from nemo_specrollout.generation.row_sampling import RowSampler
 from nemo_specrollout.generation.verification import EqualityVerifier, VerificationBudget
-from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan
 
 B, S, K, V, L, H = 24, 32, 5, 151_936, 4096, 64
 NAMES = [f"request-{b}" for b in range(B)]
@@ -86,12 +85,11 @@ class DecodeStep:
                 enable_adaptive_verification=True, num_speculative_tokens=K, rejection_sample_method="standard"
             ),
             vllm_config=SimpleNamespace(
-                compilation_config=CompilationConfig(cudagraph_mode="FULL_DECODE_ONLY", max_cudagraph_capture_size=L)
+                compilation_config=CompilationConfig(cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[L])
             ),
         )  # fmt: skip
         self.drafting = DraftRouter(self.config, self.runner)
         self.budget = VerificationBudget(self.runner, self.drafting)
-        self.budget._known_rates._buffers = [torch.ones(S, K) for _ in range(2)]
         self._sampling = sampling_states()
         self.verifier = EqualityVerifier(row_sampler(self._sampling), self.runner.speculative_config, GPU)
         num_rows = B * (K + 1)
@@ -109,7 +107,7 @@ class DecodeStep:
         self._draft_step = zeros(dtype=torch.int64)
         self.open()
         if self.drafting.model is not None:
-            self.drafting.model.plan = DraftPlan(K)
+            self.drafting.model.depth = K
         self.draft(self.verify())  # The first step reads whole prompts.
 
     def open(self) -> None:

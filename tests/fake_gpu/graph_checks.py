@@ -17,8 +17,6 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.utils import get_uniform_decode_token_count
 
-from nemo_specrollout.scheduling.speculation.budget import BudgetDecision
-
 Step = tuple[int, int]
 """Requests of a decode step, and rows of its forward pass after compaction."""
 
@@ -59,7 +57,7 @@ def trace(max_num_seqs: int, num_drafts: int) -> Iterator[Step]:
     for num_requests in range(max_num_seqs, 0, -1):
         names = [str(i) for i in range(num_requests)]
         kept_B = rng.integers(0, num_drafts + 1, num_requests)
-        step.drafting._policy = SimpleNamespace(allocate=lambda *_, kept_B=kept_B: BudgetDecision(kept_B))
+        step.drafting.policy = SimpleNamespace(num_drafts=lambda *_, kept_B=kept_B: int(kept_B.sum()))
         rows = step.budget.get_num_tokens(dict.fromkeys(names, num_drafts + 1), dict.fromkeys(names, [-1] * num_drafts))
         assert rows == num_requests + kept_B.sum()
         yield num_requests, rows

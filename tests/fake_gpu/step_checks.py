@@ -11,17 +11,15 @@ from decode_step import HEAD, TEXT, B, DecodeStep, K
 from device import GPU, FakeGpu, fake_gpu
 
 from nemo_specrollout.drafters.base import Texts
-from nemo_specrollout.scheduling.speculation.budget import BudgetDecision
-from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan
 
 ALL = (*TEXT, HEAD)
 VERIFYING = [
     "_gather_draft_sampled_kernel", "sub", "_score_blocks", "_finish_rows", "_get_num_sampled_and_rejected_kernel"
 ]  # fmt: skip
 """All launches of vLLM's rejection sampler with log-probs at a temperature other than 1. Two of them are ours."""
-DRAFTING_WITH_WEIGHTS = ["copy_", "gt", "index", "bitwise_and", "mul", "copy_"]
+DRAFTING_WITH_WEIGHTS = ["copy_", "gt", "mul", "index", "add", "copy_"]
 INFORMING_THE_BUDGET = ["copy_"]
-AFTER_WEIGHTS = [*DRAFTING_WITH_WEIGHTS, "_propose", "copy_", *INFORMING_THE_BUDGET]
+AFTER_WEIGHTS = [*DRAFTING_WITH_WEIGHTS, "_propose", *INFORMING_THE_BUDGET]
 LAUNCHES = {
     "text": [*VERIFYING, "_observe", "_learn", "_propose", *INFORMING_THE_BUDGET],
     "head": [*VERIFYING, "_observe", *AFTER_WEIGHTS],
@@ -57,7 +55,7 @@ def test_a_drafting_pause_launches_nothing_after_its_first_step(gpu: FakeGpu) ->
     step = DecodeStep(TEXT)
     with gpu.step():
         step.draft(step.verify(), num_drafts=0)
-    assert gpu.done == [*VERIFYING, "_observe", "zero_", *INFORMING_THE_BUDGET]
+    assert gpu.done == [*VERIFYING, "_observe", "zero_"]
     with gpu.step():
         step.draft(step.verify(), num_drafts=0)
     assert gpu.done == VERIFYING
@@ -75,7 +73,7 @@ def test_cuda_graphs_are_captured_with_sampling(gpu: FakeGpu) -> None:
     """The plan at capture must not matter: a graph captured without sampling would never draft anything."""
     step = DecodeStep(ALL)
     for depth in (0, K, 0):
-        step.drafting.model.plan = DraftPlan(depth)
+        step.drafting.model.depth = depth
         step.draft(step.verify())
         with gpu.step():
             step.sample_drafts()
@@ -85,7 +83,7 @@ def test_cuda_graphs_are_captured_with_sampling(gpu: FakeGpu) -> None:
 @pytest.mark.parametrize("budget", [0, B, B * K])
 def test_the_budget_never_waits(gpu: FakeGpu, budget: int) -> None:
     step = DecodeStep(TEXT)
-    step.drafting._policy = Fixed(budget)
+    step.drafting.policy = Fixed(budget)
     with gpu.step():
         step.plan_tokens()
     assert ("topk" in gpu.done) == (0 < budget < B * K)
@@ -104,8 +102,8 @@ class Fixed:
     def __init__(self, budget: int) -> None:
         self._budget = budget
 
-    def allocate(self, *_: Any) -> BudgetDecision:
-        return BudgetDecision(np.full(1, self._budget))
+    def num_drafts(self, *_: Any) -> int:
+        return self._budget
 
 
 VIOLATIONS: dict[str, Callable[[torch.Tensor], Any]] = {

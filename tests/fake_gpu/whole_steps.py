@@ -25,7 +25,7 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.drafters.board import DraftBoard
-from nemo_specrollout.generation import draft_router
+from nemo_specrollout.generation import remote_participant
 from nemo_specrollout.generation.draft_router import DraftRouter
 from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.head_monitor import CHECK_STEPS, HeadMonitor
@@ -33,7 +33,6 @@ from nemo_specrollout.generation.model_drafter import ModelDrafter
 from nemo_specrollout.generation.step_accounts import StepAccounts
 from nemo_specrollout.generation.verification import EqualityVerifier, VerificationBudget
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
-from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan
 
 NO_WEIGHTS = [(kind, "", False) for kind in DRAFTERS if kind not in MODEL_DRAFTERS]
 CASES = NO_WEIGHTS + list(itertools.product(MODEL_DRAFTERS, DRAFT_SAMPLING, (False, True)))
@@ -67,7 +66,7 @@ class WholeStep(DecodeStep):
             self.plan_tokens()
             self._accounts.begin_step(self.batch)
             if self.drafting.model is not None:
-                self.drafting.model.plan = DraftPlan(K * (number % 2))
+                self.drafting.model.depth = K * (number % 2)
             self.draft(self.verify(), K * (number % 3 > 0))
             self._accounts.end_step()
             self.drafting.end_step(self.batch, SimpleNamespace())
@@ -78,7 +77,7 @@ class WholeStep(DecodeStep):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """Yields a GPU that reads the host's pinned memory."""
     with fake_gpu() as fake:
-        for module in (draft_router, buffer_utils):
+        for module in (remote_participant, buffer_utils):
             monkeypatch.setattr(module, "is_uva_available", lambda: True)
         view = lambda memory: torch.empty(memory.shape, dtype=memory.dtype, device=GPU)  # noqa: E731
         monkeypatch.setattr(buffer_utils, "get_accelerator_view_from_cpu_tensor", view)

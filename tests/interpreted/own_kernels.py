@@ -61,9 +61,8 @@ class BoardWorld:
         self.board.open(torch.arange(self.num_slots), self.ints(self.num_slots, low=30, high=LONGEST))
         self.tables = self.board.tables
         # Some have more trials than the evidence window.
-        evidence_DE2, position_DK2 = self.tables.evidence_DE2, self.tables.position_DK2
+        evidence_DE2 = self.tables.evidence_DE2
         evidence_DE2.mul_(torch.from_numpy(self.rng.uniform(0.8, 200.0, evidence_DE2.shape)).float())
-        position_DK2.copy_(torch.linspace(0.0, 800.0, position_DK2.numel()).view_as(position_DK2))
         self.total_len_S = self.ints(self.num_slots, low=10, high=20)
         self.wide_SL = self.ints(self.num_slots, LONGEST + 20, high=2)
         self.token_ids_SL = self.wide_SL[:, :LONGEST]
@@ -126,9 +125,9 @@ def test_board(sizes: tuple[int, int, int | None, int]) -> None:
     assert tables.verified_DK2.flatten(0, 1).sum(dim=0).tolist() == tables.request_S2.sum(dim=0).tolist()
     assert tables.request_S2[:, 0].all(), "nothing was verified"
     assert tables.request_S2[:, 1].any()
-    assert sizes[2] is None or tables.outlook_S4K.any()
+    assert sizes[2] is None or tables.spread_FQ[1:-1].any()
     assert all(table.any() for table in theirs.indexed())
-    assert not any(count.any() for count in ours.board.memory.sums[:4]), "counts of a step are left"
+    assert not any(count.any() for count in ours.board.memory.sums[:3]), "counts of a step are left"
 
 
 @pytest.mark.parametrize(("num_vocab", "dtype"), [(1, torch.float32), (97, torch.bfloat16), (4100, torch.float32)])

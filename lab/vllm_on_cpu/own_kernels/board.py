@@ -20,20 +20,18 @@ PRIOR_STRENGTH = F32(base.PRIOR_STRENGTH)
 
 
 @njit(cache=True, nogil=True)
-def _fade_and_add(t, new_evidence_DE2, new_position_DK2, new_weight_D2, new_calibration_2):  # type: ignore[no-untyped-def]
-    """Scales hits and trials down to the evidence window, then adds the step's. Evidence that is not tried keeps its counts.
-    All draft positions of a drafter are scaled like its first position."""
+def _fade_and_add(t, new_evidence_DE2, new_weight_D2, new_calibration_D2, new_alone_2):  # type: ignore[no-untyped-def]
+    """Scales hits and trials down to the evidence window, then adds the step's. Untried evidence keeps its counts."""
     window = F32(base.EVIDENCE_WINDOW)
     for d in range(t.evidence_DE2.shape[0]):
         for e in range(t.evidence_DE2.shape[1]):
             if t.evidence_DE2[d, e, 1] > window:
                 t.evidence_DE2[d, e] *= window / t.evidence_DE2[d, e, 1]
-        if t.position_DK2[d, 0, 1] > window:
-            t.position_DK2[d] *= window / t.position_DK2[d, 0, 1]
     t.evidence_DE2[:] += new_evidence_DE2
-    t.position_DK2[:] += new_position_DK2
     t.factor_weight_D2[:] = t.factor_weight_D2 * F32(base.FACTOR_WEIGHT_DECAY) + new_weight_D2
-    t.calibration_2[:] = t.calibration_2 * F32(base.CALIBRATION_DECAY) + new_calibration_2
+    t.calibration_D2[:] = t.calibration_D2 * F32(base.CALIBRATION_DECAY) + new_calibration_D2
+    t.alone_2[:] = t.alone_2 * F32(base.CALIBRATION_DECAY) + new_alone_2
+    t.spread_FQ[:] = 0
 
 
 @njit(cache=True, nogil=True)
@@ -62,7 +60,7 @@ def _count_verified(t, slot, step, num_verified, num_accepted):  # type: ignore[
 
 
 @njit(cache=True, nogil=True)
-def _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_position_DK2, new_weight_D2):  # type: ignore[no-untyped-def]
+def _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_weight_D2):  # type: ignore[no-untyped-def]
     """Compares a request's open proposals with its text, each up to its first miss or the end of the text."""
     # Names of their own, because numba counts references at each access to a field.
     length_D, base_D, checked_D, factor_D2 = t.length_SD[slot], t.base_SD[slot], t.checked_SD[slot], t.factor_SD2[slot]
@@ -82,8 +80,6 @@ def _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_position_DK2, new_we
             factor_D2[d, 1] = factor_D2[d, 1] * base.REQUEST_DECAY + rate
             new_evidence_DE2[d, evidence, 0] += is_hit
             new_evidence_DE2[d, evidence, 1] += 1
-            new_position_DK2[d, k, 0] += is_hit
-            new_position_DK2[d, k, 1] += 1
             checked_D[d] = k + 1
             if not is_hit or k + 1 == length_D[d]:
                 length_D[d] = 0
@@ -91,10 +87,11 @@ def _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_position_DK2, new_we
 
 @on_tensors
 @njit(cache=True, nogil=True)
-def observe(texts, num_sampled_B, num_rejected_B, t, step, reference):  # type: ignore[no-untyped-def]
+def observe(texts, num_sampled_B, num_rejected_B, t, step):  # type: ignore[no-untyped-def]
     rates_DE = t.evidence_DE2[..., 0] / t.evidence_DE2[..., 1]
-    new_evidence_DE2, new_position_DK2 = np.zeros_like(t.evidence_DE2), np.zeros_like(t.position_DK2)
-    new_weight_D2, new_calibration_2 = np.zeros_like(t.factor_weight_D2), np.zeros_like(t.calibration_2)
+    new_evidence_DE2 = np.zeros_like(t.evidence_DE2)
+    new_weight_D2, new_calibration_D2 = np.zeros_like(t.factor_weight_D2), np.zeros_like(t.calibration_D2)
+    new_alone_2 = np.zeros_like(t.alone_2)
     t.steps_TD2[step] = 0
     for b in range(len(texts.slots_B)):
         slot = texts.slots_B[b]
@@ -106,15 +103,17 @@ def observe(texts, num_sampled_B, num_rejected_B, t, step, reference):  # type: 
         t.submitted_S[slot] = 0
         if num_verified > 0:
             _count_verified(t, slot, step, num_verified, num_accepted)
-            if d != reference and t.evidence_SDK[slot, d, 0] < NUM_LEVELS:
-                factor, survival = _factor(t.factor_SD2[slot, d], t.factor_weight_D2[d]), F32(1)
-                new_calibration_2[0] += num_accepted
-                for evidence in t.evidence_SDK[slot, d, :num_verified]:
-                    survival *= min(rates_DE[d, evidence] * factor, MAX_RATE)
-                    new_calibration_2[1] += survival
+            factor, survival = _factor(t.factor_SD2[slot, d], t.factor_weight_D2[d]), F32(1)
+            new_calibration_D2[d, 0] += num_accepted
+            for evidence in t.evidence_SDK[slot, d, :num_verified]:
+                survival *= min(rates_DE[d, evidence] * factor, MAX_RATE)
+                new_calibration_D2[d, 1] += survival
+        if t.alone_token_S[slot] >= 0:
+            new_alone_2[0] += texts.token_ids_SL[slot, total_len - num_sampled_B[b]] == t.alone_token_S[slot]
+            new_alone_2[1] += t.alone_rate_S[slot]
         text_L = texts.token_ids_SL[slot, :total_len]
-        _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_position_DK2, new_weight_D2)
-    _fade_and_add(t, new_evidence_DE2, new_position_DK2, new_weight_D2, new_calibration_2)
+        _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_weight_D2)
+    _fade_and_add(t, new_evidence_DE2, new_weight_D2, new_calibration_D2, new_alone_2)
 
 
 @njit(cache=True, nogil=True)
@@ -135,56 +134,63 @@ def _relate(tokens_DK, count_D, reference, relation_DK):  # type: ignore[no-unty
 
 
 @njit(cache=True, nogil=True)
-def _rate(rates_DE, evidence_DK, count_D, factor_D, row_price, ignored, rate_DK):  # type: ignore[no-untyped-def]
-    """Writes the rates of all draft tokens. Returns the drafter of the highest worth above 0, `ignored` left out, or -1."""
-    best, most = -1, F32(0)
+def _worth(survival, row_price):  # type: ignore[no-untyped-def]
+    """Returns the worth of a draft token, in tokens."""
+    return max(survival - F32(row_price), survival * F32(base.MIN_WORTH_SHARE))
+
+
+@njit(cache=True, nogil=True)
+def _rate(rates_DE, evidence_DK, count_D, factor_D, row_price, rate_DK, worth_D):  # type: ignore[no-untyped-def]
+    """Writes the rates of all draft tokens, and the worth of each proposal."""
+    worth_D[:] = 0
     for d in range(len(count_D)):
-        worth, survival = F32(0), F32(1)
+        survival = F32(1)
         for k in range(count_D[d]):
             rate_DK[d, k] = min(rates_DE[d, evidence_DK[d, k]] * factor_D[d], MAX_RATE)
             survival *= rate_DK[d, k]
-            worth += max(survival - F32(row_price), survival * F32(base.MIN_WORTH_SHARE))
-        if worth > most and d != ignored:
-            best, most = d, worth
-    return best
+            worth_D[d] += _worth(survival, row_price)
 
 
 @njit(cache=True, nogil=True)
-def _write_model_outlook(outlook_4K, rate_K, max_drafts, factor, position_K2):  # type: ignore[no-untyped-def]
-    """Writes rows 1 and 3 of a request's outlook. `rate_K` are the rates of the model's drafts.
-
-    Positions that the model did not draft have the rate of their position.
-    """
-    is_new, count = outlook_4K[1, 0] == 0.0, len(rate_K)
-    decay = F32(1 - (base.OUTLOOK_DECAY if count > 0 else base.OUTLOOK_RETURN))
-    usual, expected, position_rate = F32(1), F32(1), F32(base.PRIOR_RATE)
-    for k in range(len(position_K2)):
-        hits, trials = position_K2[k]
-        position_rate = (hits + PRIOR_STRENGTH * position_rate) / (trials + PRIOR_STRENGTH)
-        by_position = min(position_rate * factor, MAX_RATE) if k < max_drafts else F32(0)
-        usual *= by_position
-        expected *= rate_K[k] if k < count else by_position
-        before = usual if is_new else outlook_4K[1, k]
-        after = expected if count > 0 else usual
-        outlook_4K[1, k] = before + decay * (after - before)
-        outlook_4K[3, k] = expected if k < count else F32(0)
+def _best(worth_D, count_D):  # type: ignore[no-untyped-def]
+    """Returns the drafter of the highest worth, and the number of its draft tokens: 0 if none is worth anything."""
+    best = worth_D.argmax()
+    return best, count_D[best] if worth_D[best] > 0 else 0
 
 
 @njit(cache=True, nogil=True)
-def _write_text_outlook(outlook_4K, rate_K, calibration_2):  # type: ignore[no-untyped-def]
-    """Writes rows 0 and 2 of a request's outlook. `rate_K` are the rates of the best text proposal."""
+def _count(spread_Q, rate_K, calibration_2):  # type: ignore[no-untyped-def]
+    """Counts draft tokens of these rates, by survival, in a row of `spread_FQ`."""
     calibration = (calibration_2[0] + PRIOR_STRENGTH) / (calibration_2[1] + PRIOR_STRENGTH)
-    outlook_4K[2] = 0
     survival = F32(1)
-    for k in range(len(rate_K)):
-        survival *= rate_K[k]
-        outlook_4K[2, k] = min(survival * calibration, F32(1))
-    outlook_4K[0] += F32(1 - base.OUTLOOK_DECAY) * (outlook_4K[2] - outlook_4K[0])
+    for rate in rate_K:
+        survival *= rate
+        spread_Q[min(int(survival * calibration * base.NUM_BINS), base.NUM_BINS - 1)] += 1
+
+
+@njit(cache=True, nogil=True)
+def _count_depths(t, depth, most, model, worth_D, count_D, row_price, rate_DK):  # type: ignore[no-untyped-def]
+    """Counts what would be submitted at each depth, if the model has drafted `depth` tokens, in rows of `spread_FQ`.
+
+    `worth_D` are the worths of the other drafters, and `most` the most draft tokens. Depths of up to 2 * depth + 1 are
+    foreseen: a token that was not drafted has the rate of the last one that was.
+    """
+    other, other_count = _best(worth_D, count_D)
+    worth, survival = F32(0), F32(1)
+    for k in range(min(2 * depth + 1, rate_DK.shape[1]) if depth > 0 else 0):
+        if k < most:
+            if k >= count_D[model]:
+                rate_DK[model, k] = rate_DK[model, k - 1]
+            survival *= rate_DK[model, k]
+            worth += _worth(survival, row_price)
+        d, count = (model, min(k + 1, most)) if worth > worth_D[other] else (other, other_count)
+        _count(t.spread_FQ[k + 1], rate_DK[d, :count], t.calibration_D2[d])
+        t.spread_FQ[k + 1, base.NUM_BINS] += k < depth
 
 
 @on_tensors
 @njit(cache=True, nogil=True)
-def choose(texts, t, model, reference, row_price):  # type: ignore[no-untyped-def]
+def choose(texts, t, model, reference, row_price, most):  # type: ignore[no-untyped-def]
     num_drafters, _, num_positions = t.tokens_DBK.shape
     rates_DE = t.evidence_DE2[..., 0] / t.evidence_DE2[..., 1]
     tried_DL2 = t.evidence_DE2.reshape(num_drafters, -1, NUM_LEVELS, 2).sum(1)
@@ -192,30 +198,41 @@ def choose(texts, t, model, reference, row_price):  # type: ignore[no-untyped-de
     evidence_DK = np.empty((num_drafters, num_positions), np.int8)
     rate_DK = np.empty((num_drafters, num_positions), np.float32)
     count_D, factor_D = np.empty(num_drafters, np.int32), np.empty(num_drafters, np.float32)
+    worth_D = np.empty(num_drafters, np.float32)
+    t.spread_FQ[:] = 0
     for b in range(len(texts.slots_B)):
         slot = texts.slots_B[b]
         t.drafts_BK[b] = 0
         if slot < 0:
             continue
         t.rates_SK[slot] = 0
-        max_drafts = min(max(t.limit_S[slot] - texts.total_len_S[slot] - 1, 0), num_positions)
+        max_drafts = min(max(t.limit_S[slot] - texts.total_len_S[slot] - 1, 0), most)
         for d in range(num_drafters):
-            count_D[d] = min(t.found_DB[d, b], max_drafts)
+            count_D[d] = max(min(t.found_DB[d, b], max_drafts), 0)
             factor_D[d] = _factor(t.factor_SD2[slot, d], t.factor_weight_D2[d])
-        if model >= 0:
-            rates = rates_DL if count_D[model] > 0 else rates_DE
-            best = _rate(rates, t.levels_DBK[:, b], count_D, factor_D, row_price, model, rate_DK)
-            outlook_4K, model_rate_K = t.outlook_S4K[slot], rate_DK[model, : count_D[model]]
-            _write_text_outlook(outlook_4K, rate_DK[best, : count_D[best] if best >= 0 else 0], t.calibration_2)
-            _write_model_outlook(outlook_4K, model_rate_K, max_drafts, factor_D[model], t.position_DK2[model])
+        # Without the model's drafts, text drafts have no relation to them.
+        has_model_drafts = model >= 0 and count_D[model] > 0
+        t.alone_token_S[slot] = -1
+        if has_model_drafts:
+            _rate(rates_DL, t.levels_DBK[:, b], count_D, factor_D, row_price, rate_DK, worth_D)
+            worth_D[model] = 0
+            best, count = _best(worth_D, count_D)
+            _count(t.spread_FQ[0], rate_DK[best, :count], t.alone_2)
+            if count > 0:
+                t.alone_token_S[slot], t.alone_rate_S[slot] = t.tokens_DBK[best, b, 0], rate_DK[best, 0]
         _relate(t.tokens_DBK[:, b], count_D, reference, evidence_DK)
         evidence_DK *= NUM_LEVELS
         evidence_DK += t.levels_DBK[:, b]
-        best = _rate(rates_DE, evidence_DK, count_D, factor_D, row_price, -1, rate_DK)
-        t.submitted_S[slot] = 0
-        if best >= 0:
-            count = count_D[best]
-            t.chosen_S[slot], t.submitted_S[slot] = best, count
+        _rate(rates_DE, evidence_DK, count_D, factor_D, row_price, rate_DK, worth_D)
+        best, count = _best(worth_D, count_D)
+        _count(t.spread_FQ[num_positions + 1], rate_DK[best, :count], t.calibration_D2[best])
+        t.spread_FQ[0, base.NUM_BINS] += 1
+        t.spread_FQ[num_positions + 1, base.NUM_BINS] += 1
+        if not has_model_drafts:
+            _count(t.spread_FQ[0], rate_DK[best, :count], t.calibration_D2[best])
+        t.submitted_S[slot] = count
+        if count > 0:
+            t.chosen_S[slot] = best
             t.drafts_BK[b, :count] = t.tokens_DBK[best, b, :count]
             t.rates_SK[slot, :count] = rate_DK[best, :count]
         for d in range(num_drafters):
@@ -224,3 +241,6 @@ def choose(texts, t, model, reference, row_price):  # type: ignore[no-untyped-de
                 t.length_SD[slot, d], t.base_SD[slot, d], t.checked_SD[slot, d] = count, texts.total_len_S[slot], 0
                 t.tokens_SDK[slot, d, :count] = t.tokens_DBK[d, b, :count]
                 t.evidence_SDK[slot, d, :count] = evidence_DK[d, :count]
+        if model >= 0:  # last, because rates of tokens that were not drafted are written
+            worth_D[model] = 0
+            _count_depths(t, t.found_DB[model, b], max_drafts, model, worth_D, count_D, row_price, rate_DK)

@@ -55,17 +55,17 @@ def observe(
     max_new: int,
 ) -> None:
     """Implements `DraftBoard.observe`."""
-    board_kernels.observe(texts, *outcomes, board.memory, step, board.reference)
+    board_kernels.observe(texts, *outcomes, board.memory, step)
     for lookup in lookups if max_new > 0 else ():
         learn(lookup, texts, max_new)
 
 
-def choose(board: "DraftBoard", texts: Texts, row_price: float, lookups: Sequence[Lookup]) -> None:
+def choose(board: "DraftBoard", texts: Texts, row_price: float, lookups: Sequence[Lookup], most: int) -> None:
     """Implements `DraftBoard.choose`."""
     rates_DL: Any = level_rates(board) if lookups else None
     for lookup in lookups:
         walk(lookup, texts, rates_DL[lookup.drafter], SMALLEST_SHARE, board.proposals_of(lookup.drafter))
-    board_kernels.choose(texts, board.memory, board.model, board.reference, row_price)
+    board_kernels.choose(texts, board.memory, board.model, board.reference, row_price, most)
 
 
 def level_rates(board: "DraftBoard") -> torch.Tensor:

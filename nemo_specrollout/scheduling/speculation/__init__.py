@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of an engine step: whether to draft, how deep, and how many draft tokens to verify."""
+"""The decision of an engine step: how deep a model drafts, how many draft tokens are verified, and whether drafters rest."""

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays a record of proposals under the production policy: what each set of drafters is worth in each phase of a run.
+
+    python -m lab.simulation.replay [RECORD] [--machine two_cores|deep|gpu] [--at-a-time N]
+
+The draft board, the step model and the policy are the engine's. Proposals and tokens are recorded
+(`lab.bench.record_speculation`), and seconds come from a machine's cost model, with noise. A run takes some seconds.
+
+Shapes: B running requests, D drafters, K draft positions.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lab.simulation.replay_record import Record
+from lab.vllm_on_cpu.own_kernels import step as cpu_kernels
+from nemo_specrollout.config.block import BudgetConfig
+from nemo_specrollout.drafters.base import Texts
+from nemo_specrollout.drafters.board import BoardShape, DraftBoard
+from nemo_specrollout.scheduling.speculation.decision import likeliest
+from nemo_specrollout.scheduling.speculation.policy import SpeculationPolicy, build_policy
+from nemo_specrollout.scheduling.speculation.step_model import StepModel
+
+STORED = Path(__file__).with_name("smollm2_record.npz")
+NOISE = 0.05
+"""Standard deviation of the logarithm of a step's seconds."""
+MAX_ROWS = 8192
+COSTS_EVERY = 16
+"""Steps between two updates of the policy's costs, as in the engine."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of an engine's steps."""
+
+    rows: tuple[float, ...]
+    """Rows at which the seconds of a step are known."""
+    seconds: tuple[float, ...]
+    """Seconds of a step with these rows."""
+    request_s: float
+    """Seconds of each request besides its row."""
+    text_s: float
+    """Seconds in which drafters without weights propose."""
+    pass_s: float
+    """Seconds of a pass of the model."""
+    pass_row_s: float
+    """Seconds of each row of a pass."""
+    sample_s: float
+    """Seconds to sample one draft token of one request."""
+    graph_sizes: tuple[int, ...] = ()
+    """Rows of CUDA graphs. Above the largest, a step takes twice as long."""
+
+    def step_s(self, num_requests: int, num_rows: int, has_drafters: bool) -> float:
+        """Returns the seconds of a step without drafting with weights."""
+        slower, rows = 1.0, num_rows
+        if self.graph_sizes:
+            rows = next((size for size in self.graph_sizes if size >= num_rows), num_rows)
+            slower = 2.0 if num_rows > self.graph_sizes[-1] else 1.0
+        seconds = slower * float(np.interp(rows, self.rows, self.seconds)) + num_requests * self.request_s
+        return seconds + has_drafters * self.text_s
+
+    def draft_s(self, num_rows: int, num_requests: int, depth: int) -> float:
+        """Returns the seconds to read `num_rows` tokens and draft `depth` tokens for each request."""
+        passes_s = (
+            self.pass_s
+            + num_rows * self.pass_row_s
+            + max(depth - 1, 0) * (self.pass_s + num_requests * self.pass_row_s)
+        )
+        return passes_s + depth * num_requests * self.sample_s
+
+
+_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+MACHINES = {
+    "two_cores": Machine(
+        (1, 8, 16, 32, 64, 128, 256), (0.0155, 0.0175, 0.021, 0.029, 0.046, 0.079, 0.146),
+        1e-4, 2e-4, 0.0018, 2.5e-5, 3e-5,
+    ),
+    "deep": Machine(
+        (1, 8, 16, 32, 64, 128, 256), (0.046, 0.05, 0.06, 0.082, 0.13, 0.226, 0.42), 1e-4, 2e-4, 0.0018, 2.5e-5, 3e-5
+    ),
+    "gpu": Machine(
+        (1, 64, 160, 256, 512, 1024), (0.0052, 0.0056, 0.0069, 0.0086, 0.0148, 0.027), 0.0, 4e-4, 7e-4, 0.0, 1e-6, _SIZES
+    ),
+}  # fmt: skip
+"""Two cores with SmolLM2-135M; the same with a deeper policy; an H200 with Qwen3-8B (docs/benchmarks/gpu.md)."""
+
+
+@dataclass
+class Phase:
+    """The work of an engine in a batch of the record."""
+
+    batch: int
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    depths: int = 0
+    """Sum of the depths of drafting."""
+    drafts: int = 0
+    """Draft tokens that were verified."""
+    dormant: int = 0
+    """Steps in which the model lay dormant."""
+    by_step: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds and tokens of each step."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    def rate_from(self, start_s: float) -> float:
+        """Returns the tokens a second from `start_s` seconds of the phase on; of the whole phase if it is shorter."""
+        seconds_2 = np.array(self.by_step)
+        late = np.cumsum(seconds_2[:, 0]) > start_s
+        kept = seconds_2[late] if late.sum() > len(late) // 4 else seconds_2
+        return float(kept[:, 1].sum() / kept[:, 0].sum())
+
+
+class Replay:
+    """An engine whose proposals and tokens are recorded. Owns the board, the policy and the clock."""
+
+    def __init__(
+        self, record: Record, drafters: Sequence[int], machine: Machine, policy: SpeculationPolicy | None = None,
+        max_requests: int = 64, seed: int = 0,
+    ) -> None:  # fmt: skip
+        """`drafters`: those that take part; none is plain decoding."""
+        self._record, self._machine, self._drafters = record, machine, list(drafters)
+        self._rng = np.random.default_rng(seed)
+        num_positions = record.drafts_PDK.shape[2]
+        self.policy = policy or build_policy(BudgetConfig("auto"), num_positions)
+        self._model = self._drafters.index(record.model) if record.model in drafters else None
+        self._step_model = StepModel(MAX_ROWS, machine.graph_sizes)
+        self._num_steps, self._depth, self._rests, self._is_idle = 0, 0, False, not drafters
+        if drafters:
+            names = [record.names[d] for d in drafters]
+            priors_DE = record.priors_DE[list(drafters)][:, :16]
+            shape = BoardShape(max_requests, num_positions)
+            self.board = DraftBoard(names, priors_DE, shape, torch.device("cpu"), self._model)
+            self.board.use_kernels(cpu_kernels)
+        longest = int(np.diff(record.start_R).max()) + num_positions
+        self._texts = Texts(torch.zeros(0, dtype=torch.int64), torch.zeros(max_requests, dtype=torch.int32),
+                            torch.zeros(max_requests, longest, dtype=torch.int32))  # fmt: skip
+        self._lengths_S, self._ends_S = self._texts.total_len_S.numpy(), np.zeros(max_requests, np.int64)
+        self._response_S, self._follows_S = np.zeros(max_requests, np.int64), np.zeros(max_requests, np.bool_)
+
+    def play(self, batch: int, at_a_time: int | None = None) -> Phase:
+        """Rolls out a batch of the record, at most `at_a_time` requests at once."""
+        waiting = np.flatnonzero(self._record.batch_R == batch).tolist()
+        free, running, phase = list(range(len(self._lengths_S))), list[int](), Phase(batch)
+        while waiting or running:
+            new: list[int] = []
+            while waiting and len(running) + len(new) < (at_a_time or len(self._lengths_S)):
+                new.append(free.pop(0))
+                self._open(new[-1], waiting.pop(0))
+            if new:
+                self._admit(new)
+            running += new
+            self._step(np.array(running), phase)
+            ended = [slot for slot in running if self._lengths_S[slot] >= self._ends_S[slot]]
+            running = [slot for slot in running if slot not in ended]
+            free += ended
+        return phase
+
+    def _open(self, slot: int, response: int) -> None:
+        start, end = self._record.start_R[response : response + 2]
+        self._texts.token_ids_SL[slot, : end - start] = torch.from_numpy(self._record.tokens_P[start:end])
+        self._lengths_S[slot], self._ends_S[slot], self._response_S[slot] = 1, end - start, response
+
+    def _admit(self, slots: list[int]) -> None:
+        was_dormant = self.policy.is_dormant
+        self.policy.requests_arrived(len(slots))
+        self._follows_S[slots] = self._model is not None and not self.policy.is_dormant
+        if not self._drafters:
+            return
+        if self._model is not None and was_dormant and not self.policy.is_dormant:
+            self.board.forget_drafter(self._model)
+        limits = torch.from_numpy(self._ends_S[slots] + self.board.num_positions).int()
+        self.board.open(torch.tensor(slots), limits)
+
+    def _step(self, slots_B: np.ndarray, phase: Phase) -> None:
+        """Verifies, samples, and proposes for the next step."""
+        num_requests, policy, counts_B = len(slots_B), self.policy, np.zeros(len(slots_B), np.int64)
+        if self._drafters and not self._rests:
+            rates_BK = self.board.tables.rates_SK.numpy()[slots_B]
+            caps_B = np.full(num_requests, rates_BK.shape[1])
+            counts_B = likeliest(rates_BK, caps_B, policy.num_drafts(num_requests, int(caps_B.sum())))
+        num_followed = int(self._follows_S[slots_B].sum())
+        depth = policy.plan(num_requests, num_followed)
+        if policy.is_dormant and self._follows_S.any():
+            self._follows_S[:], num_followed, depth = False, 0, 0
+        rests, self._rests = self._rests, policy.ends_step(num_requests, num_followed)
+        right_B = self._num_right(slots_B, counts_B)
+        left_B = self._ends_S[slots_B] - self._lengths_S[slots_B]
+        emitted_B = np.minimum(right_B + 1, left_B)
+        self._lengths_S[slots_B] += emitted_B
+        num_rows, was_idle = num_requests + int(counts_B.sum()), self._is_idle
+        self._is_idle = not self._drafters or (rests and not num_followed)
+        seconds = self._machine.step_s(num_requests, num_rows, not self._is_idle) * self._noise()
+        self._step_model.observe(num_requests, num_rows, seconds, not self._is_idle)
+        if self._drafters and not (self._is_idle and was_idle):
+            self._observe(slots_B, right_B, counts_B)
+        if self._is_idle and self._drafters:
+            self.board.tables.rates_SK.zero_()
+        if not self._is_idle:
+            if num_followed:
+                draft_s = self._machine.draft_s(num_rows, num_requests, depth) * self._noise()
+                self._step_model.observe_drafting(num_rows, num_requests, depth, draft_s)
+                seconds += draft_s
+            self._propose(slots_B, depth)
+            policy.observe(self.board.tables.spread_FQ.numpy().copy())
+        self._num_steps += 1
+        if policy.costs is None or self._num_steps % COSTS_EVERY == 0:
+            policy.costs = self._step_model.costs()
+        phase.tokens += int(emitted_B.sum())
+        phase.seconds += seconds
+        phase.steps += 1
+        phase.depths += depth if num_followed else 0
+        phase.drafts += int(counts_B.sum())
+        phase.dormant += policy.is_dormant
+        phase.by_step.append((seconds, int(emitted_B.sum())))
+
+    def _num_right(self, slots_B: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
+        """Returns how many of the verified drafts are the recorded tokens."""
+        if not counts_B.any():
+            return counts_B
+        drafts_SK, num_positions = self._drafts_SK[slots_B], self._drafts_SK.shape[1]
+        columns_BK = self._lengths_S[slots_B, None] + np.arange(num_positions)
+        text_BK = self._texts.token_ids_SL.numpy()[
+            slots_B[:, None], np.minimum(columns_BK, self._texts.token_ids_SL.shape[1] - 1)
+        ]
+        is_right_BK = (drafts_SK == text_BK) & (np.arange(num_positions) < counts_B[:, None])
+        return np.cumprod(is_right_BK, axis=1).sum(axis=1)
+
+    def _observe(self, slots_B: np.ndarray, right_B: np.ndarray, counts_B: np.ndarray) -> None:
+        texts = self._texts._replace(slots_B=torch.from_numpy(slots_B))
+        sampled_B, rejected_B = (torch.from_numpy(n).int() for n in (right_B + 1, counts_B - right_B))
+        self.board.observe(texts, sampled_B, rejected_B, self._num_steps)
+
+    def _propose(self, slots_B: np.ndarray, depth: int) -> None:
+        """Writes the recorded proposals to the board, and lets it choose."""
+        tables, num_requests, record = self.board.tables, len(slots_B), self._record
+        last_B = np.diff(record.start_R)[self._response_S[slots_B]] - 1
+        position_B = record.start_R[self._response_S[slots_B]] + np.minimum(self._lengths_S[slots_B], last_B)
+        for d, of_record in enumerate(self._drafters):
+            tables.tokens_DBK[d, :num_requests] = torch.from_numpy(record.drafts_PDK[position_B, of_record])
+            tables.levels_DBK[d, :num_requests] = torch.from_numpy(record.levels_PDK[position_B, of_record])
+            found_B = record.found_PD[position_B, of_record].astype(np.int32)
+            if d == self._model:
+                found_B = np.where(self._follows_S[slots_B], np.minimum(found_B, depth), -1)
+            tables.found_DB[d, :num_requests] = torch.from_numpy(found_B)
+        texts = self._texts._replace(slots_B=torch.from_numpy(slots_B))
+        self.board.choose(texts, self.policy.row_price, most=self.policy.most_drafts)
+        if not hasattr(self, "_drafts_SK"):
+            self._drafts_SK = np.zeros((len(self._lengths_S), self.board.num_positions), np.int64)
+        self._drafts_SK[slots_B] = tables.drafts_BK[:num_requests].numpy()
+
+    def _noise(self) -> float:
+        return float(np.exp(NOISE * self._rng.standard_normal()))
+
+
+def ways_of(record: Record) -> dict[str, list[int]]:
+    """Returns the sets of drafters that are compared: all, the ones without weights, the model, none."""
+    text = [d for d in range(len(record.names)) if d != record.model]
+    return {"plain": [], "text": text, "model": [record.model], "all": list(range(len(record.names)))}
+
+
+def phases(
+    record: Record, machine: Machine, order: Sequence[int], at_a_time: int | None = None
+) -> dict[str, list[Phase]]:
+    """Returns what each set of drafters did in batches of the record in this order."""
+    found = {}
+    for way, drafters in ways_of(record).items():
+        replay = Replay(record, drafters, machine)
+        found[way] = [replay.play(batch, at_a_time) for batch in order]
+    return found
+
+
+def union_over_best(found: dict[str, list[Phase]], start_s: float = 0.0) -> list[float]:
+    """Returns the speed of all drafters over the best of their parts, for each phase from `start_s` on."""
+    return [
+        found["all"][i].rate_from(start_s) / max(found[way][i].rate_from(start_s) for way in ("plain", "text", "model"))
+        for i in range(len(found["all"]))
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table for the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", nargs="?", type=Path, default=STORED)
+    parser.add_argument("--machine", choices=MACHINES, default="two_cores")
+    parser.add_argument("--at-a-time", type=int, default=None, help="requests that run at once; default: a batch")
+    options = parser.parse_args(arguments)
+    record, machine = Record.load(options.record), MACHINES[options.machine]
+    order = sorted(set(record.batch_R.tolist()))
+    found = phases(record, machine, order, options.at_a_time)
+    print(f"{options.machine}: speed over plain of each batch, and all drafters over the best part")
+    print("batch  " + "".join(f"{way:>8}" for way in found) + "    over")
+    for i, (batch, over) in enumerate(zip(order, union_over_best(found), strict=True)):
+        gains = "".join(f"{found[way][i].rate / found['plain'][i].rate:8.2f}" for way in found)
+        print(f"{batch:<7}{gains}{over:8.3f}")
+
+
+if __name__ == "__main__":
+    main()

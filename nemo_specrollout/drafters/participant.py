@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of all parts that accompany an engine's requests: drafters, and observers of its steps."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nemo_specrollout.drafters.base import Proposals, Texts
+from nemo_specrollout.drafters.device_index import Lookup
+
+Put = Callable[[Any, Any], torch.Tensor]
+"""Function that returns numbers as a tensor of a NumPy type on the device, without waiting for it."""
+
+
+class DraftStep(NamedTuple):
+    """A step after its tokens were sampled, as vLLM hands it to a speculator."""
+
+    inputs: tuple[Any, ...]
+    """Positional arguments of vLLM's `propose`: the batch comes first."""
+    options: dict[str, Any]
+    """Its other arguments."""
+
+
+class Participant:
+    """Follows the requests of an engine. The calls of a step: `open`, `close`, `observe`, `propose` of drafters, `end_step`.
+
+    Invariant: nothing that a participant does can change a request's output, only when it arrives. It leaves out what it does
+    not override.
+    """
+
+    def open(self, slots: torch.Tensor, requests: Sequence[Any], put: Put) -> None:
+        """Gives `slots`, int64, to `requests`, which are `generation.requests.NewRequest`s."""
+
+    def close(self, slots: Sequence[int]) -> None:
+        """Forgets the requests in `slots`, which have ended or are preempted."""
+
+    def observe(self, step: DraftStep) -> None:
+        """Sees a step, before drafters propose."""
+
+    def end_step(self, slots_B: np.ndarray, output: Any) -> Any:
+        """Returns a step's output. Its requests are in `slots_B`."""
+        return output
+
+    def weights_updated(self, version: int) -> None:
+        """Takes note that the policy has the weights of `version`."""
+
+    def woke_up(self) -> None:
+        """Goes on after the engine slept."""
+
+
+class Drafter(Participant):
+    """Proposes continuations of the requests' texts, and owns whatever it remembers of texts."""
+
+    name: str
+    has_weights = False
+    """Whether proposing takes time of a network, which steps account for apart."""
+
+    def lookup(self, drafter: int) -> Lookup | None:
+        """Returns how the board's kernels learn and propose for this drafter, which is number `drafter` of the board.
+
+        None for a drafter that proposes by itself.
+        """
+        return None
+
+    def num_followed(self, slots_B: np.ndarray) -> int:
+        """Returns the number of requests in these slots whose text it must read in every step."""
+        return 0
+
+    def plan(self, depth: int) -> None:
+        """Takes note of how many tokens of each request the policy wants from a model."""
+
+    def propose(self, texts: Texts, out: Proposals) -> None:
+        """Writes proposals to `out`. Only a drafter without a `lookup` is asked. By default there are none."""

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step model: predicts the seconds of an engine step from measured ones.
+
+One regression serves steps with and without drafts, another one serves drafting with weights. Both are Kalman filters, because
+contexts grow and machines slow down. A stall makes a step longer, but nothing makes a step shorter than it is. So only
+samples above the prediction are clipped.
+
+Shapes: J knots of rows, X terms of a regression, N numbers of drafts.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import isotonic_regression
+
+NOISE = 0.1
+"""Standard deviation of a step's seconds, as a share of the prediction."""
+COLD = 4.0
+"""Factor on the noise of the first step with a number of rows, whose kernels and caches are cold."""
+MEMORY = 64.0
+"""Steps from which a known coefficient is estimated."""
+CLIP = 2.0
+"""Standard deviations by which a sample may exceed the prediction."""
+OPTIMISM = 0.25
+"""Assumed share of a step's seconds that grows with its rows. A low guess is tried and corrected; a high one never is."""
+
+
+class DraftCosts(NamedTuple):
+    """Seconds of drafting with weights: a first pass over the unread tokens, then a pass for each further draft token."""
+
+    fixed_s: float = 0.0
+    """Seconds of the first pass without its rows."""
+    row_s: float = 0.0
+    """Seconds of each unread token in the first pass."""
+    pass_s: float = 0.0
+    """Seconds of each further pass."""
+    token_s: float = 0.0
+    """Seconds to sample one draft token of one request."""
+    unsampled_s: float = 0.0
+    """Seconds that a first pass saves if it only reads."""
+    least_depth: int = 1
+    """The fewest tokens that the model drafts if it drafts at all."""
+
+    def seconds(self, num_requests: int, depth: int) -> float:
+        """Returns the seconds to draft `depth` tokens for each request after a plain step. At depth 0 the model only reads."""
+        first_s = self.fixed_s + self.row_s * num_requests
+        if depth == 0:
+            return max(first_s - self.unsampled_s, 0.0)
+        depth = max(depth, self.least_depth)
+        return first_s + (depth - 1) * self.pass_s + depth * num_requests * self.token_s
+
+
+class StepCosts(NamedTuple):
+    """Predicted seconds of steps. A step has a row for each request and for each draft token."""
+
+    knots_J: np.ndarray
+    """Numbers of rows, ascending, float64."""
+    seconds_J: np.ndarray
+    """Seconds of plain steps with these rows, non-decreasing."""
+    graph_sizes: np.ndarray
+    """Rows of the CUDA graphs, ascending. A step is padded to the next size. Empty without graphs."""
+    draft_row_s: float = 0.0
+    """Seconds by which a draft's row is dearer than a request's row; negative if it is cheaper."""
+    verify_s: float = 0.0
+    """Constant seconds of a step that verifies drafts."""
+    text_s: float = 0.0
+    """Seconds in which the drafters without weights propose."""
+    drafting: DraftCosts | None = None
+    """Seconds of drafting with weights; None while unknown."""
+
+    def plain_s(self, num_requests: int | np.ndarray) -> np.ndarray:
+        """Returns the seconds of a step without drafters."""
+        return np.interp(self.padded(np.asarray(num_requests)), self.knots_J, self.seconds_J)
+
+    def seconds(self, num_requests: int, drafts_N: np.ndarray) -> np.ndarray:
+        """Returns the seconds of steps with drafters that verify `drafts_N` draft tokens, float64 [N]."""
+        rows_s = np.interp(self.padded(num_requests + drafts_N), self.knots_J, self.seconds_J)
+        rows_s += np.where(drafts_N > 0, self.verify_s + drafts_N * self.draft_row_s, 0.0)
+        return np.maximum(rows_s, self.plain_s(num_requests)) + self.text_s
+
+    def padded(self, rows_N: np.ndarray) -> np.ndarray:
+        """Returns the rows that steps of `rows_N` rows compute."""
+        if not len(self.graph_sizes):
+            return rows_N
+        index_N = np.minimum(np.searchsorted(self.graph_sizes, rows_N), len(self.graph_sizes) - 1)
+        return np.maximum(self.graph_sizes[index_N], rows_N)
+
+    def most_drafts(self, num_requests: int) -> int:
+        """Returns the most drafts that keep a step in its CUDA graph, beyond which its time would double at once."""
+        has_graph = len(self.graph_sizes) > 0 and num_requests <= self.graph_sizes[-1]
+        return max(int(self.graph_sizes[-1] if has_graph else self.knots_J[-1]) - num_requests, 0)
+
+
+class Regression:
+    """A linear model whose coefficients drift: a Kalman filter. Owns the coefficients and their covariance.
+
+    Coefficients are in seconds. Their prior is relative to the first sample. It begins again at a sample below a quarter
+    of the prediction, because the first sample was a stall then.
+    """
+
+    def __init__(self, mean_X: np.ndarray, deviation_X: np.ndarray) -> None:
+        """Takes the prior means and standard deviations of the coefficients, in units of the first sample."""
+        self._mean_X, self._prior_XX = mean_X, np.diag(deviation_X**2)
+        self.is_known, self._scale_s = False, 0.0
+        self.coefficients_X = mean_X
+        self.covariance_XX = self._prior_XX
+
+    def observe(self, terms_X: np.ndarray, seconds: float, noise: float = NOISE) -> None:
+        """Learns from a step of these terms. `noise` is the standard deviation of its seconds, as a share of them."""
+        expected_s = float(terms_X @ self.coefficients_X)
+        if not self.is_known or 4.0 * seconds < expected_s:
+            self.is_known, self._scale_s = True, max(seconds / max(float(terms_X @ self._mean_X), 1e-9), 1e-9)
+            self.coefficients_X, self.covariance_XX = self._scale_s * self._mean_X, self._prior_XX
+            expected_s = float(terms_X @ self.coefficients_X)
+        covariance_X = self.covariance_XX @ terms_X
+        variance = float(terms_X @ covariance_X) + (noise * expected_s / self._scale_s) ** 2
+        error_s = min(seconds - expected_s, CLIP * variance**0.5 * self._scale_s)
+        self.coefficients_X = self.coefficients_X + covariance_X * (error_s / variance)
+        left_XX = self.covariance_XX - np.outer(covariance_X, covariance_X) / variance
+        self.covariance_XX = left_XX + (NOISE / MEMORY) ** 2 * (self._prior_XX - left_XX)
+
+
+class StepModel:
+    """Learns the seconds of steps and of drafting. Owns one regression of each."""
+
+    def __init__(self, max_rows: int, graph_sizes: Sequence[int] = (), least_depth: int = 1) -> None:
+        """Takes the most rows of a step, the rows of the CUDA graphs, and the fewest tokens that a model drafts."""
+        self._least_depth = least_depth
+        self._graph_sizes = np.unique(np.array(graph_sizes, np.float64))
+        self._knots_J = np.unique(np.round(2.0 ** np.arange(0, np.log2(max_rows) + 0.5, 0.5)))
+        self._knots_J[-1] = max_rows
+        num_knots = len(self._knots_J)
+        # Terms: 1, rows, a change of slope at each inner knot, drafts, any drafts, drafters at work.
+        mean_X = np.concatenate([[1.0 - OPTIMISM, OPTIMISM], np.zeros(num_knots - 1), [0.02, 0.02]])
+        deviation_X = np.concatenate([[0.5, 0.5], np.full(num_knots - 2, 0.5), [0.1, 0.1, 0.05]])
+        self._steps = Regression(mean_X, deviation_X)
+        # Terms: 1, rows, further passes, sampled tokens, nothing sampled.
+        self._drafting = Regression(np.array([0.4, 0.1, 0.4, 0.1, -0.05]), np.array([0.4, 0.1, 0.4, 0.1, 0.2]))
+        self._unit = self._unit_drafting = 1.0
+        """Rows of the first sample: the unit of the terms of rows."""
+        self._sizes_seen: set[tuple[int, bool]] = set()
+
+    def observe(self, num_requests: int, num_rows: int, seconds: float, has_drafters: bool = True) -> None:
+        """Adds the seconds of a pure decode step, without the time of a drafter with weights.
+
+        Rows beyond `num_requests` are drafts. `has_drafters`: whether drafters were at work in it.
+        """
+        if not self._steps.is_known:
+            self._unit = float(num_rows)
+        size = (num_rows, num_rows > num_requests)
+        noise = NOISE if size in self._sizes_seen else COLD * NOISE
+        self._sizes_seen.add(size)
+        self._steps.observe(self._terms(num_requests, num_rows - num_requests, has_drafters), seconds, noise)
+
+    def observe_drafting(self, num_rows: int, num_requests: int, depth: int, seconds: float) -> None:
+        """Adds the seconds in which a model read `num_rows` tokens and drafted `depth` tokens for each request."""
+        if not self._drafting.is_known:
+            self._unit_drafting = float(max(num_rows, 1))
+        rows, tokens = num_rows / self._unit_drafting, depth * num_requests / self._unit_drafting
+        self._drafting.observe(np.array([1.0, rows, max(depth - 1, 0), tokens, depth == 0]), seconds)
+
+    def costs(self) -> StepCosts | None:
+        """Returns predictions, or None before the first sample."""
+        if not self._steps.is_known:
+            return None
+        terms_JX = np.stack([self._terms(0, 0, False, rows) for rows in self._knots_J])
+        x, num_knots = self._steps.coefficients_X, len(self._knots_J)
+        variance_J = np.einsum("jx,xy,jy->j", terms_JX, self._steps.covariance_XX, terms_JX)
+        seconds_J = isotonic_regression(np.maximum(terms_JX @ x, 1e-9), weights=1.0 / (variance_J + 1e-9)).x
+        draft_row_s, verify_s, text_s = (
+            x[num_knots] / self._unit,
+            max(x[num_knots + 1], 0.0),
+            max(x[num_knots + 2], 0.0),
+        )
+        others = float(draft_row_s), float(verify_s), float(text_s), self._draft_costs()
+        return StepCosts(self._knots_J, seconds_J, self._graph_sizes, *others)
+
+    def _draft_costs(self) -> DraftCosts | None:
+        if not self._drafting.is_known:
+            return None
+        fixed, row, further, token, unsampled = self._drafting.coefficients_X.tolist()
+        unit, known = self._unit_drafting, (fixed, row, further, token, -unsampled)
+        fixed_s, row_s, pass_s, token_s, saved_s = (max(seconds, 0.0) for seconds in known)
+        return DraftCosts(fixed_s, row_s / unit, pass_s, token_s / unit, saved_s, self._least_depth)
+
+    def _terms(self, num_requests: int, num_drafts: int, has_drafters: bool, rows: float | None = None) -> np.ndarray:
+        """Returns the terms of a step. A change of slope is relative to its knot, so its prior has no unit."""
+        if rows is None:
+            rows = float(num_requests + num_drafts)
+            index = int(np.searchsorted(self._graph_sizes, rows))
+            rows = float(self._graph_sizes[index]) if index < len(self._graph_sizes) else rows
+        inner_J = self._knots_J[1:-1]
+        ends = (num_drafts / self._unit, float(num_drafts > 0), float(has_drafters))
+        return np.concatenate([(1.0, rows / self._unit), np.maximum(rows - inner_J, 0.0) / inner_J, ends])

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy of speculation: depth, number of drafts, dormancy and rest, on a machine with known seconds.
+
+Shapes: F depths of drafting, Q bins of survival.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from nemo_specrollout.config.block import BudgetConfig
+from nemo_specrollout.scheduling.speculation.policy import (
+    ENOUGH,
+    LOOK_SHARE,
+    PATIENCE,
+    REST_SHARE,
+    AutoPolicy,
+    BatchSizes,
+    FixedPolicy,
+    LookClock,
+    build_policy,
+)
+from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepCosts
+
+pytestmark = pytest.mark.unit
+K, NUM_BINS = 8, 128
+COSTS = StepCosts(
+    np.array([1.0, 8.0, 1024.0]), np.array([0.010, 0.011, 0.2]), np.zeros(0), verify_s=2e-4, text_s=3e-4,
+    drafting=DraftCosts(0.0015, 1e-5, 0.0015, 2e-5, 2e-4),
+)  # fmt: skip
+
+
+@dataclass
+class World:
+    """Requests whose drafts survive as told, and an engine that does what the policy says."""
+
+    policy: AutoPolicy = field(default_factory=lambda: AutoPolicy(0.03, K, K))
+    text: float = 0.0
+    """Probability that a text draft is right."""
+    model: float = 0.0
+    """Probability that a draft of the model is right."""
+    num_requests: int = 0
+    num_followed: int = 0
+    seconds: float = 0.0
+    depths: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    rests: list[bool] = field(default_factory=list)
+    wakes: int = 0
+
+    def __post_init__(self) -> None:
+        self.policy.costs = COSTS
+
+    def arrive(self, num_new: int) -> None:
+        was_dormant = self.policy.is_dormant
+        self.num_requests += num_new
+        self.policy.requests_arrived(num_new)
+        self.num_followed += 0 if self.policy.is_dormant else num_new
+        self.wakes += was_dormant and not self.policy.is_dormant
+
+    def leave(self, num_ended: int) -> None:
+        self.num_requests -= num_ended
+        self.num_followed = min(self.num_followed, self.num_requests)
+
+    def step(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            rests = bool(self.rests) and self.rests[-1]
+            drafts = 0 if rests else self.policy.num_drafts(self.num_requests, K * self.num_requests)
+            depth = self.policy.plan(self.num_requests, self.num_followed)
+            if self.policy.is_dormant:
+                self.num_followed = depth = 0
+            self.rests.append(self.policy.ends_step(self.num_requests, self.num_followed))
+            if not rests or self.num_followed:
+                self.policy.observe(self._spread(depth))
+            self.seconds += float(COSTS.seconds(self.num_requests, np.array([drafts]))[0])
+            self.depths.append(depth)
+            self.drafts.append(drafts)
+
+    def _spread(self, depth: int) -> np.ndarray:
+        """Returns the board's table of survival. The model's drafts are taken where they are as likely as text drafts."""
+        spread_FQ = np.zeros((K + 2, NUM_BINS + 1), np.int32)
+        text = self.text ** np.arange(1, K + 1) if self.text else np.zeros(0)
+        others = self.num_requests - self.num_followed
+        _add(spread_FQ[0], text, self.num_requests)
+        for d in range(1, depth + 1):
+            model = self.model ** np.arange(1, d + 1)
+            _add(spread_FQ[d], model if model.sum() > text.sum() else text, self.num_followed)
+        for d in range(depth + 1, min(2 * depth + 1, K) + 1 if depth else 0):  # foreseen
+            _add(spread_FQ[d], self.model ** np.arange(1, d + 1), self.num_followed)
+            spread_FQ[d, -1] = 0
+        best = spread_FQ[depth] if depth and self.num_followed else spread_FQ[0]
+        spread_FQ[-1] = best
+        if depth and others:
+            _add(spread_FQ[-1], text, others)
+        return spread_FQ
+
+
+def _add(spread_Q: np.ndarray, survival: Sequence[float] | np.ndarray, num_requests: int) -> None:
+    bins = np.minimum((np.asarray(survival) * NUM_BINS).astype(int), NUM_BINS - 1)
+    np.add.at(spread_Q, bins, num_requests)
+    spread_Q[-1] += num_requests
+
+
+def test_a_good_model_drafts_deep_and_a_batch_drains() -> None:
+    world = World(model=0.9)
+    world.arrive(32)
+    while world.num_requests:
+        world.step(20)
+        world.leave(max(world.num_requests // 2, 1))
+    assert not world.policy.is_dormant
+    assert np.mean(world.depths[40:60]) < np.mean(world.depths[-20:]), "fewer requests have room for more drafts"
+    assert np.mean(world.depths[-20:]) > 5
+
+
+def test_a_useless_model_lies_dormant_after_its_first_look() -> None:
+    world = World(text=0.6)
+    world.arrive(32)
+    world.step(100)
+    assert world.policy.is_dormant and sum(d > 0 for d in world.depths) <= ENOUGH // 32 + 16
+    assert not any(world.depths[40:]) and world.num_followed == 0
+    assert world.drafts[-1] > 0, "text drafters go on"
+
+
+def test_a_dormant_model_is_looked_at_when_requests_arrive() -> None:
+    """The model wakes where its drafts pay, and the looks at a useless one take no more than their share."""
+    world = World(text=0.3)
+    for _ in range(40):
+        world.arrive(32)
+        world.step(200)
+        world.leave(32)
+    costs = COSTS.drafting
+    assert costs is not None
+    looked_s = sum(costs.seconds(32, depth) for depth in world.depths if depth)
+    assert world.wakes >= 1 and looked_s < 2.0 * LOOK_SHARE * world.seconds + 16 * costs.seconds(32, K)
+    world.model = 0.9
+    before = len(world.depths)
+    for _ in range(20):
+        world.arrive(32)
+        world.step(200)
+        world.leave(32)
+    assert not world.policy.is_dormant and np.mean(world.depths[before + 10 * 200 :]) > 1
+
+
+def test_a_model_that_improves_drafts_deeper() -> None:
+    """Depths that it never drafted are foreseen."""
+    world = World(text=0.3, model=0.6)
+    world.arrive(2)
+    world.step(300)
+    shallow = np.mean(world.depths[-100:])
+    world.model = 0.97
+    world.step(300)
+    assert 0 < shallow < K / 2 < np.mean(world.depths[-100:])
+
+
+def test_a_model_with_new_weights_gets_another_look() -> None:
+    world = World(text=0.5)
+    world.arrive(8)
+    world.step(60)
+    assert world.policy.is_dormant
+    world.policy.model_changed()
+    world.arrive(8)
+    assert not world.policy.is_dormant and world.num_followed == 8
+
+
+def test_useless_text_drafters_rest_and_are_looked_at() -> None:
+    world = World()
+    world.num_requests = 8
+    world.step(1000)
+    assert np.mean(world.rests[PATIENCE + 1 :]) > 0.85
+    looks = sum(not rests for rests in world.rests[-500:])
+    assert looks >= 2 and looks * (COSTS.text_s + COSTS.verify_s) < 2 * REST_SHARE * 500 * 0.011
+
+
+def test_drafters_that_rest_propose_again_when_they_pay() -> None:
+    world = World()
+    world.num_requests = 8
+    world.step(50)
+    assert world.rests[-1]
+    world.leave(5)
+    world.step()
+    assert not world.rests[-1], "another size"
+    world.step(50)
+    world.text = 0.9
+    world.step(400)
+    assert not world.rests[-1] and world.drafts[-1] > 0
+
+
+def test_nothing_is_verified_before_costs_are_known() -> None:
+    policy = AutoPolicy(0.03, K, K)
+    policy.requests_arrived(4)
+    assert not policy.is_dormant and policy.num_drafts(4, 32) == 0 and policy.plan(4, 4) == 0
+    assert not policy.ends_step(4, 4)
+    policy.costs = COSTS._replace(drafting=None)
+    assert policy.plan(4, 4) == K, "drafting must be timed"
+
+
+def test_two_policies_that_see_the_same_decide_alike() -> None:
+    """Ranks of an engine do not ask each other."""
+    worlds = [World(text=0.5, model=0.8), World(text=0.5, model=0.8)]
+    for world in worlds:
+        for n in (32, 3, 9):
+            world.arrive(n)
+            world.step(50)
+            world.leave(n // 2)
+    assert worlds[0].depths == worlds[1].depths and worlds[0].drafts == worlds[1].drafts
+
+
+def test_the_price_of_a_row_is_what_the_engine_makes_in_its_time() -> None:
+    world = World(text=0.9)
+    world.num_requests = 8
+    world.step(4)
+    drafts = np.array([0, world.drafts[-1]])
+    plain_s, step_s = COSTS.seconds(8, drafts)
+    tokens = 8 * (1 + sum((np.floor(0.9**k * NUM_BINS) + 0.5) / NUM_BINS for k in range(1, 9)))
+    assert drafts[1] == 64
+    assert world.policy.row_price == pytest.approx(tokens / step_s * (step_s - plain_s) / 64)
+
+
+def test_a_fixed_policy_asks_for_k_drafts() -> None:
+    policy = build_policy(BudgetConfig("fixed", k=3), K)
+    assert isinstance(policy, FixedPolicy) and policy.most_drafts == 3
+    spread_FQ = np.zeros((K + 2, NUM_BINS + 1), np.int32)
+    _add(spread_FQ[-1], [0.9, 0.5, 0.1], 4)
+    policy.observe(spread_FQ)
+    assert policy.plan(4, 4) == 3 and policy.num_drafts(4, 32) == 12 and policy.num_drafts(4, 7) == 7
+    assert policy.row_price == 0.0 and not policy.is_dormant and not policy.ends_step(4, 0)
+
+
+def test_the_margin_of_the_block_reaches_the_decision() -> None:
+    drafts = []
+    for margin in (0.0, 0.5):
+        policy = build_policy(BudgetConfig("auto", margin=margin), K)
+        policy.costs = COSTS
+        spread_FQ = np.zeros((K + 2, NUM_BINS + 1), np.int32)
+        _add(spread_FQ[-1], [0.3], 4)
+        policy.observe(spread_FQ)
+        drafts.append(policy.num_drafts(4, 32))
+    assert drafts == [4, 0]
+
+
+def test_a_look_is_paid_by_a_share_of_the_time() -> None:
+    clock = LookClock(0.01)
+    assert not clock.pays(1.0)
+    clock.earn(90.0)
+    assert not clock.pays(1.0)
+    clock.earn(20.0)
+    assert clock.pays(1.0) and not clock.pays(1.0)
+    clock.earn(10_000.0)
+    assert [clock.pays(1.0) for _ in range(3)] == [True, True, False], "no more than two looks are saved"
+
+
+def test_batch_sizes_are_those_of_the_last_rollouts() -> None:
+    sizes = BatchSizes()
+    assert [share for _, share in sizes.until_the_end(9)] == [0.25] * 4, "lengths are assumed to be exponential"
+    for num_requests in (32, 32, 32, 1) * 100:
+        sizes.count(num_requests)
+    shares = dict(sizes.until_the_end(32))
+    assert shares[32] > 0.7 and shares[1] > 0.2
+    assert sizes.until_the_end(1) == [(1, 1.0)]

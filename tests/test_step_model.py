@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step model: seconds of steps and of drafting, learned from noisy samples.
+
+Shapes: J knots of rows.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepCosts, StepModel
+
+pytestmark = pytest.mark.unit
+MAX_ROWS = 1024
+Seconds = Callable[[int, int], float]
+
+
+def learned(model: StepModel) -> StepCosts:
+    costs = model.costs()
+    assert costs is not None
+    return costs
+
+
+def predicted(model: StepModel, num_requests: int, num_drafts: int) -> float:
+    """Returns the predicted seconds of a step with drafters."""
+    return float(learned(model).seconds(num_requests, np.array([num_drafts]))[0])
+
+
+def taught(
+    seconds: Seconds, num_steps: int, noise: float = 0.05, model: StepModel | None = None, most: int = 32
+) -> StepModel:
+    """Returns a model that has seen steps of 1 to `most` requests, with and without drafts."""
+    model, rng = model or StepModel(MAX_ROWS), np.random.default_rng(0)
+    for _ in range(num_steps):
+        num_requests = int(rng.integers(1, most + 1))
+        num_drafts = int(rng.integers(0, 4 * num_requests)) if rng.random() < 0.7 else 0
+        true_s = seconds(num_requests, num_drafts)
+        model.observe(num_requests, num_requests + num_drafts, true_s * float(np.exp(noise * rng.standard_normal())))
+    return model
+
+
+def cpu(num_requests: int, num_drafts: int) -> float:
+    """Returns seconds that grow with the rows, more beyond 16, and a constant for drafts."""
+    rows = num_requests + num_drafts
+    return 0.01 + 1e-4 * rows + 4e-4 * max(rows - 16, 0) + 0.001 * (num_drafts > 0)
+
+
+def test_nothing_is_predicted_before_the_first_step() -> None:
+    assert StepModel(MAX_ROWS).costs() is None
+
+
+def test_steps_with_and_without_drafts_are_learned() -> None:
+    model = taught(cpu, 400)
+    for num_requests, num_drafts in ((1, 0), (8, 0), (32, 0), (4, 8), (16, 40), (32, 90)):
+        true_s = cpu(num_requests, num_drafts)
+        assert predicted(model, num_requests, num_drafts) == pytest.approx(true_s, rel=0.08), (num_requests, num_drafts)
+
+
+def test_one_step_predicts_all_others_with_optimism() -> None:
+    """A low guess is tried and corrected; a high one never is."""
+    model = StepModel(MAX_ROWS)
+    model.observe(8, 8, 0.01)
+    assert predicted(model, 8, 0) == pytest.approx(0.01)
+    assert 0.01 < predicted(model, 8, 24) < 0.02
+
+
+def test_a_stall_counts_little_and_a_first_stall_is_forgotten() -> None:
+    model = taught(cpu, 200)
+    before_s = predicted(model, 8, 16)
+    model.observe(8, 24, 3.0)
+    assert predicted(model, 8, 16) < 1.2 * before_s
+    stalled = StepModel(MAX_ROWS)
+    stalled.observe(8, 8, 5.0)
+    for _ in range(4):
+        stalled.observe(8, 8, 0.01)
+    assert predicted(stalled, 8, 0) == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_machine_that_slows_down_or_speeds_up_is_followed() -> None:
+    model = taught(cpu, 300)
+    for factor in (1.3, 0.8):
+        taught(lambda b, n, f=factor: f * cpu(b, n), 400, model=model)
+        assert predicted(model, 16, 32) == pytest.approx(factor * cpu(16, 32), rel=0.1)
+
+
+def test_steps_are_padded_to_the_next_graph() -> None:
+    costs = StepCosts(np.array([1.0, 512.0]), np.array([0.01, 0.02]), np.array([8.0, 16.0, 64.0]))
+    seconds = costs.seconds(8, np.array([0, 1, 8, 9]))
+    assert seconds[1] == seconds[2] < seconds[3] and seconds[0] < seconds[1]
+    assert costs.most_drafts(8) == 56 and costs.most_drafts(100) == 412, "a larger step than any graph has none to keep"
+    assert costs.plain_s(5) == costs.plain_s(8)
+
+
+@pytest.mark.parametrize("graph_sizes", [(), (8, 16, 32, 64, 128, 256)])
+def test_the_staircase_of_graphs_is_learned(graph_sizes: tuple[int, ...]) -> None:
+    """Only the padding explains these steps."""
+
+    def padded(num_requests: int, num_drafts: int) -> float:
+        rows = num_requests + num_drafts
+        return 0.005 + 5e-5 * next((size for size in graph_sizes if size >= rows), rows)
+
+    model = taught(padded, 400, model=StepModel(MAX_ROWS, graph_sizes))
+    for num_requests, num_drafts in ((8, 0), (8, 1), (32, 31), (32, 33)):
+        assert predicted(model, num_requests, num_drafts) == pytest.approx(padded(num_requests, num_drafts), rel=0.06)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 80), st.floats(1e-4, 0.5)), min_size=1, max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_predictions_never_fall_as_requests_grow(steps: list[tuple[int, int, float]]) -> None:
+    model = StepModel(MAX_ROWS)
+    for num_requests, num_drafts, seconds in steps:
+        model.observe(num_requests, num_requests + num_drafts, seconds)
+    costs = learned(model)
+    plain_s = costs.plain_s(np.arange(1, 200))
+    assert (plain_s > 0.0).all() and (np.diff(plain_s) >= -1e-12).all()
+    assert (costs.seconds(8, np.arange(100)) >= costs.plain_s(8)).all()
+
+
+def test_resting_drafters_show_what_they_cost() -> None:
+    model, rng = StepModel(MAX_ROWS), np.random.default_rng(0)
+    for n in range(200):
+        works = n % 8 < 2
+        model.observe(8, 8, (0.0104 if works else 0.01) * float(np.exp(0.01 * rng.standard_normal())), works)
+    costs = learned(model)
+    assert costs.text_s == pytest.approx(4e-4, rel=0.5) and costs.plain_s(8) == pytest.approx(0.01, rel=0.02)
+
+
+# Drafting with weights
+
+TRUE = DraftCosts(0.002, 2e-5, 0.0015, 4e-5, 5e-4)
+
+
+def test_drafting_is_learned() -> None:
+    model, rng = StepModel(MAX_ROWS), np.random.default_rng(0)
+    model.observe(8, 8, 0.01)
+    assert learned(model).drafting is None
+    for _ in range(300):
+        num_requests, depth = int(rng.integers(1, 33)), int(rng.integers(0, 9))
+        seconds = TRUE.seconds(num_requests, depth)
+        model.observe_drafting(num_requests, num_requests, depth, seconds * float(np.exp(0.05 * rng.standard_normal())))
+    found = learned(model).drafting
+    assert found is not None
+    for num_requests, depth in ((1, 0), (1, 1), (32, 0), (32, 1), (32, 8), (8, 4)):
+        assert found.seconds(num_requests, depth) == pytest.approx(TRUE.seconds(num_requests, depth), rel=0.12)
+
+
+def test_a_model_that_drafts_all_or_nothing_costs_all() -> None:
+    costs = TRUE._replace(least_depth=8)
+    assert costs.seconds(4, 1) == costs.seconds(4, 8) == TRUE.seconds(4, 8) > costs.seconds(4, 0)
