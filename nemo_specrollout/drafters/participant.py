@@ -55,7 +55,7 @@ class Drafter(Participant):
 
     name: str
     has_weights = False
-    """Whether proposing takes time of a network, which steps account for apart."""
+    """True if a network proposes. Steps account for its time apart."""
 
     def lookup(self, drafter: int) -> Lookup | None:
         """Returns how the board's kernels learn and propose for this drafter, which is number `drafter` of the board.

@@ -48,7 +48,7 @@ class SpeculationPolicy(ABC):
     row_price = 0.0
     """Tokens that the engine produces in the time of one more row."""
     is_dormant = False
-    """Whether the model follows no request. A request whose beginning it has not read gets none of its drafts."""
+    """True if the model follows no request. It drafts for a request only if it has read the beginning."""
 
     @abstractmethod
     def num_drafts(self, num_requests: int, most: int) -> int:
