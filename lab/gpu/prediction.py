@@ -22,7 +22,7 @@ from lab.gpu.gpu_report import Table, as_text
 from lab.gpu.step_floor import BATCHES, NAMES, NUM_POSITIONS, TYPICAL, Step, likely_s
 from lab.simulation.costs import Costs, Rows
 from lab.simulation.data_sheets import DEVICES, MODELS, ModelShape
-from lab.simulation.speculation import CoupledSpeculation, NoSpeculation, Speculation
+from lab.simulation.speculation import CoupledSpeculation, NoSpeculation, Speculation, spread
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_BINS
 from nemo_specrollout.scheduling.speculation.policy import build_policy
@@ -117,7 +117,7 @@ def _learning_tokens_per_s(costs: Costs, p: float, requests: int) -> float:
         model.observe(batch, batch, float(costs.step_s(batch, batch, CONTEXT)))
     survival_K = p ** np.arange(1.0, NUM_POSITIONS + 1)
     spread_FQ = np.zeros((NUM_POSITIONS + 2, NUM_BINS + 1), np.int32)
-    np.add.at(spread_FQ[-1], np.minimum((survival_K * NUM_BINS).astype(int), NUM_BINS - 1), requests)
+    spread_FQ[-1, :-1] = requests * spread(survival_K, NUM_BINS)
     spread_FQ[[0, -1], -1] = requests
     survival = np.sort(np.tile(survival_K, requests))[::-1]
     tokens, seconds, num_drafts = 0.0, 0.0, 0

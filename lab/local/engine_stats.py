@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from nemo_specrollout.telemetry.engine_stats import StepRows
@@ -58,14 +57,13 @@ def stats_of(worker: Any, first_step: int) -> EngineStats:
     num_steps, trace = accounts.trace.num_steps, accounts.trace.since(first_step)
     if router is None:
         return EngineStats(num_steps, trace)
-    costs = accounts.step_model.costs()
-    sizes = np.arange(worker.model_runner.max_num_reqs + 1)
+    plain_step_s = accounts.plain_step_s()
     return EngineStats(
         num_steps,
         trace,
         router.board.names,
         **accounts.verified(),
-        plain_step_s=None if costs is None else costs.plain_s(sizes).tolist(),
+        plain_step_s=None if plain_step_s is None else plain_step_s.tolist(),
         head_is_dormant=router.model.is_dormant if router.model is not None else None,
         capture_s=0.0 if router.capture is None else router.capture.seconds,
         drafter_stats=None if router.remote is None else asdict(router.remote.stats()),

@@ -20,7 +20,7 @@ import torch
 from lab.simulation.replay_record import Record
 from lab.vllm_on_cpu.own_kernels import step as cpu_kernels
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.drafters.base import Texts
+from nemo_specrollout.drafters.base import NUM_LEVELS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.scheduling.speculation.decision import likeliest
 from nemo_specrollout.scheduling.speculation.policy import SpeculationPolicy, build_policy
@@ -134,10 +134,11 @@ class Replay:
         self.policy = policy or build_policy(BudgetConfig("auto"), num_positions)
         self._model = self._drafters.index(record.model) if record.model in drafters else None
         self._step_model = StepModel(MAX_ROWS, machine.graph_sizes)
-        self._num_steps, self._depth, self._rests, self._is_idle = 0, 0, False, not drafters
+        self._drafts_SK = np.zeros((max_requests, num_positions), np.int64)
+        self._num_steps, self._rests, self._is_idle = 0, False, not drafters
         if drafters:
             names = [record.names[d] for d in drafters]
-            priors_DE = record.priors_DE[list(drafters)][:, :16]
+            priors_DE = record.priors_DE[list(drafters)][:, :NUM_LEVELS]
             shape = BoardShape(max_requests, num_positions)
             self.board = DraftBoard(names, priors_DE, shape, torch.device("cpu"), self._model)
             self.board.use_kernels(cpu_kernels)
@@ -254,8 +255,6 @@ class Replay:
             tables.found_DB[d, :num_requests] = torch.from_numpy(found_B)
         texts = self._texts._replace(slots_B=torch.from_numpy(slots_B))
         self.board.choose(texts, self.policy.row_price, most=self.policy.most_drafts)
-        if not hasattr(self, "_drafts_SK"):
-            self._drafts_SK = np.zeros((len(self._lengths_S), self.board.num_positions), np.int64)
         self._drafts_SK[slots_B] = tables.drafts_BK[:num_requests].numpy()
 
     def _noise(self) -> float:

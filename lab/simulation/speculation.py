@@ -98,7 +98,7 @@ class CoupledSpeculation(Speculation):
             return self.config.k, 0.0
         num_requests, costs = len(p_B), self._step_costs(len(p_B), context)
         survival_BK = p_B[:, None] ** np.arange(1, self.max_k + 1)
-        count_KQ = np.stack([_spread(survival_BK[:, :depth]) for depth in range(self.max_k + 1)])
+        count_KQ = np.stack([spread(survival_BK[:, :depth]) for depth in range(self.max_k + 1)])
         if not self.has_weights:
             steps = best_steps(count_KQ[-1:], num_requests, costs, self.config.margin, np.zeros(1))
             return self.max_k, _least_survival(survival_BK, int(steps.num_drafts_F[0]))
@@ -157,10 +157,10 @@ class DecoupledSpeculation(Speculation):
         return best if gains else (0, best[1])
 
 
-def _spread(survival_BK: np.ndarray) -> np.ndarray:
-    """Returns the number of draft tokens in each bin of survival, float64."""
-    bins = np.minimum((survival_BK.ravel() * _NUM_BINS).astype(np.int64), _NUM_BINS - 1)
-    return np.bincount(bins, minlength=_NUM_BINS).astype(np.float64)
+def spread(survival: np.ndarray, num_bins: int = _NUM_BINS) -> np.ndarray:
+    """Returns the number of draft tokens of these survivals in each of `num_bins` bins, float64."""
+    bins = np.minimum((survival.ravel() * num_bins).astype(np.int64), num_bins - 1)
+    return np.bincount(bins, minlength=num_bins).astype(np.float64)
 
 
 def _least_survival(survival_BK: np.ndarray, num_drafts: int) -> float:

@@ -268,13 +268,6 @@ def _of(d, drafter, values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rates(t, entry, is_draft, factor):  # type: ignore[no-untyped-def]
-    """Returns the rates of draft tokens from the counts at `entry`, [D, K]."""
-    hits = tl.load(t.evidence_DE2 + entry, mask=is_draft, other=0.0)
-    return tl.minimum(hits / tl.load(t.evidence_DE2 + entry + 1, mask=is_draft, other=1.0) * factor, _MAX_RATE)
-
-
-@triton.jit
 def _level_rates(t, entry, is_draft, factor, E: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the rates of draft tokens over all relations, [D, K]."""
     hits = tl.load(t.evidence_DE2 + entry, mask=is_draft, other=0.0)
@@ -373,7 +366,7 @@ def choose_for_request(  # type: ignore[no-untyped-def]
         if REFERENCE >= 0:
             level += _NUM_LEVELS * _relation(token, is_draft, count, d, k, REFERENCE)
             entry = 2 * (d[:, None] * E + level)
-        rate = _rates(t, entry, is_draft, factor)
+        rate = tl.minimum(_rate(t.evidence_DE2 + entry, is_draft) * factor, _MAX_RATE)
         survival = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
         worth = tl.sum(_worth(survival, row_price), axis=1)
         best, most, best_count = _best(worth, count, d)

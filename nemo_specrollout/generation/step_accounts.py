@@ -60,13 +60,16 @@ class StepAccounts:
     def totals(self) -> EngineTotals:
         """Returns sums since the engine's start."""
         known: dict[str, Any] = {"num_weight_updates": self.num_weight_updates}
-        costs, router = None, self._router
+        router = self._router
         if router is not None:
-            costs = self.step_model.costs()
             for kind, counts_DK in self.verified().items():
                 known[kind] = list(zip(router.board.names, counts_DK, strict=True))
-        most = self._most_requests + 1
-        return self.trace.totals(None if costs is None else costs.plain_s(np.arange(most)), **known)
+        return self.trace.totals(self.plain_step_s(), **known)
+
+    def plain_step_s(self) -> np.ndarray | None:
+        """Returns the seconds of a step without drafts by its number of requests, float64; None while unknown."""
+        costs = self.step_model.costs()
+        return None if costs is None else costs.plain_s(np.arange(self._most_requests + 1))
 
     def verified(self) -> dict[str, Any]:
         """Returns draft tokens verified and accepted, [D, K] each, of an engine that drafts."""

@@ -149,10 +149,10 @@ class Forecast:
         """Adds the latest proposals: as many rows as there are depths, and the number of requests in the last column."""
         requests_F = spread_FQ[:, -1].astype(np.float64)
         depth = int(np.count_nonzero(requests_F[1:]))
-        is_foreseen = slice(depth + 1, 2 * depth + 2)
-        requests_F[is_foreseen] = requests_F[1:2]
+        foreseen = slice(depth + 1, 2 * depth + 2)
+        requests_F[foreseen] = requests_F[1:2]
         mean_FQ = spread_FQ[:, :-1] / np.maximum(requests_F, 1.0)[:, None]
-        requests_F[is_foreseen] *= FORESEEN
+        requests_F[foreseen] *= FORESEEN
         change_FQ = np.diff(mean_FQ, axis=0, prepend=0.0)
         if self._change_FQ is None:
             self._change_FQ = np.zeros_like(change_FQ)
