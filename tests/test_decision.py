@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_specrollout.scheduling.speculation.decision import best_depth, best_steps, likeliest
-from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepCosts
+from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepCosts, padded_rows
 
 pytestmark = pytest.mark.unit
 NUM_BINS = 128
@@ -20,7 +20,7 @@ NONE = np.zeros(0)
 
 
 def linear(fixed_s: float, row_s: float, graph_sizes: np.ndarray = NONE, **known: float) -> StepCosts:
-    return StepCosts(np.array([0.0, 1000.0]), fixed_s + row_s * np.array([0.0, 1000.0]), graph_sizes, **known)
+    return StepCosts(fixed_s + row_s * padded_rows(1000, graph_sizes), graph_sizes, **known)
 
 
 def spread(*survivals: float) -> np.ndarray:

@@ -14,7 +14,7 @@ from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepC
 pytestmark = pytest.mark.unit
 K, NUM_BINS = 4, 128
 COSTS = StepCosts(
-    np.array([1.0, 1024.0]), np.array([0.01, 0.01]), np.zeros(0), verify_s=2e-4, text_s=3e-4,
+    np.full(1025, 0.01), np.zeros(0), verify_s=2e-4, text_s=3e-4,
     drafting=DraftCosts(0.002, 0.0, 0.002),
 )  # fmt: skip
 

@@ -27,7 +27,7 @@ from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepC
 pytestmark = pytest.mark.unit
 K, NUM_BINS = 8, 128
 COSTS = StepCosts(
-    np.array([1.0, 8.0, 1024.0]), np.array([0.010, 0.011, 0.2]), np.zeros(0), verify_s=2e-4, text_s=3e-4,
+    np.interp(np.arange(1025), [1, 8, 1024], [0.010, 0.011, 0.2]), np.zeros(0), verify_s=2e-4, text_s=3e-4,
     drafting=DraftCosts(0.0015, 1e-5, 0.0015, 2e-5, 2e-4),
 )  # fmt: skip
 
@@ -140,6 +140,39 @@ def test_a_dormant_model_is_looked_at_when_requests_arrive() -> None:
         world.step(200)
         world.leave(32)
     assert not world.policy.is_dormant and np.mean(world.depths[before + 10 * 200 :]) > 1
+
+
+def test_requests_that_arrive_one_by_one_wake_a_model_soon() -> None:
+    """One request is little evidence for each step of a look, so such a look is short."""
+    world = World(text=0.3)
+    for _ in range(40):
+        _replace_one(world, num_steps=100)
+    assert world.policy.is_dormant
+    world.model, before = 0.9, world.seconds
+    while world.policy.is_dormant and world.seconds < before + 30.0:
+        _replace_one(world, num_steps=100)
+    assert world.seconds < before + 6.0
+    _replace_one(world, num_steps=100)
+    assert not world.policy.is_dormant and np.mean(world.depths[-50:]) > 5
+
+
+def test_looks_at_single_requests_leave_one_for_a_batch() -> None:
+    world = World(text=0.3)
+    world.arrive(8)
+    for _ in range(200):
+        world.step(25)
+        world.leave(1)
+        world.arrive(1)
+    assert world.policy.is_dormant and world.wakes > 1
+    world.leave(8)
+    world.arrive(8)
+    assert not world.policy.is_dormant and world.num_followed == 8
+
+
+def _replace_one(world: World, num_steps: int) -> None:
+    world.leave(world.num_requests)
+    world.arrive(1)
+    world.step(num_steps)
 
 
 def test_a_model_that_improves_drafts_deeper() -> None:

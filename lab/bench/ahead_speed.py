@@ -108,7 +108,7 @@ def drained_s(costs: StepCosts, lengths: Sequence[int], most: int) -> float:
         options = [np.minimum(left, k + 1) for k in range(most + 1)]
         drafts = np.array([int(tokens.sum()) - num_requests for tokens in options])
         rate = np.array([tokens.sum() for tokens in options]) / costs.seconds(num_requests, drafts)
-        best = int(np.where(drafts <= costs.knots_J[-1] - num_requests, rate, 0.0).argmax())
+        best = int(np.where(drafts <= costs.most_drafts(num_requests), rate, 0.0).argmax())
         tokens, step_s = options[best], float(costs.seconds(num_requests, drafts[best : best + 1])[0])
         seconds += step_s
         left = (left - tokens)[left > tokens]

@@ -24,7 +24,7 @@ from nemo_specrollout.drafters.base import NUM_LEVELS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.scheduling.speculation.decision import likeliest
 from nemo_specrollout.scheduling.speculation.policy import SpeculationPolicy, build_policy
-from nemo_specrollout.scheduling.speculation.step_model import StepModel
+from nemo_specrollout.scheduling.speculation.step_model import StepCosts, StepModel
 
 STORED = Path(__file__).with_name("smollm2_record.npz")
 NOISE = 0.05
@@ -207,6 +207,7 @@ class Replay:
         if self._is_idle and self._drafters:
             self.board.tables.rates_SK.zero_()
         if not self._is_idle:
+            depth = self._depth(slots_B, num_rows, depth)
             if num_followed:
                 draft_s = self._machine.draft_s(num_rows, num_requests, depth) * self._noise()
                 self._step_model.observe_drafting(num_rows, num_requests, depth, draft_s)
@@ -215,7 +216,7 @@ class Replay:
             policy.observe(self.board.tables.spread_FQ.numpy().copy())
         self._num_steps += 1
         if policy.costs is None or self._num_steps % COSTS_EVERY == 0:
-            policy.costs = self._step_model.costs()
+            policy.costs = self._costs()
         phase.tokens += int(emitted_B.sum())
         phase.seconds += seconds
         phase.steps += 1
@@ -223,6 +224,13 @@ class Replay:
         phase.drafts += int(counts_B.sum())
         phase.dormant += policy.is_dormant
         phase.by_step.append((seconds, int(emitted_B.sum())))
+
+    def _depth(self, slots_B: np.ndarray, num_rows: int, planned: int) -> int:
+        """Returns how deep the model drafts after a step of `num_rows` rows."""
+        return planned
+
+    def _costs(self) -> StepCosts | None:
+        return self._step_model.costs()
 
     def _num_right(self, slots_B: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
         """Returns how many of the verified drafts are the recorded tokens."""

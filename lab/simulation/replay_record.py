@@ -39,7 +39,7 @@ class Record:
 
     def save(self, path: Path) -> None:
         """Writes a compressed file. Right drafts are stored as 0, because most of them are."""
-        wrong_PDK = np.where(self.drafts_PDK == self._right_PK()[:, None, :], 0, self.drafts_PDK + 1)
+        wrong_PDK = np.where(self.drafts_PDK == self.right_PK()[:, None, :], 0, self.drafts_PDK + 1)
         arrays: dict[str, Any] = {
             k: v for k, v in vars(self).items() if isinstance(v, np.ndarray) and k != "drafts_PDK"
         }
@@ -60,10 +60,10 @@ class Record:
         wrong_PDK = arrays.pop("wrong_PDK").astype(np.int32)
         names, model = arrays.pop("names").tolist(), int(arrays.pop("model"))
         found = cls(names=names, model=model, drafts_PDK=wrong_PDK, **arrays)
-        drafts_PDK = np.where(wrong_PDK == 0, found._right_PK()[:, None, :], wrong_PDK - 1)
+        drafts_PDK = np.where(wrong_PDK == 0, found.right_PK()[:, None, :], wrong_PDK - 1)
         return cls(**{**vars(found), "drafts_PDK": drafts_PDK.astype(np.int32)})
 
-    def _right_PK(self) -> np.ndarray:
+    def right_PK(self) -> np.ndarray:
         """Returns the tokens that follow each position; -1 beyond the end of its response."""
         num_positions = self.drafts_PDK.shape[2]
         ends_P = np.repeat(self.start_R[1:], np.diff(self.start_R))

@@ -110,7 +110,7 @@ class CoupledSpeculation(Speculation):
         rows = np.arange(num_requests * (self.max_k + 1) + 1, dtype=float)
         seconds = np.asarray(self.costs.step_s(num_requests, np.maximum(rows, num_requests), context), float)
         drafting = self._draft_costs(num_requests, context) if self.has_weights else None
-        return StepCosts(rows, np.maximum.accumulate(seconds), np.zeros(0), drafting=drafting)
+        return StepCosts(np.maximum.accumulate(seconds), np.zeros(0), drafting=drafting)
 
     def _draft_costs(self, num_requests: int, context: float) -> DraftCosts:
         """Returns the line through this batch size and twice that. A drafter that does not pay is dormant and reads

@@ -69,7 +69,7 @@ class StepAccounts:
     def plain_step_s(self) -> np.ndarray | None:
         """Returns the seconds of a step without drafts by its number of requests, float64; None while unknown."""
         costs = self.step_model.costs()
-        return None if costs is None else costs.plain_s(np.arange(self._most_requests + 1))
+        return None if costs is None else costs.seconds_R[: self._most_requests + 1]
 
     def verified(self) -> dict[str, Any]:
         """Returns draft tokens verified and accepted, [D, K] each, of an engine that drafts."""

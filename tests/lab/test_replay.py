@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lab.simulation import replay
+from lab.simulation.regret import Hindsight, shares
 from lab.simulation.replay import MACHINES, STORED, Phase, Replay, phases, union_over_best, ways_of
 from lab.simulation.replay_record import Record
 from nemo_specrollout.config.block import BudgetConfig
@@ -67,6 +68,19 @@ def test_a_head_asleep_after_free_text_helps_in_the_next_batch(record: Record) -
     asleep, awake = engine.play(FREE), engine.play(2)
     assert asleep.dormant > asleep.steps / 2
     assert awake.dormant == 0 and awake.depths > awake.steps
+
+
+def test_the_policy_is_close_to_perfect_decisions(record: Record) -> None:
+    machine, order = MACHINES["two_cores"], [MIXED, FREE, 2, REPETITIVE, UNKNOWN, 5]
+    of_rates, of_hindsight = np.exp(np.log(shares(record, machine, order)).mean(axis=0))
+    assert of_rates > 0.97 and 0.8 < of_hindsight < of_rates
+
+
+def test_hindsight_verifies_only_right_drafts(record: Record) -> None:
+    phase = Hindsight(record, MACHINES["two_cores"], has_model=True).play(MIXED, at_a_time=4)
+    assert phase.tokens == (np.diff(record.start_R)[record.batch_R == MIXED] - 1).sum()
+    running = phase.tokens - phase.drafts
+    assert phase.steps < running <= 4 * phase.steps, "each request makes one token besides its drafts"
 
 
 def _gain(found: dict[str, list[Phase]], phase: int) -> float:

@@ -40,7 +40,7 @@ def best_steps(
 ) -> Steps:
     """Returns the steps with the most tokens a second for each depth, by the number of draft tokens that they verify.
 
-    Every number of drafts at which the bins or the padding of CUDA graphs change the step is weighed.
+    Between two bins and two sizes of CUDA graphs the rate only rises or only falls, so only their ends are weighed.
 
     Args:
         count_FQ: draft tokens of the batch by bin of survival, float64.
@@ -51,29 +51,23 @@ def best_steps(
         read_row_s: seconds in which the model reads one more row.
     """
     num_depths, num_bins = count_FQ.shape
-    centre_Q = (np.arange(num_bins, 0, -1) - 0.5) / num_bins
+    most_FQ, sum_FQ = np.zeros((2, num_depths, num_bins + 1))  # draft tokens from the best bin on
     falling_FQ = count_FQ[:, ::-1]
-    most_FQ = np.cumsum(falling_FQ, axis=1)
-    sum_FQ = np.cumsum(falling_FQ * centre_Q, axis=1)
-    limit = costs.most_drafts(num_requests)
-    drafts_FN = np.minimum(np.floor(most_FQ + 1e-6), limit)
-    tokens_FN = sum_FQ - (most_FQ - drafts_FN) * centre_Q
-    least_FN = np.floor(most_FQ - falling_FQ)
-    if len(costs.graph_sizes):  # the largest number of drafts that fills a smaller graph, if it lies within the bin
-        index_FN = np.maximum(np.searchsorted(costs.graph_sizes, num_requests + drafts_FN, "right") - 1, 0)
-        filled_FN = np.clip(costs.graph_sizes[index_FN] - num_requests, 0.0, drafts_FN)
-        tokens_FN = np.concatenate([tokens_FN, sum_FQ - (most_FQ - filled_FN) * centre_Q], axis=1)
-        drafts_FN, least_FN = np.concatenate([drafts_FN, filled_FN], axis=1), np.tile(least_FN, 2)
-    is_worth_FN = (drafts_FN >= least_FN) & (drafts_FN > 0.0)
+    falling_FQ.cumsum(axis=1, out=most_FQ[:, 1:])
+    (falling_FQ * np.arange(2 * num_bins - 1, 0, -2) / (2 * num_bins)).cumsum(axis=1, out=sum_FQ[:, 1:])
+    drafts_FN = np.floor(most_FQ + 1e-6)
+    if len(costs.graph_sizes):
+        filled_FN = np.minimum(costs.graph_sizes - num_requests, drafts_FN[:, -1:])
+        drafts_FN = np.concatenate([drafts_FN, filled_FN], axis=1)
+    drafts_FN = np.minimum(np.maximum(drafts_FN, 0.0), costs.most_drafts(num_requests))
+    apart_F1 = (most_FQ[:, -1].max() + 1.0) * np.arange(num_depths)[:, None]  # one interpolation serves all depths
+    tokens_FN = np.interp(drafts_FN + apart_F1, (most_FQ + apart_F1).ravel(), sum_FQ.ravel())
     seconds_FN = costs.seconds(num_requests, drafts_FN) + drafts_FN * read_row_s + draft_s_F[:, None]
-    rate_FN = np.where(is_worth_FN, (num_requests + tokens_FN) / seconds_FN, 0.0)
-    best_F, rows = rate_FN.argmax(axis=1), np.arange(num_depths)
-    plain_s_F = costs.seconds(num_requests, np.zeros(1)) + draft_s_F
-    pays_F = rate_FN[rows, best_F] > (1.0 + margin) * num_requests / plain_s_F
+    rate_FN = (num_requests + tokens_FN) / seconds_FN
+    rows, best_F = np.arange(num_depths), rate_FN.argmax(axis=1)
+    best_F *= rate_FN[rows, best_F] > (1.0 + margin) * rate_FN[:, 0]
     return Steps(
-        np.where(pays_F, drafts_FN[rows, best_F], 0.0).astype(np.int64),
-        num_requests + np.where(pays_F, tokens_FN[rows, best_F], 0.0),
-        np.where(pays_F, seconds_FN[rows, best_F], plain_s_F),
+        drafts_FN[rows, best_F].astype(np.int64), num_requests + tokens_FN[rows, best_F], seconds_FN[rows, best_F]
     )
 
 

@@ -19,13 +19,13 @@ WINDOW = 128
 FORESEEN = 0.25
 """Weight of a draft that is only foreseen, relative to one that was made."""
 ENOUGH = 64
-"""Requests, summed over steps, after which a look ends, and an estimate is trusted to stop a model."""
+"""Requests, summed over steps, after which a look ends at the latest, and an estimate is trusted to stop a model."""
 GENERATION = 1024
 """Steps from which the sizes of batches are estimated."""
 PLANNED_STEPS = 4
 """Steps for which a depth is planned, if the number of requests keeps its bit length."""
 JUDGED_STEPS = 8
-"""Steps between two judgements of a model."""
+"""Steps between two judgements of a model, and the most steps of a look at a dormant one."""
 LOOK_SHARE = 0.004
 """Share of the engine's time for looks at a dormant model."""
 REST_SHARE = 0.001
@@ -100,10 +100,10 @@ class LookClock:
         """Adds a step of `seconds`. No more is saved than two of the dearest looks have cost."""
         self._saved_s = min(self._saved_s + self._share * seconds, 2.0 * self._dearest_s)
 
-    def pays(self, cost_s: float) -> bool:
-        """Returns whether a look of `cost_s` can be paid, and pays it."""
+    def pays(self, cost_s: float, keeps: bool = False) -> bool:
+        """Returns whether a look of `cost_s` can be paid, and pays it. `keeps`: enough must be left for the dearest look."""
         self._dearest_s = max(self._dearest_s, cost_s) if np.isfinite(self._dearest_s) else cost_s
-        is_paid = cost_s <= self._saved_s
+        is_paid = cost_s + keeps * self._dearest_s <= self._saved_s
         self._saved_s -= cost_s * is_paid
         return is_paid
 
@@ -153,7 +153,8 @@ class Forecast:
         requests_F[foreseen] = requests_F[1:2]
         mean_FQ = spread_FQ[:, :-1] / np.maximum(requests_F, 1.0)[:, None]
         requests_F[foreseen] *= FORESEEN
-        change_FQ = np.diff(mean_FQ, axis=0, prepend=0.0)
+        change_FQ = mean_FQ.copy()
+        change_FQ[1:] -= mean_FQ[:-1]
         if self._change_FQ is None:
             self._change_FQ = np.zeros_like(change_FQ)
         self._weight_F = np.minimum(self._weight_F + requests_F, WINDOW)
@@ -191,8 +192,8 @@ class AutoPolicy(SpeculationPolicy):
         self._submitted_Q = np.zeros(1)
         """Draft tokens of a request that were submitted last, by bin of survival."""
         self._depth = self._num_requests = self._num_new = 0
-        self._to_look_at = ENOUGH
-        """Requests, summed over steps, that are left of a look."""
+        self._to_look_at = self._enough = ENOUGH
+        """Requests, summed over steps, that are left of a look, and after which it is judged."""
         self._planned = self._judged = self._num_refused = 0
         self._rests, self._has_changed = False, True
         """The latter: the batch has another bit length than a step before, or at least half of its requests are new."""
@@ -223,17 +224,21 @@ class AutoPolicy(SpeculationPolicy):
         self._num_requests, self._num_new, self._has_changed = num_requests, 0, has_changed
         self._sizes.count(num_requests)
         if self.costs is not None:
-            self._clock.earn(step_s := float(self.costs.plain_s(num_requests)))
+            self._clock.earn(step_s := self.costs.plain_s(num_requests))
             self._rest_clock.earn(step_s)
         self._depth = self._planned_depth(num_requests, num_followed, has_changed) if self.costs and num_followed else 0
         return self._depth
 
     def requests_arrived(self, num_new: int) -> None:
         self._num_new += num_new
-        drafting = self.costs.drafting if self.costs is not None and self.is_dormant else None
+        if num_new == 0 or not self.is_dormant or self.costs is None or self.costs.drafting is None:
+            return
         num_requests = min(self._num_requests + num_new, 2 * max(self._num_requests, num_new))
-        if drafting and self._clock.pays(drafting.seconds(num_requests, 1) * (1 + ENOUGH / max(num_new, 1))):
+        to_look_at = min(ENOUGH, JUDGED_STEPS * num_new)
+        look_s = self.costs.drafting.seconds(num_requests, 1) * (1 + to_look_at / num_new)
+        if self._clock.pays(look_s, keeps=2 * num_new < num_requests):
             self.model_changed()
+            self._to_look_at = self._enough = to_look_at
 
     def ends_step(self, num_requests: int, num_followed: int) -> bool:
         if self._has_changed or num_followed or self.costs is None:
@@ -250,7 +255,7 @@ class AutoPolicy(SpeculationPolicy):
 
     def model_changed(self) -> None:
         self._forecast.forget_model()
-        self.is_dormant, self._to_look_at, self._judged = False, ENOUGH, 0
+        self.is_dormant, self._to_look_at, self._enough, self._judged = False, ENOUGH, ENOUGH, 0
 
     def _planned_depth(self, num_requests: int, num_followed: int, has_changed: bool) -> int:
         """Returns the depth of a model that follows requests. Judges the model from time to time."""
@@ -277,7 +282,7 @@ class AutoPolicy(SpeculationPolicy):
         """Lets the model lie dormant if it will win nothing until the requests end."""
         sizes = self._sizes.until_the_end(num_requests)
         won_s = sum(share * self._best(size, size).won_s for size, share in sizes)
-        self.is_dormant = self._forecast.num_seen >= ENOUGH and won_s <= 0.0
+        self.is_dormant = self._forecast.num_seen >= self._enough and won_s <= 0.0
 
 
 def build_policy(config: BudgetConfig, num_positions: int, deepest: int | None = None) -> SpeculationPolicy:

@@ -5,7 +5,7 @@ One regression serves steps with and without drafts, another one serves drafting
 contexts grow and machines slow down. A stall makes a step longer, but nothing makes a step shorter than it is. So only
 samples above the prediction are clipped.
 
-Shapes: J knots of rows, X terms of a regression, N numbers of drafts.
+Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers of drafts.
 """
 
 from collections.abc import Sequence
@@ -54,12 +54,10 @@ class DraftCosts(NamedTuple):
 class StepCosts(NamedTuple):
     """Predicted seconds of steps. A step has a row for each request and for each draft token."""
 
-    knots_J: np.ndarray
-    """Numbers of rows, ascending, float64."""
-    seconds_J: np.ndarray
-    """Seconds of plain steps with these rows, non-decreasing."""
+    seconds_R: np.ndarray
+    """Seconds of plain steps by their number of rows from 0 on, non-decreasing. More rows than that take no longer."""
     graph_sizes: np.ndarray
-    """Rows of the CUDA graphs, ascending. A step is padded to the next size. Empty without graphs."""
+    """Rows of the CUDA graphs, ascending. Empty without graphs."""
     draft_row_s: float = 0.0
     """Seconds by which a draft's row is dearer than a request's row; negative if it is cheaper."""
     verify_s: float = 0.0
@@ -69,27 +67,28 @@ class StepCosts(NamedTuple):
     drafting: DraftCosts | None = None
     """Seconds of drafting with weights; None while unknown."""
 
-    def plain_s(self, num_requests: int | np.ndarray) -> np.ndarray:
+    def plain_s(self, num_requests: int) -> float:
         """Returns the seconds of a step without drafters."""
-        return np.interp(self.padded(np.asarray(num_requests)), self.knots_J, self.seconds_J)
+        return float(self.seconds_R[min(num_requests, len(self.seconds_R) - 1)])
 
     def seconds(self, num_requests: int, drafts_N: np.ndarray) -> np.ndarray:
         """Returns the seconds of steps with drafters that verify `drafts_N` draft tokens, float64 [N]."""
-        rows_s = np.interp(self.padded(num_requests + drafts_N), self.knots_J, self.seconds_J)
-        rows_s += np.where(drafts_N > 0, self.verify_s + drafts_N * self.draft_row_s, 0.0)
-        return np.maximum(rows_s, self.plain_s(num_requests)) + self.text_s
-
-    def padded(self, rows_N: np.ndarray) -> np.ndarray:
-        """Returns the rows that steps of `rows_N` rows compute."""
-        if not len(self.graph_sizes):
-            return rows_N
-        index_N = np.minimum(np.searchsorted(self.graph_sizes, rows_N), len(self.graph_sizes) - 1)
-        return np.maximum(self.graph_sizes[index_N], rows_N)
+        rows_s_N = self.seconds_R.take(num_requests + drafts_N.astype(np.int64), mode="clip")
+        rows_s_N += (drafts_N > 0) * self.verify_s + drafts_N * self.draft_row_s
+        return np.maximum(rows_s_N, self.plain_s(num_requests)) + self.text_s
 
     def most_drafts(self, num_requests: int) -> int:
         """Returns the most drafts that keep a step in its CUDA graph, beyond which its time would double at once."""
         has_graph = len(self.graph_sizes) > 0 and num_requests <= self.graph_sizes[-1]
-        return max(int(self.graph_sizes[-1] if has_graph else self.knots_J[-1]) - num_requests, 0)
+        return max(int(self.graph_sizes[-1] if has_graph else len(self.seconds_R) - 1) - num_requests, 0)
+
+
+def padded_rows(most_rows: int, graph_sizes: np.ndarray) -> np.ndarray:
+    """Returns the rows that a step computes, by its number of rows from 0 to `most_rows`. CUDA graphs pad it to the next size."""
+    rows_R = np.arange(most_rows + 1.0)
+    if not len(graph_sizes):
+        return rows_R
+    return np.maximum(graph_sizes[np.minimum(np.searchsorted(graph_sizes, rows_R), len(graph_sizes) - 1)], rows_R)
 
 
 class Regression:
@@ -130,6 +129,7 @@ class StepModel:
         self._graph_sizes = np.unique(np.array(graph_sizes, np.float64))
         self._knots_J = np.unique(np.round(2.0 ** np.arange(0, np.log2(max_rows) + 0.5, 0.5)))
         self._knots_J[-1] = max_rows
+        self._padded_R = padded_rows(max_rows, self._graph_sizes)
         num_knots = len(self._knots_J)
         # Terms: 1, rows, a change of slope at each inner knot, drafts, any drafts, drafters at work.
         mean_X = np.concatenate([[1.0 - OPTIMISM, OPTIMISM], np.zeros(num_knots - 1), [0.02, 0.02]])
@@ -174,7 +174,7 @@ class StepModel:
             max(x[num_knots + 2], 0.0),
         )
         others = float(draft_row_s), float(verify_s), float(text_s), self._draft_costs()
-        return StepCosts(self._knots_J, seconds_J, self._graph_sizes, *others)
+        return StepCosts(np.interp(self._padded_R, self._knots_J, seconds_J), self._graph_sizes, *others)
 
     def _draft_costs(self) -> DraftCosts | None:
         if not self._drafting.is_known:

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures how far the policy stays behind perfect decisions on a record of proposals.
+
+    python -m lab.simulation.regret [RECORD] [--machine two_cores|deep|gpu] [--at-a-time N]
+
+Three ways to decide are compared, with the same proposals and the same machine:
+- ours: the engine's policy, which learns seconds and foresees survival;
+- rates: true seconds, and each depth is weighed after all drafts were made, by the board's rates for these very drafts;
+- hindsight: the tokens are known, so only right drafts are made and verified.
+
+The latter two decide each step for the most tokens a second. They follow all requests or none, whichever is faster in a batch.
+
+Shapes: B running requests, D drafters, K draft positions, F = K + 1 depths of drafting, P positions of all responses.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lab.simulation.replay import MACHINES, MAX_ROWS, STORED, Machine, Phase, Replay, ways_of
+from lab.simulation.replay_record import Record
+from nemo_specrollout.scheduling.speculation.decision import Steps, best_steps
+from nemo_specrollout.scheduling.speculation.policy import FixedPolicy
+from nemo_specrollout.scheduling.speculation.step_model import StepCosts
+
+
+class _PaidPolicy(FixedPolicy):
+    """Verifies what makes the most tokens a second, after drafts whose seconds are known."""
+
+    def __init__(self, num_positions: int, machine: Machine) -> None:
+        super().__init__(num_positions, num_positions)
+        self._machine, self._spread_Q, self._depth = machine, np.zeros(1), 0
+        self._true_costs = true_costs(machine)
+
+    def observe(self, spread_FQ: np.ndarray) -> None:
+        self._spread_Q = spread_FQ[-1, :-1].astype(np.float64)
+
+    def num_drafts(self, num_requests: int, most: int) -> int:
+        steps = self.steps(self._spread_Q[None], num_requests, num_requests, self._depth)
+        seconds_2 = self._true_costs.seconds(num_requests, np.array([0, num_requests]))
+        self.row_price = float(steps.rate_F[0] * (seconds_2[1] - seconds_2[0])) / num_requests
+        return min(most, int(steps.num_drafts_F[0]))
+
+    def best_depth(self, spread_FQ: np.ndarray, num_requests: int, num_rows: int) -> int:
+        """Returns the depth of the latest drafts with the most tokens a second, and takes note of it."""
+        counts_FQ = spread_FQ[:-1, :-1].astype(np.float64)
+        self._depth = int(self.steps(counts_FQ, num_requests, num_rows).rate_F.argmax())
+        return self._depth
+
+    def steps(self, counts_FQ: np.ndarray, num_requests: int, num_rows: int, depth: int | None = None) -> Steps:
+        """Returns the best steps by depth of drafting; the depth is `depth` if that is known."""
+        depths = range(len(counts_FQ)) if depth is None else (depth,)
+        draft_s_F = np.array([self._machine.draft_s(num_rows, num_requests, depth) for depth in depths])
+        return best_steps(counts_FQ, num_requests, self._true_costs, 0.0, draft_s_F, self._machine.pass_row_s)
+
+
+def true_costs(machine: Machine) -> StepCosts:
+    """Returns the seconds of a machine's steps. They leave out the time in which a model drafts."""
+    rows = np.arange(MAX_ROWS + 1)
+    seconds_R = np.array([machine.step_s(0, int(n), False) for n in rows]) + machine.request_s * rows
+    return StepCosts(seconds_R, np.array(machine.graph_sizes, np.float64), -machine.request_s, text_s=machine.text_s)
+
+
+class RatesReplay(Replay):
+    """A replay that weighs each depth by the board's rates for drafts that were made. Only the chosen depth is paid."""
+
+    def __init__(self, record: Record, drafters: Sequence[int], machine: Machine) -> None:
+        self._paid = _PaidPolicy(record.drafts_PDK.shape[2], machine)
+        super().__init__(record, drafters, machine, self._paid)
+
+    def _depth(self, slots_B: np.ndarray, num_rows: int, planned: int) -> int:
+        if self._model is None:
+            return 0
+        self._propose(slots_B, planned)
+        return self._paid.best_depth(self.board.tables.spread_FQ.numpy(), len(slots_B), num_rows)
+
+    def _costs(self) -> StepCosts | None:
+        return None
+
+
+class Hindsight:
+    """An engine that knows which recorded drafts are right."""
+
+    def __init__(self, record: Record, machine: Machine, has_model: bool) -> None:
+        self._record, self._machine = record, machine
+        right_PDK = record.drafts_PDK == record.right_PK()[:, None, :]
+        right_PDK &= np.arange(right_PDK.shape[2]) < record.found_PD[:, :, None]
+        right_PD = right_PDK.cumprod(axis=2).sum(axis=2)
+        text = [d for d in range(len(record.names)) if d != record.model]
+        self._text_P = right_PD[:, text].max(axis=1)
+        self._model_P = right_PD[:, record.model] if has_model else None
+        self._num_positions = right_PDK.shape[2]
+
+    def play(self, batch: int, at_a_time: int | None = None) -> Phase:
+        """Rolls out a batch of the record, at most `at_a_time` requests at once."""
+        responses = np.flatnonzero(self._record.batch_R == batch)
+        next_R, end_R = self._record.start_R[responses] + 1, self._record.start_R[responses + 1]
+        phase = Phase(batch)
+        while len(running := np.flatnonzero(next_R < end_R)[:at_a_time]):
+            drafts_B, depth, seconds = self._best_step(next_R[running], end_R[running])
+            next_R[running] += drafts_B + 1
+            tokens = int(drafts_B.sum()) + len(running)
+            phase.tokens, phase.seconds, phase.steps = phase.tokens + tokens, phase.seconds + seconds, phase.steps + 1
+            phase.drafts, phase.depths = phase.drafts + tokens - len(running), phase.depths + depth
+            phase.by_step.append((seconds, tokens))
+        return phase
+
+    def _best_step(self, position_B: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, int, float]:
+        """Returns the verified drafts, the depth of drafting, and the seconds of the step with the most tokens a second."""
+        most_B, num_requests, steps = end_B - position_B - 1, len(position_B), []
+        for depth in range(self._num_positions + 1 if self._model_P is not None else 1):
+            right_B = self._text_P[position_B]
+            if self._model_P is not None:
+                right_B = np.maximum(right_B, np.minimum(self._model_P[position_B], depth))
+            right_B = np.minimum(right_B, most_B)
+            for drafts_B in (np.minimum(right_B, k) for k in range(int(right_B.max()) + 1)):
+                rows = num_requests + int(drafts_B.sum())
+                seconds = self._machine.step_s(num_requests, rows, True)
+                if self._model_P is not None:
+                    seconds += self._machine.draft_s(rows, num_requests, depth)
+                steps.append((rows / seconds, depth, drafts_B, seconds))
+        _, depth, drafts_B, seconds = max(steps, key=lambda step: step[0])
+        return drafts_B, depth, seconds
+
+
+def shares(
+    record: Record, machine: Machine, order: Sequence[int], at_a_time: int | None = None
+) -> list[tuple[float, float]]:
+    """Returns the policy's speed over what the rates allow, and over hindsight, for each batch."""
+    ways = ways_of(record)
+    ours = Replay(record, ways["all"], machine)
+    by_rates = [RatesReplay(record, ways[way], machine) for way in ("all", "text")]
+    known = [Hindsight(record, machine, has_model) for has_model in (True, False)]
+    found = []
+    for batch in order:
+        rate = ours.play(batch, at_a_time).rate
+        allowed, possible = (max(one.play(batch, at_a_time).rate for one in both) for both in (by_rates, known))
+        found.append((rate / allowed, rate / possible))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table for the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", nargs="?", type=Path, default=STORED)
+    parser.add_argument("--machine", choices=MACHINES, default="two_cores")
+    parser.add_argument("--at-a-time", type=int, default=None, help="requests that run at once; default: a batch")
+    options = parser.parse_args(arguments)
+    record, machine = Record.load(options.record), MACHINES[options.machine]
+    order = sorted(set(record.batch_R.tolist()))
+    print(f"{options.machine}: our speed over what the board's rates allow, and over hindsight")
+    print("batch  over rates  over hindsight")
+    for batch, (of_rates, of_hindsight) in zip(order, shares(record, machine, order, options.at_a_time), strict=True):
+        print(f"{batch:<7}{of_rates:10.3f}{of_hindsight:16.3f}")
+
+
+if __name__ == "__main__":
+    main()
