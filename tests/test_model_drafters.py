@@ -108,6 +108,22 @@ def recorded(engine: RolloutEngine) -> Drafts:
     return found
 
 
+def test_only_decode_steps_teach_the_seconds_of_drafting(start_engine: Callable[..., RolloutEngine]) -> None:
+    """After a prefill the model reads whole prompts, beside which no draft token has a price."""
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model=str(STEP_ADDER_HEAD)),)))
+    worker = worker_of(engine)
+    step_model, most_rows = worker.specrollout_accounts.step_model, 1 + worker.model_runner.num_speculative_steps
+    observe, seen = step_model.observe_drafting, list[tuple[int, int, int]]()
+
+    def note(num_rows: int, num_requests: int, depth: int, seconds: float) -> None:
+        seen.append((num_rows, num_requests, depth))
+        observe(num_rows, num_requests, depth, seconds)
+
+    step_model.observe_drafting = note
+    engine.generate(requests(8, 4))
+    assert len(seen) > 5 and all(rows <= most_rows * num_requests for rows, num_requests, _ in seen)
+
+
 @pytest.mark.parametrize("name", ["eagle3 and n-gram", "reduced vocabulary"])
 def test_tokens_do_not_depend_on_a_drafter_with_weights(
     start_engine: Callable[..., RolloutEngine],

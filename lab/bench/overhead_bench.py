@@ -2,7 +2,7 @@
 """Measures the cost of the block: start-up, memory, and our share of each step by number of requests.
 
 `python -m lab.bench.overhead_bench [--batches 64,256,1024]`. Each way is a process of its own. On a CPU our part
-includes what a GPU would do on the device: looking up drafts and choosing among them.
+includes what a GPU does on the device: looking up drafts and choosing among them. The host's part leaves that out.
 """
 
 import argparse
@@ -13,11 +13,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from lab.bench.bench_tables import new_table
+from lab.vllm_on_cpu.own_kernels import step as own_kernels
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.generation.arguments import set_process_environment
 
@@ -33,8 +35,9 @@ WAYS: dict[str, tuple[str, ...] | None] = {
 
 def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
     """Figures of one way, in this process: seconds to start, megabytes, and of each batch the median milliseconds of a decode
-    step and of our part of it. Each request has drafts verified in each step."""
+    step, of our part of it, and of the host's share of our part. Each request has drafts verified in each step."""
     set_process_environment()
+    kernel_seconds = _timed_kernels()
     from lab.gpu.gpu_stage import POLICY, STOCK, block, start_engine, task_requests
 
     drafters, before_mb, started = WAYS[way], _memory_mb(), time.perf_counter()
@@ -45,14 +48,38 @@ def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
         requests = [replace(r, exact_length=LENGTH) for r in task_requests(-(-batch // SAMPLES), SAMPLES)[:batch]]
         engine.generate(requests)
         before = engine.stats()
+        kernel_seconds.clear()
         engine.generate(requests)
         after = engine.stats(before.num_steps) if before else None
         assert after is not None
         column = after.trace.column
         is_decode = (column("is_decode") > 0) & (column("num_requests") == batch)
         figures[f"step_ms_{batch}"] = 1e3 * float(np.median(column("seconds")[is_decode]))
-        figures[f"ours_ms_{batch}"] = 1e3 * float(np.median(column("host_s")[is_decode]))
+        ours_s = float(np.median(column("host_s")[is_decode]))
+        figures[f"ours_ms_{batch}"] = 1e3 * ours_s
+        figures[f"host_ms_{batch}"] = 1e3 * (ours_s - float(np.median(kernel_seconds or [0.0])))
     return figures
+
+
+def _timed_kernels() -> list[float]:
+    """Makes the kernels of the draft board on a CPU time themselves. Returns the list of the seconds of each step."""
+    observe, choose = own_kernels.observe, own_kernels.choose
+    step_s: list[float] = []
+    observed_s = 0.0
+
+    def timed_observe(*arguments: Any) -> None:
+        nonlocal observed_s
+        started = time.perf_counter()
+        observe(*arguments)
+        observed_s = time.perf_counter() - started
+
+    def timed_choose(*arguments: Any) -> None:
+        started = time.perf_counter()
+        choose(*arguments)
+        step_s.append(observed_s + time.perf_counter() - started)
+
+    own_kernels.observe, own_kernels.choose = timed_observe, timed_choose  # type: ignore[assignment]
+    return step_s
 
 
 def _memory_mb() -> float:
@@ -85,14 +112,12 @@ def main() -> None:
             status.update(way)
             figures = _measure_apart(way, parsed.batches)
             rows[way] = {name: min(value, rows.get(way, figures)[name]) for name, value in figures.items()}
-    table = new_table("what the block costs; ms of a decode step, and our part of it")
+    table = new_table("what the block costs; ms of a decode step, of our part, and of our host work")
     for name in ("", "start, s", "memory, MB", *(f"{batch} requests" for batch in batches)):
         table.add_column(name, justify="right" if name else "left")
     for way, figures in rows.items():
-        steps = [
-            f"{figures[f'step_ms_{b}']:.1f}, {figures[f'ours_ms_{b}']:.2f}" if f"step_ms_{b}" in figures else "-"
-            for b in batches
-        ]
+        names = [[f"{part}_ms_{b}" for part in ("step", "ours", "host")] for b in batches]
+        steps = [", ".join(f"{figures[name]:.2f}" for name in of_batch if name in figures) or "-" for of_batch in names]
         table.add_row(way, f"{figures['start_s']:.1f}", f"{figures['memory_mb']:.0f}", *steps)
     console.print(table)
 

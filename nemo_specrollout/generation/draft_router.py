@@ -73,7 +73,7 @@ class DraftRouter:
         """True if the drafters rested in the latest step."""
         self._step = self._most_new = 0
         self.host_s = 0.0
-        """Seconds of host work in the last step, without a drafter with weights."""
+        """Seconds of host work since the start, without a drafter with weights."""
         _replace_speculator(runner, self)
 
     def _build(self, drafter: Any, config: SpecrolloutConfig, runner: Any) -> Drafter:
@@ -145,10 +145,18 @@ class DraftRouter:
 
     def begin_step(self, number: int, batch: Any) -> None:
         """Plans the drafts of a step, whose number is `number`. Its tokens are sampled now."""
-        self._step, slots_B = number, batch.idx_mapping_np
+        started, self._step, slots_B = time.perf_counter(), number, batch.idx_mapping_np
         depth = self.policy.plan(batch.num_reqs, self._num_followed(slots_B))
         for drafter in self._drafters:
             drafter.plan(depth)
+        self.host_s += time.perf_counter() - started
+
+    def num_drafts(self, num_requests: int, most: int) -> int:
+        """Returns how many draft tokens the next step verifies, at most `most`."""
+        started = time.perf_counter()
+        num_drafts = self.policy.num_drafts(num_requests, most)
+        self.host_s += time.perf_counter() - started
+        return num_drafts
 
     def propose(self, *inputs: Any, **options: Any) -> torch.Tensor:
         """Returns draft tokens for the next step, int64 [B, K]. Takes the arguments of vLLM's `propose`."""
@@ -170,7 +178,7 @@ class DraftRouter:
         if self.is_idle and not was_idle:
             board.tables.rates_SK.zero_()
         native_s = 0.0 if self.is_idle else self._draft(texts)
-        self.host_s = time.perf_counter() - started - native_s
+        self.host_s += time.perf_counter() - started - native_s
         return board.tables.drafts_BK[: batch.num_reqs]
 
     def _draft(self, texts: Texts) -> float:

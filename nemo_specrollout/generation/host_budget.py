@@ -43,7 +43,7 @@ class HostBudget:
         names = [name for name in scheduled.num_scheduled_tokens if name in self._slot_of]
         rates_BK = self._known_rates.values[[self._slot_of[name] for name in names]]
         caps_B = np.array([len(drafts.get(name, ())) for name in names], np.int64)
-        num_drafts = self._router.policy.num_drafts(len(names), int(caps_B.sum()))
+        num_drafts = self._router.num_drafts(len(names), int(caps_B.sum()))
         counts_B = agreed(likeliest(rates_BK, caps_B, num_drafts))
         if self._keeps_all:
             return scheduled

@@ -103,7 +103,10 @@ class ModelDrafter(Drafter):
         self.is_allowed = True
 
     def timed(self) -> list[tuple[tuple[int, int, int], float]]:
-        """Returns the draftings whose time became known since the last call: (unread tokens, requests, depth) and seconds."""
+        """Returns the draftings of pure decode steps whose time became known since the last call.
+
+        Each is (unread tokens, requests, depth), and seconds.
+        """
         return self._timer.finished()
 
     def plan(self, depth: int) -> None:
@@ -131,11 +134,14 @@ class ModelDrafter(Drafter):
             options["num_speculative_tokens"] = depth
         elif depth:
             depth = self.board.num_positions  # older versions draft all positions or none
-        self._timer.start()
+        is_decode = batch.num_tokens == len(batch.logits_indices)
+        if is_decode:
+            self._timer.start()
         self._only_reads = depth == 0  # false between steps, because CUDA graphs are captured with sampling
         drafts_BK = self._propose(*inputs, **options)
         self._only_reads = False
-        self._timer.stop((batch.num_tokens, num_requests, depth))
+        if is_decode:
+            self._timer.stop((batch.num_tokens, num_requests, depth))
         out.tokens_BK[:num_requests] = drafts_BK
         if not self._has_score_gaps:
             out.levels_BK[:num_requests] = self._positions_K

@@ -28,12 +28,11 @@ class StepAccounts:
     def __init__(self, runner: Any, router: DraftRouter | None) -> None:
         self._router = router
         least_depth = 1 if CHOOSES_ON_DEVICE or router is None else router.board.num_positions
-        self.step_model = StepModel(
-            runner.max_num_tokens, _graph_sizes(runner.vllm_config.compilation_config), least_depth
-        )
+        most_rows = max(min(runner.max_num_tokens, runner.max_num_reqs * (1 + runner.num_speculative_steps)), 2)
+        self.step_model = StepModel(most_rows, _graph_sizes(runner.vllm_config.compilation_config), least_depth)
         names = [] if router is None else router.board.names
         self.trace = StepTrace(names, self._draft_counts, TRACED_STEPS)
-        self._most_requests = runner.max_num_reqs
+        self._most_requests, self._host_s = runner.max_num_reqs, 0.0
         self.num_weight_updates = 0
 
     def begin_step(self, batch: Any) -> None:
@@ -49,7 +48,8 @@ class StepAccounts:
             self.trace.end_step()
             return
         timed = [] if router.model is None else router.model.timed()  # on a GPU, of earlier steps
-        ended = self.trace.end_step(router.host_s, timed[-1][1] if timed else 0.0)
+        host_s, self._host_s = router.host_s - self._host_s, router.host_s
+        ended = self.trace.end_step(host_s, timed[-1][1] if timed else 0.0)
         if ended is not None:
             self.step_model.observe(*ended, not router.is_idle)
         for sizes, seconds in timed:

@@ -239,7 +239,7 @@ class VerificationBudget(AdaptiveVerificationManager):
         num_drafts = {name: len(draft_tokens.get(name, ())) for name in num_tokens_per_req}
         num_others = {name: num_tokens_per_req[name] - count for name, count in num_drafts.items()}
         most = min(sum(num_drafts.values()), self._max_total_logits - len(num_drafts) * self.num_bonus_tokens)
-        budget = self._router.policy.num_drafts(len(num_drafts), most)
+        budget = self._router.num_drafts(len(num_drafts), most)
         self._batch_budget = (num_drafts, num_others, budget)
         return sum(num_others.values()) + budget
 

@@ -84,7 +84,7 @@ class StepCosts(NamedTuple):
 
 
 def padded_rows(most_rows: int, graph_sizes: np.ndarray) -> np.ndarray:
-    """Returns the rows that a step computes, by its number of rows from 0 to `most_rows`. CUDA graphs pad it to the next size."""
+    """Returns the rows that steps compute, by their number of rows from 0 to `most_rows`. CUDA graphs pad a step."""
     rows_R = np.arange(most_rows + 1.0)
     if not len(graph_sizes):
         return rows_R
