@@ -34,8 +34,11 @@ WAYS: dict[str, tuple[str, ...] | None] = {
 
 
 def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
-    """Figures of one way, in this process: seconds to start, megabytes, and of each batch the median milliseconds of a decode
-    step, of our part of it, and of the host's share of our part. Each request has drafts verified in each step."""
+    """Returns figures of one way, measured in this process: seconds to start, and megabytes.
+
+    Each batch adds medians of its decode steps in milliseconds: the step, our part of it, and the host's share of our part.
+    Each request has drafts verified in each step.
+    """
     set_process_environment()
     kernel_seconds = _timed_kernels()
     from lab.gpu.gpu_stage import POLICY, STOCK, block, start_engine, task_requests
