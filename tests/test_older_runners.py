@@ -41,6 +41,7 @@ def budget_with(rates_BK: list[list[float]], most: int = 9, returns_experts: boo
         vllm_config=SimpleNamespace(aux_output_config=aux),
     )
     drafting = DraftRouter.__new__(DraftRouter)
+    drafting.host_s = 0.0
     drafting.policy = SimpleNamespace(num_drafts=lambda num_requests, available: min(available, most))
     drafting.board = SimpleNamespace(tables=SimpleNamespace(rates_SK=rates_SK))
     budget = HostBudget(runner, drafting)

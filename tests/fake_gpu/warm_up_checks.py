@@ -47,6 +47,7 @@ def test_no_step_needs_another_variant_of_a_kernel(gpu: FakeGpu, name: str) -> N
                 idx_mapping_np=np.arange(num_requests),
                 num_reqs=num_requests,
                 num_tokens=num_requests,
+                logits_indices=slots_B,
             )
             step._hidden_BH, step._num_rejected = zeros(num_requests, H, dtype=torch.bfloat16), zeros(num_requests)
             for num_drafts in (K, 0):
