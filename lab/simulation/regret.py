@@ -13,13 +13,11 @@ The latter two decide each step for the most tokens a second. They follow all re
 Shapes: B running requests, D drafters, K draft positions, F = K + 1 depths of drafting, P positions of all responses.
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from lab.simulation.replay import MACHINES, MAX_ROWS, STORED, Machine, Phase, Replay, ways_of
+from lab.simulation.replay import MACHINES, MAX_ROWS, Machine, Phase, Replay, options_of, ways_of
 from lab.simulation.replay_record import Record
 from nemo_specrollout.scheduling.speculation.decision import Steps, best_steps
 from nemo_specrollout.scheduling.speculation.policy import FixedPolicy
@@ -143,11 +141,7 @@ def shares(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table for the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", nargs="?", type=Path, default=STORED)
-    parser.add_argument("--machine", choices=MACHINES, default="two_cores")
-    parser.add_argument("--at-a-time", type=int, default=None, help="requests that run at once; default: a batch")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments)
     record, machine = Record.load(options.record), MACHINES[options.machine]
     order = sorted(set(record.batch_R.tolist()))
     print(f"{options.machine}: our speed over what the board's rates allow, and over hindsight")

@@ -294,13 +294,18 @@ def union_over_best(found: dict[str, list[Phase]], start_s: float = 0.0) -> list
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table for the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads a command line: the path of a record, the name of a machine, and how many requests run at once."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", nargs="?", type=Path, default=STORED)
     parser.add_argument("--machine", choices=MACHINES, default="two_cores")
     parser.add_argument("--at-a-time", type=int, default=None, help="requests that run at once; default: a batch")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table for the record."""
+    options = options_of(__doc__, arguments)
     record, machine = Record.load(options.record), MACHINES[options.machine]
     order = sorted(set(record.batch_R.tolist()))
     found = phases(record, machine, order, options.at_a_time)
