@@ -74,9 +74,6 @@ class RatesReplay(Replay):
         self._propose(slots_B, planned)
         return self._paid.best_depth(self.board.tables.spread_FQ.numpy(), len(slots_B), num_rows)
 
-    def _costs(self) -> StepCosts | None:
-        return None
-
 
 class Hindsight:
     """An engine that knows which recorded drafts are right."""
@@ -86,8 +83,7 @@ class Hindsight:
         right_PDK = record.drafts_PDK == record.right_PK()[:, None, :]
         right_PDK &= np.arange(right_PDK.shape[2]) < record.found_PD[:, :, None]
         right_PD = right_PDK.cumprod(axis=2).sum(axis=2)
-        text = [d for d in range(len(record.names)) if d != record.model]
-        self._text_P = right_PD[:, text].max(axis=1)
+        self._text_P = right_PD[:, ways_of(record)["text"]].max(axis=1)
         self._model_P = right_PD[:, record.model] if has_model else None
         self._num_positions = right_PDK.shape[2]
 

@@ -24,7 +24,7 @@ from nemo_specrollout.drafters.base import NUM_LEVELS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.scheduling.speculation.decision import likeliest
 from nemo_specrollout.scheduling.speculation.policy import SpeculationPolicy, build_policy
-from nemo_specrollout.scheduling.speculation.step_model import StepCosts, StepModel
+from nemo_specrollout.scheduling.speculation.step_model import StepModel
 
 STORED = Path(__file__).with_name("smollm2_record.npz")
 NOISE = 0.05
@@ -216,7 +216,7 @@ class Replay:
             policy.observe(self.board.tables.spread_FQ.numpy().copy())
         self._num_steps += 1
         if policy.costs is None or self._num_steps % COSTS_EVERY == 0:
-            policy.costs = self._costs()
+            policy.costs = self._step_model.costs()
         phase.tokens += int(emitted_B.sum())
         phase.seconds += seconds
         phase.steps += 1
@@ -228,9 +228,6 @@ class Replay:
     def _depth(self, slots_B: np.ndarray, num_rows: int, planned: int) -> int:
         """Returns how deep the model drafts after a step of `num_rows` rows."""
         return planned
-
-    def _costs(self) -> StepCosts | None:
-        return self._step_model.costs()
 
     def _num_right(self, slots_B: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
         """Returns how many of the verified drafts are the recorded tokens."""

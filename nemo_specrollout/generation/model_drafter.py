@@ -134,13 +134,11 @@ class ModelDrafter(Drafter):
             options["num_speculative_tokens"] = depth
         elif depth:
             depth = self.board.num_positions  # older versions draft all positions or none
-        is_decode = batch.num_tokens == len(batch.logits_indices)
-        if is_decode:
-            self._timer.start()
+        self._timer.start()
         self._only_reads = depth == 0  # false between steps, because CUDA graphs are captured with sampling
         drafts_BK = self._propose(*inputs, **options)
         self._only_reads = False
-        if is_decode:
+        if batch.num_tokens == len(batch.logits_indices):  # a pure decode step
             self._timer.stop((batch.num_tokens, num_requests, depth))
         out.tokens_BK[:num_requests] = drafts_BK
         if not self._has_score_gaps:

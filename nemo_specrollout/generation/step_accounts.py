@@ -28,7 +28,7 @@ class StepAccounts:
     def __init__(self, runner: Any, router: DraftRouter | None) -> None:
         self._router = router
         least_depth = 1 if CHOOSES_ON_DEVICE or router is None else router.board.num_positions
-        most_rows = max(min(runner.max_num_tokens, runner.max_num_reqs * (1 + runner.num_speculative_steps)), 2)
+        most_rows = min(runner.max_num_tokens, runner.max_num_reqs * (1 + runner.num_speculative_steps))
         self.step_model = StepModel(most_rows, _graph_sizes(runner.vllm_config.compilation_config), least_depth)
         names = [] if router is None else router.board.names
         self.trace = StepTrace(names, self._draft_counts, TRACED_STEPS)

@@ -125,7 +125,7 @@ class StepModel:
 
     def __init__(self, max_rows: int, graph_sizes: Sequence[int] = (), least_depth: int = 1) -> None:
         """Takes the most rows of a step, the rows of the CUDA graphs, and the fewest tokens that a model drafts."""
-        self._least_depth = least_depth
+        self._least_depth, max_rows = least_depth, max(max_rows, 2)  # a slope needs two knots
         self._graph_sizes = np.unique(np.array(graph_sizes, np.float64))
         self._knots_J = np.unique(np.round(2.0 ** np.arange(0, np.log2(max_rows) + 0.5, 0.5)))
         self._knots_J[-1] = max_rows
@@ -187,9 +187,7 @@ class StepModel:
     def _terms(self, num_requests: int, num_drafts: int, has_drafters: bool, rows: float | None = None) -> np.ndarray:
         """Returns the terms of a step. A change of slope is relative to its knot, so its prior has no unit."""
         if rows is None:
-            rows = float(num_requests + num_drafts)
-            index = int(np.searchsorted(self._graph_sizes, rows))
-            rows = float(self._graph_sizes[index]) if index < len(self._graph_sizes) else rows
+            rows = float(self._padded_R[min(num_requests + num_drafts, len(self._padded_R) - 1)])
         inner_J = self._knots_J[1:-1]
         ends = (num_drafts / self._unit, float(num_drafts > 0), float(has_drafters))
         return np.concatenate([(1.0, rows / self._unit), np.maximum(rows - inner_J, 0.0) / inner_J, ends])
