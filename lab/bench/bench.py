@@ -7,12 +7,12 @@ seconds a token are compared. Within a round the rows take turns of a fifth of a
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress as RichProgress
 
 from lab.bench.acceptance_bench import acceptance_table, measure_acceptance_table
 from lab.bench.bench_charts import bench_chart, running_chart
@@ -25,6 +25,7 @@ from lab.local.run_config import RunConfig
 from lab.local.step_rollout import load_tokenizer, step_prompts
 from lab.local.tasks import build_task
 from lab.policies.deep_policy import with_deep_policy
+from nemo_specrollout.cli.terminal import progress_bar
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.config.drafter_configs import RandomDrafterConfig
 from nemo_specrollout.generation.requests import RolloutRequest
@@ -97,7 +98,7 @@ def run_bench(config: RunConfig) -> list[Figures]:
     if config.bench.acceptance_k and config.policy.generation.specrollout.model_drafter is not None:
         report.acceptance(measure_acceptance_table(config))
     if config.bench.useless_batches:
-        report.useless(measure_useless_drafters(config))
+        report.useless(measure_useless_drafters(config, console))
     console.print(f"written to {out}/bench*.json and {out}/bench*.png")
     return report.rows
 
@@ -111,15 +112,14 @@ def measure_rows(config: RunConfig, report: BenchReport) -> None:
     groups = row_groups(bench_rows(config), bench.rows_at_a_time)
     num_rounds = WARM_UP_ROUNDS + bench.num_rounds
     total = len(groups) * (len(workloads) * num_rounds + len(bench.constant_batches) * bench.num_rounds)
-    with RichProgress(console=report.console) as bar:
-        task = bar.add_task("rounds", total=total)
-        for rows in groups:
+    with counted(report.console, total) as count:
+        for number, rows in enumerate(groups, start=1):
             with started(config, rows) as entrants:
                 for name, data in workloads.items():
                     rounds = itertools.islice(_requests_of(replace(config, data=data)), num_rounds)
                     for index, requests in enumerate(rounds):
                         play_round(entrants, requests, keep=index >= WARM_UP_ROUNDS)
-                        bar.advance(task)
+                        count(f"round of {name}, engines of group {number} of {len(groups)}")
                     draining[name].append([entrant.take() for entrant in entrants])
                     if rows is groups[-1]:
                         report.draining(name, draining[name])
@@ -127,10 +127,24 @@ def measure_rows(config: RunConfig, report: BenchReport) -> None:
                 for batch in bench.constant_batches:
                     for _ in range(bench.num_rounds):
                         play_round(entrants, take_batch(stream, batch), keep=True, at_a_time=batch)
-                        bar.advance(task)
+                        count(f"round of a constant batch of {batch}, engines of group {number} of {len(groups)}")
                     constant[batch].append([entrant.take() for entrant in entrants])
     if constant:
         report.constant(constant)
+
+
+@contextmanager
+def counted(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """Yields a function that counts what is done, of `total`, and says what it was: in a bar, or in a line of a log."""
+    with progress_bar(console) as bar:
+        task = bar.add_task("rounds", total=total)
+
+        def count(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+            if not console.is_terminal:
+                console.print(f"{bar.tasks[0].completed:.0f} of {total}: {what}", markup=False)
+
+        yield count
 
 
 def constant_rows(constant: Mapping[int, Sequence[Sequence[Entrant]]]) -> list[Figures]:
@@ -144,14 +158,14 @@ def constant_rows(constant: Mapping[int, Sequence[Sequence[Entrant]]]) -> list[F
     return found
 
 
-def measure_useless_drafters(config: RunConfig) -> list[Figures]:
+def measure_useless_drafters(config: RunConfig, console: Console) -> list[Figures]:
     """Plain against a drafter that is always wrong, at several batch sizes: what speculation costs where it cannot pay."""
     plain = plain_row(config)
     block = replace(plain.generation.specrollout, drafters=(RandomDrafterConfig(),), budget=BudgetConfig("auto"))
     useless = BenchRow("useless", OURS, replace(plain.generation, specrollout=block))
-    rows = []
-    with started(config, [plain, useless]) as entrants:
-        for batch in config.bench.useless_batches:
+    rows, batches = [], config.bench.useless_batches
+    with started(config, [plain, useless]) as entrants, counted(console, len(batches)) as count:
+        for batch in batches:
             num_rounds = config.bench.num_rounds * (USELESS_ROUNDS_OF_FEW if batch < FEW else USELESS_ROUNDS)
             for index, prompts in enumerate(itertools.islice(_requests_of(config), WARM_UP_ROUNDS + num_rounds)):
                 requests = [prompts[i % len(prompts)] for i in range(batch)]
@@ -160,6 +174,7 @@ def measure_useless_drafters(config: RunConfig) -> list[Figures]:
             row = row_figures(fast, slow)
             row["host_share"] = host_share([r.stats for r in fast.rounds])
             rows.append({"batch": batch, **row})
+            count(f"drafters that are always wrong, {batch} requests")
     return rows
 
 

@@ -14,7 +14,7 @@ import torch
 from conftest import QUICKSTART, ROOT, STEP_ADDER, TINY_ROLLOUTS
 from rich.console import Console
 
-from lab.bench.bench import _set_aside, request_stream, take_batch
+from lab.bench.bench import _set_aside, counted, request_stream, take_batch
 from lab.bench.bench_figures import FEWEST_TOKENS, best_by_running, best_fixed, figures_of, host_shares
 from lab.bench.bench_rounds import Entrant, group_with
 from lab.bench.bench_rows import FIXED, OURS, PLAIN, STOCK, BenchRow, bench_rows, row_groups
@@ -338,6 +338,14 @@ def test_what_is_printed() -> None:
     assert "counterfactual: plain time as estimated while speculating is off by" in said
     without_ours = [e for e in entrants if e.row.kind != OURS]
     assert "our host time" not in "\n".join(sentences(figures_of([without_ours]), without_ours))
+
+
+def test_a_log_has_a_line_for_each_round() -> None:
+    console = Console(file=io.StringIO(), width=132, record=True)
+    with counted(console, 2) as count:
+        count("round of mixed")
+        count("round of [free text]")
+    assert console.export_text() == "1 of 2: round of mixed\n2 of 2: round of [free text]\n"
 
 
 # A deeper policy.
