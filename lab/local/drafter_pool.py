@@ -105,6 +105,7 @@ class DrafterPool:
     def __init__(self, specs: Sequence[DrafterSpec]) -> None:
         """Starts all processes."""
         self.processes = [DrafterProcess(spec) for spec in specs]
+        self._one_looks = threading.Lock()
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
@@ -134,7 +135,8 @@ class DrafterPool:
             time.sleep(0.05)
 
     def take_deaths(self) -> list[str]:
-        """Returns a sentence for each process that has ended since the last call."""
+        """Returns a sentence for each process that has ended since the last call. Restarts these processes."""
+        self._look()
         found: list[str] = []
         for number, process in enumerate(self.processes):
             untold = process.deaths[process.num_told :]
@@ -154,6 +156,10 @@ class DrafterPool:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_WATCH_PERIOD_S):
+            self._look()
+
+    def _look(self) -> None:
+        with self._one_looks:
             for process in self.processes:
                 process.watch()
 

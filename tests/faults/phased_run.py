@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specrollout-lab`, which waits a moment in one phase of one step and says so: `phased_run.py PHASE STEP MARKER ARGUMENTS`.
+"""`specrollout-lab`, which waits in one phase of one step: `phased_run.py PHASE STEP MARKER ARGUMENTS`.
 
-Only the clock of a run is touched: what runs is the product.
+It makes the file MARKER and goes on when that is removed. Only the clock of a run is touched: what runs is the product.
 """
 
 import sys
@@ -15,12 +15,12 @@ from lab.local import run_report
 from lab.local.policy import MegatronPolicy
 from lab.local.runner import GrpoRunner
 
-# Long enough for a signal that is sent when the marker appears.
-WAIT_S = 1.0
+# Longest wait, for the case that the test has ended.
+WAIT_S = 120.0
 
 
 def main_in_phases(phase: str, step: int, marker: Path, arguments: list[str]) -> int:
-    """Runs a command; `marker` appears when the phase of that step begins."""
+    """Runs a command, which waits for the removal of `marker` when the phase of that step begins."""
 
     def waits(owner: Any, name: str, calls_before: int) -> None:
         native: Callable[..., Any] = getattr(owner, name)
@@ -31,7 +31,7 @@ def main_in_phases(phase: str, step: int, marker: Path, arguments: list[str]) ->
             if calls[0] == calls_before + 1:
                 marker.touch()
                 until = time.monotonic() + WAIT_S
-                while time.monotonic() < until:  # a signal's handler runs between these
+                while marker.exists() and time.monotonic() < until:  # a signal's handler runs between these
                     time.sleep(0.01)
             return native(*args, **kwargs)
 

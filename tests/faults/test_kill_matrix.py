@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER, TINY_ROLLOUTS
-from processes import lives
+from processes import lives, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -47,6 +47,9 @@ BLOWS: dict[str, tuple[tuple[signal.Signals, ...], int]] = {
     "SIGINT twice": ((signal.SIGINT, signal.SIGINT), 130),
 }
 
+# Ray's workers do not hear SIGINT, nor do children of a command in the background.
+DEADLY = ("SIGKILL", "SIGTERM")
+
 
 class Run:
     """One start of a run, in a session of its own. Owns the process."""
@@ -71,6 +74,10 @@ class Run:
             self._meet()
             time.sleep(0.02)
         self._meet()
+
+    def go_on(self) -> None:
+        """Lets it leave the phase."""
+        self._marker.unlink()
 
     def victim(self, target: str) -> int:
         """The process that is meant."""
@@ -101,6 +108,9 @@ def strike(run: Run, target: str, blow: str) -> None:
     for number in BLOWS[blow][0]:
         os.kill(victim, number)
         time.sleep(0.2)
+    if target != "main" and blow in DEADLY:
+        wait_until_gone(victim)
+    run.go_on()
     if blow == "SIGSTOP":
         time.sleep(STOPPED_S)
         with suppress(ProcessLookupError):  # a drafter that says nothing for half a minute has been killed by then
@@ -181,10 +191,7 @@ def test_nothing_is_lost(
     assert code == expected, output[-3000:]
     assert "Traceback" not in output, output[-3000:]
     assert run.left_behind() == [] and left_in_memory(before) == set()
-    if target != "main" and blow in (
-        "SIGKILL",
-        "SIGTERM",
-    ):  # Ray's workers do not hear SIGINT, nor do children of a command in the background
+    if target != "main" and blow in DEADLY:
         assert sum(m["deaths"] for m in lines(log_dir)) >= 1 and "died" in output
     code, output = Run(log_dir, config, None).end()
     assert "Traceback" not in output and code in (0, 2), output[-3000:]

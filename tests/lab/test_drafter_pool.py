@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafters that an engine of the laboratory starts for itself."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import STEP_ADDER
+from processes import wait_until_gone
 from test_equality import assert_equal, requests
 
 from lab.local.engine import RolloutEngine
@@ -31,9 +35,16 @@ def test_an_engine_starts_and_ends_its_own_drafters(
         "metrics.jsonl has it as draft_supply"
     )
     assert engine.drafters is not None
-    pid = engine.drafters.processes[0].pid
+    process = engine.drafters.processes[0]
+    assert process.pid is not None and engine.take_deaths() == []
+    os.kill(killed := process.pid, signal.SIGKILL)
+    wait_until_gone(killed)
+    (sentence,) = engine.take_deaths()  # at once: the step that is over must not miss it
+    assert sentence.startswith("drafter process 0 died (killed by signal 9)") and engine.take_deaths() == []
+    while (pid := process.pid) is None:
+        time.sleep(0.1)
     engine.close()
-    assert pid is not None and not Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_missing_draft_model_raises_config_error(tmp_path: Path, start_engine: Callable[..., RolloutEngine]) -> None:
