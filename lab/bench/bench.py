@@ -114,12 +114,13 @@ def measure_rows(config: RunConfig, report: BenchReport) -> None:
     total = len(groups) * (len(workloads) * num_rounds + len(bench.constant_batches) * bench.num_rounds)
     with counted(report.console, total) as count:
         for number, rows in enumerate(groups, start=1):
+            engines = f"engines of group {number} of {len(groups)}"
             with started(config, rows) as entrants:
                 for name, data in workloads.items():
                     rounds = itertools.islice(_requests_of(replace(config, data=data)), num_rounds)
                     for index, requests in enumerate(rounds):
                         play_round(entrants, requests, keep=index >= WARM_UP_ROUNDS)
-                        count(f"round of {name}, engines of group {number} of {len(groups)}")
+                        count(f"round of {name}, {engines}")
                     draining[name].append([entrant.take() for entrant in entrants])
                     if rows is groups[-1]:
                         report.draining(name, draining[name])
@@ -127,7 +128,7 @@ def measure_rows(config: RunConfig, report: BenchReport) -> None:
                 for batch in bench.constant_batches:
                     for _ in range(bench.num_rounds):
                         play_round(entrants, take_batch(stream, batch), keep=True, at_a_time=batch)
-                        count(f"round of a constant batch of {batch}, engines of group {number} of {len(groups)}")
+                        count(f"round of a constant batch of {batch}, {engines}")
                     constant[batch].append([entrant.take() for entrant in entrants])
     if constant:
         report.constant(constant)

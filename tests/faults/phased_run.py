@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`specrollout-lab`, which waits in one phase of one step: `phased_run.py PHASE STEP MARKER ARGUMENTS`.
 
-It makes the file MARKER and goes on when that is removed. Only the clock of a run is touched: what runs is the product.
+The phase makes the file MARKER, and goes on when the test has removed it.
+Only the clock of a run is touched: what runs is the product.
 """
 
 import sys
