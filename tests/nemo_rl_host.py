@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -77,6 +78,21 @@ class Host:
         assert may_fail or done.returncode == 0, output[-6000:]
         return output
 
+    def run_logged(self, log: Path, *arguments: str | Path, timeout_s: int) -> None:
+        """Like `run`, but appends the output to `log` as it comes."""
+        command = [self.environment["NEMO_RL_PYTHON"], *map(str, arguments)]
+        with log.open("a") as lines:
+            done = subprocess.run(
+                command,
+                env=self.environment,
+                stdout=lines,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+                check=False,
+                cwd=HERE,
+            )
+        assert done.returncode == 0, log.read_text()[-6000:]
+
 
 def answer_in(output: str, word: str) -> Any:
     """The JSON of the only line of `output` that begins with `word`."""
@@ -140,9 +156,24 @@ def gym_host(host: Host) -> Host:
 
 @dataclass(frozen=True)
 class Run:
-    """A GRPO run that is over."""
+    """A run of a scenario, over or not yet."""
 
     folder: Path
+
+    @property
+    def is_over(self) -> bool:
+        """True if the run has ended, well or badly."""
+        return (self.folder / "result.json").is_file()
+
+    def remove(self) -> None:
+        """Removes what a run that was cut off has left."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.record_file.unlink(missing_ok=True)
+
+    @property
+    def record_file(self) -> Path:
+        """Where `cpu_host` writes rollouts that NeMo-RL keeps no rows of."""
+        return self.folder.parent / f"{self.folder.name}.jsonl"
 
     @property
     def result(self) -> dict[str, Any]:
@@ -164,8 +195,7 @@ class Run:
     @property
     def record(self) -> list[Any]:
         """Rollouts of a loop that NeMo-RL keeps no rows of, as `cpu_host` writes them down."""
-        path = self.folder.parent / f"{self.folder.name}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return [json.loads(line) for line in self.record_file.read_text().splitlines()]
 
     @property
     def movement(self) -> list[float]:
@@ -197,17 +227,21 @@ def num_drafts(step: Mapping[str, Any], drafter: str, kind: str = "proposed") ->
 def run_all(host: Host, name: str, base: str, scenarios: Mapping[str, Any], scratch: Path) -> dict[str, Run]:
     """Runs `scenarios` on the config `base`, one after another in one process; their folders, by name.
 
-    NEMO_RL_RUNS names a folder in which to keep them, or, if it has them, to find them.
+    NEMO_RL_RUNS names a folder in which to keep them. A run that ended there is used; one that was cut off begins again.
     """
     kept = os.environ.get("NEMO_RL_RUNS")
     out = Path(kept, name) if kept else scratch
-    if not (out / "log.txt").is_file():
+    runs = {scenario: Run(out / scenario) for scenario in scenarios}
+    if missing := {scenario: scenarios[scenario] for scenario, run in runs.items() if not run.is_over}:
         out.mkdir(parents=True, exist_ok=True)
+        for scenario in missing:
+            runs[scenario].remove()
         listed = out / "scenarios.json"
-        listed.write_text(json.dumps(scenarios).replace("$OUT", str(out)))
-        log = host.run(HERE / "run_scenarios.py", HERE / base, listed, out, timeout_s=6000)
-        (out / "log.txt").write_text(log)
-    return {scenario: Run(out / scenario) for scenario in scenarios}
+        listed.write_text(json.dumps(missing).replace("$OUT", str(out)))
+        host.run_logged(
+            out / "log.txt", HERE / "run_scenarios.py", HERE / base, listed, out, timeout_s=600 * len(missing)
+        )
+    return runs
 
 
 @pytest.fixture(scope="session")
