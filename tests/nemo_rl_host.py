@@ -176,6 +176,12 @@ class Run:
         return self.folder.parent / f"{self.folder.name}.jsonl"
 
     @property
+    def log(self) -> str:
+        """Its output. Where a run began again, the output of the last time."""
+        whole = (self.folder.parent / "log.txt").read_text()
+        return whole.rpartition(f"=== scenario {self.folder.name}\n")[2].partition(f"=== {self.folder.name}:")[0]
+
+    @property
     def result(self) -> dict[str, Any]:
         return json.loads((self.folder / "result.json").read_text())
 

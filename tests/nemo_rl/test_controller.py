@@ -108,7 +108,7 @@ def test_a_group_that_lost_its_engine_gets_the_same_tokens_again(controller_runs
     plain, lost = groups(controller_runs["plain"]), groups(controller_runs["engine_lost"])
     common = plain.keys() & lost.keys()
     assert len(common) >= 4 and [plain[key] for key in sorted(common)] == [lost[key] for key in sorted(common)]
-    log = (controller_runs["engine_lost"].folder.parent / "log.txt").read_text()
+    log = controller_runs["engine_lost"].log
     assert "suspect -> dead" in log and "=== kills the actor of Vllm" in log
 
 
