@@ -172,7 +172,7 @@ class Run:
 
     @property
     def record_file(self) -> Path:
-        """Where `cpu_host` writes rollouts that NeMo-RL keeps no rows of."""
+        """The file in which `cpu_host` writes rollouts that NeMo-RL keeps no rows of."""
         return self.folder.parent / f"{self.folder.name}.jsonl"
 
     @property

@@ -36,11 +36,16 @@ REMOTE = [
 FIVE_STEPS, SIX_STEPS = ["grpo.max_num_steps=5"], ["grpo.max_num_steps=6"]
 # Until a drafter that was killed is up again.
 TWELVE_STEPS, MANY_STEPS = ["grpo.max_num_steps=12"], ["grpo.max_num_steps=24"]
-# An interrupted run and its resumption share a folder of checkpoints, beside the folders of their logs.
-CHECKPOINTED = [
-    "checkpointing={enabled: true, checkpoint_dir: '${logger.log_dir}/../checkpoints', metric_name: null, save_period: 2, "
-    "model_save_format: null}",
-]
+
+
+def checkpointed(interrupted: str) -> list[str]:
+    """Overrides of a run that is interrupted, and of its resumption: the checkpoints are in the former's folder."""
+    return [
+        f"checkpointing={{enabled: true, checkpoint_dir: '${{logger.log_dir}}/../{interrupted}/checkpoints', "
+        "metric_name: null, save_period: 2, model_save_format: null}",
+    ]
+
+
 FROZEN = [
     "policy.megatron_cfg.optimizer.lr=0",
     "policy.megatron_cfg.optimizer.min_lr=0",
@@ -113,11 +118,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "sync_routed_head": {"overrides": SHORT + ROUTED_HEAD},
     "sync_refreshed_head": {"overrides": SHORT + REFRESHED_HEAD + FIVE_STEPS},
     "sync_head_interrupted": {
-        "overrides": SHORT + REFRESHED_HEAD + CHECKPOINTED + SIX_STEPS,
+        "overrides": SHORT + REFRESHED_HEAD + checkpointed("sync_head_interrupted") + SIX_STEPS,
         "kill_after": 5,
         "kill": "MegatronPolicyWorker",
     },
-    "sync_head_resumed": {"overrides": SHORT + REFRESHED_HEAD + CHECKPOINTED + SIX_STEPS},
+    "sync_head_resumed": {"overrides": SHORT + REFRESHED_HEAD + checkpointed("sync_head_interrupted") + SIX_STEPS},
     "sync_remote": {
         "overrides": SHORT + REMOTE + TWELVE_STEPS,
         "kill_after": 2,
@@ -148,11 +153,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "apart_ahead_streams": {"overrides": SHORT + APART + VALIDATION + AHEAD + STREAMS + SIX_STEPS},
     "apart_ahead_tail": {"overrides": SHORT + APART + TWO_APART + VALIDATION + AHEAD + SIX_STEPS},
     "apart_ahead_interrupted": {
-        "overrides": SHORT + APART + VALIDATION + CHECKPOINTED + AHEAD + SIX_STEPS,
+        "overrides": SHORT + APART + VALIDATION + checkpointed("apart_ahead_interrupted") + AHEAD + SIX_STEPS,
         "kill_after": 5,
         "kill": "MegatronPolicyWorker",
     },
-    "apart_ahead_resumed": {"overrides": SHORT + APART + VALIDATION + CHECKPOINTED + AHEAD + SIX_STEPS},
+    "apart_ahead_resumed": {
+        "overrides": SHORT + APART + VALIDATION + checkpointed("apart_ahead_interrupted") + AHEAD + SIX_STEPS
+    },
     "async_ahead": {"overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS},
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
@@ -198,8 +205,8 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     "two_engines": _recorded("two_engines", *DRAFTED, *TWO_APART),
     "long": _recorded("long", *PLAIN, *MANY_STEPS),
     "whole": _recorded("whole", *PLAIN, *FROZEN, "grpo.max_num_steps=8"),
-    "half": _recorded("half", *DRAFTED, *FROZEN, *CHECKPOINTED, "grpo.max_num_steps=2"),
-    "resumed": _recorded("resumed", *DRAFTED, *FROZEN, *CHECKPOINTED, *PROLONGED, "grpo.max_num_steps=4"),
+    "half": _recorded("half", *DRAFTED, *FROZEN, *checkpointed("half"), "grpo.max_num_steps=2"),
+    "resumed": _recorded("resumed", *DRAFTED, *FROZEN, *checkpointed("half"), *PROLONGED, "grpo.max_num_steps=4"),
     "refreshed_head": _recorded("refreshed_head", *REFRESHED_HEAD, *MANY_STEPS),
     "remote": _recorded("remote", *REMOTE, *MANY_STEPS),
     "moving": _recorded("moving", *TWO_APART, *MOVING, "async_rl.recompute_kv_cache_after_weight_updates=true"),

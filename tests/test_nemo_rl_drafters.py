@@ -136,6 +136,18 @@ def test_a_drafter_that_was_started_again_has_another_address() -> None:
     assert driver.num_restarts == 1 and [link.num_ended for link in driver.links] == [0, 0]
 
 
+def test_an_end_between_two_looks_is_told() -> None:
+    """Ray starts the actor again so soon that no call fails: the next report is another process's."""
+    driver = Driver()
+    driver.look(at(HERE, 1), at(THERE, 2))
+    elsewhere = "tcp://10.0.0.8:5572"
+    assert driver.look(at(HERE, 1), at(elsewhere, 3)) == [[HERE, elsewhere]]
+    (alarm,) = driver.log.alarms
+    assert "drafter 1" in alarm and THERE in alarm and "the rollout goes on" in alarm
+    driver.look(at(HERE, 1), at(elsewhere, 3))
+    assert driver.num_restarts == 1 and len(driver.log.alarms) == 1
+
+
 def test_a_drafter_that_failed_or_hangs_is_ended() -> None:
     """A failure leaves the actor alive; a hang is a loop that stands still, or an actor that does not answer."""
     driver = Driver()

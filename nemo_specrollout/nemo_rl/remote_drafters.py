@@ -76,28 +76,37 @@ class _Drafter:
     def address(self) -> str:
         return "" if self.status is None else self.status.address
 
+    @property
+    def _where(self) -> str:
+        return f" at {self.address}" if self.address else ""
+
     def poll(self) -> str | None:
-        """Reads a new report, and has a failed drafter started again. Returns a sentence after a failure."""
+        """Reads a new report, and has a failed drafter started again. Returns a sentence after a failure.
+
+        A process may die and be started again between two looks: then only the report of another process tells of it.
+        """
         try:
             status: DrafterReport | None = self.link.answer()
             if status is None:
                 return self._failed("it does not answer") if self._is_silent(self.link.waited_s) else None
         except ActorFailed as error:
             return self._failed(str(error), is_alive=error.is_alive)
-        if self.last_process not in (0, status.process):
-            self.num_restarts += 1
+        is_another = self.last_process not in (0, status.process)
+        self.num_restarts += is_another
+        ended = f"{self._where} ended; the rollout goes on, and Ray has started it again"
+        sentence = ended if is_another and not self.is_told else None
         self.status, self.last_process, self.is_told = status, status.process, False
         if self._is_silent(status.silence_s):
             return self._failed("its loop stands still")
         self.link.call("status")
-        return None
+        return sentence
 
     def _is_silent(self, silence_s: float) -> bool:
         return self.status is not None and silence_s > (HANG_S if self.status.is_up else START_S)
 
     def _failed(self, reason: str, *, is_alive: bool = True) -> str | None:
         """Restarts the actor's process if it `is_alive`. Returns a sentence, or None if the driver has told of the failure."""
-        where, was_told = f" at {self.address}" if self.address else "", self.is_told
+        where, was_told = self._where, self.is_told
         self.status, self.is_told = None, True
         if is_alive:
             self.link.restart()
