@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -64,34 +64,21 @@ class Host:
 
         Fails the test with the last lines if the interpreter fails, unless `may_fail`.
         """
-        command = [self.environment["NEMO_RL_PYTHON"], *map(str, arguments)]
-        done = subprocess.run(
-            command,
-            env={**self.environment, **(more or {})},
-            text=True,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-            cwd=HERE,
-        )
-        output = done.stdout + done.stderr
+        done = self._run(arguments, env={**self.environment, **(more or {})}, capture_output=True, timeout=timeout_s)
+        output: str = done.stdout + done.stderr
         assert may_fail or done.returncode == 0, output[-6000:]
         return output
 
     def run_logged(self, log: Path, *arguments: str | Path, timeout_s: int) -> None:
         """Like `run`, but appends the output to `log` as it comes."""
-        command = [self.environment["NEMO_RL_PYTHON"], *map(str, arguments)]
         with log.open("a") as lines:
-            done = subprocess.run(
-                command,
-                env=self.environment,
-                stdout=lines,
-                stderr=subprocess.STDOUT,
-                timeout=timeout_s,
-                check=False,
-                cwd=HERE,
-            )
+            how = {"env": self.environment, "stdout": lines, "stderr": subprocess.STDOUT, "timeout": timeout_s}
+            done = self._run(arguments, **how)
         assert done.returncode == 0, log.read_text()[-6000:]
+
+    def _run(self, arguments: Sequence[str | Path], **how: Any) -> subprocess.CompletedProcess[str]:
+        command = [self.environment["NEMO_RL_PYTHON"], *map(str, arguments)]
+        return subprocess.run(command, text=True, check=False, cwd=HERE, **how)
 
 
 def answer_in(output: str, word: str) -> Any:
