@@ -37,7 +37,7 @@ test-all: setup $(VENV)/.reasoning-gym
 	$(MAKE) --no-print-directory test-slow test-kill
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow -s --ignore=tests/faults/test_kill_matrix.py
+	$(BIN)/python -m pytest -m slow $(IN_TWO) --ignore=tests/faults/test_kill_matrix.py
 
 # Fresh environments as docs/get-started/install.md makes them, with each Python that the machine has: two minutes.
 test-install: setup

@@ -214,6 +214,7 @@ def draws(num_samples: int, prompt_index: int = 0) -> list[RolloutRequest]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_ten_thousand_raced_samples_are_those_without_a_race(
     engines: list[RolloutEngine], plain: RolloutEngine
 ) -> None:
