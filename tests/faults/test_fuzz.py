@@ -50,7 +50,8 @@ def fuzz(number: int) -> Callable[[Any], Any]:
     """Makes two tests of one body: `number` cases by default, and a hundred times that number, marked slow."""
 
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    cases = [pytest.param(number, id="few"), pytest.param(100 * number, id="many", marks=pytest.mark.slow)]
+    slow = (pytest.mark.slow, pytest.mark.timeout(3600))
+    cases = [pytest.param(number, id="few"), pytest.param(100 * number, id="many", marks=slow)]
 
     def decorate(body: Any) -> Any:
         @pytest.mark.parametrize("num_cases", cases)

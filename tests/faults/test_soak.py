@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.integration]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(3600)]
 
 NUM_ROLLOUTS, FIRST, HALF = 1000, 50, 500
 # Mebibytes by which memory may grow after the first rollouts, and in the second half of all. vLLM without anything of ours

@@ -143,15 +143,15 @@ def test_a_run_starts_from_a_measured_ladder(tmp_path: Path, capsys: pytest.Capt
         f"policy.model_name={STEP_ADDER}", "policy.generation.vllm_kwargs.max_num_seqs=2",
         "policy.generation.max_new_tokens=64", f"{BLOCK}.drafters=[{{type: ngram}}]",
     ]  # fmt: skip
-    assert main(["ladder", str(QUICKSTART), "--out", str(path), "--rounds", "1", "--seconds", "0.2", *small]) == 0
+    assert main(["ladder", str(QUICKSTART), "--out", str(path), "--rounds", "1", "--seconds", "1", *small]) == 0
     assert "written to" in capsys.readouterr().out
     file = SpeedTableFile.read(path, "x")
     tasks, methods = ["step_addition", ANY_TASK], ["ngram", "plain"]
     assert {(r.task, r.method) for r in file.rungs} == set(itertools.product(tasks, methods))
     for rung in file.rungs:
         assert (0.0 < rung.acceptance < 1.0) == (rung.method == "ngram")
-        assert rung.batches == (1, 2) and min(rung.tokens_per_s) > 5.0
-        assert np.allclose(rung.weights_s, (0.2, 0.4), rtol=0.5)
+        assert rung.batches == (1, 2) and min(rung.weights_s) >= 1.0, "less was measured than was asked for"
+        assert min(np.multiply(rung.tokens_per_s, rung.weights_s)) >= 2.0, "no tokens were counted"
     path.write_text(replace(file, rungs=tuple(map(marked, file.rungs))).to_json())
     racing = [f"{BLOCK}.fastest_of_n={{ladder: {path}, methods: [[ngram], []]}}", "cluster.rollout_workers=2"]
     config, _ = read_run_config(load_config(QUICKSTART, [*small, *racing]))

@@ -225,8 +225,14 @@ def test_the_tokens_of_the_real_model_equal_plain_decoding(
     from lab.local.tasks import FreeText
     from nemo_specrollout.generation.requests import RolloutRequest
 
-    task = FreeText(load_tokenizer(real_model))
-    requests = [RolloutRequest(task.encode(p), i, s) for i, p in enumerate(task.problems(3, 4)) for s in range(2)]
+    tokenizer = load_tokenizer(real_model)
+    task = FreeText(tokenizer)
+    # Lists that repeat, because free text at T=1 gives too few drafts that are accepted.
+    days = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday\n"
+    months = "January, February, March, April, May, June, July, August, September, October, November, December\n"
+    lists = [tokenizer.encode(8 * line) for line in (days, months)]
+    prompts = [*map(task.encode, task.problems(3, 4)), *lists]
+    requests = [RolloutRequest(ids, i, s) for i, ids in enumerate(prompts) for s in range(2)]
     drafters = tuple(cls() for cls in (SuffixDrafterConfig, NgramDrafterConfig, RandomDrafterConfig))
     block = SpecrolloutConfig(drafters=drafters, budget=RANDOM)
     limits = {"kv_cache_memory_bytes": 1 << 28, "max_new_tokens": 128}
