@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 from lab.vllm_on_cpu import own_kernels
-from nemo_specrollout.generation.arguments import set_process_environment
+from nemo_specrollout.generation.engine.arguments import set_process_environment
 
 set_process_environment()  # before any test imports vllm
 own_kernels.register()

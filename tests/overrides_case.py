@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.nemo_rl import engine_workers, generation, installation, ray_workers, row_tasks, single_controller
+from nemo_specrollout.nemo_rl import engine_actors, generation, installation, row_tasks, single_controller, vllm_workers
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 
 PASSED = "passed on"
@@ -110,15 +110,15 @@ def check_constructors() -> None:
 
 
 def check_engine_actors() -> None:
-    ray_workers.engine_arguments = lambda arguments, config, block: arguments
+    engine_actors.engine_arguments = lambda arguments, config, block: arguments
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     config = {**CONFIG, "vllm_cfg": sizes}
-    for ours in (ray_workers.SpecrolloutVllmWorkerImpl, ray_workers.SpecrolloutVllmAsyncWorkerImpl):
+    for ours in (engine_actors.SpecrolloutVllmWorkerImpl, engine_actors.SpecrolloutVllmAsyncWorkerImpl):
         made = bare(ours, cfg=config, llm=SimpleNamespace())
         judge("_create_engine", made._create_engine({}, added=1), native_calls(ours))
-    engine = bare(ray_workers.SpecrolloutVllmWorkerImpl)
+    engine = bare(engine_actors.SpecrolloutVllmWorkerImpl)
     judge("generate", engine.generate({}, False, added=1), native_calls(type(engine)))
-    made = bare(ray_workers.SpecrolloutVllmAsyncWorkerImpl)
+    made = bare(engine_actors.SpecrolloutVllmAsyncWorkerImpl)
     judge("generate_async", asyncio.run(first_of(made.generate_async({}, False, added=1))), native_calls(type(made)))
     app = SimpleNamespace(add_middleware=lambda middleware: None)
     judge("_setup_vllm_openai_api_server", made._setup_vllm_openai_api_server(app, added=1), native_calls(type(made)))
@@ -150,7 +150,7 @@ def nothing() -> Iterator[None]:
 
 
 def check_extension() -> None:
-    ours = engine_workers.NemoRlWorker
+    ours = vllm_workers.NemoRlWorker
     made = bare(ours, model_runner=SimpleNamespace(speculator=None), specrollout_weights_updated=lambda seconds: None)
     judge("_load_draft_weights", made._load_draft_weights([], added=1), native_calls(ours))
     with made._weight_update_lifecycle("ipc", added=1) as finalize:
@@ -171,10 +171,10 @@ def check_shared_names() -> None:
 
     class Overrides: ...
 
-    ours = engine_workers.with_worker_names(type("Ours", (Overrides, Extension, Worker), {}))
+    ours = vllm_workers.with_worker_names(type("Ours", (Overrides, Extension, Worker), {}))
     kept = ours.synchronize_device == "vLLM's" and ours.sleep == "the extension's"
     try:
-        engine_workers.with_worker_names(type("Ours", (Overrides, Extension, Asleep), {}))
+        vllm_workers.with_worker_names(type("Ours", (Overrides, Extension, Asleep), {}))
         refusal = ""
     except ConfigError as error:
         refusal = str(error)

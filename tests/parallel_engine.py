@@ -13,8 +13,8 @@ from vllm import LLM, SamplingParams
 from lab.local.random_budgets import randomise
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
-from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.generation.requests import RolloutRequest, rollout_extra_args
+from nemo_specrollout.generation.engine.arguments import with_specrollout
+from nemo_specrollout.generation.engine.requests import RolloutRequest, rollout_extra_args
 
 
 def main(model: str, ranks: int, block: SpecrolloutConfig, *, at_random: bool) -> None:

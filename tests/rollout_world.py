@@ -12,10 +12,10 @@ import pytest
 
 from lab.local.engine import RolloutEngine
 from lab.local.turn_engine import ReloadingTurnEngine
-from nemo_specrollout.racing import attempts, coordinator, turn_engine
-from nemo_specrollout.racing.turns import TurnOrders, TurnResult
-from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
-from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
+from nemo_specrollout.stragglers import attempts, coordinator, turn_engine
+from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
+from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
+from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
 
 
 def drive_clock(monkeypatch: pytest.MonkeyPatch, engines: Sequence[Any], step_s: Sequence[float]) -> None:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lab.local.engine import RolloutEngine
-from nemo_specrollout.generation.hosted_engine import HostedEngine
-from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
-from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams, shard_request, text_and_params
-from nemo_specrollout.racing.exchange import StragglerExchange
-from nemo_specrollout.racing.turn_engine import Ask, roll_out_shard
-from nemo_specrollout.racing.turns import ExchangeFailed
+from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
+from nemo_specrollout.generation.engine.vllm_requests import RolloutSamplingParams, shard_request, text_and_params
 from nemo_specrollout.sampling.seeds import request_seed
+from nemo_specrollout.stragglers.exchange import StragglerExchange
+from nemo_specrollout.stragglers.turn_engine import Ask, roll_out_shard
+from nemo_specrollout.stragglers.turns import ExchangeFailed
 
 _ENGINES_TURN = threading.Lock()
 

@@ -16,8 +16,8 @@ from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, Specroll
 from nemo_specrollout.config.drafter_configs import AheadDrafterConfig, Eagle3DrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.drafters.ahead import ENOUGH, FARTHEST, AheadText
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.generation.requests import NewRequest, RequestIdentity, Rollout, RolloutRequest, as_bytes
-from nemo_specrollout.generation.transfers import to_device
+from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity, Rollout, RolloutRequest, as_bytes
+from nemo_specrollout.generation.engine.transfers import to_device
 
 NUM_SLOTS, LONGEST, POSITIONS = 4, 96, 8
 PROMPT = [90, 91, 92]

@@ -25,10 +25,11 @@ from nemo_specrollout.config.drafter_configs import (
     DsparkDrafterConfig,
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
-from nemo_specrollout.generation import compat, model_drafter
-from nemo_specrollout.generation.arguments import VllmAbilities, with_specrollout
-from nemo_specrollout.generation.requests import Rollout
-from nemo_specrollout.training.head.block_heads import misfit_of_block_drafter
+from nemo_specrollout.generation.drafting import model_drafter
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.engine.arguments import VllmAbilities, with_specrollout
+from nemo_specrollout.generation.engine.requests import Rollout
+from nemo_specrollout.heads.head.block_heads import misfit_of_block_drafter
 
 pytestmark = pytest.mark.integration
 
@@ -156,7 +157,7 @@ def test_each_layer_norms_the_context_by_its_own_weights(
     start_engine: Callable[..., RolloutEngine], policy: Path, drafters: dict[str, BlockDrafterConfig]
 ) -> None:
     """Also, zero or shared weights of a sound DFlash are not reported as faults."""
-    from nemo_specrollout.generation.head_service import head_health
+    from nemo_specrollout.heads.serving.head_service import head_health
 
     engine = start_engine(policy, SpecrolloutConfig(drafters=(drafters["dflash"],), budget=FOUR))
     runner = worker_of(engine).model_runner

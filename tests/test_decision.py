@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrollout.scheduling.speculation.decision import best_depth, best_steps, likeliest
-from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepCosts, padded_rows
+from nemo_specrollout.speculation.decision import best_depth, best_steps, likeliest
+from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts, padded_rows
 
 pytestmark = pytest.mark.unit
 NUM_BINS = 128

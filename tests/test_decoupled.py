@@ -29,7 +29,7 @@ from nemo_specrollout.config.drafter_configs import (
     NgramDrafterConfig,
     RemoteDrafterConfig,
 )
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 from nemo_specrollout.remote.protocol import verifier_side
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT

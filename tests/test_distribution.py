@@ -12,7 +12,7 @@ from lab.local.engine import RolloutEngine
 from lab.local.random_budgets import RANDOM
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RandomDrafterConfig, SuffixDrafterConfig
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 pytestmark = pytest.mark.integration
 

@@ -40,7 +40,7 @@ HEAVY = (
 LENIENT = """
 from nemo_specrollout.doctor.diagnosis import answer
 from nemo_specrollout.doctor.self_test import compare_engines
-from nemo_specrollout.generation.arguments import set_process_environment
+from nemo_specrollout.generation.engine.arguments import set_process_environment
 
 set_process_environment()
 from nemo_specrollout.sampling import equality

@@ -16,8 +16,8 @@ from torch import tensor
 from nemo_specrollout.config.drafter_configs import DRAFTERS, LookupDrafterConfig, TextDrafterConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Proposals, Texts
 from nemo_specrollout.drafters.text import build_text_drafter
-from nemo_specrollout.generation.requests import NewRequest, RequestIdentity
-from nemo_specrollout.generation.transfers import to_device
+from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
+from nemo_specrollout.generation.engine.transfers import to_device
 
 pytestmark = pytest.mark.unit
 TEXT_DRAFTERS = [name for name, cls in DRAFTERS.items() if issubclass(cls, TextDrafterConfig)]

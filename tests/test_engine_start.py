@@ -15,8 +15,8 @@ from conftest import STEP_ADDER
 from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, NgramDrafterConfig
-from nemo_specrollout.generation.arguments import QUIET_START, with_specrollout
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.arguments import QUIET_START, with_specrollout
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 pytestmark = pytest.mark.integration
 EIGHT_DRAFTS = SpecrolloutConfig(num_speculative_tokens=8)
@@ -46,7 +46,7 @@ def test_default_sizes_are_those_of_vllms_config(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from nemo_specrollout.generation import compat
+    from nemo_specrollout.generation.engine import compat
 
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     arguments = {"model": str(tiny_model), "max_model_len": 512, **QUIET_START, **given}
@@ -75,7 +75,7 @@ def test_an_h100_keeps_vllms_default_if_drafts_fit(
     """`vllm.LLM` has 16,384 tokens a step there. NeMo-RL's asynchronous engine has 2,048, and 128 requests."""
     from vllm.engine import arg_utils
 
-    from nemo_specrollout.generation import compat
+    from nemo_specrollout.generation.engine import compat
 
     h100 = {"get_device_total_memory.return_value": 80 << 30, "get_device_name.return_value": "NVIDIA H100"}
     others = {"is_cpu.return_value": False, "is_tpu.return_value": False}
@@ -92,7 +92,7 @@ def test_the_budget_is_ours_while_graph_memory_is_profiled(runner: Any, monkeypa
     """vLLM's own would time steps, and refuse to start if none of them was a CUDA graph."""
     from vllm.v1.worker.gpu.cudagraph_utils import _init_minimal_kv_cache_for_profiling
 
-    from nemo_specrollout.generation.verification import VerificationBudget
+    from nemo_specrollout.generation.step.verification import VerificationBudget
 
     before = runner.adaptive_verification
     _init_minimal_kv_cache_for_profiling(runner)
@@ -128,8 +128,8 @@ def test_no_budget_is_compiled_in_a_step(
     from torch._dynamo.testing import CompileCounter
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllm_budget
 
-    from nemo_specrollout.generation.transfers import to_device
-    from nemo_specrollout.generation.verification import VerificationBudget
+    from nemo_specrollout.generation.engine.transfers import to_device
+    from nemo_specrollout.generation.step.verification import VerificationBudget
 
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     torch._dynamo.reset()

@@ -9,7 +9,7 @@ from conftest import STEP_ADDER
 from nemo_specrollout.cli.describe import engine_in_words, is_asynchronous
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, Eagle3DrafterConfig
-from nemo_specrollout.generation.arguments import QUIET_START, with_specrollout
+from nemo_specrollout.generation.engine.arguments import QUIET_START, with_specrollout
 
 pytestmark = pytest.mark.integration
 

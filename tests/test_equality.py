@@ -19,8 +19,8 @@ from nemo_specrollout.config.drafter_configs import (
     RandomDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.generation.compat import scheduler_of
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.compat import scheduler_of
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 pytestmark = pytest.mark.integration
 

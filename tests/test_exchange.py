@@ -18,8 +18,8 @@ from test_racing import MAX_TOKENS, SAMPLINGS, engine_pair, plain_rollouts, six_
 from lab.local.engine import RolloutEngine
 from lab.local.rollout_pool import OwnRay, ray
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.generation.vllm_requests import (
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.vllm_requests import (
     RolloutSamplingParams,
     as_vllm_returns,
     is_portable,
@@ -29,10 +29,10 @@ from nemo_specrollout.nemo_rl.engine_inputs import engine_arguments
 from nemo_specrollout.nemo_rl.ray_calls import answer_of, ask_exchange
 from nemo_specrollout.nemo_rl.run_facts import block_of
 from nemo_specrollout.nemo_rl.supervisor import SpecrolloutExchange
-from nemo_specrollout.racing import coordinator
-from nemo_specrollout.racing.exchange import StragglerExchange
-from nemo_specrollout.racing.turn_engine import Ask
-from nemo_specrollout.racing.turns import ExchangeFailed
+from nemo_specrollout.stragglers import coordinator
+from nemo_specrollout.stragglers.exchange import StragglerExchange
+from nemo_specrollout.stragglers.turn_engine import Ask
+from nemo_specrollout.stragglers.turns import ExchangeFailed
 
 pytestmark = pytest.mark.integration
 

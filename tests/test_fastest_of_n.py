@@ -14,10 +14,10 @@ from lab.local.speed_table_file import SpeedRow, SpeedTableFile, started_table, 
 from lab.simulation.dealing import in_shards, longest_first
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.scheduling.racing.request_estimates import HALF_TOKENS, SPREAD, LengthEstimator, RequestSpeeds
-from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, DecodeSpeedTable
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision
-from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation, expected_first
+from nemo_specrollout.stragglers.decisions.request_estimates import HALF_TOKENS, SPREAD, LengthEstimator, RequestSpeeds
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN, TailDecision
+from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation, expected_first
 
 pytestmark = pytest.mark.unit
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor, tensor
 
 from nemo_specrollout.drafters.participant import DraftStep
-from nemo_specrollout.generation import feature_capture
-from nemo_specrollout.generation.feature_capture import SHORTEST, FeatureCapture
-from nemo_specrollout.generation.requests import NewRequest, RequestIdentity
-from nemo_specrollout.generation.transfers import to_device
-from nemo_specrollout.training.features.features import SequenceFeatures
+from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
+from nemo_specrollout.generation.engine.transfers import to_device
+from nemo_specrollout.heads.features.features import SequenceFeatures
+from nemo_specrollout.heads.serving import feature_capture
+from nemo_specrollout.heads.serving.feature_capture import SHORTEST, FeatureCapture
 
 pytestmark = pytest.mark.unit
 

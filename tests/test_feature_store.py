@@ -20,15 +20,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrollout.storage.files import write_atomically
-from nemo_specrollout.training.features.feature_store import (
+from nemo_specrollout.heads.features.feature_store import (
     FeatureReader,
     FeatureSource,
     FeatureStore,
     data_hash,
     newest_sequences,
 )
-from nemo_specrollout.training.features.features import SequenceFeatures, is_held_out
+from nemo_specrollout.heads.features.features import SequenceFeatures, is_held_out
+from nemo_specrollout.storage.files import write_atomically
 
 pytestmark = pytest.mark.unit
 

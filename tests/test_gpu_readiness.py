@@ -14,7 +14,7 @@ import pytest
 from lab.local.engine import RolloutEngine
 from lab.local.random_budgets import RANDOM
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.integration

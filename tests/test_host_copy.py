@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_specrollout.generation.transfers import HostCopy, StageTimer
+from nemo_specrollout.generation.engine.transfers import HostCopy, StageTimer
 
 pytestmark = pytest.mark.unit
 

@@ -25,10 +25,10 @@ from nemo_specrollout.config.drafter_configs import (
     MtpDrafterConfig,
 )
 from nemo_specrollout.drafters.base import Texts
-from nemo_specrollout.generation.compat import scheduler_of
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.scheduling.speculation.policy import FixedPolicy
-from nemo_specrollout.training.features.features import SequenceFeatures
+from nemo_specrollout.generation.engine.compat import scheduler_of
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
+from nemo_specrollout.heads.features.features import SequenceFeatures
+from nemo_specrollout.speculation.policy import FixedPolicy
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +53,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> DrafterConfig:
 
     Its LM head is not the policy's, which vLLM would let it share, in the policy's precision.
     """
-    from nemo_specrollout.training.head.head import create_head, save_head
+    from nemo_specrollout.heads.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "untrained"
     untrained = create_head(STEP_ADDER)
@@ -64,7 +64,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> DrafterConfig:
 
 @pytest.fixture(scope="module")
 def small_vocabulary_head(tmp_path_factory: pytest.TempPathFactory) -> DrafterConfig:
-    from nemo_specrollout.training.head.head import create_head, save_head
+    from nemo_specrollout.heads.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "small"
     save_head(create_head(STEP_ADDER, draft_token_ids=range(5, 60)), folder)
@@ -355,7 +355,7 @@ def test_a_published_head_drafts_like_one_loaded_at_start(
     tmp_path: Path,
 ) -> None:
     """The policy does not change, although vLLM lets a head share its LM head and embedding at first."""
-    from nemo_specrollout.training.head.head import create_head, save_head
+    from nemo_specrollout.heads.head.head import create_head, save_head
 
     other = create_head(STEP_ADDER, seed=5)
     other.model.lm_head.weight.data.mul_(0.5)
@@ -382,7 +382,7 @@ def test_a_head_that_does_not_fit_is_refused(
 ) -> None:
     import torch
 
-    from nemo_specrollout.training.head.head import create_head, save_head
+    from nemo_specrollout.heads.head.head import create_head, save_head
 
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)), 128)
     broken = create_head(STEP_ADDER)
@@ -403,8 +403,8 @@ def test_features_of_a_rollout_equal_those_of_a_forward_pass(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refit cuts the captured sequences, so that each has one policy version. A slow machine captures as many of them."""
-    from nemo_specrollout.generation import feature_capture
-    from nemo_specrollout.training.features.features import hf_features, load_policy
+    from nemo_specrollout.heads.features.features import hf_features, load_policy
+    from nemo_specrollout.heads.serving import feature_capture
 
     monkeypatch.setattr(feature_capture, "CAPTURE_TIME_SHARE", 1.0)
 
@@ -431,8 +431,8 @@ def test_samples_that_share_their_prompts_kv_give_features(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each sample gives features of the tokens that it computed. They equal the policy's features of the whole text."""
-    from nemo_specrollout.generation import feature_capture
-    from nemo_specrollout.training.features.features import hf_features, load_policy
+    from nemo_specrollout.heads.features.features import hf_features, load_policy
+    from nemo_specrollout.heads.serving import feature_capture
 
     monkeypatch.setattr(feature_capture, "CAPTURE_TIME_SHARE", 1.0)
     refresh = DraftRefreshConfig(trigger="never", rollout_capture_share=1.0)
@@ -651,7 +651,7 @@ def test_mtp_heads_follow_the_policys_weights(
 def test_a_head_with_another_rope_is_recognized_and_not_loaded(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, tmp_path: Path
 ) -> None:
-    from nemo_specrollout.training.head.head import create_head, save_head
+    from nemo_specrollout.heads.head.head import create_head, save_head
 
     folder = tmp_path / "other"
     save_head(create_head(STEP_ADDER), folder)

@@ -16,6 +16,7 @@ from lab.local.step_rollout import load_tokenizer
 from lab.local.tied_lm_head import with_tied_lm_head
 from nemo_specrollout.cli.check import describe_config
 from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.heads.features.rollout_files import _encoder, token_ids_of
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT, STALE, TOKENS, DraftBuffers
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide, DraftModel
 from nemo_specrollout.remote.protocol.messages import DRAFT_ROW, PROTOCOL, Hello, Refuse, Welcome
@@ -29,7 +30,6 @@ from nemo_specrollout.storage.model_folder import (
     tensor_files,
     tensor_shapes,
 )
-from nemo_specrollout.training.features.rollout_files import _encoder, token_ids_of
 
 pytestmark = pytest.mark.unit
 

@@ -32,7 +32,7 @@ def arguments(drafters: list[dict[str, Any]], **known: Any) -> dict[str, Any]:
 def test_with_text_drafters_the_first_refit_brings_all_weights() -> None:
     made = arguments([{"type": "ngram"}])
     assert made["load_format"] == "dummy" and MTP_FROM_FOLDER not in made["additional_config"]
-    assert made["worker_cls"] == "nemo_specrollout.nemo_rl.engine_workers.NemoRlWorker"
+    assert made["worker_cls"] == "nemo_specrollout.nemo_rl.vllm_workers.NemoRlWorker"
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -69,14 +69,14 @@ import pkgutil
 import torch
 parts = {name: getattr(torch.cuda, name) for name in ("Event", "Stream", "current_stream", "synchronize")}
 pin_memory = torch.Tensor.pin_memory
-from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.engine import compat
 compat.device_type = lambda: 'cuda'
 import nemo_specrollout.drafters, nemo_specrollout.generation, nemo_specrollout.sampling
 for package in (nemo_specrollout.drafters, nemo_specrollout.generation, nemo_specrollout.sampling):
     for module in pkgutil.iter_modules(package.__path__):
         if module.name.endswith('_triton'):
             __import__(f'{package.__name__}.{module.name}')
-from nemo_specrollout.nemo_rl import engine_workers as gpu
+from nemo_specrollout.nemo_rl import vllm_workers as gpu
 assert 'nemo_specrollout.generation.vllm_worker' in sys.modules
 assert all(getattr(torch.cuda, name) is part for name, part in parts.items())
 assert torch.Tensor.pin_memory is pin_memory
@@ -87,7 +87,7 @@ assert not [name for name in sys.modules if name.startswith('vllm.v1.worker.cpu'
 HEADS_OF_THE_FOLDER = """
 from types import SimpleNamespace
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
-from nemo_specrollout.nemo_rl.engine_workers import MTP_FROM_FOLDER, ExtensionOverrides
+from nemo_specrollout.nemo_rl.vllm_workers import MTP_FROM_FOLDER, ExtensionOverrides
 
 class Base:
     def load_model(self): ...

@@ -13,20 +13,20 @@ from nemo_rl_records import watching_logger
 
 from nemo_specrollout.config.block import BLOCK_PATH, DraftRefreshConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
-from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
-from nemo_specrollout.nemo_rl.metrics import head_metrics, sample_lines, step_facts
-from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient
-from nemo_specrollout.nemo_rl.step_log import StepLog
-from nemo_specrollout.scheduling.heads.refresh_schedule import (
+from nemo_specrollout.heads.decisions.refresh_schedule import (
     FIRST_REFRESH_S,
     SHORTEST_S,
     DecodeCosts,
     RefreshSchedule,
     StepFacts,
 )
+from nemo_specrollout.heads.head.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
+from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
+from nemo_specrollout.nemo_rl.metrics import head_metrics, sample_lines, step_facts
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient
+from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import SampleStats, StepEnd
-from nemo_specrollout.training.head.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
 
 pytestmark = pytest.mark.unit
 

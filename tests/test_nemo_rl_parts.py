@@ -20,9 +20,9 @@ from torch import nn
 from vllm import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from nemo_specrollout.generation.head_loading import part_from_policy, shared_modules
-from nemo_specrollout.generation.requests import RequestIdentity, resolve_identity
-from nemo_specrollout.generation.vllm_requests import REFUSAL
+from nemo_specrollout.generation.engine.requests import RequestIdentity, resolve_identity
+from nemo_specrollout.generation.engine.vllm_requests import REFUSAL
+from nemo_specrollout.heads.serving.head_loading import part_from_policy, shared_modules
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, header_seed
 from nemo_specrollout.nemo_rl.logger import in_a_line
 from nemo_specrollout.nemo_rl.logprob_gap import gap_causes, logprob_gap

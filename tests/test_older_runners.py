@@ -13,10 +13,10 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
-from nemo_specrollout.generation import compat, older_runners
-from nemo_specrollout.generation.draft_router import DraftRouter
-from nemo_specrollout.generation.host_budget import HostBudget
-from nemo_specrollout.generation.verification import SwappingVerifier
+from nemo_specrollout.generation.drafting.draft_router import DraftRouter
+from nemo_specrollout.generation.engine import compat, older_runners
+from nemo_specrollout.generation.step.host_budget import HostBudget
+from nemo_specrollout.generation.step.verification import SwappingVerifier
 
 pytestmark = pytest.mark.integration
 SLOTS = {"a": 2, "b": 0, "c": 1}
@@ -50,7 +50,7 @@ def budget_with(rates_BK: list[list[float]], most: int = 9, returns_experts: boo
 
 
 def test_drafts_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_specrollout.generation.host_budget.agreed", lambda decision: decision)
+    monkeypatch.setattr("nemo_specrollout.generation.step.host_budget.agreed", lambda decision: decision)
     scheduled = Scheduled()
     trimmed = budget_with([[0.9, 0.8, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).trimmed(scheduled)
     assert trimmed.scheduled_spec_decode_tokens == {"a": [-1, -1]}
@@ -70,7 +70,7 @@ def test_steps_without_drafts_or_with_masks_stay_as_they_are() -> None:
 
 
 def test_steps_whose_experts_are_returned_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_specrollout.generation.host_budget.agreed", lambda decision: decision)
+    monkeypatch.setattr("nemo_specrollout.generation.step.host_budget.agreed", lambda decision: decision)
     scheduled = Scheduled()
     assert budget_with([[0.0] * 3] * 3, returns_experts=True).trimmed(scheduled) is scheduled
 

@@ -19,7 +19,7 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
-from nemo_specrollout.generation.requests import Rollout
+from nemo_specrollout.generation.engine.requests import Rollout
 
 pytestmark = [
     pytest.mark.older_vllm,

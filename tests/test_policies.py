@@ -11,8 +11,8 @@ from test_nemo_rl_config import CLEAN
 
 from lab.cli.main import main as lab_main
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config.policies import families_of, recurrent_layers, table
-from nemo_specrollout.generation.arguments import host_choice
+from nemo_specrollout.config.model_families import families_of, recurrent_layers, table
+from nemo_specrollout.generation.engine.arguments import host_choice
 
 pytestmark = pytest.mark.unit
 

@@ -20,9 +20,9 @@ from nemo_specrollout.config.drafter_configs import (
     RandomDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.config.policies import recurrent_layers
+from nemo_specrollout.config.model_families import recurrent_layers
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.storage.model_folder import read_object
 
 pytestmark = pytest.mark.integration
@@ -83,7 +83,7 @@ def test_no_token_of_a_family_depends_on_drafts(
 def test_an_untrained_head_changes_no_token(
     family: str, folder_of: Callable[[str], Path], start_engine: Start, tmp_path: Path
 ) -> None:
-    from nemo_specrollout.training.head.head import create_head, save_head
+    from nemo_specrollout.heads.head.head import create_head, save_head
 
     folder, head = folder_of(family), tmp_path / "head"
     save_head(create_head(folder, layer_ids=(0, 1), draft_token_ids=range(1, 96, 2)), head)
@@ -95,7 +95,7 @@ def test_an_untrained_head_changes_no_token(
 def test_a_head_for_a_policy_without_its_interface_is_refused(
     folder_of: Callable[[str], Path], start_engine: Start, tmp_path: Path
 ) -> None:
-    from nemo_specrollout.training.head.head import create_head, save_head
+    from nemo_specrollout.heads.head.head import create_head, save_head
 
     save_head(create_head(folder_of("GLM 4 MoE"), layer_ids=(0, 1)), tmp_path / "head")
     block = SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model=str(tmp_path / "head")),))
@@ -126,7 +126,7 @@ def test_a_backend_that_vllm_refuses_is_found_without_its_name(
     folder_of: Callable[[str], Path], start_engine: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The config says nothing of recurrent layers here: the worker asks the attention backends themselves."""
-    monkeypatch.setattr("nemo_specrollout.generation.arguments.host_choice", lambda *_: None)
+    monkeypatch.setattr("nemo_specrollout.generation.engine.arguments.host_choice", lambda *_: None)
     reason = start_engine(folder_of("Nemotron-H"), MIXED).facts()["host_chooses_drafts"]
     assert "plans a step by numbers of drafts on the host" in str(reason)
 

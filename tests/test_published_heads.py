@@ -16,12 +16,12 @@ from test_model_drafters import recorded
 from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, DraftRefreshConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
+from nemo_specrollout.heads.features.features import hf_features, load_policy
+from nemo_specrollout.heads.head.acceptance import draft_logits
+from nemo_specrollout.heads.head.block_heads import drafter_misfits
+from nemo_specrollout.heads.head.head import load_eagle3_head
+from nemo_specrollout.heads.head.head_facts import LAYER_IDS_FIELD
 from nemo_specrollout.sampling.seeds import request_seed
-from nemo_specrollout.training.features.features import hf_features, load_policy
-from nemo_specrollout.training.head.acceptance import draft_logits
-from nemo_specrollout.training.head.block_heads import drafter_misfits
-from nemo_specrollout.training.head.head import load_eagle3_head
-from nemo_specrollout.training.head.head_facts import LAYER_IDS_FIELD
 
 pytestmark = pytest.mark.integration
 

@@ -19,13 +19,13 @@ from lab.local.speed_table_file import table_file
 from lab.local.timeline import Timeline
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.racing.attempts import AttemptOutcome, Response
-from nemo_specrollout.racing.turn_engine import TurnEngine
-from nemo_specrollout.racing.turns import TurnOrders
-from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
+from nemo_specrollout.stragglers.attempts import AttemptOutcome, Response
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
+from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
+from nemo_specrollout.stragglers.turn_engine import TurnEngine
+from nemo_specrollout.stragglers.turns import TurnOrders
 
 pytestmark = pytest.mark.integration
 

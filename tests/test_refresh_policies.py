@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from nemo_specrollout.config.block import DraftRefreshConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.scheduling.heads.canary import (
+from nemo_specrollout.heads.decisions.canary import (
     Alarm,
     Canary,
     HeadHealth,
     geometric_rates,
     likely_cause,
 )
-from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
-from nemo_specrollout.scheduling.heads.refresh_schedule import (
+from nemo_specrollout.heads.decisions.publish_gate import PublishGate
+from nemo_specrollout.heads.decisions.refresh_schedule import (
     MIN_SHARE,
     DecodeCosts,
     RefreshDecision,

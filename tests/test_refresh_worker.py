@@ -20,8 +20,8 @@ from lab.local.engine import RolloutEngine
 from lab.local.random_budgets import RANDOM
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
-from nemo_specrollout.generation.requests import RolloutRequest
-from nemo_specrollout.training.features.feature_store import FeatureReader, newest_sequences
+from nemo_specrollout.generation.engine.requests import RolloutRequest
+from nemo_specrollout.heads.features.feature_store import FeatureReader, newest_sequences
 
 pytestmark = pytest.mark.integration
 
@@ -30,7 +30,7 @@ GATHER = """
 import sys
 from vllm import LLM
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.generation.engine.arguments import with_specrollout
 
 if __name__ == "__main__":
     arguments = with_specrollout({}, SpecrolloutConfig(), "cpu")
@@ -52,7 +52,7 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def asked(start_engine: Callable[..., RolloutEngine], tmp_path_factory: pytest.TempPathFactory) -> Asked:
-    from nemo_specrollout.training.head.head import create_head, save_head
+    from nemo_specrollout.heads.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "untrained"
     save_head(create_head(STEP_ADDER), folder)

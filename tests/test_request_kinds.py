@@ -15,7 +15,7 @@ from lab.local.step_addition import encode_prompt, make_problems
 from lab.local.step_rollout import load_tokenizer
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, RandomDrafterConfig, SuffixDrafterConfig
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 pytestmark = pytest.mark.integration
 

@@ -14,7 +14,7 @@ from test_equality import SAMPLINGS, SUFFIX, WRONG, requests
 from lab.local.engine import RolloutEngine
 from lab.local.random_budgets import RANDOM
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.generation.requests import Rollout
+from nemo_specrollout.generation.engine.requests import Rollout
 
 pytestmark = pytest.mark.integration
 BLOCK = SpecrolloutConfig(drafters=(WRONG, SUFFIX), budget=RANDOM)

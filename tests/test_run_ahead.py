@@ -15,10 +15,10 @@ from test_racing import MAX_TOKENS, noisy, six_prompts
 from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
-from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, as_bytes
-from nemo_specrollout.generation.vllm_requests import shard_request
-from nemo_specrollout.racing.ahead_turns import AheadTasks, AheadTurns, StaleCache
-from nemo_specrollout.racing.one_policy import OnePolicyStream
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, Rollout, as_bytes
+from nemo_specrollout.generation.engine.vllm_requests import shard_request
+from nemo_specrollout.run_ahead.early_requests import AheadTasks, AheadTurns, StaleCache
+from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
 from nemo_specrollout.telemetry.sample_stats import SampleStats
 
 pytestmark = pytest.mark.integration

@@ -13,7 +13,7 @@ from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, RunAheadConf
 from nemo_specrollout.config.drafter_configs import AheadDrafterConfig, DflashDrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.generation.engine.arguments import with_specrollout
 
 pytestmark = pytest.mark.unit
 

@@ -25,10 +25,15 @@ from lab.vllm_on_cpu import kernels as cpu_kernels
 from lab.vllm_on_cpu.kernels import floats
 from lab.vllm_on_cpu.kernels.noise import gumbel
 from nemo_specrollout.drafters.base import NUM_LEVELS, SCORE_GAP_EDGES
-from nemo_specrollout.generation.arguments import set_process_environment
-from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
-from nemo_specrollout.generation.model_drafter import share_noise
-from nemo_specrollout.generation.requests import RequestIdentity, RolloutRequest, resolve_identity, rollout_extra_args
+from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
+from nemo_specrollout.generation.drafting.model_drafter import share_noise
+from nemo_specrollout.generation.engine.arguments import set_process_environment
+from nemo_specrollout.generation.engine.requests import (
+    RequestIdentity,
+    RolloutRequest,
+    resolve_identity,
+    rollout_extra_args,
+)
 from nemo_specrollout.sampling.equality import accept_by_equality
 from nemo_specrollout.sampling.numba_common import mix64
 from nemo_specrollout.sampling.seeds import GAMMA, MASK_64, combine, content_hash, mix64_int, request_seed

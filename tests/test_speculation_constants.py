@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_specrollout.scheduling.speculation import policy, step_model
-from nemo_specrollout.scheduling.speculation.policy import AutoPolicy, BatchSizes, Forecast
-from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepCosts, StepModel
+from nemo_specrollout.speculation import policy, step_model
+from nemo_specrollout.speculation.policy import AutoPolicy, BatchSizes, Forecast
+from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts, StepModel
 
 pytestmark = pytest.mark.unit
 K, NUM_BINS = 4, 128

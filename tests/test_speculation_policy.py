@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.speculation.policy import (
+from nemo_specrollout.speculation.policy import (
     ENOUGH,
     LOOK_SHARE,
     PATIENCE,
@@ -22,7 +22,7 @@ from nemo_specrollout.scheduling.speculation.policy import (
     LookClock,
     build_policy,
 )
-from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepCosts
+from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts
 
 pytestmark = pytest.mark.unit
 K, NUM_BINS = 8, 128

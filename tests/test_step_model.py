@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepCosts, StepModel, padded_rows
+from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts, StepModel, padded_rows
 
 pytestmark = pytest.mark.unit
 MAX_ROWS = 1024

@@ -17,12 +17,12 @@ from test_racing import MAX_TOKENS, SAMPLINGS, engine_pair, noisy, plain_rollout
 
 from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
-from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest
-from nemo_specrollout.generation.vllm_requests import REFUSALS, RolloutSamplingParams, shard_request
-from nemo_specrollout.racing import coordinator
-from nemo_specrollout.racing.exchange import StragglerExchange
-from nemo_specrollout.racing.stream_engine import StreamEngine, StreamShard
-from nemo_specrollout.racing.turns import TurnOrders
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.vllm_requests import REFUSALS, RolloutSamplingParams, shard_request
+from nemo_specrollout.stragglers import coordinator
+from nemo_specrollout.stragglers.exchange import StragglerExchange
+from nemo_specrollout.stragglers.stream_engine import StreamEngine, StreamShard
+from nemo_specrollout.stragglers.turns import TurnOrders
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,7 @@ from lab.local.step_addition import encode_prompt, make_problems
 from lab.local.step_rollout import load_tokenizer
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RandomDrafterConfig, SuffixDrafterConfig
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 pytestmark = pytest.mark.integration
 

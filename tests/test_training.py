@@ -15,25 +15,25 @@ from safetensors.torch import load_file, save_file
 from speculators.losses.utils import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel
 
-from nemo_specrollout.training.features.features import SequenceFeatures, hf_features, load_policy
-from nemo_specrollout.training.head import acceptance
-from nemo_specrollout.training.head import head as head_module
-from nemo_specrollout.training.head.acceptance import (
+from nemo_specrollout.heads.features.features import SequenceFeatures, hf_features, load_policy
+from nemo_specrollout.heads.head import acceptance
+from nemo_specrollout.heads.head import head as head_module
+from nemo_specrollout.heads.head.acceptance import (
     draft_logits,
     measure_acceptance,
     overlap,
     probabilities,
 )
-from nemo_specrollout.training.head.head import create_head, default_layer_ids, load_eagle3_head, save_head
-from nemo_specrollout.training.head.head_facts import (
+from nemo_specrollout.heads.head.head import create_head, default_layer_ids, load_eagle3_head, save_head
+from nemo_specrollout.heads.head.head_facts import (
     LAYER_IDS_FIELD,
     check_head,
     misfit,
     nested_layer_ids,
     read_policy_facts,
 )
-from nemo_specrollout.training.head.packing import PADDING, Piece, pack, plan_batches
-from nemo_specrollout.training.head.trainer import Budget, HeadTrainer, TrainingSettings
+from nemo_specrollout.heads.head.packing import PADDING, Piece, pack, plan_batches
+from nemo_specrollout.heads.head.trainer import Budget, HeadTrainer, TrainingSettings
 
 pytestmark = pytest.mark.integration
 

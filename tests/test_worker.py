@@ -28,9 +28,9 @@ from nemo_specrollout.config.drafter_configs import (
     NgramDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.generation import arguments
-from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine import arguments
+from nemo_specrollout.generation.engine.arguments import with_specrollout
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 pytestmark = pytest.mark.integration
 
@@ -170,7 +170,7 @@ from pathlib import Path
 from nemo_specrollout.config.block import SpecrolloutConfig
 from lab.local.run_sections import GenerationConfig, VllmConfig
 from lab.local.engine import RolloutEngine
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 kwargs = {{"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 26}}
 generation = GenerationConfig(VllmConfig(512), 8, vllm_kwargs=kwargs, specrollout=SpecrolloutConfig(enabled=False))
 engine = RolloutEngine(Path({str(tiny_model)!r}), generation, seed=7)
@@ -180,7 +180,7 @@ runner = worker.model_runner
 bound = [getattr(runner, name).__func__ for name in ("execute_model", "sample_tokens")]
 parts = [type(worker), type(runner), type(runner.sampler), *bound]
 assert all(part.__module__.startswith("vllm.") for part in parts), parts
-ours = {{"vllm_worker", "draft_router", "verification", "step_accounts"}}
+ours = {{"vllm_worker", "drafting.draft_router", "step.verification", "step.step_accounts"}}
 loaded = {{m for m in sys.modules if m.startswith("nemo_specrollout.")}}
 assert not loaded & {{f"nemo_specrollout.generation.{{name}}" for name in ours}}, loaded
 assert not any(m.startswith("nemo_specrollout.drafters") for m in loaded), loaded
@@ -238,14 +238,14 @@ def test_a_missing_speculative_config_is_refused(sampler_only: RolloutEngine, mo
 def test_vllms_other_model_runner_is_refused() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from nemo_specrollout.generation import compat
+    from nemo_specrollout.generation.engine import compat
 
     with pytest.raises(RuntimeError, match=r"gpu_model_runner\.GPUModelRunner; remove VLLM_USE_V2_MODEL_RUNNER=0"):
         compat.verify_model_runner(GPUModelRunner.__new__(GPUModelRunner))
 
 
 def test_a_runner_without_needed_attributes_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_specrollout.generation import compat
+    from nemo_specrollout.generation.engine import compat
 
     runner = worker_of(engine).model_runner
     compat.verify_model_runner(runner)
@@ -271,7 +271,7 @@ def test_a_vllm_without_a_name_that_exactness_needs_is_refused(
     """vLLM would go on without it, and drafts could then change tokens."""
     import vllm
 
-    from nemo_specrollout.generation import compat
+    from nemo_specrollout.generation.engine import compat
 
     compat.verify_names()
     holder = importlib.import_module(module)
@@ -315,7 +315,7 @@ def test_drafts_that_vllm_verifies_by_its_own_rule_end_the_step(
 
 
 def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_specrollout.generation import compat
+    from nemo_specrollout.generation.engine import compat
 
     compat.check_version()
     monkeypatch.setattr(compat, "VLLM_VERSION", "0.34.0")
@@ -337,7 +337,7 @@ def test_closing_an_engine_leaves_the_others_working(
 
 
 def test_the_last_engine_releases_what_all_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_specrollout.generation import process_state
+    from nemo_specrollout.generation.engine import process_state
 
     class Client:
         """A client whose engine releases everything when it stops, as vLLM's does."""
@@ -363,7 +363,7 @@ def test_the_last_engine_releases_what_all_share(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_watched_output_passes_on_what_vllm_asks_for() -> None:
-    from nemo_specrollout.generation.step_outputs import WatchedOutput
+    from nemo_specrollout.generation.engine.step_outputs import WatchedOutput
 
     told: list[Any] = []
     done = SimpleNamespace(sampled_token_ids=[[1, 2]])
@@ -375,7 +375,7 @@ def test_a_watched_output_passes_on_what_vllm_asks_for() -> None:
 @pytest.mark.parametrize("copies", [True, False])
 def test_sharded_sampling_knows_how_many_drafts_are_verified(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
     """Before vLLM 0.33 the ranks cannot know it, so sharded sampling is refused."""
-    from nemo_specrollout.generation import verification
+    from nemo_specrollout.generation.step import verification
 
     given: dict[str, Any] = {}
 

@@ -64,10 +64,12 @@ STAND_INS = {
     f"{GPU}.model_runner.GPUModelRunner.execute_model": "generation/vllm_worker.py _execute_step",
     f"{GPU}.model_runner.GPUModelRunner.sample_tokens": "generation/vllm_worker.py _sample_step",
     f"{GPU}.sample.sampler.Sampler.sample": "remote/drafter/shadow_worker.py sample",
-    f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator._sample_logits": "generation/model_drafter.py sample_logits",
-    f"{GPU}.spec_decode.rejection_sampler_utils.rejection_sample": "generation/verification.py sample_and_compare",
-    f"{GPU}.spec_decode.speculator.BaseSpeculator.propose": "generation/draft_router.py propose",
-    f"{GPU}.spec_decode.speculator.DraftModelSpeculator.sample_draft": "generation/model_drafter.py sample_draft",
+    f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator._sample_logits": (
+        "generation/drafting/model_drafter.py sample_logits"
+    ),
+    f"{GPU}.spec_decode.rejection_sampler_utils.rejection_sample": "generation/step/verification.py sample_and_compare",
+    f"{GPU}.spec_decode.speculator.BaseSpeculator.propose": "generation/drafting/draft_router.py propose",
+    f"{GPU}.spec_decode.speculator.DraftModelSpeculator.sample_draft": "generation/drafting/model_drafter.py sample_draft",
 }
 """File and name of each of our functions that takes the place of one of vLLM's, by the latter's name."""
 ROWS = "logits expanded_idx_mapping temperature seed pos apply_temperature"

@@ -25,8 +25,8 @@ from nemo_specrollout.config.drafter_configs import (
     NgramDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.generation.arguments import native_config
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.arguments import native_config
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 NUM_STEPS = 2
 
@@ -117,9 +117,9 @@ def _figures(shares: list[float]) -> dict[str, Any]:
 
 def _upper_bound(config: RunConfig, requests: list[RolloutRequest], rollouts: list[Rollout]) -> dict[str, Any]:
     """1 - TV of policy and head: what no way of drafting with this head can exceed in the mean."""
-    from nemo_specrollout.training.features.features import hf_features, load_policy
-    from nemo_specrollout.training.head.acceptance import measure_acceptance
-    from nemo_specrollout.training.head.head import load_eagle3_head
+    from nemo_specrollout.heads.features.features import hf_features, load_policy
+    from nemo_specrollout.heads.head.acceptance import measure_acceptance
+    from nemo_specrollout.heads.head.head import load_eagle3_head
 
     model, drafter = Path(config.policy.model_name), config.policy.generation.specrollout.model_drafter
     assert isinstance(drafter, FolderDrafterConfig)

@@ -33,7 +33,7 @@ from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.generation.requests import RolloutRequest, as_bytes, num_kept
+from nemo_specrollout.generation.engine.requests import RolloutRequest, as_bytes, num_kept
 
 Tokens = list[list[int]]
 Weights = dict[str, torch.Tensor]

@@ -30,8 +30,8 @@ from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest, as_bytes
-from nemo_specrollout.scheduling.speculation.step_model import StepCosts
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, as_bytes
+from nemo_specrollout.speculation.step_model import StepCosts
 
 PLAIN, TEXT, IDLE, AHEAD = "plain", "text drafters", "run_ahead without texts", "run_ahead"
 TEXT_DRAFTERS = (SuffixDrafterConfig(), NgramDrafterConfig())

@@ -28,7 +28,7 @@ from lab.policies.deep_policy import with_deep_policy
 from nemo_specrollout.cli.terminal import progress_bar
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.config.drafter_configs import RandomDrafterConfig
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.storage.files import write_atomically
 
 # Rounds that only warm up: kernels compile, engines learn what steps cost.

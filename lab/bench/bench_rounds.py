@@ -13,7 +13,7 @@ from lab.bench.running_bins import BinnedRollout, BinnedStats
 from lab.local.engine import RolloutEngine
 from lab.local.run_config import RunConfig
 from lab.local.statistics import count_equal
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 # Turns of an entrant in a round, each as long as its last round suggests, so that all get done at about the same time.
 # The first steps of a turn find cold caches, which an engine alone does not: so no turn is shorter than that.

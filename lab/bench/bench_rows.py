@@ -10,7 +10,7 @@ from lab.local.run_sections import GenerationConfig
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import ModelDrafterConfig, TextDrafterConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.arguments import TEXT_METHOD, native_config
+from nemo_specrollout.generation.engine.arguments import TEXT_METHOD, native_config
 
 PLAIN, STOCK, OURS = "plain", "stock", "ours"
 FIXED = "fixed"

@@ -167,7 +167,7 @@ def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int, column
 
 def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: int) -> list[str]:
     """Submits requests that last as long as the timing, if the context is long enough; returns their ids."""
-    from nemo_specrollout.generation.requests import RolloutRequest
+    from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     longest = spec.generation.vllm_cfg.max_model_len - len(spec.prompt) - 1
     length = min(longest, (num_steps + 2) * (COUPLED_K + 1))

@@ -21,7 +21,7 @@ from rich.console import Console
 from lab.bench.bench_tables import new_table
 from lab.vllm_on_cpu.own_kernels import step as own_kernels
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.generation.arguments import set_process_environment
+from nemo_specrollout.generation.engine.arguments import set_process_environment
 
 NUM_DRAFTS, LENGTH, SAMPLES = 3, 24, 8
 WAYS: dict[str, tuple[str, ...] | None] = {

@@ -116,7 +116,7 @@ def start(folder: Path, ways: Sequence[Way], tokens: int) -> None:
 
 def roll_out(way: Way, work: Work) -> Timed:
     """In a child: the same requests for every way."""
-    from nemo_specrollout.generation.requests import RolloutRequest
+    from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     engine, length = _engines[way], work.tokens if work.is_exact else None
     requests = [RolloutRequest(list(p), i, 0, exact_length=length) for i, p in enumerate(work.prompts)]

@@ -20,9 +20,9 @@ from lab.local.tasks import build_task
 from lab.simulation.replay_record import Record, Recorder
 from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.sampling.seeds import request_seed
-from nemo_specrollout.scheduling.speculation.policy import FixedPolicy
+from nemo_specrollout.speculation.policy import FixedPolicy
 
 UNKNOWN = ("gcd", "letter_counting", "spell_backward")
 """Tasks of reasoning-gym for which the head was not trained."""

@@ -13,7 +13,7 @@ import numpy as np
 from lab.local.engine import RolloutEngine
 from lab.local.statistics import RolloutStats
 from lab.local.step_rollout import MeasuredRollout
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 # The most running requests of each bin but the last, which has no end.
 MAX_RUNNING = (1, 2, 4, 8, 16, 32, 64)

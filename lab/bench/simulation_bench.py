@@ -38,11 +38,11 @@ from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, FastestOfNCo
 from nemo_specrollout.config.drafter_configs import DrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.installed.versions import this_machine
-from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
+from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 from nemo_specrollout.telemetry.engine_stats import StepRows
 
 # Drafts a step where the number is fixed.

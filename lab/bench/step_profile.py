@@ -28,8 +28,8 @@ from lab.bench.bench_tables import new_table
 from lab.local.engine import Generation, RolloutEngine
 from lab.local.run_config import RunConfig, read_run_config
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.generation.arguments import set_process_environment
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.arguments import set_process_environment
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 NETWORK, LM_HEAD, SAMPLING, HEAD, HEAD_SAMPLING, OUR_WORK, REST = (
     "network", "LM head", "sampling", "head", "head, sampling", "ours", "rest of vLLM",

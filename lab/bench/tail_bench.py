@@ -30,10 +30,10 @@ from lab.local.tasks import build_task
 from lab.local.timeline import Timeline
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
+from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 
 # Rounds that only warm up: kernels compile, ladder, lengths and draft boards learn.
 WARM_UP_ROUNDS = 1

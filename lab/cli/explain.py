@@ -27,8 +27,8 @@ from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, PLAIN
-from nemo_specrollout.scheduling.racing.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, PLAIN
+from nemo_specrollout.stragglers.decisions.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
 
 PLAN_FLAGS = ("batch", "devices", "acceptance")
 """Flags that replace what a config says about the requests to place."""

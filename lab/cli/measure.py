@@ -23,8 +23,8 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.strict import ConfigError, nearest, raise_first_mistake
 from nemo_specrollout.installed.versions import this_machine
-from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK
 from nemo_specrollout.storage.files import write_atomically
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK
 
 Measured = Mapping[str, Sequence[float]]
 

@@ -28,11 +28,11 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_rules import runner_findings
 from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
-from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.generation.engine.arguments import with_specrollout
+from nemo_specrollout.heads.head.block_heads import misfit_of_block_drafter
+from nemo_specrollout.heads.head.head_facts import check_head
 from nemo_specrollout.installed.versions import unsupported_version, vllm_version
 from nemo_specrollout.storage import model_folder
-from nemo_specrollout.training.head.block_heads import misfit_of_block_drafter
-from nemo_specrollout.training.head.head_facts import check_head
 
 _LONGEST_NAME = 255
 """Longest file name, in bytes."""

@@ -20,7 +20,7 @@ from nemo_specrollout.cli.terminal import log_console, progress_bar
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
-from nemo_specrollout.training.features.rollout_files import token_ids_of
+from nemo_specrollout.heads.features.rollout_files import token_ids_of
 
 CHUNK_REQUESTS = 256
 """Requests whose responses are written together."""
@@ -95,7 +95,7 @@ def _answer(
 ) -> None:
     """Writes a response to each sample, (index of its prompt, number of the sample)."""
     from lab.local.engine import RolloutEngine
-    from nemo_specrollout.generation.requests import RolloutRequest
+    from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     generation = replace(config.policy.generation, specrollout=SpecrolloutConfig())
     engine = RolloutEngine(Path(config.policy.model_name), generation, seed=parsed.seed)

@@ -25,9 +25,9 @@ from lab.gpu.prediction import predicted
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.participant import Drafter, Put
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.sampling.seeds import request_seed
-from nemo_specrollout.scheduling.speculation.policy import FixedPolicy, build_policy
+from nemo_specrollout.speculation.policy import FixedPolicy, build_policy
 
 MAX_DRAFTS = 7
 AUTO = BudgetConfig("auto")

@@ -23,7 +23,7 @@ from lab.gpu.gpu_stage import (
 )
 from lab.local.random_budgets import RANDOM as RANDOM_BUDGET
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.generation.requests import Rollout
+from nemo_specrollout.generation.engine.requests import Rollout
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=0": {"temperature": 0.0},

@@ -17,7 +17,7 @@ from lab.gpu.kernel_check import (
     compare_drafting,
     compare_row_sampling,
 )
-from nemo_specrollout.generation.arguments import set_process_environment
+from nemo_specrollout.generation.engine.arguments import set_process_environment
 
 HEAD_VOCAB_SIZE = 32_000
 """Tokens that a draft head of a Qwen3 usually knows."""

@@ -17,7 +17,7 @@ from lab.gpu.geometries import VOCAB_SIZE, model_folder
 from lab.gpu.gpu_stage import STOCK, Findings, block, of_version, start_engine
 from lab.local.engine import Generation, RolloutEngine
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 WAYS = {"stock": STOCK, "ours, no drafts": block(), "ours, suffix and ngram": block("suffix", "ngram")}
 PROMPT_LENGTH = 64

@@ -17,7 +17,7 @@ from lab.local.step_rollout import load_tokenizer
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DRAFTERS
 from nemo_specrollout.config.strict import build_tagged
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.storage.files import write_atomically
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"

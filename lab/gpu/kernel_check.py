@@ -188,8 +188,9 @@ def compare_row_sampling(num_requests: int, device: torch.device, num_vocab: int
     """Compares sampling, log-probs, ranks and acceptance of a step's rows with vLLM's functions on the same device."""
     from vllm.v1.worker.gpu.sample import gumbel, logprob
 
-    from nemo_specrollout.generation import compat, row_sampling
-    from nemo_specrollout.generation.sampled_rows import Drafts, Drawn, Logits, RowKeys
+    from nemo_specrollout.generation.engine import compat
+    from nemo_specrollout.generation.step import row_sampling
+    from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
 
     _, _, starts_B1 = _verified_rows(num_requests)
     num_rows = int(starts_B1[-1])
@@ -232,8 +233,8 @@ def compare_draft_sampling(num_requests: int, device: torch.device, num_vocab: i
     The second comparison drafts from every eighth token of the vocabulary. Levels are not compared: a CPU computes other
     logarithms, so a score gap near an edge may go the other way.
     """
-    from nemo_specrollout.generation.compat import draw
-    from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
+    from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
+    from nemo_specrollout.generation.engine.compat import draw
 
     logits_BV, slots_B = _logits(num_requests, num_vocab).to(device), torch.arange(num_requests, device=device)
     keys = (slots_B, torch.ones(num_requests, device=device), slots_B * 977, slots_B + 100)

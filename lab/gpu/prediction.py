@@ -25,8 +25,8 @@ from lab.simulation.data_sheets import DEVICES, MODELS, ModelShape
 from lab.simulation.speculation import CoupledSpeculation, NoSpeculation, Speculation, spread
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_BINS
-from nemo_specrollout.scheduling.speculation.policy import build_policy
-from nemo_specrollout.scheduling.speculation.step_model import StepModel
+from nemo_specrollout.speculation.policy import build_policy
+from nemo_specrollout.speculation.step_model import StepModel
 from nemo_specrollout.storage.files import write_atomically
 
 STORED = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu-prediction.json"

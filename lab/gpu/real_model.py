@@ -19,7 +19,7 @@ from lab.gpu.items import smollm2
 from lab.local.step_addition import make_problems
 from lab.local.step_rollout import load_tokenizer
 from lab.local.tasks import encode_chat
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 
 def real(findings: Findings) -> None:

@@ -29,17 +29,17 @@ from safetensors.torch import load_file
 from lab.local.run_config import RunConfig, read_run_config
 from nemo_specrollout.config.block import DraftRefreshConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
+from nemo_specrollout.heads.decisions.refresh_schedule import DecodeCosts, StepFacts
+from nemo_specrollout.heads.features.feature_store import FeatureReader, first_tokens
+from nemo_specrollout.heads.features.features import SequenceFeatures
+from nemo_specrollout.heads.head.acceptance import measure_acceptance
+from nemo_specrollout.heads.head.head_folder import HeadFolder
+from nemo_specrollout.heads.head.trainer import Budget
+from nemo_specrollout.heads.refresh.candidate import RefreshData
+from nemo_specrollout.heads.refresh.online_refresh import OnlineRefresh
 from nemo_specrollout.reports.panels import STYLE
 from nemo_specrollout.reports.records import Record, read_lines
-from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, StepFacts
 from nemo_specrollout.storage.files import write_atomically
-from nemo_specrollout.training.features.feature_store import FeatureReader, first_tokens
-from nemo_specrollout.training.features.features import SequenceFeatures
-from nemo_specrollout.training.head.acceptance import measure_acceptance
-from nemo_specrollout.training.head.head_folder import HeadFolder
-from nemo_specrollout.training.head.trainer import Budget
-from nemo_specrollout.training.refresh.candidate import RefreshData
-from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
 
 TRAINING_TOKENS = 30_000
 """Most tokens that a refresh trains on."""

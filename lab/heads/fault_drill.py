@@ -24,14 +24,14 @@ from lab.local.step_rollout import load_tokenizer, step_prompts
 from lab.local.tasks import build_task
 from nemo_specrollout.config.block import BudgetConfig, VerifyConfig
 from nemo_specrollout.config.drafter_configs import FolderDrafterConfig
-from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
+from nemo_specrollout.heads.decisions.publish_gate import PublishGate
+from nemo_specrollout.heads.features.features import SequenceFeatures
+from nemo_specrollout.heads.head.acceptance import measure_acceptance
+from nemo_specrollout.heads.head.head import DraftHead, load_eagle3_head, save_head
+from nemo_specrollout.heads.head.head_facts import check_head
+from nemo_specrollout.heads.head.trainer import Budget, TrainingSettings
+from nemo_specrollout.heads.refresh.candidate import Judge, RefreshData, refresh_head
 from nemo_specrollout.storage.files import write_atomically
-from nemo_specrollout.training.features.features import SequenceFeatures
-from nemo_specrollout.training.head.acceptance import measure_acceptance
-from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
-from nemo_specrollout.training.head.head_facts import check_head
-from nemo_specrollout.training.head.trainer import Budget, TrainingSettings
-from nemo_specrollout.training.refresh.candidate import Judge, RefreshData, refresh_head
 
 NUM_DRAFTS = 3
 """Draft positions."""

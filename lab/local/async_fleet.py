@@ -23,7 +23,7 @@ from lab.local.speed_table_file import SpeedTableFile
 from lab.local.statistics import stock_stats
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
 from lab.local.timeline import Timeline
-from nemo_specrollout.racing.attempts import Response
+from nemo_specrollout.stragglers.attempts import Response
 
 _LOOK_S = 0.005
 """Seconds between two looks of a waiting thread."""

@@ -11,14 +11,14 @@ import numpy as np
 
 from lab.local.timeline import Timeline
 from lab.simulation.dealing import in_shards, longest_first
-from nemo_specrollout.generation.requests import Rollout
-from nemo_specrollout.racing.attempts import Response
-from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.racing.turns import EngineFleet, Request
-from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, DecodeSpeedTable
-from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision, TailPolicy
-from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
+from nemo_specrollout.generation.engine.requests import Rollout
+from nemo_specrollout.stragglers.attempts import Response
+from nemo_specrollout.stragglers.coordinator import Coordinator
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision, TailPolicy
+from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
+from nemo_specrollout.stragglers.turns import EngineFleet, Request
 
 
 class LocalFleet(EngineFleet, Protocol):

@@ -18,14 +18,14 @@ from lab.local.random_budgets import is_random, randomise, to_start_with
 from lab.local.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
 from lab.local.tied_lm_head import with_tied_lm_head
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.hosted_engine import HostedEngine, device_facts, engine_facts, start_vllm
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest, rollout_extra_args
+from nemo_specrollout.generation.engine.hosted_engine import HostedEngine, device_facts, engine_facts, start_vllm
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, rollout_extra_args
 from nemo_specrollout.sampling.seeds import request_seed
 from nemo_specrollout.storage.model_folder import stop_token_ids
 
 if TYPE_CHECKING:
     from lab.local.drafter_pool import DrafterPool
-    from nemo_specrollout.training.features.features import SequenceFeatures
+    from nemo_specrollout.heads.features.features import SequenceFeatures
 
 
 class RolloutEngine(HostedEngine):
@@ -170,7 +170,7 @@ class RolloutEngine(HostedEngine):
             self.drafters.stop()
         engine = self.__dict__.pop("_llm", None)
         if engine is not None:
-            from nemo_specrollout.generation import process_state
+            from nemo_specrollout.generation.engine import process_state
 
             process_state.stop(engine)
             del engine
@@ -188,7 +188,7 @@ class RolloutEngine(HostedEngine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams
+        from nemo_specrollout.generation.engine.vllm_requests import RolloutSamplingParams
 
         params_class = RolloutSamplingParams if self._has_our_worker else SamplingParams
         params = params_class(**{**self._sampling(request), **sampling}, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -12,7 +12,7 @@ import torch
 from nemo_specrollout.telemetry.engine_stats import StepRows
 
 if TYPE_CHECKING:
-    from nemo_specrollout.training.features.features import SequenceFeatures
+    from nemo_specrollout.heads.features.features import SequenceFeatures
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _reload_native_heads(runner: Any, tensors: Mapping[str, torch.Tensor]) -> bo
     layers = [int(number) for name in tensors for number in re.findall(r"layers\.(\d+)\.", name)[:1]]
     if max(layers, default=0) < num_layers and not any("mtp" in name for name in tensors):
         return False
-    from nemo_specrollout.generation.head_loading import reload_draft_weights
+    from nemo_specrollout.heads.serving.head_loading import reload_draft_weights
 
     reload_draft_weights(runner, tensors)
     return True

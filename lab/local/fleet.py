@@ -19,15 +19,15 @@ from lab.local.step_rollout import Prompts, RolloutSource, StepRollout, check_to
 from lab.local.timeline import Timeline
 from lab.simulation.dealing import in_shards
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.installed.versions import this_machine
-from nemo_specrollout.racing.attempts import AttemptOutcome
-from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
+from nemo_specrollout.stragglers.attempts import AttemptOutcome
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
+from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 
 if TYPE_CHECKING:
-    from nemo_specrollout.training.features.features import SequenceFeatures
+    from nemo_specrollout.heads.features.features import SequenceFeatures
 
 
 class RolloutFleet(RolloutSource):

@@ -11,12 +11,12 @@ from safetensors.torch import save as safetensors_bytes
 from lab.local.run_config import RunConfig
 from lab.local.statistics import RolloutStats
 from lab.local.step_rollout import RolloutSource
-from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, StepFacts, head_use
+from nemo_specrollout.heads.decisions.refresh_schedule import DecodeCosts, StepFacts, head_use
+from nemo_specrollout.heads.features.feature_store import FeatureStore
+from nemo_specrollout.heads.head.head_folder import HeadFolder, RefreshRecord
+from nemo_specrollout.heads.refresh.online_refresh import OnlineRefresh
 from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.storage.model_folder import EMBEDDING, LM_HEAD
-from nemo_specrollout.training.features.feature_store import FeatureStore
-from nemo_specrollout.training.head.head_folder import HeadFolder, RefreshRecord
-from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
 
 
 class LocalRefresher:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.scheduling.speculation.policy import FixedPolicy
+from nemo_specrollout.speculation.policy import FixedPolicy
 
 RANDOM = BudgetConfig("random")
 """Stands for this policy in the block of a `RolloutEngine`. No config can name it."""

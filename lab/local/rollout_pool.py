@@ -25,8 +25,8 @@ import torch
 from lab.local.engine import RolloutEngine
 from lab.local.run_sections import GenerationConfig
 from lab.local.turn_engine import ReloadingTurnEngine
-from nemo_specrollout.racing.turns import TurnOrders, TurnResult
-from nemo_specrollout.scheduling.racing.speed_table import draft_method
+from nemo_specrollout.stragglers.decisions.speed_table import draft_method
+from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
 
 if "ray" not in sys.modules:  # a program that has imported Ray has made its own choice
     os.environ.setdefault("RAY_AUTH_MODE", "token")

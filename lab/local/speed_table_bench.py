@@ -19,11 +19,11 @@ from lab.local.statistics import draft_counts
 from lab.local.tasks import Task
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.installed.versions import this_machine
-from nemo_specrollout.racing.turn_engine import FEW_ATTEMPTS
-from nemo_specrollout.racing.turns import TurnOrders, TurnResult, TurnWork
-from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, SIZES
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, SIZES
+from nemo_specrollout.stragglers.turn_engine import FEW_ATTEMPTS
+from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult, TurnWork
 
 WARM_UP_ROUNDS = 1
 """Rounds that do not count: kernels compile, draft boards learn."""

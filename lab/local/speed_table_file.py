@@ -9,7 +9,7 @@ from typing import ClassVar
 from lab.placement.measured_file import MeasuredFile, check_columns
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.strict import bounded
-from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, MEMORY_S, DecodeSpeedTable, draft_method
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, MEMORY_S, DecodeSpeedTable, draft_method
 
 FORMAT = 1
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lab.local.engine_stats import EngineStats
-from nemo_specrollout.generation.requests import Rollout
+from nemo_specrollout.generation.engine.requests import Rollout
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 

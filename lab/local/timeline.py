@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lab.placement.planner import counted
-from nemo_specrollout.racing.attempts import AttemptOutcome, Response, covered, tail_counts
+from nemo_specrollout.stragglers.attempts import AttemptOutcome, Response, covered, tail_counts
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from lab.local.engine import RolloutEngine
-from nemo_specrollout.generation.requests import RolloutRequest, as_bytes
-from nemo_specrollout.racing.turn_engine import TurnEngine
+from nemo_specrollout.generation.engine.requests import RolloutRequest, as_bytes
+from nemo_specrollout.stragglers.turn_engine import TurnEngine
 
 
 class ReloadingTurnEngine(TurnEngine):

@@ -35,7 +35,7 @@ from lab.policies.smollm2 import CHANGE
 from lab.policies.warm_start import learning_rate_factor, token_weights, training_progress
 from lab.policies.warm_start_data import IGNORED, Example, cut_batches, pad_batch
 from lab.policies.worked_solutions import worked_solution
-from nemo_specrollout.generation.arguments import set_process_environment
+from nemo_specrollout.generation.engine.arguments import set_process_environment
 
 TASKS = (
     TaskConfig("chain_sum", 1.0, {"min_terms": 2, "max_terms": 12, "max_digits": 2}),
@@ -72,7 +72,7 @@ def own_texts(base: Path, seed: int) -> list[Example]:
     from lab.local.engine import RolloutEngine
     from lab.local.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.config.block import SpecrolloutConfig
-    from nemo_specrollout.generation.requests import RolloutRequest
+    from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     task = FreeText(load_tokenizer(base))
     prompts = [task.encode(problem) for problem in task.problems(seed, OWN_TEXTS)]

@@ -13,7 +13,7 @@ import numpy as np
 
 from lab.simulation.simulated_engine import SimulatedEngine, Span, TailPolicy
 from lab.simulation.workload import Workload
-from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
+from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import numpy as np
 
 from lab.simulation.replay import MACHINES, MAX_ROWS, Machine, Phase, Replay, options_of, ways_of
 from lab.simulation.replay_record import Record
-from nemo_specrollout.scheduling.speculation.decision import Steps, best_steps
-from nemo_specrollout.scheduling.speculation.policy import FixedPolicy
-from nemo_specrollout.scheduling.speculation.step_model import StepCosts
+from nemo_specrollout.speculation.decision import Steps, best_steps
+from nemo_specrollout.speculation.policy import FixedPolicy
+from nemo_specrollout.speculation.step_model import StepCosts
 
 
 class _PaidPolicy(FixedPolicy):

@@ -22,9 +22,9 @@ from lab.vllm_on_cpu.own_kernels import step as cpu_kernels
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
-from nemo_specrollout.scheduling.speculation.decision import likeliest
-from nemo_specrollout.scheduling.speculation.policy import SpeculationPolicy, build_policy
-from nemo_specrollout.scheduling.speculation.step_model import StepModel
+from nemo_specrollout.speculation.decision import likeliest
+from nemo_specrollout.speculation.policy import SpeculationPolicy, build_policy
+from nemo_specrollout.speculation.step_model import StepModel
 
 STORED = Path(__file__).with_name("smollm2_record.npz")
 NOISE = 0.05

@@ -21,7 +21,7 @@ from lab.simulation.speculation import CoupledSpeculation, DecoupledSpeculation,
 from lab.simulation.workload import Workload, workload
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
 
 PLAIN, FIXED, AUTO, APART = "plain", "fixed", "auto", "apart"
 _ASKED = 50

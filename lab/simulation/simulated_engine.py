@@ -15,9 +15,9 @@ import numpy as np
 from lab.simulation.speculation import DecodeStep, Speculation
 from lab.simulation.workload import Workload
 from nemo_specrollout.config.block import FastestOfNConfig
-from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator, RequestSpeeds
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision
-from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator, RequestSpeeds
+from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN, TailDecision
+from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
 
 _CLOSE = 1e-6
 """Missing tokens at which a request counts as ended, because sums of many steps are inexact."""

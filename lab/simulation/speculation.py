@@ -13,8 +13,8 @@ import numpy as np
 from lab.placement.pipeline import SteadyState, coupled_tokens, steady_state
 from lab.simulation.costs import Costs
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.speculation.decision import best_depth, best_steps
-from nemo_specrollout.scheduling.speculation.step_model import DraftCosts, StepCosts
+from nemo_specrollout.speculation.decision import best_depth, best_steps
+from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts
 
 _EXACT_BATCH = 8
 """Largest batch size for which each size has its own cached decision."""

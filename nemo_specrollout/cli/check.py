@@ -17,8 +17,8 @@ from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_conf
 from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
 from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_KWARGS, Finding, Tree, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.training.head.block_heads import drafter_misfits
+from nemo_specrollout.generation.engine.arguments import with_specrollout
+from nemo_specrollout.heads.head.block_heads import drafter_misfits
 
 
 @dataclass(frozen=True)

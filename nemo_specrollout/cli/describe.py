@@ -13,6 +13,7 @@ from nemo_specrollout.config.drafter_configs import (
     RemoteDrafterConfig,
     is_loopback,
 )
+from nemo_specrollout.config.model_families import families_of, table
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_config, malformed, script_of
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
@@ -29,9 +30,8 @@ from nemo_specrollout.config.nemo_rl_tree import (
     parallel_sizes,
     size_at,
 )
-from nemo_specrollout.config.policies import families_of, table
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.arguments import host_choice
+from nemo_specrollout.generation.engine.arguments import host_choice
 from nemo_specrollout.installed.versions import installed_versions, nemo_rl_version, vllm_version
 
 _BACKEND = f"{GENERATION}.backend"

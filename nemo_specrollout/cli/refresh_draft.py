@@ -15,10 +15,10 @@ from rich.table import Table
 from nemo_specrollout.cli.command_line import Flag, flag
 from nemo_specrollout.cli.terminal import Interrupts, progress_bar
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.training.refresh.refresh_options import RefreshOptions
+from nemo_specrollout.heads.refresh.refresh_options import RefreshOptions
 
 if TYPE_CHECKING:
-    from nemo_specrollout.training.refresh.candidate import Judgement
+    from nemo_specrollout.heads.refresh.candidate import Judgement
 
 EXIT_REFUSED = 3
 """Exit code if the gate refused the new head."""
@@ -37,7 +37,7 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # nothing else competes for the cores
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        from nemo_specrollout.training.refresh.offline_refresh import refresh_offline
+        from nemo_specrollout.heads.refresh.offline_refresh import refresh_offline
 
         with Interrupts() as interrupts:
             published = refresh_offline(options, TerminalView(), interrupts.check)

@@ -120,8 +120,8 @@ def _cause(outcome: Outcome) -> str:
 
 def compare_engines(order: Any, tell: Tell) -> None:
     """Tells the settings in force, then for each temperature the number of equal tokens, then drafts."""
-    from nemo_specrollout.generation import process_state
-    from nemo_specrollout.generation.hosted_engine import device_facts, engine_facts, start_vllm
+    from nemo_specrollout.generation.engine import process_state
+    from nemo_specrollout.generation.engine.hosted_engine import device_facts, engine_facts, start_vllm
 
     responses, totals = dict[str, list[list[list[int]]]](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as model:
@@ -139,8 +139,8 @@ def compare_engines(order: Any, tell: Tell) -> None:
 
 def _responses(llm: Any, temperature: float) -> list[list[int]]:
     """Returns responses to prompts that repeat themselves, so that both drafters find continuations."""
-    from nemo_specrollout.generation.requests import RolloutRequest, rollout_extra_args
-    from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams
+    from nemo_specrollout.generation.engine.requests import RolloutRequest, rollout_extra_args
+    from nemo_specrollout.generation.engine.vllm_requests import RolloutSamplingParams
 
     prompts = [[(7 * p + 11 * i) % VOCABULARY for i in range(8)] * 3 for p in range(NUM_PROMPTS)]
     requests = [RolloutRequest(ids, p, s) for p, ids in enumerate(prompts) for s in range(NUM_SAMPLES)]

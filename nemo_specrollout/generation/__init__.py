@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that meets vLLM: the worker, verification, drafting, draft heads, and the engine."""
+"""How we enter vLLM: the vLLM worker, which the rooms engine, drafting and step serve."""

@@ -22,24 +22,24 @@ from vllm.distributed.parallel_state import get_pp_group
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import as_key
 from nemo_specrollout.config.strict import build
-from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.arguments import HOST_CHOOSES
-from nemo_specrollout.generation.draft_router import DraftRouter
-from nemo_specrollout.generation.feature_capture import FeatureCapture
-from nemo_specrollout.generation.head_loading import accept_published_heads, own_lm_head, policy_teachers
-from nemo_specrollout.generation.head_monitor import HeadMonitor
-from nemo_specrollout.generation.host_budget import HostBudget
-from nemo_specrollout.generation.older_runners import allow_text_drafters, fix_bad_words
-from nemo_specrollout.generation.requests import NewRequest, RequestIdentity, resolve_identity
-from nemo_specrollout.generation.row_sampling import RowSampler
-from nemo_specrollout.generation.step_accounts import StepAccounts
-from nemo_specrollout.generation.transfers import is_output_rank
-from nemo_specrollout.generation.verification import (
+from nemo_specrollout.generation.drafting.draft_router import DraftRouter
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.engine.arguments import HOST_CHOOSES
+from nemo_specrollout.generation.engine.older_runners import allow_text_drafters, fix_bad_words
+from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity, resolve_identity
+from nemo_specrollout.generation.engine.transfers import is_output_rank
+from nemo_specrollout.generation.step.host_budget import HostBudget
+from nemo_specrollout.generation.step.row_sampling import RowSampler
+from nemo_specrollout.generation.step.step_accounts import StepAccounts
+from nemo_specrollout.generation.step.verification import (
     EqualityVerifier,
     SwappingVerifier,
     VerificationBudget,
     install_budget,
 )
+from nemo_specrollout.heads.serving.feature_capture import FeatureCapture
+from nemo_specrollout.heads.serving.head_loading import accept_published_heads, own_lm_head, policy_teachers
+from nemo_specrollout.heads.serving.head_monitor import HeadMonitor
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 from nemo_specrollout.sampling.platforms import native_worker
 from nemo_specrollout.storage.files import write_atomically
@@ -165,7 +165,7 @@ class VllmWorkerMixin:
         if should_draft and (router is None or proposer is not router):
             raise RuntimeError(
                 "specrollout's drafting is not in force: speculative_config must be what "
-                "nemo_specrollout.generation.arguments.with_specrollout makes of the block"
+                "nemo_specrollout.generation.engine.arguments.with_specrollout makes of the block"
             )
         has_budget = isinstance(getattr(runner, "adaptive_verification", None), VerificationBudget)
         if router is not None and has_budget == (self.specrollout_host_budget is not None):

@@ -10,17 +10,18 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.generation.older_runners import allow_text_drafters
-from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY
-from nemo_specrollout.generation.vllm_requests import REFUSAL, RolloutSamplingParams
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.engine.arguments import with_specrollout
+from nemo_specrollout.generation.engine.older_runners import allow_text_drafters
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY
+from nemo_specrollout.generation.engine.vllm_requests import REFUSAL, RolloutSamplingParams
 from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, Conversations, Row, RowSeeds, SeedKind
+from nemo_specrollout.run_ahead.texts import TextsAhead
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 _WORKERS = {
-    "VllmInternalWorkerExtension": "nemo_specrollout.nemo_rl.engine_workers.NemoRlWorker",
-    "VllmInternalWorkerExtensionWithCheckpointEngine": "nemo_specrollout.nemo_rl.engine_workers.NemoRlCheckpointEngineWorker",
+    "VllmInternalWorkerExtension": "nemo_specrollout.nemo_rl.vllm_workers.NemoRlWorker",
+    "VllmInternalWorkerExtensionWithCheckpointEngine": "nemo_specrollout.nemo_rl.vllm_workers.NemoRlCheckpointEngineWorker",
 }
 MTP_FROM_FOLDER = "specrollout_mtp_from_folder"
 """Key of vLLM's `additional_config`: true if the trainer does not train the native heads, so no refit brings them."""
@@ -63,8 +64,7 @@ class RequestSeeds(RowSeeds):
         """`engine` distinguishes equal requests that reach different engines. `required` refuses requests without a seed."""
         super().__init__(run_seed)
         self.num_derived = 0
-        self.texts: Mapping[int, bytes] = {}
-        """Texts that were made ahead by seed, as int32 numbers."""
+        self.texts = TextsAhead()
         self._engine, self._required = engine, required
         self._conversations = Conversations()
         self._lock = Lock()
@@ -72,7 +72,7 @@ class RequestSeeds(RowSeeds):
     def of_rows(self, params: Any, rows: Sequence[Row]) -> list[Any]:
         """Returns sampling parameters for each row. `params` is one object for all rows, or a sequence with one for each."""
         pairs = zip(_each(params, len(rows)), rows, strict=True)
-        return [_with_row(p, row, self.texts.get(row.seed, b"")) for p, row in pairs]
+        return [_with_row(p, row, self.texts.of(row.seed)) for p, row in pairs]
 
     def of_requests(self, params: Any, prompts: Sequence[Any]) -> list[Any]:
         """Returns sampling parameters for each of vLLM's `prompts` that do not come from rows. `params` as in `of_rows`.

@@ -22,22 +22,24 @@ from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.logger import Logger
 
 from nemo_specrollout.nemo_rl.logger import WatchingLogger
+from nemo_specrollout.nemo_rl.next_prompts import next_prompts
 from nemo_specrollout.nemo_rl.ray_calls import WorkerClient
 from nemo_specrollout.nemo_rl.row_seeds import (
     DRAFTS_KEY,
     ROOTS_KEY,
     SEEDS_KEY,
     Conversations,
+    Row,
     RowSeeds,
     SeedKind,
     current_sample,
     gym_row_with_seed,
 )
 from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut, with_task, with_tasks
-from nemo_specrollout.nemo_rl.run_ahead import RunAhead, next_prompts
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.nemo_rl.supervisor import Supervisor
+from nemo_specrollout.run_ahead.driver import RunAhead
 
 _NativeCollector: Any = AsyncTrajectoryCollector.__ray_metadata__.modified_class
 _NativeActor: Any = SyncRolloutActor.__ray_metadata__.modified_class
@@ -72,7 +74,7 @@ class SpecrolloutGeneration(VllmGeneration):
         if self._supervisor is not None:
             self._supervisor.attach(self.worker_group)
             if self.block.runs_ahead:
-                self._ahead = RunAhead(self.worker_group)
+                self._ahead = RunAhead(WorkerClient(self.worker_group))
             if not getattr(self, "_defer_model_load", False):
                 self._supervisor.open_exchange()
 
@@ -224,7 +226,8 @@ class SpecrolloutGeneration(VllmGeneration):
         if (has_tail and self._kind is SeedKind.ROLLOUT) if in_tail else has_own_gpus:
             prompts = [prompt for prompt in next_prompts() for _ in range(self.facts.samples_per_prompt)]
             seeds = RowSeeds(self.facts.seed, self._version + 1).seeds(prompts)
-            self._ahead.begin(self._version + 1, prompts, seeds, self._num_generated)
+            rows = [Row(seed, len(prompt)) for seed, prompt in zip(seeds, prompts, strict=True)]
+            self._ahead.begin(self._version + 1, prompts, rows, self._num_generated)
 
     def _end_ahead(self, *, keeps_cache: bool = False) -> None:
         if self._ahead is not None:

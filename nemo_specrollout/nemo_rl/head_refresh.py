@@ -13,11 +13,11 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.heads.decisions.refresh_schedule import StepFacts
+from nemo_specrollout.heads.features.feature_store import FeatureReader
+from nemo_specrollout.heads.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
 from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient, failure_text
 from nemo_specrollout.nemo_rl.step_log import StepLog
-from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
-from nemo_specrollout.training.features.feature_store import FeatureReader
-from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
 
 MAX_RESTARTS = 1
 
@@ -28,7 +28,7 @@ class SpecrolloutHeadTrainer:
 
     def __init__(self, block: SpecrolloutConfig, policy: str, heads: str, temperature: float) -> None:
         """`policy` is a Hugging Face folder or a name on the hub, and `heads` the path of the run's `HeadFolder`."""
-        from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh  # imports torch
+        from nemo_specrollout.heads.refresh.online_refresh import OnlineRefresh  # imports torch
 
         assert block.draft_refresh is not None and block.head is not None
         self._folder = HeadFolder(Path(heads))

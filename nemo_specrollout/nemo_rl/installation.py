@@ -14,16 +14,16 @@ from nemo_specrollout.config.drafter_configs import secret_of_run
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import VLLM_KWARGS, at, block_is_on, model_config
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.arguments import host_choice, with_specrollout
+from nemo_specrollout.generation.engine.arguments import host_choice, with_specrollout
+from nemo_specrollout.heads.head.block_heads import drafter_misfits
+from nemo_specrollout.heads.head.head_folder import HeadFolder
 from nemo_specrollout.installed.versions import installed_versions
 from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
 from nemo_specrollout.nemo_rl.patch_points import SECTIONS, PatchPoint, check_patch_points
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
-from nemo_specrollout.training.head.block_heads import drafter_misfits
-from nemo_specrollout.training.head.head_folder import HeadFolder
 
-_NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.ray_workers"
+_NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.engine_actors"
 ACTORS = {
     f"{_NATIVE}.vllm_worker.VllmGenerationWorker": f"{_OURS}.SpecrolloutVllmWorker",
     f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutVllmAsyncWorker",
@@ -161,7 +161,7 @@ def _replace_names(config: Any, logger: Any, points: Sequence[PatchPoint]) -> No
     from nemo_rl.models.generation.vllm import vllm_generation
 
     from nemo_specrollout.nemo_rl import generation as ours
-    from nemo_specrollout.nemo_rl.run_ahead import PeekingLoader
+    from nemo_specrollout.nemo_rl.next_prompts import PeekingLoader
 
     resolve = vllm_generation.resolve_generation_worker_cls
     _replace(vllm_generation, "resolve_generation_worker_cls", partial(_our_actor, resolve))

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from nemo_specrollout.heads.decisions.refresh_schedule import DecodeCosts, StepFacts, head_use
 from nemo_specrollout.reports.records import PREFIX
-from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, StepFacts, head_use
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import SampleStats, StepEnd
 

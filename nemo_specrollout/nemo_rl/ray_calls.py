@@ -13,8 +13,8 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
+from nemo_specrollout.stragglers.turns import ExchangeFailed
 
 ENGINE_ACTOR = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 """NeMo-RL's actor whose Python environment our actors share. It has vLLM."""

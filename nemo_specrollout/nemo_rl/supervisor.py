@@ -25,11 +25,11 @@ from nemo_specrollout.nemo_rl.ray_calls import WorkerClient, answer_of, engine_e
 from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters, start_drafters, stats_between
 from nemo_specrollout.nemo_rl.run_facts import RunFacts
 from nemo_specrollout.nemo_rl.step_log import StepLog
-from nemo_specrollout.racing.exchange import StragglerExchange
-from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.records import PREFIX
-from nemo_specrollout.scheduling.racing.speed_table import draft_method
+from nemo_specrollout.stragglers.decisions.speed_table import draft_method
+from nemo_specrollout.stragglers.exchange import StragglerExchange
+from nemo_specrollout.stragglers.turns import ExchangeFailed
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import StepEnd
 

@@ -19,9 +19,9 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders
-from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
-from nemo_specrollout.generation.row_sampling import draw_rows
-from nemo_specrollout.generation.sampled_rows import Drafts, Logits, RowKeys
+from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
+from nemo_specrollout.generation.step.row_sampling import draw_rows
+from nemo_specrollout.generation.step.sampled_rows import Drafts, Logits, RowKeys
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.remote.verifier.draft_stream_triton import align
 from nemo_specrollout.sampling.equality import accept_by_equality

@@ -19,10 +19,10 @@ from nemo_specrollout.config.drafter_configs import (
     NgramDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.generation.draft_router import DraftRouter
-from nemo_specrollout.generation.requests import NewRequest, RequestIdentity
-from nemo_specrollout.generation.row_sampling import RowSampler
-from nemo_specrollout.generation.verification import EqualityVerifier, VerificationBudget
+from nemo_specrollout.generation.drafting.draft_router import DraftRouter
+from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
+from nemo_specrollout.generation.step.row_sampling import RowSampler
+from nemo_specrollout.generation.step.verification import EqualityVerifier, VerificationBudget
 
 B, S, K, V, L, H = 24, 32, 5, 151_936, 4096, 64
 NAMES = [f"request-{b}" for b in range(B)]

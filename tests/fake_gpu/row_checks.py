@@ -12,7 +12,7 @@ from decode_step import B, H, K, S, V, row_sampler, sampling_states, zeros
 from device import GPU, FakeGpu, fake_gpu
 from warm_up_checks import SIZES, variants
 
-from nemo_specrollout.generation.sampled_rows import Drafts
+from nemo_specrollout.generation.step.sampled_rows import Drafts
 
 PADDED = V + 3
 

@@ -25,13 +25,13 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.drafters.board import DraftBoard
-from nemo_specrollout.generation import remote_participant
-from nemo_specrollout.generation.draft_router import DraftRouter
-from nemo_specrollout.generation.feature_capture import FeatureCapture
-from nemo_specrollout.generation.head_monitor import CHECK_STEPS, HeadMonitor
-from nemo_specrollout.generation.model_drafter import ModelDrafter
-from nemo_specrollout.generation.step_accounts import StepAccounts
-from nemo_specrollout.generation.verification import EqualityVerifier, VerificationBudget
+from nemo_specrollout.generation.drafting import remote_participant
+from nemo_specrollout.generation.drafting.draft_router import DraftRouter
+from nemo_specrollout.generation.drafting.model_drafter import ModelDrafter
+from nemo_specrollout.generation.step.step_accounts import StepAccounts
+from nemo_specrollout.generation.step.verification import EqualityVerifier, VerificationBudget
+from nemo_specrollout.heads.serving.feature_capture import FeatureCapture
+from nemo_specrollout.heads.serving.head_monitor import CHECK_STEPS, HeadMonitor
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 
 NO_WEIGHTS = [(kind, "", False) for kind in DRAFTERS if kind not in MODEL_DRAFTERS]

@@ -11,7 +11,7 @@ import pytest
 
 from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 pytestmark = pytest.mark.integration
 

@@ -27,7 +27,7 @@ def soak(model: Path, num_rollouts: int) -> None:
     from lab.local.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.config.block import SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
-    from nemo_specrollout.generation.requests import RolloutRequest
+    from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     # A small KV cache and small indices: memory that is set aside at the start is first used as it is needed.
     block = SpecrolloutConfig(drafters=(SuffixDrafterConfig(num_slots=1 << 12), NgramDrafterConfig(num_slots=1 << 12)))

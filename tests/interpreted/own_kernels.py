@@ -18,8 +18,8 @@ from nemo_specrollout.drafters import step_triton
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, SCORE_GAP_EDGES, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders
-from nemo_specrollout.generation import draft_sampling_triton
-from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
+from nemo_specrollout.generation.drafting import draft_sampling_triton
+from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
 from nemo_specrollout.sampling.equality import accept_by_equality
 from nemo_specrollout.sampling.equality_triton import accept_rows
 

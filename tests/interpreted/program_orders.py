@@ -18,8 +18,9 @@ from triton import language as tl
 
 import nemo_specrollout
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
-from nemo_specrollout.generation import draft_sampling_triton, row_sampling_triton
-from nemo_specrollout.generation.sampled_rows import Drafts, Logits, RowKeys
+from nemo_specrollout.generation.drafting import draft_sampling_triton
+from nemo_specrollout.generation.step import row_sampling_triton
+from nemo_specrollout.generation.step.sampled_rows import Drafts, Logits, RowKeys
 from nemo_specrollout.remote.verifier import draft_stream_triton
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.sampling.equality_triton import accept_rows

@@ -15,8 +15,8 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
-from nemo_specrollout.generation import row_sampling_triton
-from nemo_specrollout.generation.sampled_rows import Drafts, Drawn, Logits, RowKeys
+from nemo_specrollout.generation.step import row_sampling_triton
+from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
 from nemo_specrollout.sampling.equality import accept_by_equality
 
 assert interpreter.torch is torch  # imported before vllm

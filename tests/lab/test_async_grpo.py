@@ -23,8 +23,8 @@ from lab.local.speed_table_file import SpeedTableFile
 from lab.local.step_rollout import StepPrompts
 from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
-from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
+from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
 
 pytestmark = pytest.mark.integration
 

@@ -14,8 +14,8 @@ from lab.gpu.gpu_speed import PROMPT_LENGTH, random_requests
 from lab.gpu.gpu_stage import GIB, SEED
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import Proposals, Texts
-from nemo_specrollout.generation.requests import RequestIdentity, Rollout
-from nemo_specrollout.generation.transfers import to_device
+from nemo_specrollout.generation.engine.requests import RequestIdentity, Rollout
+from nemo_specrollout.generation.engine.transfers import to_device
 from nemo_specrollout.sampling.seeds import request_seed
 
 pytestmark = pytest.mark.integration

@@ -22,7 +22,7 @@ from lab.gpu.machine import Machine
 from lab.vllm_on_cpu.own_kernels import step as step_bodies
 from nemo_specrollout.doctor.diagnosis import Outcome
 from nemo_specrollout.doctor.self_test import diagnose_self_test
-from nemo_specrollout.generation.requests import Rollout
+from nemo_specrollout.generation.engine.requests import Rollout
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")]
 H100 = {"GPU": "NVIDIA H100 80GB HBM3", "compute capability": "9.0"}

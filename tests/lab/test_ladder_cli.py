@@ -21,9 +21,9 @@ from lab.local.step_rollout import StepPrompts
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DraftModelDrafterConfig, Eagle3DrafterConfig, NgramDrafterConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.generation.requests import RolloutRequest
-from nemo_specrollout.racing.turns import TurnResult
-from nemo_specrollout.scheduling.racing.speed_table import ANY_TASK, MEMORY_S, DecodeSpeedTable
+from nemo_specrollout.generation.engine.requests import RolloutRequest
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, MEMORY_S, DecodeSpeedTable
+from nemo_specrollout.stragglers.turns import TurnResult
 
 BLOCK = "policy.generation.specrollout"
 

@@ -12,7 +12,7 @@ from test_run import finish, metrics, overrides, start
 
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.training.head.head_folder import NUM_KEPT
+from nemo_specrollout.heads.head.head_folder import NUM_KEPT
 
 pytestmark = pytest.mark.integration
 
@@ -32,7 +32,7 @@ REFRESH = {
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from nemo_specrollout.training.head.head import create_head, save_head
+    from nemo_specrollout.heads.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "untrained"
     save_head(create_head(STEP_ADDER), folder)
@@ -101,11 +101,11 @@ def test_a_refresh_without_features_says_what_is_missing(head: Path, tmp_path: P
 
     from nemo_specrollout.config.block import DraftRefreshConfig, SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
-    from nemo_specrollout.scheduling.heads.refresh_schedule import RefreshDecision
-    from nemo_specrollout.training.features.feature_store import FeatureStore
-    from nemo_specrollout.training.features.features import SequenceFeatures
-    from nemo_specrollout.training.head.head_folder import HeadFolder
-    from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
+    from nemo_specrollout.heads.decisions.refresh_schedule import RefreshDecision
+    from nemo_specrollout.heads.features.feature_store import FeatureStore
+    from nemo_specrollout.heads.features.features import SequenceFeatures
+    from nemo_specrollout.heads.head.head_folder import HeadFolder
+    from nemo_specrollout.heads.refresh.online_refresh import OnlineRefresh
 
     block = SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model=str(head)),), draft_refresh=DraftRefreshConfig())
     online = OnlineRefresh(block, STEP_ADDER, head, HeadFolder(tmp_path / "heads"), temperature=1.0)
@@ -150,8 +150,8 @@ def test_prompts_with_a_token_to_draft_are_counted_once() -> None:
     """Samples of a prompt count as one, and responses of one token do not count. The gate counts in the same way."""
     import torch
 
-    from nemo_specrollout.training.features.features import SequenceFeatures
-    from nemo_specrollout.training.refresh.candidate import num_prompts
+    from nemo_specrollout.heads.features.features import SequenceFeatures
+    from nemo_specrollout.heads.refresh.candidate import num_prompts
 
     def sequence(prompt: list[int], response: int, cached: int = 0) -> SequenceFeatures:
         ids = torch.tensor([*prompt, *range(response)][cached:], dtype=torch.int32)

@@ -11,7 +11,7 @@ from lab.simulation.regret import Hindsight, shares
 from lab.simulation.replay import MACHINES, STORED, Phase, Replay, phases, union_over_best, ways_of
 from lab.simulation.replay_record import Record
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.speculation.policy import build_policy
+from nemo_specrollout.speculation.policy import build_policy
 
 pytestmark = pytest.mark.unit
 MIXED, FREE, REPETITIVE, UNKNOWN = 0, 1, 3, 4

@@ -26,11 +26,11 @@ from lab.local.run_sections import GenerationConfig, VllmConfig
 from lab.local.timeline import Timeline
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.requests import Rollout
-from nemo_specrollout.racing.attempts import AttemptOutcome
-from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.scheduling.racing.speed_table import DecodeSpeedTable
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
+from nemo_specrollout.generation.engine.requests import Rollout
+from nemo_specrollout.stragglers.attempts import AttemptOutcome
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
+from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 
 pytestmark = pytest.mark.integration
 

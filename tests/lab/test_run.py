@@ -24,7 +24,7 @@ from lab.local.engine import RolloutEngine
 from lab.local.run_directory import DirectoryLock
 from lab.local.run_sections import LossConfig, OptimizerConfig
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 pytestmark = pytest.mark.integration
 

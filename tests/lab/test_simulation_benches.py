@@ -23,7 +23,7 @@ from lab.local.run_config import read_run_config
 from lab.placement.cost_tables import CostCurve
 from lab.simulation.setting import AUTO, FIXED, PLAIN
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.generation.requests import Rollout
+from nemo_specrollout.generation.engine.requests import Rollout
 
 pytestmark = pytest.mark.unit
 CONFIG = read_run_config(load_config(ROOT / "examples" / "configs" / "quickstart_head_cpu.yaml", []))[0]

@@ -22,8 +22,8 @@ from nemo_specrollout.config.drafter_configs import (
     RandomDrafterConfig,
     SuffixDrafterConfig,
 )
+from nemo_specrollout.heads.head.head_facts import check_values, read_head_facts, read_head_tensors
 from nemo_specrollout.storage.model_folder import tensor_shapes
-from nemo_specrollout.training.head.head_facts import check_values, read_head_facts, read_head_tensors
 
 MODEL = ROOT / "models" / "smollm2"
 unit = pytest.mark.unit
@@ -191,7 +191,7 @@ def real_model() -> Path:
 def test_the_real_model_decodes_greedily_as_transformers_does(
     real_model: Path, start_engine: Callable[..., Any]
 ) -> None:
-    from nemo_specrollout.generation.requests import RolloutRequest
+    from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     facts = smollm2.check(real_model)
     engine = start_engine(real_model, SpecrolloutConfig(drafters=()), kv_cache_memory_bytes=1 << 28)
@@ -223,7 +223,7 @@ def test_the_tokens_of_the_real_model_equal_plain_decoding(
     from lab.local.statistics import count_equal
     from lab.local.step_rollout import load_tokenizer
     from lab.local.tasks import FreeText
-    from nemo_specrollout.generation.requests import RolloutRequest
+    from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     tokenizer = load_tokenizer(real_model)
     task = FreeText(tokenizer)

@@ -25,7 +25,7 @@ from lab.bench.step_profile import (
 )
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig, NgramDrafterConfig
-from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 
 @pytest.mark.unit

@@ -23,12 +23,12 @@ from lab.local.rollout_charts import MAX_ENGINES, MAX_ROWS, shown_requests, show
 from lab.local.run_report import write_pages
 from lab.local.timeline import AttemptSpan, Timeline, describe
 from lab.local.traces import can_drain, whole_trace
-from nemo_specrollout.generation.requests import RolloutRequest
-from nemo_specrollout.racing.attempts import Attempt, AttemptOutcome, Response
-from nemo_specrollout.racing.estimates import DecodeSpeeds, Savings
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.reports.records import summary_of
-from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
-from nemo_specrollout.scheduling.racing.tail_forecast import Assignment, drain, undisturbed_end_s
+from nemo_specrollout.stragglers.attempts import Attempt, AttemptOutcome, Response
+from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
+from nemo_specrollout.stragglers.decisions.tail_forecast import Assignment, drain, undisturbed_end_s
+from nemo_specrollout.stragglers.estimates import DecodeSpeeds, Savings
 
 pytestmark = pytest.mark.unit
 

@@ -26,8 +26,8 @@ from nemo_rl.models.generation import configure_generation_config
 from nemo_rl.models.generation.vllm import vllm_worker
 
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.nemo_rl.engine_actors import SpecrolloutVllmWorkerImpl
 from nemo_specrollout.nemo_rl.installation import install
-from nemo_specrollout.nemo_rl.ray_workers import SpecrolloutVllmWorkerImpl
 from nemo_specrollout.nemo_rl.row_seeds import SEEDS_KEY, RowSeeds
 
 ray.get_gpu_ids = lambda: [0]  # NeMo-RL's worker asks for its GPU; here it is no actor

@@ -17,7 +17,7 @@ import openai
 from engine_cases import generation_config  # also prepares this process
 from nemo_rl.models.generation.vllm import vllm_worker_async
 
-from nemo_specrollout.nemo_rl.ray_workers import SpecrolloutVllmAsyncWorkerImpl
+from nemo_specrollout.nemo_rl.engine_actors import SpecrolloutVllmAsyncWorkerImpl
 
 BLOCKS = {
     "plain": {"enabled": True, "drafters": []},

@@ -20,7 +20,7 @@ from engine_cases import generation_config
 from nemo_rl.models.generation.vllm import vllm_worker
 from safetensors.torch import load_file
 
-from nemo_specrollout.nemo_rl.ray_workers import SpecrolloutVllmWorkerImpl
+from nemo_specrollout.nemo_rl.engine_actors import SpecrolloutVllmWorkerImpl
 
 HEAD = Path(os.environ["TINY"]) / "eagle3"
 SPECULATIVE_CONFIG = {"method": "eagle3", "model": str(HEAD), "num_speculative_tokens": 2}

@@ -6,8 +6,8 @@ from nemo_specrollout.sampling.platforms import Platform, register_platform
 _WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 _BODIES = {
     "nemo_specrollout.drafters.step_triton": "step",
-    "nemo_specrollout.generation.draft_sampling_triton": "draft_sampling",
-    "nemo_specrollout.generation.row_sampling_triton": "row_sampling",
+    "nemo_specrollout.generation.drafting.draft_sampling_triton": "draft_sampling",
+    "nemo_specrollout.generation.step.row_sampling_triton": "row_sampling",
     "nemo_specrollout.remote.verifier.draft_stream_triton": "draft_stream",
     "nemo_specrollout.sampling.equality_triton": "equality",
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of draft tokens with the target's noise on a CPU (`generation/draft_sampling.py`).
+"""Sampling of draft tokens with the target's noise on a CPU (`generation/drafting/draft_sampling.py`).
 
 Shapes: R rows of logits, V vocabulary of the drafter, N tokens of a block, S request slots, K draft positions.
 """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of a step's rows on a CPU, by vLLM's functions (`generation/row_sampling.py`)."""
+"""Sampling of a step's rows on a CPU, by vLLM's functions (`generation/step/row_sampling.py`)."""
 
 import torch
 from vllm.v1.worker.gpu.sample import gumbel, logprob
 
-from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.sampled_rows import Drafts, Drawn, Logits, RowKeys
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
 from nemo_specrollout.sampling.equality import accept_by_equality
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment
+from nemo_specrollout.generation.engine.arguments import QUIET_START, set_process_environment
 from nemo_specrollout.remote.protocol.drafter_side import DraftModel
 from nemo_specrollout.remote.protocol.messages import Open, column
 from nemo_specrollout.storage import model_folder as folders
@@ -25,7 +25,7 @@ class DrafterEngine:
         set_process_environment()
         from vllm import LLM
 
-        from nemo_specrollout.generation import compat, process_state
+        from nemo_specrollout.generation.engine import compat, process_state
         from nemo_specrollout.remote.drafter.shadow_scheduler import ShadowScheduler
 
         compat.check_version()
@@ -61,7 +61,7 @@ class DrafterEngine:
         """Adds a shadow sequence, whose text is read in the next step. Raises ValueError if vLLM refuses the request."""
         from vllm import SamplingParams
 
-        from nemo_specrollout.generation import vllm_requests
+        from nemo_specrollout.generation.engine import vllm_requests
 
         try:
             params = SamplingParams(
@@ -96,7 +96,7 @@ class DrafterEngine:
         engine = self.__dict__.pop("_llm", None)
         if engine is not None:
             self.__dict__.pop("_scheduler", None)
-            from nemo_specrollout.generation import process_state
+            from nemo_specrollout.generation.engine import process_state
 
             process_state.stop(engine)
             del engine

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
+from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
+from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.remote.drafter.shadow_scheduler import TextChange
 from nemo_specrollout.sampling.platforms import native_worker
 

@@ -17,7 +17,7 @@ class WildPolicy:
         self._rng = np.random.default_rng(0)
 
     def decide(self, seen: Any) -> Any:
-        from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
+        from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
 
         workers, starts, stops = np.flatnonzero(seen.capacity_E > 0).tolist(), [], []
         for request in range(len(seen.remaining_R)):
@@ -35,7 +35,7 @@ class WildPolicy:
 def go_wild(tail_exchange: ModuleType) -> None:
     """With turns so short that there are many."""
     if os.environ.get(WILD):
-        from nemo_specrollout.racing import coordinator
+        from nemo_specrollout.stragglers import coordinator
 
         tail_exchange.FastestOfN = WildPolicy  # type: ignore[attr-defined]
         coordinator.SHORTEST_TURN_S = 0.02

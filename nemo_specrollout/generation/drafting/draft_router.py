@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft router: all drafters of an engine in the place of vLLM's one speculator, on the device.
+
+Shapes: B requests of the batch, D drafters, E evidence levels, K draft positions, N new requests, S request slots; a slot is
+vLLM's own number for a request.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import ModelDrafterConfig, RemoteDrafterConfig, TextDrafterConfig
+from nemo_specrollout.drafters.ahead import AHEAD_PRIORS, AheadText
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
+from nemo_specrollout.drafters.board import BoardShape, DraftBoard
+from nemo_specrollout.drafters.participant import Drafter, DraftStep, Participant
+from nemo_specrollout.drafters.text import build_text_drafter
+from nemo_specrollout.generation.drafting.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
+from nemo_specrollout.generation.drafting.model_drafter import ModelDrafter
+from nemo_specrollout.generation.drafting.remote_participant import RemoteParticipant, remote_drafter
+from nemo_specrollout.generation.engine.requests import NewRequest
+from nemo_specrollout.generation.engine.step_outputs import mark_paused
+from nemo_specrollout.generation.engine.transfers import HostCopy, copy_first_rank, is_output_rank, to_device
+from nemo_specrollout.heads.serving.feature_capture import FeatureCapture
+from nemo_specrollout.heads.serving.head_monitor import HeadMonitor
+from nemo_specrollout.heads.serving.head_service import HeadService
+from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
+from nemo_specrollout.speculation.policy import SpeculationPolicy, build_policy
+from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
+
+
+class DraftRouter:
+    """Replaces the proposal of vLLM's speculator. Owns the draft board, the participants and the policy of speculation.
+
+    Each step it observes which drafts were right, lets each drafter propose, and chooses a proposal for each request. vLLM's
+    own speculator is one of the drafters if the block names a drafter with weights.
+    """
+
+    def __init__(self, config: SpecrolloutConfig, runner: Any) -> None:
+        self._states, self._device, self._native_propose = runner.req_states, runner.device, runner.speculator.propose
+        self.board = _draft_board(config, runner)
+        self.policy: SpeculationPolicy = build_policy(
+            config.budget, self.board.num_positions, config.num_speculative_tokens
+        )
+        """Decides what the drafters do. Its costs are set by `StepAccounts`."""
+        self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead)
+        self.remote: RemoteDrafter | None = None
+        """None without remote drafters, and on a rank whose drafts are not used."""
+        self.model: ModelDrafter | None = None
+        """None without a drafter with weights, like `head` and `monitor`."""
+        self.head: HeadService | None = None
+        self.monitor: HeadMonitor | None = None
+        self.capture: FeatureCapture | None = None
+        """None unless features are captured for a head's training, and on a rank whose drafts are not used."""
+        self._observers: list[Participant] = []
+        drafters = [self._build(drafter, config, runner) for drafter in config.drafters]
+        if config.draft_refresh is not None and self.model is not None and is_output_rank():
+            self.capture = FeatureCapture(runner, config.draft_refresh.rollout_capture_share)
+            self._observers.append(self.capture)
+        self.use_drafters(drafters)
+        self._spread = HostCopy(self.board.tables.spread_FQ)
+        self.stands_by = False
+        """True while vLLM warms up: its own speculator proposes."""
+        self.is_paused = False
+        """True if the next steps need no drafts."""
+        self.is_idle = False
+        """True if the drafters rested in the latest step."""
+        self._step = self._most_new = 0
+        self.host_s = 0.0
+        """Seconds of host work since the start, without a drafter with weights."""
+        _replace_speculator(runner, self)
+
+    def _build(self, drafter: Any, config: SpecrolloutConfig, runner: Any) -> Drafter:
+        """Returns the drafter of the block's entry `drafter`, and keeps what the vLLM worker asks."""
+        if isinstance(drafter, TextDrafterConfig):
+            sizes = (runner.max_num_reqs, runner.max_model_len, runner.vocab_size, runner.device)
+            return build_text_drafter(drafter, *sizes)
+        if isinstance(drafter, RemoteDrafterConfig):
+            if not is_output_rank():
+                return Drafter()
+            self.remote = remote_drafter(drafter, runner)
+            return RemoteParticipant(self.remote)
+        self.model = ModelDrafter(config, runner, self.board, lambda: self.policy)
+        self.head = HeadService(runner, self.model, self.samples, config.head_folder)
+        max_age = None if config.draft_refresh is None else config.draft_refresh.max_age_alarm
+        self.monitor = HeadMonitor(self.head, self.model, self.samples, max_age)
+        self._observers.append(self.monitor)
+        return self.model
+
+    def use_drafters(self, drafters: Sequence[Drafter]) -> None:
+        """Lets these drafters propose, in the order of the board. They must know the requests that are open."""
+        self._drafters, self._participants = list(drafters), [*drafters, *self._observers]
+        lookups = [drafter.lookup(i) for i, drafter in enumerate(drafters)]
+        self._lookups = [lookup for lookup in lookups if lookup is not None]
+        self._asked = [i for i, lookup in enumerate(lookups) if lookup is None]
+
+    def warm_up(self) -> None:
+        """Takes a step of no request, so that none of its kernels is compiled in a rollout."""
+        slots_B = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+        none_B = torch.zeros(1, dtype=torch.int32, device=self._device)
+        texts = Texts(slots_B, self._states.total_len.gpu, self._states.all_token_ids.gpu)
+        self.board.observe(texts, none_B, none_B, 0, self._lookups, max_new=1)
+        batch = SimpleNamespace(num_reqs=1, idx_mapping_np=np.array([-1]))
+        step = DraftStep((batch, None, None, None, None, none_B), {})
+        for drafter in self._drafters:
+            drafter.observe(step)
+        self._draft(texts)
+
+    def open(self, requests: Sequence[NewRequest]) -> None:
+        """Starts drafting for requests that took slots. Call this before the first tokens of the requests are sampled."""
+        put = partial(to_device, device=self._device)
+        slots_N = put([r.slot for r in requests], np.int64)
+        self.board.open(slots_N, put([r.limit if r.identity.speculate else 0 for r in requests], np.int32))
+        self.policy.requests_arrived(len(requests))
+        for participant in self._participants:
+            participant.open(slots_N, requests, put)
+        for r in requests:
+            self.samples.open(r.slot, r.identity.seed, r.prompt_length, r.num_tokens)
+        self._most_new = max(self._most_new, *(r.num_tokens for r in requests))
+
+    def close(self, slots: list[int]) -> None:
+        """Stops drafting for the requests in `slots`, which have ended or are preempted."""
+        self.samples.close(slots)
+        for participant in self._participants:
+            participant.close(slots)
+
+    def woke_up(self) -> None:
+        """Goes on after the engine slept."""
+        for participant in self._participants:
+            participant.woke_up()
+
+    def policy_updated(self, version: int) -> None:
+        """Notes that the policy has the weights of `version`, unless that is known."""
+        if self.samples.policy_version == version:
+            return
+        self.samples.policy_updated(version, self._states.total_len.gpu)
+        for participant in self._participants:
+            participant.weights_updated(version)
+
+    def begin_step(self, number: int, batch: Any) -> None:
+        """Plans the drafts of a step, whose number is `number`. Its tokens are sampled now."""
+        started, self._step, slots_B = time.perf_counter(), number, batch.idx_mapping_np
+        depth = self.policy.plan(batch.num_reqs, self._num_followed(slots_B))
+        for drafter in self._drafters:
+            drafter.plan(depth)
+        self.host_s += time.perf_counter() - started
+
+    def num_drafts(self, num_requests: int, most: int) -> int:
+        """Returns how many draft tokens the next step verifies, at most `most`."""
+        started = time.perf_counter()
+        num_drafts = self.policy.num_drafts(num_requests, most)
+        self.host_s += time.perf_counter() - started
+        return num_drafts
+
+    def propose(self, *inputs: Any, **options: Any) -> torch.Tensor:
+        """Returns draft tokens for the next step, int64 [B, K]. Takes the arguments of vLLM's `propose`."""
+        if options.get("dummy_run") or self.stands_by:  # in a dummy run vLLM passes its inputs as keywords
+            return self._native_propose(*inputs, **options)
+        started, step = time.perf_counter(), DraftStep(inputs, options)
+        batch, _, _, _, _, num_sampled_B, num_rejected_B, *_ = inputs
+        for participant in self._participants:
+            participant.observe(step)
+        board, num_followed = self.board, self._num_followed(batch.idx_mapping_np)
+        self._most_new += board.num_positions + 1
+        self.is_paused = self.policy.ends_step(batch.num_reqs, num_followed)
+        was_idle, self.is_idle = self.is_idle, options.get("num_speculative_tokens") == 0 and num_followed == 0
+        texts = Texts(batch.idx_mapping, self._states.total_len.gpu, self._states.all_token_ids.gpu)
+        if not self.is_idle or not was_idle:
+            most_new = 0 if self.is_idle else self._most_new
+            self._most_new -= most_new
+            board.observe(texts, num_sampled_B, num_rejected_B, self._step, self._lookups, most_new)
+        if self.is_idle and not was_idle:
+            board.tables.rates_SK.zero_()
+        native_s = 0.0 if self.is_idle else self._draft(texts)
+        self.host_s += time.perf_counter() - started - native_s
+        return board.tables.drafts_BK[: batch.num_reqs]
+
+    def _draft(self, texts: Texts) -> float:
+        """Lets every drafter propose, and chooses. Returns the host's seconds in drafters with weights."""
+        board, num_requests, native_s = self.board, len(texts.slots_B), 0.0
+        for i in self._asked:
+            drafter, started = self._drafters[i], time.perf_counter()
+            drafter.propose(texts, board.proposals_of(i))
+            native_s += time.perf_counter() - started if drafter.has_weights else 0.0
+        board.choose(texts, self.policy.row_price, self._lookups, self.policy.most_drafts)
+        copy_first_rank(board.tables.drafts_BK[:num_requests], board.tables.rates_SK, board.tables.spread_FQ)
+        self._spread.refresh()
+        self.policy.observe(self._spread.values)
+        return native_s
+
+    def _num_followed(self, slots_B: np.ndarray) -> int:
+        """Returns the number of requests whose text a drafter must read in every step."""
+        return sum(drafter.num_followed(slots_B) for drafter in self._drafters)
+
+    def end_step(self, batch: Any, output: Any) -> Any:
+        """Returns a step's output, marked for the scheduler."""
+        if self.is_paused:
+            mark_paused(output)
+        for participant in self._participants:
+            output = participant.end_step(batch.idx_mapping_np, output)
+        return output
+
+
+def _draft_board(config: SpecrolloutConfig, runner: Any) -> DraftBoard:
+    drafters = config.drafters
+    types = [d.type for d in drafters]
+    model = None if config.model_drafter is None else drafters.index(config.model_drafter)
+    remote = None if config.remote is None else drafters.index(config.remote)
+    priors = {"shared_noise": SHARED_NOISE_PRIORS, "greedy": POSITION_PRIORS}
+    has_weights = (ModelDrafterConfig, RemoteDrafterConfig)
+    of_text = {AheadText.name: AHEAD_PRIORS}
+    priors_DE = [
+        priors[d.sampling] if isinstance(d, has_weights) else of_text.get(d.type, LEVEL_PRIORS) for d in drafters
+    ]
+    shape = BoardShape(runner.max_num_reqs, runner.num_speculative_steps)
+    reference = remote if model is None else model
+    return DraftBoard(types, np.array(priors_DE), shape, runner.device, model, reference=reference)
+
+
+def _replace_speculator(runner: Any, router: DraftRouter) -> None:
+    speculator = runner.speculator
+    speculator.propose = router.propose
+    speculator.draft_token_confidence_probs = router.board.tables.rates_SK
+    # The board estimates acceptance here, instead of vLLM's estimator and DSpark's confidence head.
+    speculator.acceptance_estimator = None
+    speculator.use_confidence_head = False
+    # vLLM asks the speculator whether graphs must hold any number of drafts. Its text speculator has no such attribute.
+    adapts = getattr(runner.speculative_config, "enable_adaptive_verification", False)
+    speculator.enable_adaptive_verification = bool(adapts)

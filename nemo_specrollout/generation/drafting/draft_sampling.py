@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples draft tokens with the target's noise, and grades them by the score gap between the best two tokens.
+
+The score of a token is its scaled logit plus the noise. The wider the gap, the further the target's logits may differ from the
+drafter's before another token wins. So drafts with a wide gap are more often right.
+
+Shapes: R rows of logits, V vocabulary of the drafter, S request slots, K draft positions.
+"""
+
+import numpy as np
+import torch
+
+from nemo_specrollout.drafters.base import NUM_LEVELS
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.sampling.platforms import kernels_for
+
+POSITION_PRIORS = np.linspace(0.8, 0.4, NUM_LEVELS)
+"""Acceptance rates assumed for draft positions, which serve as levels where there are no score gaps."""
+SHARED_NOISE_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS) if compat.HAS_SCORE_GAPS else POSITION_PRIORS
+"""Acceptance rates assumed for the levels of a drafter that samples with the target's noise."""
+_KERNELS = "nemo_specrollout.generation.drafting.draft_sampling_triton"
+
+
+def sample_with_score_gap(
+    logits_RV: torch.Tensor,
+    slots_R: torch.Tensor,
+    temperature_S: torch.Tensor,
+    seeds_S: torch.Tensor,
+    positions_R: torch.Tensor,
+    levels_RK: torch.Tensor,
+    column: torch.Tensor,
+    token_ids_V: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns the token of each row, int64 [R], as vLLM's `gumbel_sample` draws it. Writes evidence levels to a column.
+
+    Args:
+        logits_RV: Logits of the drafter, before temperature.
+        slots_R: Request slot of each row; negative in rows that pad a CUDA graph.
+        temperature_S: Temperature of each request; 0 for greedy sampling.
+        seeds_S: Seed of each request's noise.
+        positions_R: Position of the token before the one to be drafted.
+        levels_RK: Evidence levels, int8.
+        column: Column of `levels_RK` to be written, an integer on the device.
+        token_ids_V: The target's token of each column of logits, int64, ascending; None if column v is token v.
+    """
+    tokens_R = torch.empty(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
+    if token_ids_V is None:
+        token_ids_V = tokens_R[:0]
+    kernels_for(logits_RV.device.type, _KERNELS).sample_rows(
+        logits_RV, slots_R, temperature_S, seeds_S, positions_R, tokens_R, levels_RK, column, token_ids_V
+    )
+    return tokens_R

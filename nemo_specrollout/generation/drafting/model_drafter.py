@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter with weights: vLLM's own speculator (EAGLE-3, draft model, MTP, DFlash, DSpark), asked only where that pays.
+
+Networks, weights and KV cache are vLLM's. This module decides which noise they sample with, how deep they draft, and in which
+steps they run at all. EAGLE-3, draft models and MTP draft one position after another. DFlash and DSpark draft a block of
+positions in one pass: DFlash samples all of them at once, DSpark one after another, because each depends on the token before.
+
+Shapes: B requests of the batch, K draft positions, N new requests, R rows of logits, S request slots, V vocabulary of the
+drafter.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import BlockDrafterConfig
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
+from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.drafters.participant import Drafter, DraftStep, Put
+from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.engine.requests import NewRequest
+from nemo_specrollout.generation.engine.transfers import StageTimer
+from nemo_specrollout.speculation.policy import SpeculationPolicy
+
+_POSITION_OFFSET = 0 if compat.takes(DraftModelSpeculator.sample_draft, "sample_src_positions") else 1
+"""Distance from the position that vLLM passes to `sample_draft` to the position that keys the target's noise."""
+
+
+class ModelDrafter(Drafter):
+    """Lets vLLM's speculator draft, or only read, as the policy plans. Owns which requests it follows.
+
+    The speculator follows a request from its first token on, or not at all: text that it has not read leaves a gap in its KV
+    cache. It does not run in steps in which it follows no request.
+    """
+
+    has_weights = True
+
+    def __init__(
+        self, config: SpecrolloutConfig, runner: Any, board: DraftBoard, policy: Callable[[], SpeculationPolicy]
+    ) -> None:
+        """`policy` returns the engine's policy, which may be replaced while the engine runs."""
+        self.board, self._index, self._speculator = board, board.model, runner.speculator
+        self._propose = runner.speculator.propose
+        drafter = config.model_drafter
+        assert drafter is not None
+        shares_noise = drafter.sampling == "shared_noise"
+        self._only_reads = False
+        levels_BK = board.tables.levels_DBK[self._index]
+        if isinstance(drafter, BlockDrafterConfig):
+            patch_block_speculator(self._speculator, lambda: self._only_reads)
+            if shares_noise:
+                share_noise_of_block(self._speculator, levels_BK)
+        elif shares_noise:
+            share_noise(self._speculator, levels_BK, lambda: self._only_reads)
+        self._has_score_gaps = shares_noise and compat.HAS_SCORE_GAPS
+        num_slots, num_positions = board.tables.limit_S.shape[0], board.num_positions
+        self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
+        self._lowest = -num_positions - 1
+        self._unfollowed_S = torch.full((num_slots,), self._lowest, dtype=torch.int32, device=runner.device)
+        """0 for a request that is followed, else a number so far below 0 that no depth makes it positive."""
+        self._is_followed = np.zeros(num_slots, np.bool_)
+        self._policy, self._timer = policy, StageTimer(runner.device)
+        self.depth = 0
+        """Planned draft tokens for each request; 0 if the speculator only reads."""
+        self._was_dormant = False
+        self.is_allowed = True
+        """True if the drafter may draft; a canary that finds it broken forbids it."""
+
+    @property
+    def is_dormant(self) -> bool:
+        """Whether new requests get none of the drafter's drafts, because these would not pay."""
+        return self._policy().is_dormant
+
+    def num_followed(self, slots_B: np.ndarray) -> int:
+        """Returns the number of requests in these slots that the speculator follows. It reads each step's text of those."""
+        return int(np.count_nonzero(self._is_followed[slots_B]))
+
+    def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
+        """Follows new requests unless it is dormant. Requests that do not speculate are never followed."""
+        if self._was_dormant and not self.is_dormant:
+            self.board.forget_drafter(self._index)  # the tasks may have changed meanwhile
+        self._was_dormant = self.is_dormant
+        follows_N = [self.is_allowed and not self.is_dormant and r.identity.speculate for r in requests]
+        self._is_followed[[r.slot for r in requests]] = follows_N
+        self._unfollowed_S[slots] = put([0 if follows else self._lowest for follows in follows_N], np.int32)
+
+    def forbid(self) -> None:
+        """Stops all drafting: the speculator follows no request any more."""
+        self.is_allowed = False
+        self._stop_following()
+
+    def begin_again(self) -> None:
+        """Forgets what was learned about the speculator, and allows it to draft, as if it were new."""
+        self.board.forget_drafter(self._index)
+        self._policy().model_changed()
+        self.is_allowed = True
+
+    def timed(self) -> list[tuple[tuple[int, int, int], float]]:
+        """Returns the draftings of pure decode steps whose time became known since the last call.
+
+        Each is (unread tokens, requests, depth), and seconds.
+        """
+        return self._timer.finished()
+
+    def plan(self, depth: int) -> None:
+        """Sets how deep the next drafts are. Stops following all requests if that does not pay."""
+        self.depth = depth
+        if self.is_dormant:
+            self._was_dormant = True
+            if self._is_followed.any():
+                self._stop_following()
+
+    def observe(self, step: DraftStep) -> None:
+        """Keeps the step for the speculator, which drafts from it."""
+        self._step = step
+
+    def propose(self, texts: Texts, out: Proposals) -> None:
+        """Drafts as deep as planned, or only reads."""
+        inputs, options = self._step.inputs, dict(self._step.options)
+        batch, _, _, _, _, num_sampled_B, *_ = inputs
+        found_B = out.found_B
+        num_requests, depth = batch.num_reqs, self.depth
+        if not self.num_followed(batch.idx_mapping_np):
+            found_B[:num_requests] = -1
+            return
+        if compat.CHOOSES_ON_DEVICE:
+            options["num_speculative_tokens"] = depth
+        elif depth:
+            depth = self.board.num_positions  # older versions draft all positions or none
+        self._timer.start()
+        self._only_reads = depth == 0  # false between steps, because CUDA graphs are captured with sampling
+        drafts_BK = self._propose(*inputs, **options)
+        self._only_reads = False
+        if batch.num_tokens == len(batch.logits_indices):  # a pure decode step
+            self._timer.stop((batch.num_tokens, num_requests, depth))
+        out.tokens_BK[:num_requests] = drafts_BK
+        if not self._has_score_gaps:
+            out.levels_BK[:num_requests] = self._positions_K
+        found_B[:num_requests] = (num_sampled_B > 0) * depth + self._unfollowed_S[batch.idx_mapping]
+
+    def _stop_following(self) -> None:
+        self._is_followed[:] = False
+        self._unfollowed_S.fill_(self._lowest)
+
+
+# Patch points of vLLM's speculators: their drafts get the target's noise, and they draft only on demand.
+
+
+def share_noise(
+    speculator: Any, levels_RK: torch.Tensor, only_reads: Callable[[], bool], column: torch.Tensor | None = None
+) -> None:
+    """Makes a speculator sample drafts with the noise that the target will draw at each position.
+
+    Writes the evidence levels of the drafts to `levels_RK` if this vLLM's noise allows score gaps. They go to `column`, or to
+    the column of the draft step. Nothing is sampled while `only_reads()` is true.
+    """
+
+    def sample_draft(
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
+        **_: Any,
+    ) -> torch.Tensor:
+        if only_reads():
+            return torch.zeros(len(hidden_states), dtype=torch.int64, device=hidden_states.device)
+        logits, token_ids = _draft_logits(speculator, hidden_states, spec_step_idx)
+        noise_positions = positions + _POSITION_OFFSET if _POSITION_OFFSET else positions
+        rows = (logits, idx_mapping, temperature, seeds, noise_positions)
+        if compat.HAS_SCORE_GAPS:
+            return sample_with_score_gap(*rows, levels_RK, draft_step if column is None else column, token_ids)
+        return compat.draw(*rows, apply_temperature=True)
+
+    speculator.sample_draft = sample_draft
+
+
+def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
+    """Makes a DFlash or DSpark sample with the target's noise, and write the evidence levels of its drafts to `levels_BK`."""
+    if not hasattr(speculator, "_sample_logits"):
+        # Row b * K + k of what DFlash samples is draft k of request b.
+        first_column = torch.zeros((), dtype=torch.int32, device=levels_BK.device)
+        share_noise(speculator, levels_BK.view(-1, 1), lambda: False, first_column)
+        return
+    dspark: Any = speculator
+
+    # DSpark passes the position of the token to be drafted; the noise is keyed by the position before it.
+    def sample_logits(logits: torch.Tensor, idx_map: torch.Tensor, sample_pos: torch.Tensor, step: int) -> torch.Tensor:
+        return sample_with_score_gap(
+            logits, idx_map, dspark.temperature, dspark.seeds, sample_pos - 1, levels_BK, dspark._step_cols[step],
+            _reduced_vocabulary(dspark.model),
+        )  # fmt: skip
+
+    dspark._sample_logits = sample_logits
+    dspark.model.sample_sequential = None  # vLLM 0.33 lets a model sample in kernels of its own, with other noise
+
+
+def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
+    """Leaves out a DFlash's or DSpark's pass over the block while `only_reads()` is true.
+
+    The context's keys and values are stored before that pass. A pass that is replayed as a CUDA graph is not left out.
+
+    Raises ValueError for variants of DFlash, which sample in their own kernels.
+    """
+    if type(dflash)._generate_draft not in (DFlashSpeculator._generate_draft, DSparkSpeculator._generate_draft):
+        raise ValueError(
+            f"specrollout.drafters: vLLM {compat.VLLM_VERSION} drafts with {type(dflash).__name__} for this checkpoint, "
+            "which samples in kernels of its own; name the checkpoint of a plain DFlash or DSpark"
+        )
+    generate = dflash._generate_draft
+
+    def generate_on_demand(*args: Any, **kwargs: Any) -> None:
+        if not only_reads():
+            generate(*args, **kwargs)
+
+    dflash._generate_draft = generate_on_demand
+
+
+def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the logits of drafts, and the target's token of each column; None if the columns are the whole vocabulary.
+
+    They always are where vLLM's own kernel samples.
+    """
+    model: Any = getattr(speculator, "model", None)
+    token_ids = _reduced_vocabulary(model) if compat.HAS_SCORE_GAPS else None
+    if token_ids is not None:
+        return model.logits_processor(model.lm_head, hidden_states), token_ids
+    if hasattr(speculator, "compute_draft_logits"):
+        return speculator.compute_draft_logits(hidden_states, step), None
+    return speculator.model.compute_logits(hidden_states), None
+
+
+def _reduced_vocabulary(model: Any) -> torch.Tensor | None:
+    """Returns the target's token of each token of the drafter, int64 [V], ascending; None if the vocabularies are equal."""
+    offsets = getattr(model, "draft_id_to_target_id", None)
+    return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets

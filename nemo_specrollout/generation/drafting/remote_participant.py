@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The remote drafters of an engine as a participant: builds them for vLLM's runner, and tells them a step's tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.platform_utils import is_uva_available
+from vllm.v1.worker.gpu import buffer_utils
+
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, shared_secret
+from nemo_specrollout.drafters.base import Proposals, Texts
+from nemo_specrollout.drafters.participant import Drafter, Put
+from nemo_specrollout.generation.engine.requests import NewRequest
+from nemo_specrollout.generation.engine.step_outputs import WatchedOutput
+from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest
+from nemo_specrollout.remote.verifier.draft_stream import NOWHERE, DraftStream, RemoteDrafter
+from nemo_specrollout.storage.model_folder import stop_token_ids, tokenizer_fingerprint
+
+
+class RemoteParticipant(Drafter):
+    """Lets remote drafters follow the engine's requests. Owns the verifier's half of them."""
+
+    name = RemoteDrafter.name
+
+    def __init__(self, remote: RemoteDrafter) -> None:
+        self.remote = remote
+
+    def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
+        self.remote.open([_stream_request(r) for r in requests])
+
+    def close(self, slots: Sequence[int]) -> None:
+        self.remote.close(slots)
+
+    def propose(self, texts: Texts, out: Proposals) -> None:
+        self.remote.propose(texts, out)
+
+    def end_step(self, slots_B: np.ndarray, output: Any) -> Any:
+        return WatchedOutput(output, self.remote.token_callback(slots_B))
+
+
+def remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDrafter:
+    """Builds the verifier's half of the drafters at the addresses of `config`.
+
+    Drafters that another process starts have no address until it is told. Only one rank of an engine may call this: what
+    arrives by network differs from rank to rank.
+    """
+    folder = Path(runner.model_config.model)
+    model = PolicyModel(runner.vocab_size, tokenizer_fingerprint(folder), tuple(stop_token_ids(folder)))
+    buffer_class = buffer_utils.UvaBuffer if is_uva_available() else buffer_utils.NonUvaBuffer
+    table = buffer_class((runner.max_num_reqs, DraftStream.columns(config.most_ahead)), torch.int32)
+    stream = DraftStream(table.cpu.numpy(), table.uva)
+    addresses = config.addresses or (NOWHERE,) * config.workers
+    return RemoteDrafter(addresses, shared_secret(config.addresses), runner.max_model_len, model, stream)
+
+
+def _stream_request(request: NewRequest) -> StreamRequest:
+    """Returns a request of vLLM's for remote drafters, which may draft up to a length of text."""
+    params = request.sampling_params
+    top_k = max(0, params.top_k)  # vLLM also writes -1 for no top-k
+    limit = request.limit if request.identity.speculate else 0
+    return StreamRequest(
+        request.slot, request.identity.seed, params.temperature, top_k, params.top_p, limit, request.token_ids
+    )

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block as arguments of `vllm.LLM`: worker class, speculative config, additional config. vLLM is not imported."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import FolderDrafterConfig, ModelDrafterConfig
+from nemo_specrollout.config.model_families import recurrent_layers
+
+WORKER = "nemo_specrollout.generation.vllm_worker.SpecrolloutWorker"
+SCHEDULER = "nemo_specrollout.generation.engine.step_outputs.build_scheduler"
+TEXT_METHOD = "ngram_gpu"
+"""vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace its own."""
+HOST_CHOOSES = "specrollout_host_chooses"
+"""Key of vLLM's `additional_config`: why the host chooses the drafts of each step; null if the device may."""
+_DEVICE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "CUTLASS_MLA")
+"""Attention backends that vLLM 0.32 lets run steps whose numbers of drafts only the device knows."""
+_ROW_OUTPUTS = {"enable_return_routed_experts": "experts", "return_sampling_mask": "sampling masks"}
+"""Arguments with which vLLM returns something for each row, which it then must find on the host."""
+_WITHOUT_DRAFTS = {
+    "enable_lora": "vLLM maps adapters to the rows of a step without drafts; NeMo-RL's own LoRA needs no adapters in vLLM",
+    "watermark_config": "a watermark changes samples, and drafts are accepted by samples without one",
+}
+"""Arguments that cannot be combined with drafts, and the reasons."""
+_FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+QUIET_START = {
+    "use_tqdm_on_load": False,
+    "disable_log_stats": True,
+    "skip_tokenizer_init": True,
+    "distributed_executor_backend": "uni",
+}
+"""Arguments of an engine that stays in this process and prints no progress."""
+_PROCESS_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""Variables that keep an engine in this process, quick to start and quiet."""
+
+
+@dataclass(frozen=True)
+class VllmAbilities:
+    """Abilities and defaults of the installed vLLM that the arguments depend on."""
+
+    chooses_on_device: bool = True
+    """Whether vLLM can choose on the device which drafts a step verifies."""
+    keeps_last_block: bool = True
+    """Whether vLLM can reuse the last block of a cached prompt where a head drafts."""
+    default_tokens: int = 2048
+    """vLLM's default of `max_num_batched_tokens`."""
+    default_requests: int = 128
+    """vLLM's default of `max_num_seqs`."""
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    """The policy's config.json; empty if it is unknown."""
+
+
+NEWEST_VLLM = VllmAbilities()
+
+
+def set_process_environment() -> None:
+    """Sets the environment of an engine in this process, before vllm is imported. Variables that are set already stay."""
+    for name, value in _PROCESS_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def with_specrollout(
+    vllm_kwargs: Mapping[str, Any],
+    block: SpecrolloutConfig,
+    device: str,
+    abilities: VllmAbilities = NEWEST_VLLM,
+) -> dict[str, Any]:
+    """Returns `vllm_kwargs` with the block in effect; unchanged if the block is disabled.
+
+    Without drafters, or with the user's own `speculative_config`, only the sampler is ours. `device` is the type of
+    vLLM's device, such as `cuda`.
+
+    Raises ValueError if the user's arguments contradict the block.
+    """
+    result, block = dict(vllm_kwargs), block.with_ahead
+    if not block.enabled:
+        return result
+    if "worker_cls" in result:
+        raise ValueError(
+            f"vllm_kwargs.worker_cls: {result['worker_cls']!r}; specrollout names the worker itself; remove it"
+        )
+    result["worker_cls"] = WORKER
+    if result.get("speculative_config") is not None and block.drafters:
+        raise ValueError(
+            "vllm_kwargs.speculative_config is set beside policy.generation.specrollout.drafters; remove one of them"
+        )
+    for name, why in _WITHOUT_DRAFTS.items():
+        if result.get(name) and (block.drafters or result.get("speculative_config")):
+            raise ValueError(f"vllm_kwargs.{name}: {result[name]!r} with drafts; {why}: remove it, or draft nothing")
+    reason = host_choice(result, abilities.policy) if abilities.chooses_on_device else "vLLM before 0.32 cannot do it"
+    if result.get("speculative_config") is None and block.drafters and block.most_drafts:
+        result["speculative_config"] = _speculative_config(result, block, device, abilities)
+        if reason is None and device == "cuda" and _has_full_graphs(result):
+            # vLLM then prepares CUDA graphs and attention for drafts that are chosen on the device.
+            result["speculative_config"]["enable_adaptive_verification"] = True
+        _make_room_for_drafts(result, block.most_drafts, abilities)
+        result.setdefault("scheduler_cls", SCHEDULER)
+    block_dict = dataclasses.asdict(block)
+    block_dict["drafters"] = list(block_dict["drafters"])
+    ours = {"specrollout": block_dict, HOST_CHOOSES: reason}
+    result["additional_config"] = {**(result.get("additional_config") or {}), **ours}
+    return result
+
+
+def host_choice(arguments: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
+    """Returns why the host must choose the drafts of each step; None if vLLM lets the device choose them.
+
+    These are vLLM's own rules about its adaptive verification (config/vllm.py, v1/attention/backend.py), which it checks only
+    where there are CUDA graphs. Our worker asks the attention backends again. `policy` is the policy's config.json.
+    """
+    if layers := recurrent_layers(policy):
+        return f"the policy has recurrent layers ({layers}), whose rollback vLLM plans on the host"
+    for name, what in _ROW_OUTPUTS.items():
+        if arguments.get(name):
+            return f"vllm_kwargs.{name}: vLLM finds the {what} of a row by numbers of drafts on the host"
+    given = arguments.get("attention_config")
+    backend = arguments.get("attention_backend") or (given.get("backend") if isinstance(given, Mapping) else None)
+    if backend is not None and str(backend).rpartition(".")[2].upper() not in _DEVICE_BACKENDS:
+        return f"vllm_kwargs: the attention backend {backend} plans a step by numbers of drafts on the host"
+    return None
+
+
+def _has_full_graphs(arguments: Mapping[str, Any]) -> bool:
+    """Returns whether vLLM makes CUDA graphs of whole steps, which is its default."""
+    compilation = arguments.get("compilation_config")
+    mode = compilation.get("cudagraph_mode") if isinstance(compilation, Mapping) else None
+    return not arguments.get("enforce_eager") and (mode is None or str(mode).rpartition(".")[2].upper() in _FULL_GRAPHS)
+
+
+def native_config(drafter: ModelDrafterConfig | None, num_speculative_tokens: int) -> dict[str, Any]:
+    """Returns vLLM's `speculative_config` for a drafter with weights; without one, for a method that needs no weights."""
+    weights = {"model": drafter.model} if isinstance(drafter, FolderDrafterConfig) else {}
+    method = TEXT_METHOD if drafter is None else drafter.type
+    return {"method": method, **weights, "num_speculative_tokens": num_speculative_tokens}
+
+
+def _speculative_config(
+    arguments: Mapping[str, Any], block: SpecrolloutConfig, device: str, abilities: VllmAbilities
+) -> dict[str, Any]:
+    drafter = block.model_drafter
+    if arguments.get("use_fp64_gumbel") and drafter is not None and drafter.sampling == "shared_noise":
+        raise ValueError(  # few drafts would be right
+            f"vllm_kwargs.use_fp64_gumbel: true; the {drafter.type} drafter samples with float32 noise: remove it, or give "
+            "the drafter `sampling: greedy`"
+        )
+    config = native_config(drafter, block.most_drafts)
+    if drafter is not None and abilities.keeps_last_block:
+        # By default vLLM computes the last block of a cached prompt again for each sample, because the head's entry there
+        # depends on the next token. All samples of a prompt share that token, and the policy's entries do not depend on it.
+        config["disable_eagle_block_drop"] = True
+    return config
+
+
+def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int, abilities: VllmAbilities) -> None:
+    """Raises vLLM's default of `max_num_batched_tokens` if drafts would take more than half of it.
+
+    vLLM schedules a row for each draft that a request may have, before it leaves out the drafts that do not pay. A step then
+    has as much room for prompts as without drafts. Raises ValueError if the user's own value is too small for the drafts.
+    """
+    num_requests, given = arguments.get("max_num_seqs"), arguments.get("max_num_batched_tokens")
+    if given is None:
+        num_drafts = most_drafts * int(num_requests or abilities.default_requests)
+        if num_drafts > abilities.default_tokens // 2:
+            arguments["max_num_batched_tokens"] = abilities.default_tokens + num_drafts
+    elif (rows := (1 + most_drafts) * int(num_requests or 0)) > given:
+        raise ValueError(
+            f"vllm_kwargs.max_num_batched_tokens: {given}; {num_requests} requests with {most_drafts} drafts each need "
+            f"{rows}: raise it, or lower max_num_seqs, num_speculative_tokens or run_ahead.most_drafts"
+        )

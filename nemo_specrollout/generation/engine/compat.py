@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Differences between the supported versions of vLLM, and checks of what this package relies on.
+
+Tested on vLLM 0.25.1, 0.28.0 and 0.32.0. To support another version, change this file and `older_runners.py`.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, get_args
+
+import torch
+import vllm
+from transformers import PreTrainedConfig
+from vllm import LLM
+from vllm.config import SchedulerConfig, speculative
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.sample.ops import topk_topp_triton
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample import gumbel
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, MODEL_DRAFTERS, REMOTE_DRAFTER
+from nemo_specrollout.config.strict import ConfigError, nearest
+from nemo_specrollout.generation.engine.arguments import VllmAbilities
+from nemo_specrollout.installed.versions import unsupported_version
+
+VLLM_VERSION = vllm.__version__
+RUNNER_ATTRIBUTES = (
+    "execute_model",
+    "execute_model_state",
+    "initialize_kv_cache",
+    "input_buffers",
+    "max_num_reqs",
+    "max_num_tokens",
+    "num_speculative_steps",
+    "rejection_sampler",
+    "req_states",
+    "reload_weights",
+    "sample_tokens",
+    "sampler",
+    "speculator",
+)
+"""Attributes of the model runner that this package replaces or reads."""
+
+
+def takes(function: Any, name: str) -> bool:
+    """Returns whether a function has a parameter of this name."""
+    return name in inspect.signature(function).parameters
+
+
+HAS_SCORE_GAPS = hasattr(gumbel, "murmur3_uniform32")
+"""Whether `draft_sampling` can compute the noise of this vLLM. Score gaps of drafts need it (0.31 and later)."""
+CHOOSES_ON_DEVICE = takes(BaseSpeculator.propose, "num_speculative_tokens")
+"""Whether vLLM drafts to a given depth, and chooses on the device which drafts a step verifies (0.32 and later)."""
+HAS_TEXT_METHOD = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
+"""Whether the V2 model runner takes drafters without weights (0.32 and later)."""
+_TARGET_NOISE: dict[str, Any] = {"is_drafting": False} if takes(gumbel.gumbel_sample, "is_drafting") else {}
+
+
+def check_version() -> None:
+    """Raises ConfigError for a version of vLLM outside the supported range."""
+    message = unsupported_version(VLLM_VERSION)
+    if message is not None:
+        raise ConfigError(message)
+
+
+def check_drafters(block: SpecrolloutConfig) -> None:
+    """Raises ConfigError for a drafter that the V2 model runner of the installed vLLM cannot run."""
+    lacking = set(MODEL_DRAFTERS).difference(get_args(speculative.SpeculativeMethod))
+    if not CHOOSES_ON_DEVICE:
+        lacking.update((*BLOCK_DRAFTERS, REMOTE_DRAFTER))
+    if importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.standalone_ar") is None:  # before 0.32
+        lacking.add("draft_model")
+    if block.runs_ahead and not CHOOSES_ON_DEVICE:
+        raise ConfigError(f"{BLOCK_PATH}.run_ahead: with vLLM {VLLM_VERSION}; it needs vLLM 0.32 or later")
+    for i, drafter in enumerate(block.drafters if block.enabled else ()):
+        if drafter.type in lacking:
+            raise ConfigError(
+                f"{BLOCK_PATH}.drafters[{i}].type: {drafter.type}; the V2 model runner of vLLM {VLLM_VERSION} has no place "
+                "for it: use eagle3, mtp, ngram or suffix, or vLLM 0.32 or later"
+            )
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that vllm.LLM does not have."""
+    known = {field.name for field in fields(EngineArgs)} | set(inspect.signature(LLM.__init__).parameters)
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(f"vllm_kwargs.{name}: vLLM {VLLM_VERSION} has no such argument{nearest(name, known)}")
+
+
+def verify_model_runner(runner: Any) -> None:
+    """Raises RuntimeError unless `runner` is vLLM's V2 model runner with all of `RUNNER_ATTRIBUTES`."""
+    if not isinstance(runner, GPUModelRunner):
+        raise RuntimeError(
+            f"specrollout needs vLLM's V2 model runner, but vLLM {VLLM_VERSION} built {type(runner).__module__}."
+            f"{type(runner).__name__}; remove VLLM_USE_V2_MODEL_RUNNER=0 from the engine's environment, and the options that "
+            "vLLM names as unsupported by V2"
+        )
+    require(runner, RUNNER_ATTRIBUTES, "the model runner")
+
+
+def require(owner: Any, names: Iterable[str], what: str) -> None:
+    """Raises RuntimeError unless a module, class or object of vLLM has all `names`. `what` describes it in the message."""
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise RuntimeError(f"vLLM {VLLM_VERSION}: {what} has no {', '.join(missing)}; this version is not supported")
+
+
+def verify_names() -> None:
+    """Raises RuntimeError unless vLLM has all that exactness overrides or sets. vLLM would go on without a lost name."""
+    if CHOOSES_ON_DEVICE or any("split" in name.lower() for name in vars(topk_topp_triton)):  # vLLM 0.25 splits no row
+        require(topk_topp_triton, ["_SPLIT_MAX_BATCH"], topk_topp_triton.__name__)
+    if not CHOOSES_ON_DEVICE:
+        require(rejection_sampler, ["rejection_sample"], rejection_sampler.__name__)
+        return
+    require(rejection_sampler.RejectionSampler, ["_verify", "_get_logprobs_tensors"], "the rejection sampler")
+    require(Sampler, ["add_request", "apply_sampling_params", "get_logprobs_dims"], "the sampler")
+    require(SamplingStates, ["add_request", "max_num_logprobs"], "the sampling state")
+
+
+def make_top_p_independent_of_batch() -> None:
+    """Makes vLLM's top-p kernels treat a row alike, however many rows a step has: tokens must not depend on drafts.
+
+    With up to 64 rows vLLM's GPU kernels sum each row in slices, and the number of slices depends on the number of rows. The
+    sum may then differ in the last bit, and so may the set of tokens that top-p excludes.
+    """
+    topk_topp_triton._SPLIT_MAX_BATCH = 0
+
+
+def verify_top_p() -> None:
+    """Raises RuntimeError if top-p may treat a row by the number of rows in its step."""
+    if topk_topp_triton._SPLIT_MAX_BATCH != 0:
+        raise RuntimeError(
+            f"specrollout's top-p is not in force: something set {topk_topp_triton.__name__}._SPLIT_MAX_BATCH"
+        )
+
+
+def draw(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    apply_temperature: bool,
+    use_fp64: bool = False,
+) -> torch.Tensor:
+    """Returns vLLM's sample of each row, int64 [R], with the noise of the target's tokens."""
+    arguments = (logits, slots, temperature, seeds, positions)
+    return gumbel.gumbel_sample(*arguments, apply_temperature=apply_temperature, use_fp64=use_fp64, **_TARGET_NOISE)
+
+
+def scheduler_of(engine: Any) -> Any:
+    """Returns the scheduler of an engine. Raises RuntimeError if the engine's core runs in another process."""
+    core = getattr(engine.engine_core, "engine_core", None)
+    if core is None:
+        raise RuntimeError("a drafter's engine core must run in its own process: set VLLM_ENABLE_V1_MULTIPROCESSING=0")
+    return core.scheduler
+
+
+def device_type() -> str:
+    """Returns the type of device that vLLM uses in this process, such as `cuda`."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def vllm_abilities(arguments: Mapping[str, Any], is_async: bool = False) -> VllmAbilities:
+    """Returns what the installed vLLM can do for an engine of these arguments.
+
+    `is_async`: whether NeMo-RL's asynchronous engine gets the arguments; else `vllm.LLM` does.
+    """
+    keeps_last_block = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
+    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, *_default_sizes(arguments, is_async), _policy(arguments))
+
+
+def _policy(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of the engine's model, from its folder or the Hub's cache; empty if it cannot be read."""
+    if not (model := arguments.get("model")):
+        return {}
+    try:
+        found, _ = PreTrainedConfig.get_config_dict(model, revision=arguments.get("revision"))
+    except (OSError, ValueError):
+        return {}  # vLLM will say so, or the model is in another format
+    return found
+
+
+def _default_sizes(arguments: Mapping[str, Any], is_async: bool) -> tuple[int, int]:
+    """Returns vLLM's defaults of `max_num_batched_tokens` and `max_num_seqs`, as `EngineArgs` sets them."""
+    use = UsageContext.ENGINE_CONTEXT if is_async else UsageContext.LLM_CLASS
+    world_size = (arguments.get("tensor_parallel_size") or 1) * (arguments.get("pipeline_parallel_size") or 1)
+    tokens, requests = EngineArgs.get_batch_defaults(world_size)
+    num_tokens = tokens.get(use, SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS)
+    num_requests = requests.get(use, SchedulerConfig.DEFAULT_MAX_NUM_SEQS)
+    if arguments.get("performance_mode") == "throughput":
+        num_tokens, num_requests = 2 * num_tokens, 2 * num_requests
+    if not arguments.get("enable_chunked_prefill", True):
+        num_tokens = max(num_tokens, arguments.get("max_model_len") or 0)
+    return num_tokens, num_requests

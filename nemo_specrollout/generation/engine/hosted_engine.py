@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM in this process: starts it with a block, drives it one step at a time, and tells what it runs on."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.generation.engine.arguments import QUIET_START, set_process_environment, with_specrollout
+from nemo_specrollout.generation.engine.requests import Rollout
+
+
+def start_vllm(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> Any:
+    """Returns a `vllm.LLM` with these arguments and the block in effect. `process_state.stop` stops it.
+
+    Raises ConfigError if this vLLM cannot run the block, or refuses the arguments.
+    """
+    set_process_environment()
+    from vllm import LLM
+
+    from nemo_specrollout.generation.engine import compat, process_state
+
+    compat.check_version()
+    compat.check_drafters(block)
+    if block.enabled:
+        from nemo_specrollout.generation.engine.older_runners import allow_text_drafters
+
+        allow_text_drafters()
+    arguments = with_specrollout(arguments, block, compat.device_type(), compat.vllm_abilities(arguments))
+    compat.check_arguments(arguments)
+    try:
+        llm = LLM(**{**QUIET_START, **arguments})
+    except ValueError as error:
+        raise ConfigError(f"vLLM cannot start: {' '.join(str(error).split())}") from error
+    except (MemoryError, RuntimeError) as error:
+        if "does not support EAGLE3" in str(error):
+            raise ConfigError(
+                "policy.model_name: vLLM has no EAGLE-3 drafter for this model; use suffix and ngram"
+            ) from error
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            "vLLM cannot start: there is not enough memory; lower policy.generation.vllm_kwargs.max_num_seqs or "
+            "kv_cache_memory_bytes"
+        ) from error
+    process_state.started(llm)
+    return llm
+
+
+def engine_facts(llm: Any) -> dict[str, str | bool]:
+    """Returns the settings in force: vLLM's version, model runner, scheduling, CUDA graph mode."""
+    from nemo_specrollout.generation.engine.compat import VLLM_VERSION
+
+    config = llm.llm_engine.vllm_config
+    return {
+        "vllm": VLLM_VERSION,
+        "model_runner": "V2",
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
+        "host_chooses_drafts": llm.collective_rpc(_host_choice)[0] or False,
+    }
+
+
+def _host_choice(worker: Any) -> str | None:
+    return getattr(worker, "specrollout_host_chooses", None)
+
+
+def device_facts(llm: Any) -> dict[str, Any]:
+    """Returns the names of the attention backends, vLLM's platform class, and its device."""
+    from vllm.platforms import current_platform
+
+    return {
+        "attention": llm.collective_rpc(_attention_backends)[0],
+        "platform": type(current_platform).__name__,
+        "device": str(current_platform.device_type),
+    }
+
+
+def _attention_backends(worker: Any) -> list[str]:
+    """Returns the backends' names; an empty list if this version's model runner does not tell them."""
+    groups = [group for layers in getattr(worker.model_runner, "attn_groups", ()) for group in layers]
+    return sorted({group.backend.get_name() for group in groups if hasattr(group, "backend")})
+
+
+class HostedEngine:
+    """A `vllm.LLM` that is driven one step at a time. Owns its requests' ids.
+
+    Its requests are `ShardRequest`s, which carry their own sampling parameters.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.max_num_seqs = int(llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+        self.num_steps = self._num_requests = 0
+
+    def submit(self, requests: Sequence[Any], sampling: Mapping[str, Any]) -> list[str]:
+        """Queues requests and returns their ids. `sampling` overrides their sampling parameters."""
+        ids = [f"{type(self).__name__}-{self._num_requests + i}" for i in range(len(requests))]
+        self._num_requests += len(requests)
+        for request_id, request in zip(ids, requests, strict=True):
+            text, params = self._text_and_params(request, sampling)
+            self._llm.llm_engine.add_request(request_id, {"prompt_token_ids": text}, params)
+        return ids
+
+    def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:
+        """Returns tokens and log-probs that this engine sampled for an unfinished request, from token `start` on."""
+        outputs = self._llm.llm_engine.output_processor
+        (internal_id,) = outputs.external_req_ids[request_id]
+        state = outputs.request_states[internal_id]
+        tokens = state.detokenizer.output_token_ids[start:]
+        entries = state.logprobs_processor.logprobs[start:]
+        return tokens, [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
+
+    def step(self) -> dict[str, Rollout]:
+        """Runs one engine step. Returns the responses that it finished, by request id."""
+        finished = {o.request_id: Rollout.from_vllm(o) for o in self._llm.llm_engine.step() if o.finished}
+        self.num_steps += 1
+        return finished
+
+    def abort(self, ids: list[str]) -> None:
+        """Removes unfinished requests."""
+        self._llm.llm_engine.abort_request(ids)
+
+    def _text_and_params(self, request: Any, sampling: Mapping[str, Any]) -> tuple[list[int], Any]:
+        from nemo_specrollout.generation.engine.vllm_requests import text_and_params
+
+        assert not sampling
+        return text_and_params(request, streams=False)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Additions to the V2 model runners of vLLM before 0.32: a speculator for text drafters, bad words.
+
+Nothing here is in force where vLLM has its own.
+
+Shapes: B requests of the batch, K draft positions.
+"""
+
+import inspect
+import os
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.sample import bad_words
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.engine.arguments import TEXT_METHOD
+from nemo_specrollout.generation.engine.compat import HAS_TEXT_METHOD
+
+_LIFTED_REFUSALS = {"ngram/ngram_gpu speculative decoding", f"speculative method '{TEXT_METHOD}'"}
+_config: Any = VllmConfig
+_runner_module: Any = model_runner
+_is_text_allowed = False
+"""True if this process allows text drafters already."""
+
+
+class TextSpeculator(BaseSpeculator):
+    """The speculator of an engine without draft weights. `DraftRouter` replaces its proposals, except in dummy runs."""
+
+    supports_mm_inputs = False
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        shape = vllm_config.scheduler_config.max_num_seqs, vllm_config.speculative_config.num_speculative_tokens
+        self.draft_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.draft_logits = None
+        self.model = torch.nn.Module()
+
+    def init_cudagraph_manager(self, *args: Any) -> None:
+        """Does nothing: there are no CUDA graphs."""
+
+    def capture(self, *args: Any) -> None:
+        """Does nothing: there are no CUDA graphs."""
+
+    def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns zeros, int64 [B, K]."""
+        return self.draft_tokens[: input_batch.num_reqs]
+
+
+def allow_text_drafters() -> None:
+    """Makes the V2 model runner accept vLLM's method for drafters without weights, which it refuses before 0.32.
+
+    Each process that makes a config or a worker must call this. An environment variable tells vLLM's own processes to use V2.
+    """
+    global _is_text_allowed
+    if HAS_TEXT_METHOD or _is_text_allowed:
+        return
+    compat.require(_config, ["_get_v2_model_runner_unsupported_features"], "VllmConfig")
+    compat.require(_runner_module, ["init_speculator"], _runner_module.__name__)
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    refuses, init_speculator = _config._get_v2_model_runner_unsupported_features, _runner_module.init_speculator
+
+    def refuses_less(self: Any) -> list[str]:
+        found = refuses(self)
+        is_ours = self.speculative_config is not None and self.speculative_config.method == TEXT_METHOD
+        return [text for text in found if not (is_ours and text in _LIFTED_REFUSALS)]
+
+    def init_any_speculator(vllm_config: Any, device: torch.device) -> Any:
+        is_ours = vllm_config.speculative_config.method == TEXT_METHOD
+        return (TextSpeculator if is_ours else init_speculator)(vllm_config, device)
+
+    _config._get_v2_model_runner_unsupported_features = refuses_less
+    _runner_module.init_speculator, _is_text_allowed = init_any_speculator, True
+
+
+def fix_bad_words(sampler: Any) -> None:
+    """Makes bad words look at the draft before a row. vLLM 0.25's kernel looks at the token before that draft.
+
+    Raises RuntimeError if this vLLM keeps bad words elsewhere.
+    """
+    if compat.CHOOSES_ON_DEVICE or "spec_offset + 1" in inspect.getsource(bad_words):
+        return
+    compat.require(sampler, ["bad_words_state"], "the sampler")
+    state = sampler.bad_words_state
+    compat.require(state, ["apply_bad_words"], "the state of bad words")
+    apply = state.apply_bad_words
+
+    def apply_to_next(logits: Any, rows: Any, slots_np: Any, input_ids: torch.Tensor, local_pos: Any) -> None:
+        apply(logits, rows, slots_np, input_ids.roll(-1), local_pos)
+
+    state.apply_bad_words = apply_to_next

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's requests: sampling parameters that engines hand each other, and finished outputs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from vllm import SamplingParams
+from vllm import exceptions as vllm_exceptions
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES, Rollout, ShardRequest
+from nemo_specrollout.sampling.seeds import content_hash
+
+REFUSALS = (ValueError, getattr(vllm_exceptions, "VLLMError", ValueError))
+"""Exceptions that vLLM raises for a request that it does not accept."""
+REFUSAL: type[Exception] = getattr(vllm_exceptions, "VLLMValidationError", ValueError)
+"""The exception that vLLM's servers, and NeMo-RL's, answer with status 400."""
+
+_PORTABLE_PARAMS = {
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop_token_ids", "ignore_eos", "extra_args", "seed", "logit_bias",
+    "allowed_token_ids", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "output_kind", "skip_clone", "skip_reading_prefix_cache", "_all_stop_token_ids", "_eos_token_id", "_bad_words_token_ids",
+}  # fmt: skip
+"""Parameters that concern one position at a time, or no token at all. All others look back at the response's text."""
+
+
+class RolloutSamplingParams(SamplingParams):
+    """Sampling parameters for an engine with our sampler, which applies min-p and logit bias to draft rows too."""
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "RolloutSamplingParams":
+        """Returns a copy of `params` of this class, including the values that vLLM derived from others."""
+        copied = cls.__new__(cls)
+        for name in params.__struct_fields__:
+            setattr(copied, name, getattr(params, name))
+        return copied
+
+    def _validate_spec_decode(self, speculative_config: Any) -> None:
+        """Accepts what our verifier can do, where vLLM's own rejection sampler cannot (`min_p`, `logit_bias`)."""
+        if speculative_config is not None and getattr(self, "logprob_token_ids", None) and not compat.CHOOSES_ON_DEVICE:
+            raise REFUSAL(
+                "logprob_token_ids: with drafts it needs vLLM 0.32 or later; ask for `logprobs`, or set drafters to []"
+            )
+
+
+def is_portable(prompt: Any, params: Any) -> bool:
+    """Returns whether another engine can continue a request from any token.
+
+    Such a request has a text prompt, and parameters that look at one position at a time. Stop strings, penalties, minimum
+    lengths and the like need the response from its beginning.
+    """
+    if not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"} or params.max_tokens is None:
+        return False
+    default = type(params)(logprobs=0)
+    others = set(type(params).__struct_fields__) - _PORTABLE_PARAMS
+    is_default = all((getattr(params, name) or None) == (getattr(default, name) or None) for name in others)
+    return is_default and params.logprobs == 0
+
+
+def shard_requests(engine: int, prompts: Sequence[Any], params: Sequence[Any]) -> list[ShardRequest] | None:
+    """Returns the requests of engine number `engine` for others to continue; None if one of them is not portable."""
+    if not all(map(is_portable, prompts, params)):
+        return None
+    return [shard_request((engine, i), p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+
+
+def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardRequest:
+    """Returns a portable request of vLLM's for others to continue."""
+    tokens = list(prompt["prompt_token_ids"])
+    # A later turn of a conversation belongs to the group of its first turn.
+    first_turn = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}).get("prompt_length")
+    return ShardRequest(tokens, content_hash(tokens[:first_turn]), home, msgspec.msgpack.encode(params))
+
+
+def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int], Any]:
+    """Returns the text and the parameters with which an engine continues a request.
+
+    A request that `streams` returns tokens as they come, and weights may change while it runs. It therefore reads no cached
+    prefix of the response, which older weights may have computed.
+    """
+    num_prompt, num_prefix = len(request.prompt_token_ids), len(request.prefix_token_ids)
+    params = sampling_params(request)
+    params.output_kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
+    if num_prefix:
+        identity = {"prompt_length": num_prompt, **params.extra_args[EXTRA_ARGS_KEY]}
+        if "ahead" in identity:
+            identity["ahead"] = identity["ahead"][TOKEN_BYTES * num_prefix :]
+        params.extra_args = {**params.extra_args, EXTRA_ARGS_KEY: identity}
+        params.max_tokens -= num_prefix
+        params.skip_reading_prefix_cache = streams or params.skip_reading_prefix_cache
+    return [*request.prompt_token_ids, *request.prefix_token_ids], params
+
+
+def sampling_params(request: ShardRequest) -> Any:
+    """Returns the sampling parameters that a request carries."""
+    return msgspec.msgpack.decode(request.params, type=RolloutSamplingParams)
+
+
+def as_vllm_returns(request: ShardRequest, request_id: str, rollout: Rollout) -> RequestOutput:
+    """Returns what vLLM returns for a request that it finished, without the text."""
+    tokens, logprobs, reason = rollout.token_ids, rollout.logprobs, rollout.finish_reason
+    is_stop_token = reason == "stop" and tokens[-1] != sampling_params(request).eos_token_id
+    entries = [{token: Logprob(logprob)} for token, logprob in zip(tokens, logprobs, strict=True)]
+    completion = CompletionOutput(
+        0, "", tokens, sum(logprobs), entries, finish_reason=reason, stop_reason=tokens[-1] if is_stop_token else None
+    )
+    return RequestOutput(request_id, None, list(request.prompt_token_ids), None, [completion], finished=True)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples a step's rows, accepts drafts, and grades the sampled tokens: log-prob and rank. Two passes over the logits.
+
+Steps with and without drafts go the same way. So a token's log-prob never depends on whether its step had drafts. Two
+kernels do the work (`row_sampling_triton.py`), where vLLM reads the logits four times.
+
+Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
+from nemo_specrollout.sampling.platforms import kernels_for
+
+_KERNELS = "nemo_specrollout.generation.step.row_sampling_triton"
+_RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
+
+
+def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None) -> Drawn:
+    """Samples each row as vLLM's `gumbel_sample` does, and accepts drafts by equality.
+
+    Args:
+        scored: Logits that tokens are sampled from.
+        graded: Logits that log-probs and ranks are computed from, as vLLM's `compute_topk_scores` does; None for no log-probs.
+        drafts: None in a step without drafts.
+    """
+    kernels: Any = kernels_for(scored.values_RV.device.type, _KERNELS)
+    drawn: Drawn = kernels.draw_rows(scored, keys, graded, drafts)
+    return drawn
+
+
+class RowSampler(Sampler):
+    """vLLM's sampler by `draw_rows`. Takes over the state of vLLM's own sampler, which must not be used any more.
+
+    vLLM's code handles the rare request for log-probs of other tokens than the sampled ones.
+    """
+
+    def __init__(self, native: Sampler) -> None:
+        vars(self).update(vars(native))
+        self._is_processed_S = np.zeros_like(self.needs_logits_processing)
+        sampling: Any = self.sampling_states
+        self._add_state, sampling.add_request = sampling.add_request, self._add_filters
+
+    @staticmethod
+    def fits(sampler: Any) -> bool:
+        """Returns whether the sampler is vLLM's own (0.32 and later), without the options that need other kernels."""
+        return (
+            compat.CHOOSES_ON_DEVICE
+            and type(sampler) is Sampler
+            and sampler.logprobs_mode in (_RAW, _PROCESSED)
+            and not (sampler.use_fp64_gumbel or sampler.return_sampling_mask)
+            and sampler.trace_replay_state is None
+        )
+
+    @torch.inference_mode()
+    def warm_up(self, runner: Any) -> None:
+        """Launches each variant of the kernels for two rows of no request, so that none is compiled in a rollout.
+
+        Variants differ in the type of the logits, and in whether there are drafts and log-probs.
+        """
+        config, device = runner.model_config, runner.device
+        hidden_2 = torch.zeros(2, config.get_hidden_size(), dtype=config.dtype, device=device)
+        if runner.lora_config is None:
+            raw_2V = runner.model.compute_logits(hidden_2)
+        else:  # only vLLM's own steps map adapters to rows
+            raw_2V = hidden_2.new_zeros(2, runner.vocab_size)
+        slots_2 = torch.full((2,), -1, dtype=torch.int64, device=device)
+        keys = RowKeys(slots_2, self.sampling_states.temperature.gpu, self.sampling_states.seeds.gpu, slots_2 + 1)
+        starts_2 = torch.arange(0, 3, 2, dtype=torch.int32, device=device)
+        drafts = Drafts(starts_2, starts_2, runner.num_speculative_steps)
+        for values_2V in (raw_2V, torch.zeros_like(raw_2V, dtype=torch.float32)):  # the latter as vLLM processes logits
+            logits = Logits(values_2V, False)
+            for graded in (None, logits):
+                draw_rows(logits, keys, graded, None)
+                if runner.rejection_sampler is not None:
+                    draw_rows(logits, keys, graded, drafts)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        """Does vLLM's work. Notes whether the request's logits need vLLM's processing for more than the temperature."""
+        super().add_request(req_idx, sampling_params)
+        self._is_processed_S[req_idx] = self.needs_logits_processing[req_idx]
+        self.needs_logits_processing[req_idx] |= sampling_params.temperature not in (0.0, 1.0)
+
+    def _add_filters(self, req_idx: int, sampling_params: Any) -> bool:
+        """Does the work of vLLM's `SamplingStates`, but returns whether the request has filters, whatever its temperature."""
+        sampling, is_changed = self.sampling_states, self._add_state(req_idx, sampling_params)
+        is_cut = sampling.top_k.np[req_idx] != sampling.vocab_size or sampling.top_p.np[req_idx] != 1.0
+        return is_changed and bool(is_cut or sampling.min_p.np[req_idx] != 0.0)
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
+        """Samples a step without drafts, one row for each request."""
+        dims = self.get_logprobs_dims(input_batch.idx_mapping_np)
+        if dims not in (None, (0, 0)) or len(logits) != input_batch.num_reqs:
+            return super().__call__(logits, input_batch)
+        num_nans = get_num_nans(logits) if self.compute_nans else None
+        rows = input_batch.logits_indices
+        drawn = self.draw(
+            logits, input_batch.expanded_idx_mapping, input_batch.idx_mapping, input_batch.idx_mapping_np,
+            input_batch.positions[rows], input_batch.input_ids[rows], input_batch.expanded_local_pos,
+            input_batch.seq_lens_cpu_upper_bound.numpy(), has_logprobs=dims is not None,
+        )  # fmt: skip
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            input_batch.seq_lens.new_ones(input_batch.num_reqs), input_batch.seq_lens, input_batch.cu_num_logits,
+            input_batch.idx_mapping, self.req_states.prefill_len.gpu,
+        )  # fmt: skip
+        return SamplerOutput(drawn.tokens_R.view(-1, 1), drawn.logprobs, num_nans, num_sampled, num_rejected)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        *processing: Any,
+        has_logprobs: bool,
+        drafts: Drafts | None = None,
+    ) -> Drawn:
+        """Samples rows. The logits and the arguments after them are as for `apply_sampling_params`.
+
+        vLLM processes the logits only if a request of the batch needs more than its temperature.
+        """
+        sampling, graded = self.sampling_states, None
+        if self._is_processed_S[idx_mapping_np].any():
+            rows = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, *processing)
+            scored = Logits(self.apply_sampling_params(logits, *rows), False)
+        else:
+            temperature_B = sampling.temperature.np[idx_mapping_np]
+            scored = Logits(logits, bool(((temperature_B != 0) & (temperature_B != 1)).any()))
+        if has_logprobs:
+            graded = scored if self.logprobs_mode == _PROCESSED else Logits(logits, False)
+        keys = RowKeys(expanded_idx_mapping, sampling.temperature.gpu, sampling.seeds.gpu, pos)
+        return draw_rows(scored, keys, graded, drafts)

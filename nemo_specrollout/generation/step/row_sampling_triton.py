@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU kernels of `row_sampling.py`. The first finds the best token of each block of a row. The second finds the row's best
+token, grades it against the blocks, and accepts drafts.
+
+Each pass has a program for each block of each row, so that few rows use the whole device too. In the second pass a program
+writes its partial sums to a place of its own. The last program of a row to come adds them in a fixed order, so the results
+have the same bits in every run. The last row of a request to come accepts the request's drafts.
+
+Scores have the bits of vLLM's `gumbel_sample`, see `draft_sampling_triton.py`. No constant depends on the number of rows:
+Triton would compile the kernels again while the engine runs.
+
+Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions. N blocks of a row in the first pass,
+P parts of a row in the second.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from vllm.v1.outputs import LogprobsTensors
+
+from nemo_specrollout.generation.drafting.draft_sampling_triton import add_noise, load_divided
+from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
+from nemo_specrollout.sampling.equality_triton import accept_request
+from nemo_specrollout.sampling.triton_common import is_last
+
+BLOCK = 1024
+PART = 4096
+_NEVER = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _temperature_of(row, slots_ptr, temperature_ptr):  # type: ignore[no-untyped-def]
+    """Returns a row's slot and temperature; temperature 0 without a request."""
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    return slot, tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _begin_counts(row, starts_ptr, num_requests, marks_ptr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sets the two counters of a row and the request with the row's number to 0. Writes that request to its rows."""
+    num_rows = tl.num_programs(0)
+    tl.store(marks_ptr + row, 0)
+    tl.store(marks_ptr + num_rows + row, 0)
+    if starts_ptr is not None:
+        k, is_request = tl.arange(0, WIDTH), row < num_requests
+        start = tl.load(starts_ptr + row, mask=is_request, other=0)
+        end = tl.load(starts_ptr + row + 1, mask=is_request, other=0)
+        tl.store(marks_ptr + 2 * num_rows + start + k, row.to(tl.int32), mask=k < end - start)
+
+
+@triton.jit(do_not_specialize=["divides", "num_requests"])
+def _score_blocks(  # type: ignore[no-untyped-def]
+    logits_ptr, logits_stride, divides, slots_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_vocab, best_ptr, token_ptr,
+    starts_ptr, num_requests, marks_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if block == 0:
+        _begin_counts(row, starts_ptr, num_requests, marks_ptr, WIDTH)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    mask = token < num_vocab
+    slot, temperature = _temperature_of(row, slots_ptr, temperature_ptr)
+    seed, position = tl.load(seeds_ptr + slot, mask=slot >= 0, other=0), tl.load(positions_ptr + row)
+    scores = load_divided(logits_ptr + row * logits_stride, token, mask, tl.where(divides != 0, temperature, 1.0))
+    scores = add_noise(scores, mask, temperature, seed, position, token)
+    best, index = tl.max(scores, axis=0, return_indices=True)
+    out = row * tl.num_programs(1) + block
+    tl.store(best_ptr + out, best)
+    tl.store(token_ptr + out, block * BLOCK + index)
+
+
+@triton.jit
+def _grade_part(logits_ptr, num_vocab, divisor, token, parts_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes a part's largest logit, its sum of exponentials, and its number of logits as large as the token's."""
+    part, num_parts = tl.program_id(1), tl.num_programs(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    mask = column < num_vocab
+    values = load_divided(logits_ptr, column, mask, divisor)
+    largest = tl.max(values, axis=0)
+    total = tl.sum(tl.exp(values - tl.where(largest == _NEVER, 0.0, largest)), axis=0)
+    num_above = tl.sum(((values >= load_divided(logits_ptr, token, True, divisor)) & mask).to(tl.int32), axis=0)
+    tl.store(parts_ptr + part, largest)
+    tl.store(parts_ptr + num_parts + part, total)
+    tl.store(parts_ptr + 2 * num_parts + part, num_above.to(tl.float32))  # exact below 2^24
+
+
+@triton.jit
+def _grade_row(logits_ptr, divisor, token, parts_ptr, logprob_ptr, rank_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the token's log-prob and rank, from all parts of its row."""
+    p, num_parts = tl.arange(0, PARTS), tl.num_programs(1)
+    largest_P = tl.load(parts_ptr + p, mask=p < num_parts, other=_NEVER)
+    total_P = tl.load(parts_ptr + num_parts + p, mask=p < num_parts, other=0.0)
+    num_above_P = tl.load(parts_ptr + 2 * num_parts + p, mask=p < num_parts, other=0.0)
+    largest = tl.max(largest_P, axis=0)
+    total = tl.sum(total_P * tl.exp(largest_P - largest), axis=0)
+    tl.store(logprob_ptr, load_divided(logits_ptr, token, True, divisor) - largest - tl.log(total))
+    tl.store(rank_ptr, tl.sum(num_above_P, axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["divides"])
+def _finish_rows(  # type: ignore[no-untyped-def]
+    logits_ptr, logits_stride, divides, slots_ptr, temperature_ptr, num_vocab, best_ptr, token_ptr, num_blocks, marks_ptr,
+    parts_ptr, tokens_ptr, logprobs_ptr, ranks_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr,
+    K1: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    n = tl.arange(0, BLOCKS)
+    best_N = tl.load(best_ptr + row * num_blocks + n, mask=n < num_blocks, other=_NEVER)
+    index = tl.max(best_N, axis=0, return_indices=True)[1]
+    token = tl.load(token_ptr + row * num_blocks + tl.minimum(index, num_blocks - 1))  # with NaN, the index may be any
+    token = tl.minimum(token, num_vocab - 1)
+    if logprobs_ptr is not None:
+        logits_ptr += row * logits_stride
+        parts_ptr += row * 3 * tl.num_programs(1)
+        temperature = _temperature_of(row, slots_ptr, temperature_ptr)[1]
+        divisor = tl.where(divides != 0, temperature, 1.0)
+        _grade_part(logits_ptr, num_vocab, divisor, token, parts_ptr, PART)
+        if not is_last(marks_ptr + row, tl.num_programs(1)):
+            return
+        _grade_row(logits_ptr, divisor, token, parts_ptr, logprobs_ptr + row, ranks_ptr + row, PARTS)
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+    if starts_ptr is not None:
+        request = tl.load(marks_ptr + 2 * num_rows + row).to(tl.int64)
+        num_own = tl.load(starts_ptr + request + 1) - tl.load(starts_ptr + request)
+        if is_last(marks_ptr + num_rows + request, num_own):
+            accept_request(request, tokens_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr, K1, WIDTH)
+
+
+def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None) -> Drawn:
+    """Implements `row_sampling.draw_rows`."""
+    logits_RV, (slots_R, temperature_S, seeds_S, positions_R) = scored.values_RV, keys
+    num_rows, num_vocab = logits_RV.shape
+    num_blocks, num_parts = triton.cdiv(num_vocab, BLOCK), 1 if graded is None else triton.cdiv(num_vocab, PART)
+    slots_R, positions_R = slots_R.contiguous(), positions_R.contiguous()
+    best_RN = logits_RV.new_empty(num_rows, num_blocks, dtype=torch.float32)
+    token_RN, marks_3R = (
+        best_RN.new_empty(best_RN.shape, dtype=torch.int32),
+        slots_R.new_empty(3, num_rows, dtype=torch.int32),
+    )
+    tokens_R = slots_R.new_empty(num_rows, dtype=torch.int64)
+    inputs_R = starts_B1 = emitted_BK = counts_B = None
+    num_requests, width = 0, 1
+    if drafts is not None:
+        inputs_R, starts_B1, num_positions = drafts
+        num_requests, width = len(starts_B1) - 1, num_positions + 1
+        emitted_BK = tokens_R.new_empty(num_requests, width)
+        counts_B = marks_3R.new_empty(num_requests)
+    parts_R3P = logprobs_R = ranks_R = None
+    if graded is not None:
+        parts_R3P, logprobs_R = best_RN.new_empty(num_rows, 3, num_parts), best_RN.new_empty(num_rows)
+        ranks_R = tokens_R.new_empty(num_rows)
+    _score_blocks[(num_rows, num_blocks)](
+        logits_RV, logits_RV.stride(0), scored.divides, slots_R, temperature_S, seeds_S, positions_R, num_vocab,
+        best_RN, token_RN, starts_B1, num_requests, marks_3R, WIDTH=triton.next_power_of_2(width), BLOCK=BLOCK,
+    )  # fmt: skip
+    graded_RV, divides = graded or (None, False)
+    stride = 0 if graded_RV is None else graded_RV.stride(0)
+    _finish_rows[(num_rows, num_parts)](
+        graded_RV, stride, divides, slots_R, temperature_S, num_vocab, best_RN, token_RN, num_blocks, marks_3R, parts_R3P,
+        tokens_R, logprobs_R, ranks_R, inputs_R, starts_B1, emitted_BK, counts_B, K1=width,
+        WIDTH=triton.next_power_of_2(width), BLOCKS=triton.next_power_of_2(num_blocks), PART=PART,
+        PARTS=triton.next_power_of_2(num_parts),
+    )  # fmt: skip
+    logprobs = None
+    if logprobs_R is not None and ranks_R is not None:
+        logprobs = LogprobsTensors(tokens_R[:, None], logprobs_R[:, None], ranks_R)
+    return Drawn(tokens_R, logprobs, emitted_BK, counts_B)

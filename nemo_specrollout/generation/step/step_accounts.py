@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accounts of an engine's steps: the trace, the measured costs that policies use, and the sums.
+
+Times are measured on the host. Draft counts come from the device when a caller asks for them.
+
+Shapes: D drafters, K draft positions, T steps that are kept.
+"""
+
+from typing import Any
+
+import numpy as np
+from vllm.config import CUDAGraphMode
+
+from nemo_specrollout.drafters.base import TRACED_STEPS
+from nemo_specrollout.generation.drafting.draft_router import DraftRouter
+from nemo_specrollout.generation.engine.compat import CHOOSES_ON_DEVICE
+from nemo_specrollout.generation.engine.transfers import agreed
+from nemo_specrollout.speculation.step_model import StepModel
+from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
+
+AGREED_STEPS = 16
+"""Steps between two agreements of the tensor-parallel ranks on costs."""
+
+
+class StepAccounts:
+    """Owns an engine's trace and its step model, and gives the policy the costs that all ranks share."""
+
+    def __init__(self, runner: Any, router: DraftRouter | None) -> None:
+        self._router = router
+        least_depth = 1 if CHOOSES_ON_DEVICE or router is None else router.board.num_positions
+        most_rows = min(runner.max_num_tokens, runner.max_num_reqs * (1 + runner.num_speculative_steps))
+        self.step_model = StepModel(most_rows, _graph_sizes(runner.vllm_config.compilation_config), least_depth)
+        names = [] if router is None else router.board.names
+        self.trace = StepTrace(names, self._draft_counts, TRACED_STEPS)
+        self._most_requests, self._host_s = runner.max_num_reqs, 0.0
+        self.num_weight_updates = 0
+
+    def begin_step(self, batch: Any) -> None:
+        """Records a step whose tokens are sampled now, and lets a drafter with weights plan its drafts."""
+        self.trace.begin_step(batch.num_reqs, len(batch.logits_indices), batch.num_tokens)
+        if self._router is not None:
+            self._router.begin_step(self.trace.num_steps - 1, batch)
+
+    def end_step(self) -> None:
+        """Learns from the step's time. From time to time all ranks adopt the costs of the first one."""
+        router = self._router
+        if router is None:
+            self.trace.end_step()
+            return
+        timed = [] if router.model is None else router.model.timed()  # on a GPU, of earlier steps
+        host_s, self._host_s = router.host_s - self._host_s, router.host_s
+        ended = self.trace.end_step(host_s, timed[-1][1] if timed else 0.0)
+        if ended is not None:
+            self.step_model.observe(*ended, not router.is_idle)
+        for sizes, seconds in timed:
+            self.step_model.observe_drafting(*sizes, seconds)
+        if router.policy.costs is None or self.trace.num_steps % AGREED_STEPS == 0:
+            router.policy.costs = agreed(self.step_model.costs())
+
+    def totals(self) -> EngineTotals:
+        """Returns sums since the engine's start."""
+        known: dict[str, Any] = {"num_weight_updates": self.num_weight_updates}
+        router = self._router
+        if router is not None:
+            for kind, counts_DK in self.verified().items():
+                known[kind] = list(zip(router.board.names, counts_DK, strict=True))
+        return self.trace.totals(self.plain_step_s(), **known)
+
+    def plain_step_s(self) -> np.ndarray | None:
+        """Returns the seconds of a step without drafts by its number of requests, float64; None while unknown."""
+        costs = self.step_model.costs()
+        return None if costs is None else costs.seconds_R[: self._most_requests + 1]
+
+    def verified(self) -> dict[str, Any]:
+        """Returns draft tokens verified and accepted, [D, K] each, of an engine that drafts."""
+        assert self._router is not None
+        counts_DK2 = self._router.board.tables.verified_DK2.cpu()
+        return {"proposed": counts_DK2[..., 0].tolist(), "accepted": counts_DK2[..., 1].tolist()}
+
+    def _draft_counts(self, first_step: int, num_steps: int) -> np.ndarray:
+        """Returns draft tokens verified and accepted by drafter, of steps from `first_step` on, int64 [steps, D * 2]."""
+        assert self._router is not None
+        steps_TD2 = self._router.board.tables.steps_TD2
+        index = np.arange(first_step, first_step + num_steps) % len(steps_TD2)
+        return steps_TD2.cpu().numpy()[index].reshape(num_steps, -1)
+
+
+def _graph_sizes(compilation: Any) -> list[int]:
+    """Returns the rows of each CUDA graph of vLLM's compilation config."""
+    has_graphs = compilation.cudagraph_mode != CUDAGraphMode.NONE
+    return list(compilation.cudagraph_capture_sizes or ()) if has_graphs else []

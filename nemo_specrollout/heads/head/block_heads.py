@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells by the files of both, without torch, whether drafters fit a policy: above all heads that draft whole blocks."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import BlockDrafterConfig, DrafterConfig
+from nemo_specrollout.heads.head.head_facts import misfit
+from nemo_specrollout.storage.model_folder import read_object, tensor_shapes
+
+_ARCHITECTURES = {
+    "dflash": ("DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel"),
+    "dspark": ("Qwen3DSparkModel", "Qwen3OmniDSparkModel", "DSparkDraftModel", "Gemma4DSparkModel", "K3DSparkModel"),
+}
+_OWN_SAMPLERS = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "dflash2"}
+"""Architectures that choose among candidates in kernels of their own, without the policy's noise."""
+
+
+def drafter_misfits(block: SpecrolloutConfig, policy: str, length: Any) -> list[str]:
+    """Returns why heads and drafters of whole blocks do not fit the policy, and texts of `length` tokens if that is known.
+
+    What is named by a name on the Hub passes.
+    """
+    found, length = list[str | None](), length if isinstance(length, int) else None
+    if block.head is not None and (why := misfit(block.head, policy, length)):
+        found.append(f"{BLOCK_PATH}.drafters: {why}")
+    if Path(policy).is_dir():
+        found += [misfit_of_block_drafter(drafter, Path(policy)) for drafter in block.drafters]
+    return [reason for reason in found if reason is not None]
+
+
+def misfit_of_block_drafter(drafter: DrafterConfig, policy: Path) -> str | None:
+    """Returns a sentence if `drafter` is a DFlash or DSpark head that cannot draft for `policy`, else None.
+
+    A head that is named by its name on the Hub passes, because its files are not known.
+    """
+    if not isinstance(drafter, BlockDrafterConfig) or not Path(drafter.model).is_dir():
+        return None
+    path = f"{BLOCK_PATH}.drafters.model: {Path(drafter.model)}"
+    try:
+        config, target = (read_object(f / "config.json") for f in (Path(drafter.model), policy))
+    except ValueError as error:
+        return f"{path}: its config.json or the policy's cannot be read ({error}); name another checkpoint"
+    try:
+        return _reason(drafter, policy, path, config, target)
+    except (TypeError, AttributeError, LookupError) as error:
+        return f"{path}: its config.json, or the policy's, has a value of a wrong type ({error})"
+
+
+def _reason(
+    drafter: BlockDrafterConfig, policy: Path, path: str, config: Mapping[str, Any], target: Mapping[str, Any]
+) -> str | None:
+    names = _names(config)
+    if drafter.type == "dspark" and any(name.startswith("DeepseekV4") for name in names):
+        return None  # a policy that contains its DSpark, in a form of its own
+    if not names & {drafter.type, *_ARCHITECTURES[drafter.type]}:
+        samples = ", which samples in kernels of its own, without the policy's noise" if names & _OWN_SAMPLERS else ""
+        what = " or ".join(sorted(names)) or "of no architecture"
+        return f"{path}: it is {what}{samples}; name the checkpoint of a {drafter.type}"
+    try:
+        shapes = tensor_shapes(sorted(Path(drafter.model).glob("*.safetensors")))
+    except ValueError as error:
+        return f"{BLOCK_PATH}.drafters.model: {error}"
+    reason = _config_misfit(config, target.get("text_config") or target) or _shape_misfit(config, shapes)
+    return None if reason is None else f"{path}: {reason}; name a {drafter.type} made for {policy}"
+
+
+def _names(config: Mapping[str, Any]) -> set[str]:
+    """Returns the names of a checkpoint's algorithm, if `speculators` wrote it, or else of its architectures."""
+    if "speculators_model_type" in config:
+        return {str(config["speculators_model_type"])}
+    return set(config.get("architectures") or ())
+
+
+def _config_misfit(config: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
+    layer, own = config.get("transformer_layer_config") or config, config.get("dflash_config") or {}
+    hidden = config.get("target_hidden_size") or layer.get("hidden_size")
+    if hidden != policy.get("hidden_size"):
+        return f"it reads states of size {hidden}, but the policy's have size {policy.get('hidden_size')}"
+    if (layer.get("vocab_size") or 0) < (policy.get("vocab_size") or 0):
+        return f"it knows {layer.get('vocab_size')} tokens, the policy {policy.get('vocab_size')}"
+    if not any(name in part for part in (own, config) for name in ("mask_token_id", "dspark_noise_token_id")):
+        return "its config.json has no mask_token_id"
+    deepest, num_layers = max(_layers_read(config), default=0), policy.get("num_hidden_layers") or 0
+    return None if deepest < num_layers else f"it reads layer {deepest} of a policy of {num_layers} layers"
+
+
+def _layers_read(config: Mapping[str, Any]) -> Sequence[int]:
+    own = config.get("dflash_config") or {}
+    return own.get("target_layer_ids") or config.get("target_layer_ids") or ()
+
+
+def _shape_misfit(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Returns a sentence if the input width of the first layer contradicts the config."""
+    layer = config.get("transformer_layer_config") or config
+    width = (config.get("target_hidden_size") or layer.get("hidden_size") or 0) * len(_layers_read(config))
+    given = next((shape[1] for name, shape in shapes.items() if name.endswith("fc.weight") and len(shape) == 2), width)
+    return None if not width or given == width else f"its fc.weight takes {given} numbers, its config.json says {width}"

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs sequences into long rows, the batches of `speculators`' training forward.
+
+Shapes: S rows of a packed batch, H hidden size, F = auxiliary layers * H.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_specrollout.heads.features.features import SequenceFeatures
+
+PADDING = -1
+"""Document id of rows that only fill a batch."""
+RECENT_BATCHES = 64
+"""Batches that a piece may be put into."""
+
+Batch = dict[str, Tensor]
+"""Tensors [1, S, ...] by the argument names of `speculators`' training forward (`pack`)."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens from `start` to before `stop` of one sequence, given by its index."""
+
+    sequence: int
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in a batch: one fewer than tokens."""
+        return self.stop - self.start - 1
+
+
+def plan_batches(lengths: Sequence[int], max_rows: int, generator: torch.Generator) -> list[list[Piece]]:
+    """Returns the pieces of each batch: in random order, each in the first recent batch with room for it.
+
+    Sequences of more than `max_rows` rows are cut into pieces that share a token, so that no row is lost.
+    """
+    pieces = [
+        Piece(i, start, min(start + max_rows + 1, length))
+        for i, length in enumerate(lengths)
+        for start in range(0, length - 1, max_rows)
+    ]
+    batches: list[list[Piece]] = []
+    free_rows: list[int] = []
+    for index in torch.randperm(len(pieces), generator=generator).tolist():
+        num_rows = pieces[index].num_rows
+        recent = range(max(0, len(batches) - RECENT_BATCHES), len(batches))
+        b = next((b for b in recent if free_rows[b] >= num_rows), len(batches))
+        if b == len(batches):
+            batches.append([])
+            free_rows.append(max_rows)
+        batches[b].append(pieces[index])
+        free_rows[b] -= num_rows
+    return batches
+
+
+def pack(
+    sequences: Sequence[SequenceFeatures], pieces: Sequence[Piece], ttt_steps: int, num_rows: int | None = None
+) -> Batch:
+    """Returns the batch of `pieces`, padded to `num_rows` rows if given.
+
+    As in vLLM (`shift_batch` of `speculators`), a row holds token t+1, the auxiliary states at t and the final state at t+1.
+    The head learns the distribution of token t+2. The loss leaves out prompts, and the distribution after a
+    sequence's last token. It also leaves out the first `ttt_steps` - 1 rows of a piece, which `speculators` would compare
+    with drafts from the piece before.
+    """
+    parts = [_rows(sequences[piece.sequence], piece, document, ttt_steps) for document, piece in enumerate(pieces)]
+    batch = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
+    surplus = 0 if num_rows is None else num_rows - batch["input_ids"].shape[1]
+    if surplus > 0:
+        for name, tensor in batch.items():
+            filling = tensor.new_full((1, surplus, *tensor.shape[2:]), PADDING if name == "document_ids" else 0)
+            batch[name] = torch.cat([tensor, filling], dim=1)
+    return batch
+
+
+def _rows(features: SequenceFeatures, piece: Piece, document: int, ttt_steps: int) -> Batch:
+    """Returns the piece's part of a batch, without the first dimension."""
+    start, stop = piece.start, piece.stop
+    index_S = torch.arange(start + 1, stop)
+    position_S = index_S + features.first_position
+    is_target_S = (position_S >= features.prompt_length) & (index_S < features.num_tokens - 1)
+    is_target_S[: ttt_steps - 1] = False
+    return {
+        "hidden_states": features.aux_TF[start : stop - 1].float(),
+        "input_ids": features.token_ids_T[start + 1 : stop].long(),
+        "document_ids": torch.full_like(index_S, document),
+        "loss_mask": is_target_S,
+        "position_ids": position_S,
+        "verifier_last_hidden_states": features.final_TH[start + 1 : stop].float(),
+    }

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates: heads that were trained in a refresh, judged against the head in service, and described by a card."""
+
+import copy
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_specrollout.heads.decisions.publish_gate import MIN_SAMPLES, GateDecision, PublishGate
+from nemo_specrollout.heads.features.features import SequenceFeatures
+from nemo_specrollout.heads.head.acceptance import Acceptance, measure_acceptance
+from nemo_specrollout.heads.head.head import DraftHead
+from nemo_specrollout.heads.head.head_facts import check_head
+from nemo_specrollout.heads.head.trainer import Budget, HeadTrainer, TrainingProgress, TrainingSettings
+from nemo_specrollout.installed.versions import installed_versions
+from nemo_specrollout.sampling.seeds import content_hash
+from nemo_specrollout.storage.files import write_atomically
+
+MIN_GAIN = 0.05
+"""Minimum accepted drafts per step of a head in service, assumed so that ratios stay finite."""
+
+
+@dataclass(frozen=True)
+class RefreshData:
+    """Features for one refresh."""
+
+    training: Sequence[SequenceFeatures]
+    """Sequences to learn from."""
+    held_out: Sequence[SequenceFeatures]
+    """Sequences of other prompts, to judge by."""
+
+    @property
+    def lacking(self) -> str | None:
+        """Data that is missing to train and to let the gate judge, as text for the log; None if nothing is."""
+        if not self.training:
+            return "no sequence to learn from was captured so far"
+        if (count := num_prompts(self.held_out)) < MIN_SAMPLES:
+            return f"{count} held-out prompts were captured so far; {MIN_SAMPLES} are needed to judge a head"
+        return None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Decision of the gate, with the held-out acceptance that it is based on."""
+
+    decision: GateDecision
+    after: Acceptance
+    before: Acceptance | None
+    """Acceptance of the head in service; None if there is none."""
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """Candidate with its training and its judgement."""
+
+    candidate: DraftHead
+    judgement: Judgement | None
+    """Comparison with the head in service; None if training failed."""
+    training: TrainingProgress
+    """Totals of the training, up to its failure if it failed."""
+    reason: str
+    """Verdict of the gate, or why training failed."""
+    seconds: float
+    """Seconds of training, and of judging in an online refresh."""
+
+    @property
+    def published(self) -> bool:
+        return self.judgement is not None and self.judgement.decision.published
+
+    @property
+    def difference(self) -> float:
+        """The gate's difference; minus infinity if training failed."""
+        return -math.inf if self.judgement is None else self.judgement.decision.difference
+
+    @property
+    def expected_length(self) -> float | None:
+        return None if self.judgement is None else self.judgement.after.expected_length
+
+    @property
+    def gain(self) -> float | None:
+        """Ratio of accepted drafts per step, published head to the head before; None for a refused candidate."""
+        judgement = self.judgement
+        if not self.published or judgement is None:
+            return None
+        before = 1.0 if judgement.before is None else judgement.before.expected_length
+        return (judgement.after.expected_length - 1.0) / max(before - 1.0, MIN_GAIN)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Compares a candidate with the head in service."""
+
+    gate: PublishGate
+    num_drafts: int
+    """Drafts per step for which acceptance is measured."""
+    temperature: float = 1.0
+
+    def compare(
+        self, candidate: DraftHead, current: DraftHead | None, held_out: Sequence[SequenceFeatures]
+    ) -> Judgement:
+        """Compares two heads sequence by sequence. All samples of a prompt count as one."""
+        after = measure_acceptance(candidate, held_out, self.num_drafts, self.temperature)
+        before = None if current is None else measure_acceptance(current, held_out, self.num_drafts, self.temperature)
+        weights_N = after.count_NK[:, 0]
+        counted = weights_N > 0
+        prompts_N = np.array([_prompt_hash(features) for features in held_out], np.uint64)
+        decision = self.gate.decide(
+            after.expected_length_N[counted],
+            None if before is None else before.expected_length_N[counted],
+            weights_N[counted],
+            prompts_N[counted],
+        )
+        return Judgement(decision, after, before)
+
+
+def refresh_head(
+    current: DraftHead, start: DraftHead, data: RefreshData, settings: TrainingSettings, budget: Budget, judge: Judge
+) -> Refresh:
+    """Trains a copy of `start`, which is `current` or a promising candidate, and judges it against `current`.
+
+    A training that fails gives a refused candidate, not an error.
+    """
+    started = time.perf_counter()
+    trainer = HeadTrainer(copy.deepcopy(start), settings)
+    progress, judgement = trainer.progress, None
+    try:
+        trainer.train(data.training, budget)
+    except (FloatingPointError, ValueError) as error:
+        reason = f"refused: training failed, {error}"
+    else:
+        judgement = judge.compare(trainer.head, current, data.held_out)
+        reason = judgement.decision.reason
+    return Refresh(trainer.head, judgement, progress, reason, time.perf_counter() - started)
+
+
+def num_prompts(held_out: Sequence[SequenceFeatures]) -> int:
+    """Returns the number of different prompts whose sequences have a token to draft."""
+    return len({_prompt_hash(s) for s in held_out if s.num_draftable})
+
+
+def write_card(
+    folder: Path,
+    policy_folder: Path,
+    refresh: Refresh,
+    settings: TrainingSettings,
+    policy: Mapping[str, Any],
+    data: Mapping[str, Any],
+) -> None:
+    """Checks the head in `folder` and writes its card, `head_card.json`. Raises ValueError if it does not fit the policy.
+
+    `policy` and `data` are the card's entries about the policy (folder and version) and about the features (hash and counts).
+    """
+    check_head(folder, policy_folder)
+    judgement = refresh.judgement
+    card = {
+        "policy": dict(policy),
+        "data": dict(data),
+        "training": {
+            **asdict(settings),
+            "steps": refresh.training.steps,
+            "tokens_seen": refresh.training.tokens,
+            "seconds": refresh.seconds,
+        },
+        "held_out": {
+            "before": _card_figures(judgement.before) if judgement else None,
+            "after": _card_figures(judgement.after) if judgement else None,
+            "sequences": len(judgement.after.count_NK) if judgement else 0,
+        },
+        "gate": {"published": refresh.published, "reason": refresh.reason},
+        "versions": installed_versions(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    write_atomically(folder / "head_card.json", json.dumps(card, indent=1) + "\n")
+
+
+def _card_figures(acceptance: Acceptance | None) -> dict[str, Any] | None:
+    if acceptance is None:
+        return None
+    return {
+        "acceptance_length": round(acceptance.expected_length, 4),
+        "acceptance_by_position": acceptance.acceptance_rate_K.round(4).tolist(),
+    }
+
+
+def _prompt_hash(features: SequenceFeatures) -> int:
+    return content_hash(features.whole_prompt_P.tolist())

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures features for a draft head's training from the rollout itself, where the policy computes them anyway.
+
+A sample of the requests is captured, so that the cost is a bounded share of the engine's time and memory. Rows of captured
+requests are gathered in a buffer on the device without a sync, and copied to the host when the buffer is full.
+
+Shapes: B requests of the batch, S request slots. R rows of a forward pass, M of them kept, N rows of the buffer, F features of
+a row.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+from nemo_specrollout.drafters.participant import DraftStep, Participant, Put
+from nemo_specrollout.generation.engine.requests import NewRequest
+from nemo_specrollout.heads.features.feature_store import FeatureSource, FeatureStore
+from nemo_specrollout.heads.features.features import SequenceFeatures
+from nemo_specrollout.heads.serving.head_loading import aux_layer_ids
+from nemo_specrollout.sampling.seeds import combine
+
+SHORTEST = 8
+"""Tokens of the shortest sequence that is worth training on."""
+CAPTURE_BYTES = 64 << 20
+"""Bytes of the buffer on the device."""
+CAPTURE_TIME_SHARE = 0.02
+"""Share of the engine's time that capturing may take."""
+OUTBOX_BYTES = 512 << 20
+"""Bytes of captured sequences that the host keeps until they are taken."""
+
+
+@dataclass
+class _Sequence:
+    """A captured request, with its rows on the host."""
+
+    request: NewRequest
+    version: int
+    """Version of the weights that computed the rows."""
+    first_position: int = 0
+    tokens: list[np.ndarray] = field(default_factory=list)
+    hidden: list[torch.Tensor] = field(default_factory=list)
+
+
+class FeatureCapture(Participant):
+    """Collects `SequenceFeatures` of a share of the requests. Owns the buffer on the device, and the sequences until taken.
+
+    Requests are chosen by their seeds. None are chosen while capturing has taken more than its share of the time. Sequences
+    that are not taken are dropped beyond a limit, oldest first. A sequence is cut where the weights change, so each has one
+    version.
+    """
+
+    def __init__(self, runner: Any, share: float) -> None:
+        """Prepares to capture `share` of the requests of vLLM's model runner.
+
+        Allocates the buffer now, so that vLLM's memory profile includes it.
+        """
+        num_features = (len(aux_layer_ids(runner) or ()) + 1) * runner.model_config.get_hidden_size()
+        self._capacity = max(runner.max_num_tokens, CAPTURE_BYTES // (num_features * runner.dtype.itemsize))
+        self._shape, self._dtype = (self._capacity, num_features), runner.dtype
+        self._share, self._device = share, runner.device
+        self._num_hidden = runner.model_config.get_hidden_size()
+        self._ids_S = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=self._device)
+        self._id_of_slot = np.zeros(runner.max_num_reqs, np.int32)
+        self._num_opened = self._num_rows = 0
+        self._under_way: dict[int, _Sequence] = {}
+        self._ended: set[int] = set()
+        self._done: deque[SequenceFeatures] = deque()
+        self._done_bytes = 0
+        self._started = time.perf_counter()
+        self._store: FeatureStore | None = None
+        self.version = 0
+        """Version of the engine's weights."""
+        self.seconds = 0.0
+        """Seconds of engine time that capturing has taken."""
+        self.woke_up()
+
+    def woke_up(self) -> None:
+        """Allocates the buffer on the device, at first and when the engine wakes up."""
+        self._hidden_NF = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        self._rows_N3 = torch.zeros(self._capacity, 3, dtype=torch.int32, device=self._device)
+
+    def release(self) -> None:
+        """Frees the buffer on the device while the engine sleeps."""
+        self._flush()
+        del self._hidden_NF, self._rows_N3
+
+    def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
+        """Chooses which of the requests that took slots are captured."""
+        is_in_time = self.seconds <= CAPTURE_TIME_SHARE * (time.perf_counter() - self._started)
+        for request in requests:
+            is_captured = is_in_time and combine(request.identity.seed, 1) < self._share * 2.0**64
+            self._num_opened += is_captured
+            self._id_of_slot[request.slot] = self._num_opened if is_captured else 0
+            if is_captured:
+                self._under_way[self._num_opened] = _Sequence(request, self.version)
+        self._ids_S[slots] = put(self._id_of_slot[[r.slot for r in requests]].tolist(), np.int32)
+
+    def close(self, slots: Sequence[int]) -> None:
+        """Ends the capture of the requests in `slots`."""
+        self._ended |= {int(self._id_of_slot[slot]) for slot in slots} - {0}
+        self._id_of_slot[list(slots)] = 0
+
+    def observe(self, step: DraftStep) -> None:
+        """Gathers the rows that a step computed for captured requests. Rows of rejected drafts are marked as ownerless."""
+        batch, _, _, final_hidden_RH, aux_hidden, _, num_rejected_B, *_ = step.inputs
+        captured_B = self._id_of_slot[batch.idx_mapping_np] > 0
+        num_most = int(batch.num_scheduled_tokens[captured_B].sum())
+        if num_most == 0:
+            return
+        started = time.perf_counter()
+        if self._num_rows + num_most > self._capacity:
+            with gpu_sync_allowed():
+                self._flush()
+        ids_R = self._owners(batch, num_rejected_B)
+        place_R = torch.where(ids_R > 0, (ids_R > 0).cumsum(0) - 1, num_most)
+        rows_R = torch.arange(len(ids_R), device=self._device)
+        kept_M, ids_M = (v_R.new_zeros(num_most + 1).scatter_(0, place_R, v_R)[:num_most] for v_R in (rows_R, ids_R))
+        new = slice(self._num_rows, self._num_rows + num_most)
+        columns = (ids_M, batch.positions[kept_M].int(), batch.input_ids[kept_M].int())
+        self._rows_N3[new] = torch.stack(columns, dim=1)
+        parts = [*(aux_hidden or []), final_hidden_RH]
+        torch.cat([part[kept_M] for part in parts], dim=1, out=self._hidden_NF[new])
+        self._num_rows += num_most
+        self.seconds += time.perf_counter() - started
+
+    def _owners(self, batch: Any, num_rejected_B: torch.Tensor) -> torch.Tensor:
+        """Returns the captured request of each row of the forward pass, int32 [R]; 0 for none."""
+        ends_B = batch.query_start_loc[1 : batch.num_reqs + 1]
+        rows_R = torch.arange(batch.num_tokens, dtype=ends_B.dtype, device=self._device)
+        request_R = torch.searchsorted(ends_B, rows_R, right=True).clamp_(max=batch.num_reqs - 1)
+        is_kept_R = rows_R < (ends_B - num_rejected_B)[request_R]
+        return self._ids_S[batch.idx_mapping][request_R] * is_kept_R
+
+    def weights_updated(self, version: int) -> None:
+        """Cuts the running sequences: later rows are computed by weights of `version`."""
+        self._flush()
+        for key in list(self._under_way):
+            sequence = self._under_way[key]
+            self._finish(sequence)
+            self._under_way[key] = _Sequence(sequence.request, version)
+        self.version = version
+
+    def take(self) -> list[SequenceFeatures]:
+        """Returns all sequences that are complete or cut."""
+        self._flush()
+        for key in self._ended:
+            self._finish(self._under_way.pop(key))
+        self._ended.clear()
+        done, self._done, self._done_bytes = list(self._done), deque(), 0
+        return done
+
+    def store(self, folder: str, max_bytes: int, held_out_share: float, source: Mapping[str, Any]) -> None:
+        """Writes all sequences that are complete or cut to the feature store in `folder`.
+
+        For the other arguments see `FeatureStore`; `source` has the fields of a `FeatureSource`. Raises OSError or ValueError
+        if the store cannot be written.
+        """
+        if self._store is None:
+            fields = {**source, "layer_ids": tuple(source["layer_ids"])}
+            self._store = FeatureStore(Path(folder), max_bytes, FeatureSource(**fields), held_out_share)
+            self._store.forget_after(self.version)
+        self._store.keep(self.take())
+
+    def _flush(self) -> None:
+        """Copies the buffer's rows to the host, and sorts them by sequence."""
+        if self._num_rows == 0:  # while the engine sleeps there is no buffer
+            return
+        rows_N3, hidden_NF = self._rows_N3[: self._num_rows].cpu().numpy(), self._hidden_NF[: self._num_rows].cpu()
+        by_owner = np.argsort(rows_N3[:, 0], kind="stable")
+        owners, starts = np.unique(rows_N3[by_owner, 0], return_index=True)
+        for owner, places in zip(owners.tolist(), np.split(by_owner, starts[1:]), strict=True):
+            if owner:
+                self._append(owner, rows_N3[places, 1], rows_N3[places, 2], hidden_NF[places])
+        self._num_rows = 0
+
+    def _append(self, key: int, positions: np.ndarray, tokens: np.ndarray, hidden: torch.Tensor) -> None:
+        """Adds rows to a sequence, and cuts it where rows are missing."""
+        cuts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
+        for start, end in itertools.pairwise(cuts):
+            sequence = self._under_way[key]
+            if sequence.tokens and positions[start] != sequence.first_position + sum(map(len, sequence.tokens)):
+                self._finish(sequence)
+                sequence = self._under_way[key] = _Sequence(sequence.request, sequence.version)
+            if not sequence.tokens:
+                sequence.first_position = int(positions[start])
+            sequence.tokens.append(tokens[start:end])
+            sequence.hidden.append(hidden[start:end])
+
+    def _finish(self, sequence: _Sequence) -> None:
+        """Keeps a sequence without its last token, and without a step that was computed after it.
+
+        An engine that schedules asynchronously may compute one more step before it learns that a request has ended.
+        """
+        request, first = sequence.request, sequence.first_position
+        tokens = np.concatenate(sequence.tokens) if sequence.tokens else np.zeros(0, np.int32)
+        num_prompt = max(request.prompt_length - first, 0)
+        stops = num_prompt + np.flatnonzero(np.isin(tokens[num_prompt:], list(request.stop_token_ids)))
+        length = min(*stops[:1].tolist(), len(tokens), request.limit - 1 - first)
+        if length < SHORTEST:
+            return
+        hidden_TF = torch.cat(sequence.hidden)[:length]
+        prompt_ids = request.token_ids[: request.prompt_length]
+        features = SequenceFeatures(
+            torch.from_numpy(tokens[:length]),
+            hidden_TF[:, : -self._num_hidden].clone(),
+            hidden_TF[:, -self._num_hidden :].clone(),
+            request.prompt_length,
+            sequence.version,
+            first,
+            torch.tensor(prompt_ids, dtype=torch.int32) if first else None,
+        )
+        self._done.append(features)
+        self._done_bytes += features.num_bytes
+        while self._done_bytes > OUTBOX_BYTES and len(self._done) > 1:
+            self._done_bytes -= self._done.popleft().num_bytes

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a draft head: loading them into a running engine, what the head shares with the policy, and its RoPE.
+
+vLLM lets a drafter use the policy's embedding and LM head where its own are missing from the checkpoint or equal. Loading
+draft weights into a shared module overwrites the policy (docs/upstream/nemo-rl-draft-refit.md).
+"""
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from functools import partial, partialmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.models import llama_eagle3, qwen3_eagle3
+from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
+
+from nemo_specrollout.heads.head.head_facts import check_values, nested_layer_ids, read_head_facts, read_head_tensors
+
+LM_HEAD = "lm_head"
+EMBEDDING = "embed_tokens"
+GATHERED_ROWS = 8192
+"""Rows of a vocabulary that are gathered from all ranks at a time."""
+_ROPE_DEFAULTS = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 1.0}
+
+
+def shared_modules(policy: nn.Module, draft: nn.Module) -> list[str]:
+    """Returns the paths in `draft` of the leaf modules whose parameters are the policy's own, sorted."""
+    owned = {id(p) for p in policy.parameters()}
+    return sorted(
+        name
+        for name, module in draft.named_modules(remove_duplicate=False)
+        if any(id(p) in owned for p in module.parameters(recurse=False))
+    )
+
+
+def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable[str]) -> list[str]:
+    """Copies each shared module that weights of these names would be loaded into. Returns the paths of the copies in `draft`.
+
+    Loaders rename the modules above a leaf, so the leaf's name decides: `lm_head.weight` goes into any `lm_head`.
+    """
+    leaves = {parts[-2] for name in weight_names if len(parts := name.split(".")) > 1}
+    paths = [path for path in shared_modules(policy, draft) if path.rpartition(".")[2] in leaves]
+    for path in paths:
+        parent_path, _, name = path.rpartition(".")
+        parent = draft.get_submodule(parent_path)
+        setattr(parent, name, copy.deepcopy(getattr(parent, name)))
+    return paths
+
+
+def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
+    """Gives a head an LM head of its own where vLLM let it share the policy's.
+
+    vLLM shares the two if they are equal at start, as they are in a head that was never trained. Loading a head later would
+    then overwrite the policy's. The embedding stays shared: no head learns one.
+    """
+    originals = {path: draft.get_submodule(path) for path in shared_modules(policy, draft)}
+    for path in part_from_policy(policy, draft, [f"{LM_HEAD}.weight"]):
+        # vLLM's weight reloading must know that the copy is made like the original.
+        known, new = (layerwise.get_layerwise_info(module) for module in (originals[path], draft.get_submodule(path)))
+        new.restore_metadata, new.restore_device = known.restore_metadata, known.restore_device
+
+
+def load_published_head(runner: Any, folder: Path) -> None:
+    """Replaces the weights of the runner's head by those in `folder`.
+
+    Raises ValueError if the weights are broken or of another kind of head; the engine then keeps its own.
+    """
+    facts = read_head_facts(folder)
+    tensors = read_head_tensors(folder)
+    check_values(facts, tensors)
+    shared = {path.rpartition(".")[2] for path in shared_modules(runner.model, runner.speculator.model)}
+    if LM_HEAD in shared:
+        raise ValueError(f"the engine's head shares the policy's {LM_HEAD}, which {folder} would overwrite")
+    if EMBEDDING in shared:
+        tensors = {name: t for name, t in tensors.items() if EMBEDDING not in name}
+    elif not any(EMBEDDING in name for name in tensors):
+        tensors |= _policy_embedding(runner.model, facts.vocab_size)
+    config = runner.speculative_config.draft_model_config.hf_config
+    expected = config.draft_vocab_size
+    found = next((len(t) for name, t in tensors.items() if name.startswith(LM_HEAD)), None)
+    if found != expected:
+        raise ValueError(f"{folder}: it drafts {found} tokens, the engine's {expected}; give the same draft vocabulary")
+    if difference := rope_difference(layer_config(folder), config.to_dict(), "the engine's"):
+        raise ValueError(f"{folder}: {difference}; RoPE is set at an engine's start: restart, or correct config.json")
+    reload_draft_weights(runner, tensors)
+
+
+def aux_layer_ids(runner: Any) -> tuple[int, ...] | None:
+    """Returns the layers before which the policy hands out hidden states; None if the policy's class does not tell."""
+    model = getattr(runner.get_model(), "model", None)
+    ids = getattr(model, "aux_hidden_state_layers", None)
+    return None if ids is None else tuple(ids)
+
+
+def policy_teachers(runner: Any) -> dict[str, torch.Tensor]:
+    """Returns the policy's embedding and LM head by Hugging Face names, on the CPU, with the rows of all ranks.
+
+    All tensor-parallel ranks must call this together. A tied LM head is left out. Raises ValueError for a model whose
+    embedding vLLM does not split by rows.
+    """
+    layers = [m for m in runner.get_model().modules() if isinstance(m, VocabParallelEmbedding)]
+    embedding = next((m for m in layers if not isinstance(m, ParallelLMHead)), None)
+    lm_head = next((m for m in layers if isinstance(m, ParallelLMHead)), embedding)
+    if embedding is None or lm_head is None:
+        raise ValueError(f"{type(runner.get_model()).__name__} has no embedding that vLLM splits by rows")
+    names = {"model.embed_tokens.weight": embedding, "lm_head.weight": lm_head}
+    if lm_head.weight is embedding.weight:
+        del names["lm_head.weight"]
+    return {name: _all_rows(layer) for name, layer in names.items()}
+
+
+def _policy_embedding(model: nn.Module, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Returns the policy's embedding under a head's name for it: a head without an embedding drafts with the policy's.
+
+    The result is empty where this rank holds only a part of it; the engine's head then keeps its own.
+    """
+    found = (p for name, p in model.named_parameters() if name.endswith(f"{EMBEDDING}.weight"))
+    weight = next(found, torch.empty(0))
+    return {f"{EMBEDDING}.weight": weight.detach()[:vocab_size]} if len(weight) >= vocab_size else {}
+
+
+def reload_draft_weights(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Loads checkpoint tensors into the drafter's model, even if its layers have repacked their weights."""
+    draft = runner.speculator.model
+    with set_current_vllm_config(runner.vllm_config), torch.device(runner.device):
+        layerwise.initialize_layerwise_reload(draft)
+        draft.load_weights(iter(tensors.items()))
+        layerwise.finalize_layerwise_reload(draft, runner.speculative_config.draft_model_config)
+
+
+def _all_rows(layer: VocabParallelEmbedding) -> torch.Tensor:
+    """Returns all rows of a vocabulary, gathered in parts because the device may not have room for all of them."""
+    weight = layer.get_parameter("weight").detach()
+    if layer.tp_size == 1:
+        return weight[: layer.org_vocab_size].to("cpu", copy=True)
+    rows = torch.empty(layer.tp_size, *weight.shape, dtype=weight.dtype)
+    for start in range(0, len(weight), GATHERED_ROWS):
+        part = weight[start : start + GATHERED_ROWS]
+        gathered = get_tp_group().all_gather(part.contiguous(), dim=0)
+        rows[:, start : start + GATHERED_ROWS] = gathered.view(layer.tp_size, *part.shape).cpu()
+    return rows.flatten(0, 1)[: layer.org_vocab_size].clone()
+
+
+def layer_config(folder: Path) -> Mapping[str, Any]:
+    """Returns the part of a head's config.json that describes its decoder layer; empty if there is no readable file."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config.get("transformer_layer_config") or config
+
+
+def rope_difference(head: Mapping[str, Any], other: Mapping[str, Any], whose: str = "the policy's") -> str:
+    """Returns the RoPE parameters of two configs that differ, such as "its rope_theta is 5000.0, the policy's 10000.0".
+
+    The result is empty if none differ, or if the layers of one config differ among themselves.
+    """
+    mine, theirs = rope_parameters(head), rope_parameters(other)
+    if mine is None or theirs is None:
+        return ""
+    names = [n for n in sorted(mine.keys() | theirs.keys()) if mine.get(n) != theirs.get(n)]
+    return ", ".join(f"its {n} is {mine.get(n)}, {whose} {theirs.get(n)}" for n in names)
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns RoPE parameters by the names of transformers 5, in whichever layout the config has; None if layers differ."""
+    named = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in named.values()):
+        return None
+    if "type" in named:
+        named["rope_type"] = named.pop("type")
+    flat = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
+    return {**_ROPE_DEFAULTS, **flat, **named}
+
+
+def _load_weights(head: nn.Module, load: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+    """Does a head's `load_weights` without the map of a whole vocabulary, on which vLLM >= 0.32 fails."""
+    has_map = head.draft_id_to_target_id is not None
+    return load(head, (pair for pair in weights if has_map or "d2t" not in pair[0] or pair[1].any()))
+
+
+def _layer_ids(find: Any, spec_config: Any) -> tuple[int, ...]:
+    """Returns the layers that a head reads, also those in its `eagle_config`, which vLLM's V2 model runner passes over."""
+    nested = getattr(spec_config.draft_model_config.hf_config, "eagle_config", None)
+    num_layers = spec_config.target_model_config.get_total_num_hidden_layers()
+    return find(spec_config) or nested_layer_ids(nested, num_layers)
+
+
+def accept_published_heads() -> None:
+    """Makes this process's vLLM load heads as they are published. Call this before a model is loaded; again has no effect."""
+    if getattr(eagle3_utils.get_eagle3_aux_layers_from_config, "func", None) is _layer_ids:
+        return
+    for head in (llama_eagle3.Eagle3LlamaForCausalLM, qwen3_eagle3.Eagle3Qwen3ForCausalLM):
+        head.load_weights = partialmethod(_load_weights, head.load_weights)  # type: ignore[assignment, method-assign]
+    eagle3_utils.get_eagle3_aux_layers_from_config = partial(_layer_ids, eagle3_utils.get_eagle3_aux_layers_from_config)

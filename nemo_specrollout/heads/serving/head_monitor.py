@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches a drafter with weights while it drafts: raises an alarm within a few steps, and turns a broken drafter off.
+
+The counts of drafts show that something is wrong. Only after an alarm are the weights read, to find the cause.
+"""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+from nemo_specrollout.drafters.participant import Participant
+from nemo_specrollout.generation.engine.transfers import HostCopy
+from nemo_specrollout.heads.decisions.canary import WEIGHT_CAUSES, Canary, HeadHealth
+from nemo_specrollout.heads.serving.head_service import HeadService, ServedDrafter
+from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
+
+logger = logging.getLogger(__name__)
+CHECK_STEPS = 8
+"""Engine steps between two checks of the counts."""
+
+
+class HeadMonitor(Participant):
+    """Owns an engine's canary and the alarms that it raised.
+
+    The counts are the draft board's. They reach the host one check late.
+
+    A collapse of acceptance with a fault in the weights turns the drafter off until the next head or wake-up. A mere decline
+    does not. Nor does a collapse without a known fault: the tasks may have changed, so drafter and canary begin again.
+    """
+
+    def __init__(
+        self, service: HeadService, model: ServedDrafter, samples: SampleStatsLog, max_age: int | None = None
+    ) -> None:
+        """`max_age`: refits after which a head is reported as old; None: never."""
+        self._service, self._model, self._samples = service, model, samples
+        self._canary = Canary(max_age)
+        self._counts = HostCopy(model.board.tables.verified_DK2[model.board.model])
+        self._seen_K2: Any = 0
+        self._num_steps = 0
+        self._alarms: list[dict[str, Any]] = []
+
+    def began(self, event: str, **known: Any) -> None:
+        """Starts a period after a refit, publish or wake, in which acceptance should be as before, or as the gate measured."""
+        self._canary.begin(event, **known)
+        if event != "refit":
+            self._model.is_allowed = True
+
+    def take_alarms(self) -> list[dict[str, Any]]:
+        """Returns the alarms since the last call, as plain values."""
+        self._check()
+        alarms, self._alarms = self._alarms, []
+        return alarms
+
+    def end_step(self, slots_B: np.ndarray, output: Any) -> Any:
+        """Counts an engine step, and checks the counts from time to time."""
+        self._num_steps += 1
+        if self._num_steps % CHECK_STEPS == 0:
+            self._check()
+        return output
+
+    def woke_up(self) -> None:
+        """Starts a period: the head's weights may have been dropped and loaded again."""
+        self.began("wake")
+
+    def _check(self) -> None:
+        """Judges the drafts that were verified since the last check."""
+        self._counts.refresh()
+        new_K2 = self._counts.values - self._seen_K2
+        self._seen_K2 = self._counts.values.copy()
+        health = HeadHealth(age_in_versions=self._service.age_in_versions)
+        alarm = self._canary.observe(new_K2[:, 0], new_K2[:, 1], health, CHECK_STEPS)
+        if alarm is not None:
+            with gpu_sync_allowed():
+                self._raise(replace(alarm, health=self._service.health()))
+
+    def _raise(self, alarm: Any) -> None:
+        """Records an alarm, and stops the drafter if it is broken."""
+        is_collapse = self._canary.is_silent
+        is_off = is_collapse and alarm.cause in WEIGHT_CAUSES
+        if is_off:
+            self._model.forbid()
+        elif is_collapse:
+            self._model.begin_again()
+            self._canary.begin_again()
+        logger.warning("specrollout: %s", alarm.sentence)
+        self._alarms.append(
+            {
+                "event": alarm.event, "cause": alarm.cause, "seen": alarm.seen, "expected": alarm.expected,
+                "drafted": alarm.num_drafted, "drafter_off": is_off, "sentence": alarm.sentence,
+                "policy_version": self._samples.policy_version, "head_version": self._samples.head_version,
+            }
+        )  # fmt: skip

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft head that an engine serves: loads a published head into the engine, and finds faults of the one in service."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS
+from nemo_specrollout.heads.decisions.canary import HeadHealth
+from nemo_specrollout.heads.head.head_facts import read_head_facts, read_head_tensors
+from nemo_specrollout.heads.serving.head_loading import (
+    EMBEDDING,
+    LM_HEAD,
+    aux_layer_ids,
+    load_published_head,
+    rope_difference,
+    shared_modules,
+)
+from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
+
+ZERO_IF_UNUSED = (".bias", "mask_embedding")
+"""Endings of parameters that may be zero in a sound head: DFlash and DSpark embed masks apart from the vocabulary."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class ServedDrafter(Protocol):
+    """What the service and the monitor of a head ask of the drafter that runs it (`generation/drafting/model_drafter.py`)."""
+
+    is_allowed: bool
+    """False while a broken head must not draft."""
+
+    @property
+    def board(self) -> Any:
+        """The draft board, whose counts say how many drafts of the head were right."""
+
+    def begin_again(self) -> None:
+        """Forgets what was learned about the head that drafted until now."""
+
+    def forbid(self) -> None:
+        """Stops drafting until `is_allowed` is set again."""
+
+
+class HeadService:
+    """Owns the choice of an engine's head: its folder, and its version in the sample stats."""
+
+    def __init__(self, runner: Any, model: ServedDrafter, samples: SampleStatsLog, folder: Path | None) -> None:
+        """`folder` holds the head that the engine was started with; None if it is not known."""
+        self._runner, self._model, self._samples, self._folder = runner, model, samples, folder
+
+    def load(self, folder: Path, version: int) -> None:
+        """Loads the published head of `folder`, trained for the policy of `version`. It drafts from now on.
+
+        Raises ValueError for a head unlike the one that the engine was started with.
+        """
+        load_published_head(self._runner, folder)
+        self._model.begin_again()
+        self._folder = folder
+        self._samples.head_version = version
+
+    @property
+    def age_in_versions(self) -> int:
+        """Refits since the head was published."""
+        return self._samples.policy_version - self._samples.head_version
+
+    def health(self) -> HeadHealth:
+        """Returns what is wrong with the head in service. Reads every weight, and waits for the device."""
+        return head_health(self._runner, self._folder, self.age_in_versions)
+
+
+def head_health(runner: Any, folder: Path | None, age_in_versions: int = 0) -> HeadHealth:
+    """Returns what is wrong with the engine's head, found without drafting.
+
+    The engine should have the head of `folder`. A kernel may have repacked a weight in the engine; then only the weight's file
+    is checked.
+    """
+    draft = runner.speculator.model
+    owned = {id(p) for p in runner.model.parameters()}
+    own = {name: p.detach() for name, p in draft.named_parameters() if id(p) not in owned and p.numel()}
+    published = {} if folder is None else read_head_tensors(folder)
+    floats = [(name, t) for name, t in (*own.items(), *published.items()) if t.is_floating_point()]
+    in_use, intended = aux_layer_ids(runner), () if folder is None else read_head_facts(folder).layer_ids
+    has_other_layers = in_use is not None and bool(intended) and in_use != intended
+    method = runner.speculative_config.method
+    configs = (runner.speculative_config.draft_model_config, runner.model_config)
+    head_config, policy_config = (c.hf_text_config.to_dict() for c in configs)
+    meant_to_share = (EMBEDDING, LM_HEAD) if method in ("mtp", *BLOCK_DRAFTERS) else (EMBEDDING,)
+    return HeadHealth(
+        non_finite=any(not bool(torch.isfinite(t).all()) for _, t in floats),
+        all_zero=any(not bool(t.any()) for name, t in floats if not name.endswith(ZERO_IF_UNUSED)),
+        shares_target_tensors=tuple(p for p in shared_modules(runner.model, draft) if not p.endswith(meant_to_share)),
+        differs_from_published=not _holds(own, published),
+        layer_ids_wrong=has_other_layers,
+        rope_difference=rope_difference(head_config, policy_config) if method == "eagle3" else "",
+        age_in_versions=age_in_versions,
+    )
+
+
+def _holds(own: Tensors, published: Tensors) -> bool:
+    """Returns whether the engine's tensors equal the published ones, where they kept their names and shapes."""
+    for name, tensor in published.items():
+        mine = next((t for n, t in own.items() if n in (name, f"model.{name}") and t.shape == tensor.shape), None)
+        if mine is not None and not torch.equal(mine.cpu(), tensor.to(mine.dtype)):
+            return False
+    return True

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo-RL's Ray actors around an engine, extended: the engine has our vLLM worker, and its requests have seeds."""
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import ray
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
+from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
+from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
+
+from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
+from nemo_specrollout.generation.engine.vllm_requests import as_vllm_returns, shard_request, shard_requests
+from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
+from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
+from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, ROOTS_KEY, SEEDS_KEY, Row
+from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
+from nemo_specrollout.run_ahead.early_requests import AheadTasks, AheadTurns
+from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
+from nemo_specrollout.stragglers.stream_engine import StreamEngine, StreamShard
+from nemo_specrollout.stragglers.turn_engine import roll_out_shard
+from nemo_specrollout.stragglers.turns import ExchangeFailed
+
+logger = logging.getLogger(__name__)
+
+_rows: ContextVar[list[Row] | None] = ContextVar("specrollout_rows", default=None)
+"""Rows of this generate call."""
+
+
+def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
+    """Returns the rows, or None if the generation that made `data` is not ours."""
+    columns = [data.get(key) for key in (SEEDS_KEY, ROOTS_KEY, DRAFTS_KEY)]
+    if any(column is None for column in columns):
+        return None
+    return list(map(Row._make, zip(*(column.tolist() for column in columns), strict=True)))
+
+
+class ShardRacing:
+    """Stands in for `vllm.LLM.generate` of a synchronous engine, whose shard is rolled out together with the others'."""
+
+    def __init__(self, llm: Any, actor: Any, engine: int) -> None:
+        self._hosted, self._ask, self._engine = HostedEngine(llm), partial(ask_exchange, actor, engine), engine
+        self._has_warned = False
+
+    def generate(self, prompts: Sequence[Any], params: Sequence[Any], native: Callable[[], list[Any]]) -> list[Any]:
+        """Returns vLLM's records of the requests, in their order.
+
+        The engine works alone, by `native`, if one of the requests cannot go on in another engine, or the exchange is lost.
+        """
+        requests = shard_requests(self._engine, prompts, params)
+        if requests is None:
+            with suppress(ExchangeFailed):
+                self._ask("leave")()
+            return native()
+        try:
+            made = roll_out_shard(self._hosted, self._ask, requests)
+        except ExchangeFailed as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("specrollout: the exchange failed, so each engine makes its own requests: %s", error)
+            return native()
+        return [as_vllm_returns(r, str(i), m) for i, (r, m) in enumerate(zip(requests, made, strict=True))]
+
+
+class _SeededEngine:
+    """Owns the seeds of an engine's requests, for both kinds of engines."""
+
+    cfg: Any
+    llm: Any
+    _racing: Any = None
+    """The engine's part in the exchange of requests, once it has joined."""
+    _ahead: Any = None
+    """Rows of the next step, once any was decoded ahead."""
+
+    def _create_engine(self, llm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        block, run_seed = block_of(self.cfg), RunFacts.of(self.cfg).seed
+        arguments = engine_arguments(llm_kwargs, self.cfg, block)
+        result = super()._create_engine(arguments, *args, **kwargs)  # type: ignore[misc]
+        required = block.http_seeds == "required"
+        self._request_seeds = RequestSeeds(run_seed, engine_number(self.cfg["vllm_cfg"]), required=required)
+        self.llm.generate = self._generate_with_seeds  # type: ignore[attr-defined]
+        return result
+
+    def _ahead_params(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Any]:
+        """Returns vLLM's sampling parameters of rows that are decoded ahead."""
+        longest, most = int(self.cfg["vllm_cfg"]["max_model_len"]), int(self.cfg["max_new_tokens"])
+        limits = [max(1, min(most, longest - len(prompt))) for prompt in prompts]
+        build: Any = self._build_sampling_params  # type: ignore[attr-defined]
+        params = [build(greedy=False, stop_strings=None, max_new_tokens=limit) for limit in limits]
+        return self._request_seeds.of_rows(params, rows)
+
+    def specrollout_texts_ahead(self, texts: dict[int, bytes]) -> None:
+        """Gets the texts that engines have made ahead, by seed, for the rows to come."""
+        self._request_seeds.texts.replace(texts)
+
+    def specrollout_take_kept(self) -> tuple[int, int]:
+        """Returns the tokens of such texts that were right, and all tokens of their responses, since the last call."""
+        return self._request_seeds.texts.take_kept()
+
+    def _compare(self, rows: Sequence[Row] | None, data: BatchedDataDict[Any], result: BatchedDataDict[Any]) -> None:
+        """Counts the tokens that responses and their texts made ahead both begin with."""
+        if not rows:
+            return
+        starts, ends = data["input_lengths"].tolist(), result["unpadded_sequence_lengths"].tolist()
+        for row, ids, start, end in zip(rows, result["output_ids"].numpy(), starts, ends, strict=True):
+            self._request_seeds.texts.compare(row.seed, ids[start:end])
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls vLLM's own method, which `_generate_with_seeds` hides."""
+        return type(self.llm).generate(self.llm, *args, **kwargs)
+
+    def _reply(self, method: str, arguments: Sequence[Any], replies: Sequence[Any]) -> Any:
+        """Returns the reply of the only rank that does not reply None.
+
+        Totals also get our count of derived seeds, which depend on the policy version.
+        """
+        if method == "specrollout_policy_is":
+            self._request_seeds.begin_version(int(arguments[0]))
+        reply: Any = next((reply for reply in replies if reply is not None), None)
+        if method == "specrollout_totals":
+            return {**reply, "num_derived_seeds": self._request_seeds.num_derived}
+        return reply
+
+
+class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
+    """Actor around a synchronous engine."""
+
+    _num_generated = 0
+    """Calls of `generate` that have ended."""
+
+    def _generate_with_seeds(self, prompts: Sequence[Any], sampling_params: Any = None, **kwargs: Any) -> Any:
+        rows = _rows.get()
+        if rows is None:
+            return self._generate(prompts, self._request_seeds.of_requests(sampling_params, prompts), **kwargs)
+        params = self._request_seeds.of_rows(sampling_params, rows)
+        if self._racing is None:
+            return self._generate(prompts, params, **kwargs)
+        return self._racing.generate(prompts, params, lambda: self._generate(prompts, params, **kwargs))
+
+    def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
+        """Generates as NeMo-RL does. An engine without rows works for the others."""
+        if self._racing is not None and not len(data["input_ids"]):
+            self._racing.generate([], [], list)
+        rows = _rows_of(data)
+        token = _rows.set(rows)
+        try:
+            result = super().generate(data, *args, **kwargs)
+            self._compare(rows, data, result)
+            return result
+        finally:
+            _rows.reset(token)
+            self._num_generated += 1
+
+    def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
+        """Joins the exchange of requests as engine number `engine`."""
+        self._racing = ShardRacing(self.llm, actor, engine)
+
+    def specrollout_run_ahead(
+        self, prompts: list[list[int]], rows: list[Row], seconds: float, after: int
+    ) -> bool | None:
+        """Decodes rows of the next step, new and begun ones, for about `seconds`.
+
+        Returns whether any is left; None if it begins none, because fewer than `after` calls of `generate` have ended.
+        """
+        if self._num_generated < after:
+            return None
+        self._ahead = self._ahead or AheadTurns(self.llm)
+        pairs = zip(prompts, self._ahead_params(prompts, rows), strict=True)
+        requests = [shard_request((0, 0), {"prompt_token_ids": prompt}, params) for prompt, params in pairs]
+        return self._ahead.advance(requests, seconds)
+
+    def specrollout_end_ahead(self, *, keeps_cache: bool) -> list[bytes]:
+        """Leaves no such row in the engine. Returns their texts."""
+        return [] if self._ahead is None else self._ahead.end(keeps_cache=keeps_cache)
+
+    def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
+        """Calls `method` of our vLLM worker. Arguments and result are plain values."""
+        return self._reply(method, arguments, self.llm.collective_rpc(method, args=tuple(arguments)))
+
+
+class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImpl):
+    """Actor around an asynchronous engine."""
+
+    _one_policy: OnePolicyStream | None = None
+    """None unless rows begin again with new weights."""
+
+    def _generate_with_seeds(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = _rows.get()
+        if rows is None:
+            (params,) = self._request_seeds.of_requests(sampling_params, [prompt])
+        else:
+            (params,) = self._request_seeds.of_rows(sampling_params, rows)
+        if rows is None or args or set(kwargs) != {"request_id"}:
+            return self._generate(prompt, params, *args, **kwargs)
+        if self._one_policy is not None:
+            return self._one_policy.generate(prompt, params, **kwargs)
+        if self._racing is None:
+            return self._generate(prompt, params, **kwargs)
+        return self._racing.generate(prompt, params, native=lambda: self._generate(prompt, params, **kwargs), **kwargs)
+
+    async def generate_async(
+        self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
+        """Generates as NeMo-RL does. Ray runs each call in a context of its own, which the call's tasks inherit."""
+        rows = _rows_of(data)
+        _rows.set(rows)
+        async for result in super().generate_async(data, *args, **kwargs):
+            self._compare(rows, data, result[1])
+            yield result
+
+    def _setup_vllm_openai_api_server(self, app: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sets up NeMo-RL's HTTP server, whose clients may send a seed in a header."""
+        app.add_middleware(SeedHeader)
+        return super()._setup_vllm_openai_api_server(app, *args, **kwargs)
+
+    async def specrollout_weights_change(self) -> None:
+        """Notes that a change of the weights begins or ends. From the first one on, every row is a sample of one policy."""
+        self._one_policy = self._one_policy or OnePolicyStream(self._generate)
+        self._one_policy.weights_change()
+
+    async def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
+        """Joins the exchange of requests as engine number `engine`."""
+        stream = StreamEngine(self._generate, int(self.llm.vllm_config.scheduler_config.max_num_seqs))
+        self._racing = StreamShard(engine, stream, partial(ask_exchange_async, actor, engine))
+        await self._racing.begin()
+
+    async def specrollout_run_ahead(
+        self, prompts: list[list[int]], rows: list[Row], seconds: float, after: int
+    ) -> bool:
+        """Begins to decode rows of the next step. Returns whether any is left after about `seconds`."""
+        self._ahead = self._ahead or AheadTasks(self.llm, self._generate)
+        for prompt, params in zip(prompts, self._ahead_params(prompts, rows), strict=True):
+            self._ahead.begin({"prompt_token_ids": prompt}, params)
+        left: bool = await self._ahead.wait(seconds)
+        return left
+
+    async def specrollout_end_ahead(self, *, keeps_cache: bool) -> list[bytes]:
+        """Leaves no such row in the engine. Returns their texts."""
+        return [] if self._ahead is None else await self._ahead.end(keeps_cache=keeps_cache)
+
+    async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
+        """Calls `method` of our vLLM worker. Arguments and result are plain values."""
+        return self._reply(method, arguments, await self.llm.collective_rpc(method, args=tuple(arguments)))
+
+
+@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
+class SpecrolloutVllmWorker(SpecrolloutVllmWorkerImpl): ...
+
+
+@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
+class SpecrolloutVllmAsyncWorker(SpecrolloutVllmAsyncWorkerImpl): ...

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision of a step: how deep a model drafts, and how many draft tokens are verified.
+
+Each choice maximizes tokens a second: the tokens of a step, over its seconds. Draft tokens are weighed by a histogram of their
+survival. The mean alone would see no gain where rows are expensive, although the sure tokens alone would pay.
+
+Shapes: B requests, K draft positions, F depths of drafting, Q bins of survival, N numbers of drafts.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from nemo_specrollout.speculation.step_model import StepCosts
+
+
+class Steps(NamedTuple):
+    """Predicted steps, one for each depth."""
+
+    num_drafts_F: np.ndarray
+    """Draft tokens to verify, int64."""
+    tokens_F: np.ndarray
+    """Expected tokens of the step, float64."""
+    seconds_F: np.ndarray
+    """Seconds of the step with its drafting, float64."""
+
+    @property
+    def rate_F(self) -> np.ndarray:
+        """Tokens a second."""
+        return self.tokens_F / self.seconds_F
+
+
+def best_steps(
+    count_FQ: np.ndarray,
+    num_requests: int,
+    costs: StepCosts,
+    margin: float,
+    draft_s_F: np.ndarray,
+    read_row_s: float = 0.0,
+) -> Steps:
+    """Returns the steps with the most tokens a second for each depth, by the number of draft tokens that they verify.
+
+    Between two bins and two sizes of CUDA graphs the rate only rises or only falls, so only their ends are weighed.
+
+    Args:
+        count_FQ: draft tokens of the batch by bin of survival, float64.
+        num_requests: requests of the batch.
+        costs: predicted seconds.
+        margin: share by which drafts must exceed the tokens a second of no drafts.
+        draft_s_F: seconds of drafting to each depth, float64.
+        read_row_s: seconds in which the model reads one more row.
+    """
+    num_depths, num_bins = count_FQ.shape
+    most_FQ, sum_FQ = np.zeros((2, num_depths, num_bins + 1))  # draft tokens from the best bin on
+    falling_FQ = count_FQ[:, ::-1]
+    falling_FQ.cumsum(axis=1, out=most_FQ[:, 1:])
+    (falling_FQ * np.arange(2 * num_bins - 1, 0, -2) / (2 * num_bins)).cumsum(axis=1, out=sum_FQ[:, 1:])
+    drafts_FN = np.floor(most_FQ + 1e-6)
+    if len(costs.graph_sizes):
+        filled_FN = np.minimum(costs.graph_sizes - num_requests, drafts_FN[:, -1:])
+        drafts_FN = np.concatenate([drafts_FN, filled_FN], axis=1)
+    drafts_FN = np.minimum(np.maximum(drafts_FN, 0.0), costs.most_drafts(num_requests))
+    apart_F1 = (most_FQ[:, -1].max() + 1.0) * np.arange(num_depths)[:, None]  # one interpolation serves all depths
+    tokens_FN = np.interp(drafts_FN + apart_F1, (most_FQ + apart_F1).ravel(), sum_FQ.ravel())
+    seconds_FN = costs.seconds(num_requests, drafts_FN) + drafts_FN * read_row_s + draft_s_F[:, None]
+    rate_FN = (num_requests + tokens_FN) / seconds_FN
+    rows, best_F = np.arange(num_depths), rate_FN.argmax(axis=1)
+    best_F *= rate_FN[rows, best_F] > (1.0 + margin) * rate_FN[:, 0]
+    return Steps(
+        drafts_FN[rows, best_F].astype(np.int64), num_requests + tokens_FN[rows, best_F], seconds_FN[rows, best_F]
+    )
+
+
+class Choice(NamedTuple):
+    """The best use of a model in a step."""
+
+    depth: int
+    """Draft tokens for each request; 0 if the model only reads."""
+    won_s: float
+    """Seconds by which the step's tokens come sooner than without the model; negative if reading is all that it does."""
+
+
+def best_depth(count_FQ: np.ndarray, num_requests: int, costs: StepCosts, margin: float) -> Choice:
+    """Returns the depth with the most tokens a second. A depth above 0 must exceed depth 0 by the share `margin`.
+
+    `count_FQ` are the draft tokens of the batch, by depth from 0 on and by bin of survival, float64. The seconds of drafting
+    must be known.
+    """
+    drafting = costs.drafting
+    assert drafting is not None
+    draft_s_F = np.array([drafting.seconds(num_requests, depth) for depth in range(len(count_FQ))])
+    steps = best_steps(count_FQ, num_requests, costs, margin, draft_s_F, drafting.row_s)
+    rate_F = steps.rate_F
+    depth = int(rate_F.argmax()) if rate_F.max() > (1.0 + margin) * rate_F[0] else 0
+    alone_s = float(steps.seconds_F[0]) - float(draft_s_F[0]) - float(steps.num_drafts_F[0]) * drafting.row_s
+    won_s = float(steps.tokens_F[depth]) * alone_s / float(steps.tokens_F[0]) - float(steps.seconds_F[depth])
+    return Choice(depth, won_s)
+
+
+def likeliest(rates_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndarray:
+    """Returns how many of each request's drafts are among the `most` likeliest of the batch, int64 [B].
+
+    A draft with rate 0 is none. `caps_B` are the most drafts of each request.
+    """
+    survival_BK = rates_BK.astype(np.float64).cumprod(axis=1)
+    survival_BK[np.arange(rates_BK.shape[1]) >= caps_B[:, None]] = 0.0
+    flat = survival_BK.ravel()
+    chosen = np.argsort(-flat, kind="stable")[:most]
+    return np.bincount(chosen[flat[chosen] > 0.0] // rates_BK.shape[1], minlength=len(caps_B))

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculation policies: pure objects that decide what the drafters of an engine do in each step.
+
+A policy reads no clock, so all ranks of an engine that get the same costs and counts decide alike.
+
+Shapes: K draft positions, F = K + 1 depths of drafting from 0 on, Q bins of survival.
+"""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from nemo_specrollout.config.block import BudgetConfig
+from nemo_specrollout.speculation.decision import Choice, best_depth, best_steps
+from nemo_specrollout.speculation.step_model import StepCosts
+
+WINDOW = 128
+"""Requests, summed over steps, from which the survival of drafts is estimated."""
+FORESEEN = 0.25
+"""Weight of a draft that is only foreseen, relative to one that was made."""
+ENOUGH = 64
+"""Requests, summed over steps, after which a look ends at the latest, and an estimate is trusted to stop a model."""
+GENERATION = 1024
+"""Steps from which the sizes of batches are estimated."""
+PLANNED_STEPS = 4
+"""Steps for which a depth is planned, if the number of requests keeps its bit length."""
+JUDGED_STEPS = 8
+"""Steps between two judgements of a model, and the most steps of a look at a dormant one."""
+LOOK_SHARE = 0.004
+"""Share of the engine's time for looks at a dormant model."""
+REST_SHARE = 0.001
+"""Share of the engine's time for looks at drafters without weights that rest."""
+PATIENCE = 4
+"""Steps in a row without useful drafts before drafters without weights rest."""
+
+
+class SpeculationPolicy(ABC):
+    """Decides for an engine how deep its model drafts, how many draft tokens it verifies, and when its drafters rest.
+
+    The calls of a step, in their order: `requests_arrived`, `num_drafts` for the drafts that the step verifies,
+    `plan` for the drafts of the next step, `observe` for what was proposed, and `ends_step`.
+    """
+
+    most_drafts: int
+    """The most draft tokens of a request in a step."""
+    costs: StepCosts | None = None
+    """Predicted seconds; None while unknown."""
+    row_price = 0.0
+    """Tokens that the engine produces in the time of one more row."""
+    is_dormant = False
+    """True if the model follows no request. It drafts for a request only if it has read the beginning."""
+
+    @abstractmethod
+    def num_drafts(self, num_requests: int, most: int) -> int:
+        """Returns how many draft tokens the next step of `num_requests` requests verifies, at most `most`."""
+
+    @abstractmethod
+    def plan(self, num_requests: int, num_followed: int) -> int:
+        """Returns how deep the model drafts; 0 if it only reads. It follows `num_followed` of the requests."""
+
+    def observe(self, spread_FQ: np.ndarray) -> None:  # noqa: B027
+        """Takes note of the latest proposals: `DraftBoard`'s table of that name."""
+
+    def requests_arrived(self, num_new: int) -> None:  # noqa: B027
+        """Takes note of new requests. The model follows them from their first token on unless it is dormant afterwards."""
+
+    def ends_step(self, num_requests: int, num_followed: int) -> bool:
+        """Counts a step. Returns whether the next steps need no drafts."""
+        return False
+
+    def model_changed(self) -> None:  # noqa: B027
+        """Judges the model like a new one: its weights have changed, or the tasks may have."""
+
+
+class FixedPolicy(SpeculationPolicy):
+    """Always drafts and verifies up to `k` tokens of each request, like a fixed `num_speculative_tokens`."""
+
+    def __init__(self, k: int, num_positions: int) -> None:
+        self.most_drafts = min(k, num_positions)
+        self._num_submitted = 0
+
+    def observe(self, spread_FQ: np.ndarray) -> None:
+        self._num_submitted = int(spread_FQ[-1, :-1].sum())
+
+    def num_drafts(self, num_requests: int, most: int) -> int:
+        return min(most, self._num_submitted)
+
+    def plan(self, num_requests: int, num_followed: int) -> int:
+        return self.most_drafts
+
+
+class LookClock:
+    """Pays for looks at drafts that a decision would leave out, with a share of the engine's time."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._saved_s, self._dearest_s = 0.0, np.inf
+
+    def earn(self, seconds: float) -> None:
+        """Adds a step of `seconds`. No more is saved than two of the dearest looks have cost."""
+        self._saved_s = min(self._saved_s + self._share * seconds, 2.0 * self._dearest_s)
+
+    def pays(self, cost_s: float, keeps: bool = False) -> bool:
+        """Returns whether a look of `cost_s` can be paid, and pays it. `keeps`: enough must be left for the dearest look."""
+        self._dearest_s = max(self._dearest_s, cost_s) if np.isfinite(self._dearest_s) else cost_s
+        is_paid = cost_s + keeps * self._dearest_s <= self._saved_s
+        self._saved_s -= cost_s * is_paid
+        return is_paid
+
+
+class BatchSizes:
+    """The sizes of an engine's batches, by their bit length. Owns decayed counts of steps.
+
+    Until it has seen smaller batches, it assumes as many steps for each: then lengths are exponential.
+    """
+
+    def __init__(self) -> None:
+        self._steps = np.ones(32)
+
+    def count(self, num_requests: int) -> None:
+        """Adds a step."""
+        self._steps *= 1.0 - 1.0 / GENERATION
+        self._steps[num_requests.bit_length()] += 1.0
+
+    def until_the_end(self, num_requests: int) -> list[tuple[int, float]]:
+        """Returns the sizes that a batch will have until it ends, and the share of its steps that each takes."""
+        most = num_requests.bit_length()
+        share = self._steps[1 : most + 1] / self._steps[1 : most + 1].sum()
+        return [(min(num_requests, 3 * 2**i // 2), float(share[i])) for i in range(most)]
+
+
+class Forecast:
+    """The drafts that a request can expect, by depth of drafting. Owns means over the latest requests.
+
+    A deeper draft is known only from steps that went as deep. So the mean of depth 0 is kept, and how each depth changes
+    it. What the board foresees of a depth counts for less than what was drafted.
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        self._change_FQ: np.ndarray | None = None
+        self._weight_F = np.zeros(num_positions + 1)
+
+    @property
+    def num_seen(self) -> float:
+        """Requests, summed over steps, from which the model's first drafts are known."""
+        return float(self._weight_F[1])
+
+    def observe(self, spread_FQ: np.ndarray) -> None:
+        """Adds the latest proposals: as many rows as there are depths, and the number of requests in the last column."""
+        requests_F = spread_FQ[:, -1].astype(np.float64)
+        depth = int(np.count_nonzero(requests_F[1:]))
+        foreseen = slice(depth + 1, 2 * depth + 2)
+        requests_F[foreseen] = requests_F[1:2]
+        mean_FQ = spread_FQ[:, :-1] / np.maximum(requests_F, 1.0)[:, None]
+        requests_F[foreseen] *= FORESEEN
+        change_FQ = mean_FQ.copy()
+        change_FQ[1:] -= mean_FQ[:-1]
+        if self._change_FQ is None:
+            self._change_FQ = np.zeros_like(change_FQ)
+        self._weight_F = np.minimum(self._weight_F + requests_F, WINDOW)
+        share_F = np.divide(requests_F, self._weight_F, out=np.zeros_like(requests_F), where=requests_F > 0)
+        self._change_FQ += np.minimum(share_F, 1.0)[:, None] * (change_FQ - self._change_FQ)
+
+    def forget_model(self) -> None:
+        """Forgets all depths above 0."""
+        self._weight_F[1:] = 0.0
+        if self._change_FQ is not None:
+            self._change_FQ[1:] = 0.0
+
+    def counts(self, num_requests: int, num_followed: int) -> np.ndarray:
+        """Returns the draft tokens of a batch by depth and bin of survival, float64 [F, Q]."""
+        if self._change_FQ is None:
+            return np.zeros((len(self._weight_F), 1))
+        scale_F = np.full(len(self._weight_F), float(num_followed))
+        scale_F[0] = num_requests
+        return np.maximum(np.cumsum(scale_F[:, None] * self._change_FQ, axis=0), 0.0)
+
+
+class AutoPolicy(SpeculationPolicy):
+    """Chooses what makes the most tokens a second, by measured seconds and by what the draft board expects of drafts.
+
+    States of the model: it follows all new requests, or lies dormant. It becomes dormant when it will probably win less
+    until the running requests end than reading takes. A look wakes it: it follows the requests that arrive, and drafts for
+    some steps, which `LookClock` must be able to pay. Drafters without weights rest, and are looked at, in the same way.
+    """
+
+    def __init__(self, margin: float, num_positions: int, deepest: int) -> None:
+        """`margin`: share by which drafts must exceed no drafts. `deepest`: the most tokens that a model may draft."""
+        self.most_drafts, self._deepest, self._margin = num_positions, deepest, margin
+        self._forecast, self._sizes = Forecast(deepest), BatchSizes()
+        self._clock, self._rest_clock = LookClock(LOOK_SHARE), LookClock(REST_SHARE)
+        self._submitted_Q = np.zeros(1)
+        """Draft tokens of a request that were submitted last, by bin of survival."""
+        self._depth = self._num_requests = self._num_new = 0
+        self._to_look_at = self._enough = ENOUGH
+        """Requests, summed over steps, that are left of a look, and after which it is judged."""
+        self._planned = self._judged = self._num_refused = 0
+        self._rests, self._has_changed = False, True
+        """The latter: the batch has another bit length than a step before, or at least half of its requests are new."""
+
+    def observe(self, spread_FQ: np.ndarray) -> None:
+        self._forecast.observe(spread_FQ[: self._deepest + 1])
+        if spread_FQ[-1, -1] > 0:
+            self._submitted_Q = spread_FQ[-1, :-1] / spread_FQ[-1, -1]
+
+    def num_drafts(self, num_requests: int, most: int) -> int:
+        if self.costs is None or most <= 0:
+            return 0
+        costs, drafting = self.costs, self.costs.drafting
+        count_1Q = num_requests * self._submitted_Q[None, :]
+        draft_s, read_s = 0.0, 0.0
+        if drafting is not None and self._depth > 0:
+            draft_s, read_s = drafting.seconds(num_requests, self._depth), drafting.row_s
+        steps = best_steps(count_1Q, num_requests, costs, self._margin, np.array([draft_s]), read_s)
+        num_drafts = min(int(steps.num_drafts_F[0]), most)
+        self._num_refused = 0 if num_drafts else self._num_refused + 1
+        some = min(num_drafts or num_requests, costs.most_drafts(num_requests))
+        seconds_2 = costs.seconds(num_requests, np.array([0.0, some]))
+        self.row_price = float(steps.rate_F[0] * (seconds_2[1] - seconds_2[0])) / max(some, 1)
+        return num_drafts
+
+    def plan(self, num_requests: int, num_followed: int) -> int:
+        has_changed = num_requests.bit_length() != self._num_requests.bit_length() or 2 * self._num_new >= num_requests
+        self._num_requests, self._num_new, self._has_changed = num_requests, 0, has_changed
+        self._sizes.count(num_requests)
+        if self.costs is not None:
+            self._clock.earn(step_s := self.costs.plain_s(num_requests))
+            self._rest_clock.earn(step_s)
+        self._depth = self._planned_depth(num_requests, num_followed, has_changed) if self.costs and num_followed else 0
+        return self._depth
+
+    def requests_arrived(self, num_new: int) -> None:
+        self._num_new += num_new
+        if num_new == 0 or not self.is_dormant or self.costs is None or self.costs.drafting is None:
+            return
+        num_requests = min(self._num_requests + num_new, 2 * max(self._num_requests, num_new))
+        to_look_at = min(ENOUGH, JUDGED_STEPS * num_new)
+        look_s = self.costs.drafting.seconds(num_requests, 1) * (1 + to_look_at / num_new)
+        if self._clock.pays(look_s, keeps=2 * num_new < num_requests):
+            self.model_changed()
+            self._to_look_at = self._enough = to_look_at
+
+    def ends_step(self, num_requests: int, num_followed: int) -> bool:
+        if self._has_changed or num_followed or self.costs is None:
+            self._num_refused = 0
+        rested, self._rests = self._rests, self._num_refused >= PATIENCE
+        if (
+            rested
+            and self._rests
+            and self.costs
+            and self._rest_clock.pays(2.0 * (self.costs.text_s + self.costs.verify_s))
+        ):
+            self._num_refused, self._rests = PATIENCE - 2, False
+        return self._rests
+
+    def model_changed(self) -> None:
+        self._forecast.forget_model()
+        self.is_dormant, self._to_look_at, self._enough, self._judged = False, ENOUGH, ENOUGH, 0
+
+    def _planned_depth(self, num_requests: int, num_followed: int, has_changed: bool) -> int:
+        """Returns the depth of a model that follows requests. Judges the model from time to time."""
+        if self.costs is None or self.costs.drafting is None:
+            return self._deepest  # to measure it
+        self._planned, self._judged, depth = self._planned - 1, self._judged - 1, self._depth
+        if self._planned <= 0 or has_changed:
+            self._planned = PLANNED_STEPS
+            depth = self._best(num_requests, num_followed).depth
+        if self._to_look_at > 0:
+            self._to_look_at -= num_followed
+            return max(depth, 1)
+        if self._judged <= 0:
+            self._judged = JUDGED_STEPS
+            self._judge(num_requests)
+        return depth
+
+    def _best(self, num_requests: int, num_followed: int) -> Choice:
+        """Returns the best use of a model whose seconds are known."""
+        assert self.costs is not None
+        return best_depth(self._forecast.counts(num_requests, num_followed), num_requests, self.costs, self._margin)
+
+    def _judge(self, num_requests: int) -> None:
+        """Lets the model lie dormant if it will win nothing until the requests end."""
+        sizes = self._sizes.until_the_end(num_requests)
+        won_s = sum(share * self._best(size, size).won_s for size, share in sizes)
+        self.is_dormant = self._forecast.num_seen >= self._enough and won_s <= 0.0
+
+
+def build_policy(config: BudgetConfig, num_positions: int, deepest: int | None = None) -> SpeculationPolicy:
+    """Returns the policy that `config.policy` names, for `num_positions` draft tokens, of which a model drafts `deepest`."""
+    deepest = num_positions if deepest is None else min(deepest, num_positions)
+    if config.policy == "fixed":
+        return FixedPolicy(config.k, deepest)
+    return AutoPolicy(config.margin, num_positions, deepest)

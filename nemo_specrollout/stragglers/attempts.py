@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses as far as they are known, and the attempts of engines to make them."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, as_bytes
+from nemo_specrollout.stragglers.turns import Request
+
+
+class AttemptOutcome(StrEnum):
+    """Outcome of an attempt."""
+
+    WON = "won"  # It completed the response.
+    MOVED = "moved"  # The request went on with another engine.
+    BEATEN = "beaten"  # Another racer completed the response.
+    GAVE_UP = "gave up"  # The policy, or new weights, ended the race.
+    DIED = "died"  # The engine died.
+    DIVERGED = "diverged"  # The engine made another token than is known, because of floating point.
+    ABANDONED = "abandoned"  # The request was no longer wanted.
+
+
+@dataclass
+class Attempt:
+    """One engine's attempt at one request. Times come from `time.perf_counter`."""
+
+    engine: int
+    name: int
+    """The attempt's name in orders and results."""
+    position: int
+    """Number of the response's tokens that the engine has reported or was given."""
+    start_s: float = 0.0
+    first_token: int = 0
+    """Response tokens that were known when the attempt began."""
+    end_s: float = 0.0
+    outcome: AttemptOutcome | None = None
+    """None while the attempt is open."""
+
+
+@dataclass
+class Response:
+    """A response as far as any engine has reported it, with its attempts.
+
+    Invariant: the first engine to report a token decides it. An engine that reports another token at its place loses its
+    attempt. So the response up to each point is the work of one engine, in whatever order engines report.
+    """
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    policy_spans: list[tuple[int, int]] = field(default_factory=list)
+    """Version and first token of each policy that sampled part of the response."""
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    """Open attempts by engine."""
+    ended: list[Attempt] = field(default_factory=list)
+    finish_reason: str | None = None
+    """`stop` or `length`; None until the response is complete."""
+
+    @property
+    def rollout(self) -> Rollout:
+        assert self.finish_reason is not None
+        return Rollout(self.tokens, self.logprobs, self.finish_reason)
+
+    def begin_again(self) -> None:
+        """Makes the known part a draft. Open attempts make the response from its beginning."""
+        assert isinstance(self.request, RolloutRequest)
+        self.request = replace(self.request, ahead=as_bytes(self.tokens))
+        self.tokens, self.logprobs, self.policy_spans = [], [], []
+        for attempt in self.attempts.values():
+            attempt.position = 0
+
+    def open(self, engine: int, name: int) -> None:
+        """Opens an attempt, which begins after the known part of the response."""
+        num_known = len(self.tokens)
+        self.attempts[engine] = Attempt(engine, name, num_known, time.perf_counter(), num_known)
+
+    def close(self, engine: int, outcome: AttemptOutcome, end_s: float) -> int:
+        attempt = self.attempts.pop(engine)
+        attempt.end_s, attempt.outcome = end_s, outcome
+        self.ended.append(attempt)
+        return attempt.name
+
+    def begin(self, engine: int) -> Request:
+        """Returns the request that the engine gets: its attempt begins after what is known of the response now."""
+        self.attempts[engine].position = len(self.tokens)
+        return replace(self.request, prefix_token_ids=tuple(self.tokens))
+
+    def extend(
+        self, engine: int, tokens: list[int], logprobs: list[float], finish_reason: str | None, policy_version: int
+    ) -> bool:
+        """Adds what an attempt made. Returns False, and adds nothing, if it contradicts the known part."""
+        attempt = self.attempts[engine]
+        start, num_known = attempt.position, len(self.tokens)
+        overlap = min(len(tokens), num_known - start)
+        is_short = finish_reason is not None and start + len(tokens) < num_known
+        if is_short or self.tokens[start : start + overlap] != tokens[:overlap]:
+            return False
+        if len(tokens) > overlap and (not self.policy_spans or self.policy_spans[-1][0] != policy_version):
+            self.policy_spans.append((policy_version, num_known))
+        self.tokens += tokens[overlap:]
+        self.logprobs += logprobs[overlap:]
+        attempt.position += len(tokens)
+        self.finish_reason = finish_reason
+        return True
+
+
+def tail_counts(ended: Iterable[Sequence[tuple[str, float]]]) -> dict[str, int]:
+    """Returns the counts among the metrics `tail.*` of docs/reference/metrics.md.
+
+    `ended` has outcome and start of each attempt that ended, by request.
+    """
+    outcomes, num_races, num_won = Counter[str](), 0, 0
+    for attempts in ended:
+        outcomes.update(outcome for outcome, _ in attempts)
+        lost_s = [s for outcome, s in attempts if outcome in (AttemptOutcome.BEATEN, AttemptOutcome.GAVE_UP)]
+        won_s = next((s for outcome, s in attempts if outcome == AttemptOutcome.WON), 0.0)
+        num_races += bool(lost_s)
+        num_won += any(s < won_s for s in lost_s)
+    moves, diverged = outcomes[AttemptOutcome.MOVED], outcomes[AttemptOutcome.DIVERGED]
+    return {"moves": moves, "races": num_races, "won_by_racer": num_won, "diverged": diverged}
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """Returns the length of the union of intervals, which begin at 0 or later."""
+    total = reached = 0.0
+    for start, end in sorted(intervals):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rolls requests out over several engines: collects tokens, moves and races stragglers, survives deaths.
+
+Shapes: R requests under way, A attempts, E engines; see `stragglers/decisions/straggler_policy.py`.
+"""
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nemo_specrollout.stragglers.attempts import AttemptOutcome, Response
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.straggler_policy import TailPolicy
+from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
+from nemo_specrollout.stragglers.estimates import DecodeSpeeds, Savings
+from nemo_specrollout.stragglers.turns import EngineFleet, Request, Starts, TurnOrders, TurnResult
+
+_NAMES = itertools.count()
+"""Names of attempts. Coordinators of one fleet share them: an engine may still report the attempts of another coordinator."""
+TURN_SHARE = 0.05
+"""Length of a turn, as a share of the time since the requests began. Short turns cost overhead, long ones delay decisions."""
+SHORTEST_TURN_S = 0.05
+LONGEST_TURN_S = 0.5
+MAX_AHEAD = 2
+"""Turns that an engine has queued: it begins one while the result of the one before is read."""
+
+
+@dataclass
+class _Assignments:
+    """One engine's open attempts, and the news that its next orders have to bring."""
+
+    attempts: dict[int, int] = field(default_factory=dict)
+    """Request of each open attempt, by the attempt's name."""
+    starts: dict[int, None] = field(default_factory=dict)
+    """Open attempts that the engine was not told of yet, in order."""
+    stops: list[int] = field(default_factory=list)
+    """Closed attempts that the engine still works on."""
+
+
+class Coordinator:
+    """Rolls requests out over several engines, and moves and races stragglers among them.
+
+    Owns the responses, their attempts, and the turn orders that are still to be sent. Engines, speed table and length
+    estimates belong to the caller.
+
+    Life of a request: `add` begins it. It waits while no engine has it, runs while one has it, and is raced while several
+    have it. It ends when one attempt completes the response, and is forgotten when `take` returns it or `abandon` drops it.
+
+    Invariant: `Response.attempts` and the engines' `_Assignments.attempts` hold the same open attempts, and only requests
+    under way have any. Closing an attempt removes it from both at once. So the later tokens of its engine are ignored.
+    """
+
+    def __init__(
+        self, engines: EngineFleet, policy: TailPolicy, table: DecodeSpeedTable, lengths: LengthEstimator
+    ) -> None:
+        self.engines = engines
+        self.policy = policy
+        self.lengths = lengths
+        self.responses: dict[int, Response] = {}
+        """The known part of each response that was not taken yet, by the key of its request."""
+        self._active: dict[int, None] = {}
+        self._ended: list[int] = []
+        self._assigned = [_Assignments() for _ in engines.methods]
+        self._num_requests = 0
+        self._speeds = DecodeSpeeds(table)
+        self._stood_still: set[int] = set()
+        self._saved_s: float | None = None
+        self._begin_afresh()
+
+    # The life of requests
+
+    def add(self, requests: Sequence[Request], engine: int) -> list[int]:
+        """Begins requests on `engine`, which must be alive, and returns their keys."""
+        keys = self._begin(requests)
+        for key in keys:
+            self._start(key, engine)
+        return keys
+
+    def _begin(self, requests: Sequence[Request], task: str = ANY_TASK) -> list[int]:
+        """Returns the keys of requests that begin to wait for an engine."""
+        if not self._active:
+            self._begin_afresh()
+        elif self._savings.before is not None:
+            self._savings.is_unknown = True
+        keys = list(range(self._num_requests, self._num_requests + len(requests)))
+        self._num_requests += len(requests)
+        self.responses |= {key: Response(r) for key, r in zip(keys, requests, strict=True)}
+        self._active |= dict.fromkeys(keys)
+        self._speeds.begin(keys, task)
+        return keys
+
+    def advance(self) -> list[int]:
+        """Sends and reads turns, and consults the policy; returns the keys of the requests that ended."""
+        if self._active:
+            self.send_turns()
+            self._read_results()
+            self._consult_policy()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _read_results(self) -> None:
+        for engine, result in self.engines.results():
+            if result is None:
+                self._lose(engine)
+            else:
+                self._read_result(engine, result)
+
+    def take(self, keys: Sequence[int]) -> tuple[list[Response], float | None]:
+        """Returns and forgets responses that have ended, and estimates the seconds that moves and races saved.
+
+        The estimate is None unless the requests were under way together, and no others with them.
+        """
+        is_all = len(keys) == self._num_requests - self._first_key
+        if not is_all:
+            self._savings.is_unknown = True
+        self._speeds.forget(keys)
+        return [self.responses.pop(key) for key in keys], self._saved_s if is_all else None
+
+    def abandon(self, keys: Iterable[int] | None = None) -> None:
+        """Stops and forgets these requests, or all that are under way. A request that has ended is left alone."""
+        if keys is None:
+            self._ended = []
+        for key in [key for key in (self._active if keys is None else keys) if key in self._active]:
+            for engine in list(self.responses[key].attempts):
+                self._stop(key, engine, AttemptOutcome.ABANDONED)
+            del self._active[key]
+            self.take([key])
+        self._send_stops()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._active)
+
+    def request_of(self, engine: int, name: int) -> int | None:
+        """Returns the key of the request that an open attempt of an engine is for; None if there is no such attempt."""
+        return self._assigned[engine].attempts.get(name)
+
+    # New weights
+
+    def decide_races(self) -> None:
+        """Ends every race in favour of its leader.
+
+        Call it before new weights: racers that get them at different tokens would make different responses.
+        """
+        self._savings.is_unknown = True
+        for key in self._active:
+            attempts = self.responses[key].attempts
+            for engine in sorted(attempts, key=lambda e: -attempts[e].position)[1:]:
+                self._stop(key, engine, AttemptOutcome.GAVE_UP)
+        self._send_stops()
+
+    def begin_again(self) -> None:
+        """Forgets the tokens of all requests under way, which are drafts from now on. Engines must do so with new weights.
+
+        Reads all turns first, because their tokens are the old policy's. No request may be raced.
+        """
+        while any(map(self.engines.num_turns, range(len(self._assigned)))):
+            self._read_results()
+        for key in self._active:
+            self.responses[key].begin_again()
+
+    def resume(self) -> None:
+        """Ends an interruption by new weights: each engine's next turn may have stood still, so its speed is not learned."""
+        self._stood_still = set(range(len(self._assigned)))
+
+    # Attempts
+
+    def _start(self, key: int, engine: int) -> None:
+        """Opens an attempt. Its first token is fixed when its order is sent."""
+        name, assigned = next(_NAMES), self._assigned[engine]
+        self.responses[key].open(engine, name)
+        assigned.attempts[name] = key
+        assigned.starts[name] = None
+
+    def _stop(self, key: int, engine: int, outcome: AttemptOutcome) -> None:
+        """Closes an attempt that its engine may still work on."""
+        name, assigned = self._close(key, engine, outcome), self._assigned[engine]
+        if name in assigned.starts:
+            del assigned.starts[name]
+        else:
+            assigned.stops.append(name)
+
+    def _close(self, key: int, engine: int, outcome: AttemptOutcome, at_s: float | None = None) -> int:
+        name = self.responses[key].close(engine, outcome, time.perf_counter() if at_s is None else at_s)
+        del self._assigned[engine].attempts[name]
+        return name
+
+    # Turns
+
+    def send_turns(self) -> None:
+        """Keeps the queue of every engine that has something to do filled with turns."""
+        for engine, assigned in enumerate(self._assigned):
+            while (
+                (assigned.attempts or assigned.stops)
+                and self.engines.is_alive(engine)
+                and self.engines.num_turns(engine) < MAX_AHEAD
+            ):
+                self.engines.send(engine, TurnOrders(self.begin_now(engine), tuple(assigned.stops), self._turn_s))
+                assigned.stops = []
+
+    def begin_now(self, engine: int, keys: Iterable[int] | None = None) -> Starts:
+        """Returns the engine's new attempts, or those at these requests. The caller has to deliver them."""
+        assigned, wanted = self._assigned[engine], None if keys is None else set(keys)
+        names = [name for name in assigned.starts if wanted is None or assigned.attempts[name] in wanted]
+        for name in names:
+            del assigned.starts[name]
+        return tuple((name, self.responses[assigned.attempts[name]].begin(engine)) for name in names)
+
+    @property
+    def _turn_s(self) -> float:
+        return min(max(TURN_SHARE * (time.perf_counter() - self._busy_since_s), SHORTEST_TURN_S), LONGEST_TURN_S)
+
+    def _send_stops(self) -> None:
+        """Sends stops in turns of their own, behind the turns that are queued."""
+        for engine, assigned in enumerate(self._assigned):
+            if assigned.stops and self.engines.is_alive(engine):
+                self.engines.send(engine, TurnOrders(stops=tuple(assigned.stops)))
+            assigned.stops = []
+
+    # Results
+
+    def _read_result(self, engine: int, result: TurnResult) -> None:
+        """Learns from a turn, adds its tokens, and closes attempts that ended or that contradict what is known."""
+        self._savings.heard_s_E[engine] = time.perf_counter()
+        attempts = self._assigned[engine].attempts
+        parts = {name: part for name, part in result.parts.items() if name in attempts}
+        if engine in self._stood_still:
+            self._stood_still.remove(engine)
+        else:
+            num_made = {attempts[name]: len(tokens) for name, (tokens, _) in parts.items()}
+            steady = [attempts[name] for name in result.steady if name in attempts]
+            self._speeds.learn(self.engines.methods[engine], result.work, num_made, steady)
+        for name, part in parts.items():
+            key, reason = attempts[name], result.finished.get(name)
+            if not self.responses[key].extend(engine, *part, reason, result.policy_version):
+                self._stop(key, engine, AttemptOutcome.DIVERGED)
+            elif reason is not None:
+                self._finish(key, engine)
+
+    def _finish(self, key: int, winner: int) -> None:
+        """Ends a request: stops the other racers and learns the response's length."""
+        response = self.responses[key]
+        self._close(key, winner, AttemptOutcome.WON)
+        for rival in list(response.attempts):
+            self._stop(key, rival, AttemptOutcome.BEATEN)
+        del self._active[key]
+        self._ended.append(key)
+        self.lengths.finished(response.request.prompt_index, len(response.tokens))
+        if not self._active:
+            self._send_stops()
+            now_s = time.perf_counter()
+            self._saved_s = self._savings.saved_s(now_s, self.responses, self._speeds, self.engines.methods)
+
+    def _lose(self, engine: int) -> None:
+        """Closes the attempts of an engine that has died. Their requests wait for another engine."""
+        self._savings.is_unknown = True
+        died_s = time.perf_counter()
+        for key in list(self._assigned[engine].attempts.values()):
+            self._close(key, engine, AttemptOutcome.DIED, died_s)
+        self._assigned[engine] = _Assignments()
+
+    # Decisions
+
+    def _begin_afresh(self) -> None:
+        """Resets the clock and the estimate of savings: no request is under way."""
+        self._busy_since_s, self._next_look_s = time.perf_counter(), 0.0
+        self._first_key = self._num_requests
+        self._savings, self._saved_s = Savings(len(self._assigned), self._busy_since_s), None
+
+    def _consult_policy(self) -> None:
+        """Moves and races requests as the policy says: about once a turn, and at once if a request is waiting."""
+        if self._active and (self._waiting() or time.perf_counter() >= self._next_look_s):
+            keys = list(self._active)
+            decision = self.policy.decide(self._observe(keys))
+            self._savings.note(decision, keys, self.responses)
+            started = {request for request, _ in decision.starts}
+            for request, engine in decision.stops:
+                moves = request in started
+                self._stop(keys[request], engine, AttemptOutcome.MOVED if moves else AttemptOutcome.GAVE_UP)
+            for request, engine in decision.starts:
+                self._start(keys[request], engine)
+            self._next_look_s = time.perf_counter() + self._turn_s
+
+    def _waiting(self) -> list[int]:
+        return [key for key in self._active if not self.responses[key].attempts]
+
+    def _is_alive_E(self) -> np.ndarray:
+        return np.array([self.engines.is_alive(e) for e in range(len(self._assigned))])
+
+    def _remaining(self, responses: Sequence[Response]) -> np.ndarray:
+        lengths_R = np.array([len(r.tokens) for r in responses], np.int64)
+        return self.lengths.remaining([r.request.prompt_index for r in responses], lengths_R)
+
+    def _observe(self, keys: list[int]) -> TailObservation:
+        """Returns what the policy decides by; it numbers requests by their place in `keys`."""
+        under_way = [self.responses[key] for key in keys]
+        attempts_A = [
+            (i, e, len(r.tokens) - a.position) for i, r in enumerate(under_way) for e, a in r.attempts.items()
+        ]
+        request_A, engine_A, lag_A = np.array(attempts_A, np.int64).reshape(-1, 3).T
+        return TailObservation(
+            num_tokens_R=np.array([len(r.request.prompt_token_ids) + len(r.tokens) for r in under_way]),
+            remaining_R=self._remaining(under_way),
+            speed_RM=self._speeds.of(keys),
+            doubt_RM=self._speeds.doubts(keys),
+            request_A=request_A,
+            engine_A=engine_A,
+            lag_A=lag_A,
+            method_E=np.array(self.engines.methods),
+            capacity_E=np.where(self._is_alive_E(), self.engines.capacity, 0),
+            handover_s=self._turn_s,
+        )

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The straggler policy: which requests move to another engine, which are raced by several, and which racers give up.
+
+docs/concepts/racing.md says why no response is favoured. Algorithm 3 of SpecActor (arXiv 2511.16193) gives free engines to the
+requests with the worst acceptance. Here each change must promise an earlier end by measured speeds, including prefill.
+
+Shapes: R requests, E engines.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from nemo_specrollout.config.block import FastestOfNConfig
+from nemo_specrollout.stragglers.decisions.speed_table import SpeedModel
+from nemo_specrollout.stragglers.decisions.tail_forecast import TailForecast, TailObservation
+
+NUM_LAST = 4
+"""Requests of an engine that are considered for a move or a race: those that end last."""
+MAX_CHANGES = 64
+"""Maximum number of changes in a decision; the last plan may exceed it."""
+MAX_UNIMPROVABLE = 16
+"""Engines without a worthwhile change, after which the policy looks at no more engines."""
+LEAST_CHANCE = 0.05
+"""Probability of winning below which a racer gives up."""
+RACE_PREMIUM = 0.01
+"""Handicap of a race against a move, as a share of the seconds until the source engine ends. Unlike a race, a move leaves
+the source free."""
+
+
+@dataclass(frozen=True)
+class TailDecision:
+    """Attempts to start and to stop, as pairs (request, engine). One request in both is a move."""
+
+    starts: tuple[tuple[int, int], ...] = ()
+    stops: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A race of the one request of `source` by `target`, or a move of requests there."""
+
+    requests: tuple[int, ...]
+    source: int
+    target: int
+    is_race: bool
+    end_s: float
+    """Predicted end of both engines, whichever is later."""
+
+
+class TailPolicy(Protocol):
+    """Decides which requests move, and which are raced."""
+
+    def decide(self, seen: TailObservation) -> TailDecision:
+        """Returns the attempts to start and to stop."""
+
+
+class FastestOfN:
+    """The straggler policy. It has no state: equal observations give equal decisions.
+
+    It decides in three steps:
+    1. Each waiting request gets the engine where it would end first.
+    2. A racer with a smaller chance of winning than `LEAST_CHANCE` gives up.
+    3. The engine that ends last moves requests to another engine, or another engine races its last request. This repeats
+       as long as a change brings the later end of both engines forward by the share `config.min_gain`.
+
+    Example: engines 0 and 1 make 100 tokens a second for one request, and 50 for each of two. Engine 0 decodes request 0,
+    which needs 600 tokens, and request 1, which needs 500. They would end after 11 s and 10 s. If request 0 moves to the idle
+    engine 1, the later end is at 6 s, so the decision is `starts=((0, 1),), stops=((0, 0),)`.
+    """
+
+    def __init__(self, config: FastestOfNConfig, speeds: SpeedModel) -> None:
+        self.config = config
+        self.speeds = speeds
+
+    def decide(self, seen: TailObservation) -> TailDecision:
+        """Returns the attempts to start and to stop."""
+        forecast = TailForecast(seen, self.speeds)
+        if not (seen.capacity_E > 0).any():
+            return TailDecision()
+        for request in forecast.waiting():
+            forecast.start(request, forecast.best_engine(request))
+        for request, racer in forecast.raced_attempts():
+            if forecast.chance(request, racer) < LEAST_CHANCE:
+                forecast.stop(request, racer)
+        unimprovable: set[int] = set()
+        while len(forecast.changes) < MAX_CHANGES and len(unimprovable) < MAX_UNIMPROVABLE:
+            if (engine := forecast.last_engine(unimprovable)) is None:
+                break
+            plan = self._best_plan(forecast, engine)
+            if plan is None:
+                unimprovable.add(engine)
+                continue
+            for request in plan.requests:
+                if not plan.is_race:
+                    forecast.stop(request, plan.source)
+                forecast.start(request, plan.target)
+        return TailDecision(*forecast.net_changes())
+
+    def _best_plan(self, forecast: TailForecast, engine: int) -> _Plan | None:
+        """Returns the plan that brings the end of `engine` forward most, or None. Bundles are tried last."""
+        single = [
+            plan
+            for request in forecast.by_end(engine)[:NUM_LAST]
+            for target in forecast.targets(request)
+            for plan in self._plans(forecast, request, engine, target)
+        ]
+        return self._worthwhile(forecast, engine, single) or self._worthwhile(
+            forecast, engine, self._bundles(forecast, engine)
+        )
+
+    def _worthwhile(self, forecast: TailForecast, engine: int, plans: Iterable[_Plan]) -> _Plan | None:
+        """Returns the best plan if it gains enough."""
+        end_s = forecast.end_s(engine)
+        least_s = max(self.config.min_gain * end_s, forecast.seen.handover_s)
+        best = max(plans, key=lambda p: end_s - p.end_s - (RACE_PREMIUM * end_s if p.is_race else 0.0), default=None)
+        return best if best is not None and end_s - best.end_s > least_s else None
+
+    def _plans(self, forecast: TailForecast, request: int, engine: int, target: int) -> Iterator[_Plan]:
+        """Yields the move of a single request and its race, as far as they are allowed."""
+        engines, methods = forecast.engines_of(request), forecast.seen.method_E
+        if self.config.moving and len(engines) == 1:
+            yield _Plan((request,), engine, target, False, forecast.end_after_move((request,), engine, target))
+        is_new = methods[target] not in methods[list(engines)]
+        if is_new and len(engines) < self.config.max_racers and forecast.by_end(engine)[0] == request:
+            yield _Plan((request,), engine, target, True, forecast.end_after_race(request, engine, target))
+
+    def _bundles(self, forecast: TailForecast, engine: int) -> Iterator[_Plan]:
+        """Yields moves of the last 2, 4, 8, ... requests. If many end together, moving a single one changes little."""
+        if not self.config.moving:
+            return
+        movable = [r for r in forecast.by_end(engine) if len(forecast.engines_of(r)) == 1]
+        size = 2
+        while size <= min(len(movable), MAX_CHANGES // 2):
+            bundle = tuple(movable[:size])
+            for target in forecast.targets(bundle[0], size):
+                yield _Plan(bundle, engine, target, False, forecast.end_after_move(bundle, engine, target))
+            size *= 2

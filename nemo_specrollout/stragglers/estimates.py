@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimates of a coordinator: decode speeds, learned from turns, and the seconds that moves and races have saved.
+
+Shapes: K requests that made tokens in a turn, R requests under way, M draft methods, E engines.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from nemo_specrollout.stragglers.attempts import Response
+from nemo_specrollout.stragglers.decisions.request_estimates import RequestSpeeds
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
+from nemo_specrollout.stragglers.decisions.tail_forecast import Assignment, undisturbed_end_s
+from nemo_specrollout.stragglers.turns import TurnWork
+
+
+class DecodeSpeeds:
+    """Decode speed of each draft method, and of each request relative to a typical one."""
+
+    def __init__(self, table: DecodeSpeedTable) -> None:
+        self.table = table
+        self._speeds = RequestSpeeds(np.ones((0, len(table.methods))))
+        self._rows: dict[int, int] = {}
+        self._tasks: dict[int, str] = {}
+
+    def begin(self, keys: Sequence[int], task: str) -> None:
+        task_speed_M = np.array([self.table.task_speed(task, m) for m in range(len(self.table.methods))])
+        self._rows |= zip(keys, self._speeds.begin(len(keys), task_speed_M), strict=True)
+        self._tasks |= dict.fromkeys(keys, task)
+
+    def forget(self, keys: Sequence[int]) -> None:
+        self._speeds.forget([self._rows.pop(key) for key in keys])
+        for key in keys:
+            del self._tasks[key]
+
+    def learn(self, method: int, work: TurnWork, num_made: Mapping[int, int], steady: Sequence[int]) -> None:
+        """Learns from a turn of an engine that drafts by `method`.
+
+        `num_made` is the number of new tokens by request. `steady` are the requests that took part in the whole turn.
+        """
+        if work.num_prefilled:
+            self.table.observe_prefill(work.num_prefilled, work.prefill_s)
+        if not (work.num_tokens and work.decode_s and num_made):
+            return
+        batch = max(1, round(work.request_s / work.decode_s))
+        typical = self.table.tokens_per_s(method, batch) * work.decode_s
+        tasks = {self._tasks[key] for key in num_made}
+        task = tasks.pop() if len(tasks) == 1 else ANY_TASK
+        self.table.observe(task, method, batch, work.num_tokens, work.request_s)
+        made_K = np.array([num_made.get(key, 0) for key in steady], float)
+        self._speeds.observe(self._rows_of(steady), method, made_K, typical)
+
+    def of(self, keys: Sequence[int]) -> np.ndarray:
+        """Returns the speed of requests over a typical request's, float64 [R, M]."""
+        return self._speeds.speeds(self._rows_of(keys))
+
+    def doubts(self, keys: Sequence[int]) -> np.ndarray:
+        """Returns the standard deviation of the logarithm of the speeds, float64 [R, M]."""
+        return self._speeds.doubts(self._rows_of(keys))
+
+    def _rows_of(self, keys: Sequence[int]) -> np.ndarray:
+        return np.array([self._rows[key] for key in keys], np.int64)
+
+
+class Savings:
+    """Savings of requests that began together: if no request had moved or raced, how much later would they have ended?"""
+
+    def __init__(self, num_engines: int, now_s: float) -> None:
+        self.heard_s_E = np.full(num_engines, now_s)
+        """Time of each engine's latest result."""
+        self.is_unknown = False
+        """Set after a death or new weights, because nothing remains to compare with."""
+        self.keys: list[int] = []
+        """Requests under way just before the first move or race."""
+        self.before: Assignment | None = None
+
+    def note(self, decision: TailDecision, keys: Sequence[int], responses: Mapping[int, Response]) -> None:
+        """Notes which engine has which request, just before the first decision that moves or races one.
+
+        `keys` are the requests that the decision numbers. A waiting request counts for the engine where it will begin.
+        """
+        engines = {key: list(responses[key].attempts) for key in keys}
+        if self.before is not None or not any(engines[keys[request]] for request, _ in decision.starts):
+            return
+        begun = {keys[request]: engine for request, engine in decision.starts}
+        holders = {**begun, **{key: has[0] for key, has in engines.items() if has}}
+        num_tokens_R = np.array([len(responses[key].tokens) for key in holders])
+        self.keys = list(holders)
+        self.before = Assignment(np.array(list(holders.values())), num_tokens_R, self.heard_s_E.copy())
+
+    def saved_s(
+        self, ended_s: float, responses: Mapping[int, Response], speeds: DecodeSpeeds, methods: Sequence[int]
+    ) -> float | None:
+        """Returns by how many seconds a rollout that ended at `ended_s` would have ended later.
+
+        None if no request moved or raced, or if the savings are unknown. `methods` is the draft method by engine.
+        """
+        if self.before is None or self.is_unknown:
+            return None
+        lengths_R = np.array([len(responses[key].tokens) for key in self.keys])
+        end_s = undisturbed_end_s(self.before, lengths_R, speeds.of(self.keys), np.array(methods), speeds.table)
+        return end_s - ended_s

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meeting point of engines that another framework serves: they bring requests, hand in turn results and fetch orders.
+
+The exchange has no loop of its own: an engine that calls it does the coordinator's work for all results that wait.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from nemo_specrollout.config.block import FastestOfNConfig
+from nemo_specrollout.generation.engine.requests import Rollout, ShardRequest
+from nemo_specrollout.stragglers.attempts import tail_counts
+from nemo_specrollout.stragglers.coordinator import Coordinator
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
+from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
+from nemo_specrollout.stragglers.turns import ExchangeFailed, ExchangeReply, Starts, TurnOrders, TurnResult
+
+POLL_S = 1.0
+"""Seconds after which an idle engine's call returns; the engine then asks again."""
+PAUSE_PATIENCE_S = 30.0
+"""Longest time for which a pause waits for the engines' turns."""
+SILENCE_S = 300.0
+"""Seconds without a result after which an engine that has turns is given up."""
+
+
+@dataclass
+class _Member:
+    """An engine that has joined."""
+
+    orders: deque[TurnOrders] = field(default_factory=deque)
+    """Turn orders that it has not fetched."""
+    num_turns: int = 0
+    """Turns whose results are missing."""
+    heard_s: float = field(default_factory=time.monotonic)
+
+
+class PollingFleet:
+    """The fleet of a coordinator that cannot call its engines: they fetch orders, and hand in one result for each turn."""
+
+    def __init__(self, methods: Sequence[int]) -> None:
+        self.methods = list(methods)
+        self.capacity = 0
+        self.members: dict[int, _Member] = {}
+        self.inbox: list[tuple[int, TurnResult | None]] = []
+        """Results that were not read."""
+
+    def join(self, engine: int, capacity: int) -> None:
+        """Adds an engine that decodes `capacity` requests at a time and has no turn."""
+        self.capacity = min(capacity, self.capacity or capacity)
+        self.members[engine] = _Member()
+
+    def leave(self, engine: int) -> None:
+        """Removes an engine; to the coordinator it has died."""
+        if self.members.pop(engine, None) is not None:
+            self.inbox.append((engine, None))
+
+    # For the coordinator: see `EngineFleet`
+
+    def send(self, engine: int, orders: TurnOrders) -> None:
+        member = self.members[engine]
+        member.orders.append(orders)
+        member.num_turns += 1
+
+    def results(self) -> list[tuple[int, TurnResult | None]]:
+        """Returns the results since the last call; does not wait."""
+        results, self.inbox = self.inbox, []
+        return results
+
+    def num_turns(self, engine: int) -> int:
+        return self.members[engine].num_turns if engine in self.members else 0
+
+    def is_alive(self, engine: int) -> bool:
+        return engine in self.members
+
+
+class StragglerExchange:
+    """Owns the coordinator of a fleet of engines, and the metrics until they are taken. Several threads may call it.
+
+    Synchronous engines call it for one rollout: `begin`, then each engine joins with its shard or leaves, all exchange turns
+    until everything is done, then `end`. Asynchronous engines join once and `add` requests at any time; `pause` and `resume`
+    enclose an update of the weights.
+
+    Invariant: after an error every call raises ExchangeFailed, so that each engine finishes its own requests alone.
+    """
+
+    def __init__(self, methods: Sequence[str], config: FastestOfNConfig, max_new_tokens: int) -> None:
+        """`methods` is the name of each engine's draft method."""
+        names = list(dict.fromkeys(methods))
+        table = DecodeSpeedTable(names)
+        self._fleet = PollingFleet([names.index(name) for name in methods])
+        self._coordinator = Coordinator(self._fleet, FastestOfN(config, table), table, LengthEstimator(max_new_tokens))
+        self._changed = threading.Condition()
+        self._keys: dict[tuple[int, int], int] = {}
+        """The coordinator's key of each request under way, by the request's home."""
+        self._answers: list[list[tuple[int, Rollout | None]]] = [[] for _ in methods]
+        self._awaited: set[int] | None = None
+        """Engines that have not joined the rollout yet; None where engines are asynchronous."""
+        self._ended: list[int] = []
+        """Keys of requests that have ended and were not taken from the coordinator."""
+        self._is_paused = False
+        self._totals: dict[str, float] = {}
+        self._failure: str | None = None
+
+    # A rollout of synchronous engines
+
+    def begin(self) -> None:
+        with self._guarded():
+            self._begin_with(set(range(len(self._answers))))
+
+    def end(self) -> None:
+        """Ends the rollout, complete or not; no engine waits for another any longer."""
+        with self._guarded():
+            self._begin_with(set())
+
+    def _begin_with(self, awaited: set[int]) -> None:
+        self._coordinator.abandon()
+        self._fleet.members.clear()
+        self._fleet.inbox.clear()
+        self._take_ended()
+        self._keys = {}
+        self._answers = [[] for _ in self._answers]
+        self._awaited = awaited
+
+    # For engines
+
+    def join(self, engine: int, capacity: int, requests: Sequence[ShardRequest] = ()) -> None:
+        """Adds an engine that decodes `capacity` requests at a time, with its shard of requests."""
+        with self._guarded():
+            self._fleet.join(engine, capacity)
+            if self._awaited is not None:
+                self._awaited.discard(engine)
+            self._add(engine, requests)
+            self._advance()
+
+    def add(self, engine: int, requests: Sequence[ShardRequest]) -> Starts:
+        """Adds requests; returns the attempts that the engine begins at once, none while the exchange is paused."""
+        with self._guarded():
+            self._member(engine)
+            keys = self._add(engine, requests)
+            starts = () if self._is_paused else self._coordinator.begin_now(engine, keys)
+            self._advance()
+            return starts
+
+    def cancel(self, engine: int, numbers: Sequence[int]) -> None:
+        with self._guarded():
+            self._forget([self._keys[engine, n] for n in numbers if (engine, n) in self._keys])
+
+    def leave(self, engine: int) -> None:
+        """Removes an engine. Its attempts at others' requests go on elsewhere; its own requests are dropped."""
+        with self._guarded():
+            if self._awaited is not None:
+                self._awaited.discard(engine)
+            self._fleet.leave(engine)
+            self._forget([key for (home, _), key in self._keys.items() if home == engine])
+            self._advance()
+
+    def exchange(self, engine: int, result: TurnResult | None = None) -> ExchangeReply:
+        """Takes the result of a turn; returns orders and answers. An idle engine waits for them, at most `POLL_S`."""
+        with self._guarded():
+            member = self._member(engine)
+            member.heard_s = time.monotonic()
+            if result is not None:
+                member.num_turns -= 1
+                self._fleet.inbox.append((engine, result))
+                self._refuse(engine, result.refused)
+            self._advance()
+            self._changed.wait_for(lambda: self._has_reply_for(engine), POLL_S)
+            member = self._member(engine)  # raises if the engine was given up while it waited
+            orders, answers = tuple(member.orders), tuple(self._answers[engine])
+            member.orders.clear()
+            self._answers[engine] = []
+            return ExchangeReply(orders, answers, self._is_over)
+
+    # For the driver
+
+    def pause(self) -> bool:
+        """Ends races and begins nothing until `resume`, because new weights are coming. Returns whether all turns ended."""
+        with self._guarded():
+            self._coordinator.decide_races()
+            self._is_paused = True
+            self._changed.notify_all()
+            members = self._fleet.members
+            return self._changed.wait_for(lambda: not any(m.num_turns for m in members.values()), PAUSE_PATIENCE_S)
+
+    def resume(self) -> None:
+        """Begins requests again: all engines have the new weights."""
+        with self._guarded():
+            self._is_paused = False
+            self._advance()
+            self._coordinator.resume()
+
+    def take_figures(self) -> dict[str, float]:
+        """Returns the metrics `tail.*` of what ended since the last call; `saved_s` is missing if it is not known."""
+        with self._guarded():
+            totals, self._totals = self._totals, {}
+            return {**tail_counts(()), **totals}
+
+    # Inside
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Lets one call in at a time. An error in one call is raised in all later ones."""
+        with self._changed:
+            self._raise_failure()
+            try:
+                yield
+            except ExchangeFailed:
+                raise
+            except Exception as error:
+                self._failure = f"{type(error).__name__}: {error}"
+                self._changed.notify_all()
+                raise ExchangeFailed(self._failure) from error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise ExchangeFailed(self._failure)
+
+    def _member(self, engine: int) -> _Member:
+        """Returns an engine that has joined. Raises ExchangeFailed if it has not, or after a failure."""
+        self._raise_failure()
+        if not self._fleet.is_alive(engine):
+            raise ExchangeFailed(
+                f"engine {engine} is not part of the rollout: it was silent for too long, or the rollout has ended"
+            )
+        return self._fleet.members[engine]
+
+    @property
+    def _is_over(self) -> bool:
+        return self._awaited is not None and not self._awaited and not self._coordinator.is_busy
+
+    def _has_reply_for(self, engine: int) -> bool:
+        has_work = self._fleet.num_turns(engine) > 0 or bool(self._answers[engine])
+        return has_work or self._is_over or self._failure is not None or not self._fleet.is_alive(engine)
+
+    def _add(self, engine: int, requests: Sequence[ShardRequest]) -> list[int]:
+        keys = self._coordinator.add(requests, engine) if requests else []
+        self._keys |= {r.home: key for key, r in zip(keys, requests, strict=True)}
+        return keys
+
+    def _refuse(self, engine: int, names: Sequence[int]) -> None:
+        """Tells the engines whose requests were refused."""
+        keys = [key for name in names if (key := self._coordinator.request_of(engine, name)) is not None]
+        for asker, number in map(self._home, keys):
+            self._answers[asker].append((number, None))
+        self._forget(keys)
+
+    def _forget(self, keys: Sequence[int]) -> None:
+        """Drops requests: their responses are sent to no engine."""
+        for key in keys:
+            del self._keys[self._home(key)]
+        self._coordinator.abandon(keys)
+
+    def _home(self, key: int) -> tuple[int, int]:
+        request = self._coordinator.responses[key].request
+        assert isinstance(request, ShardRequest)
+        return request.home
+
+    def _advance(self) -> None:
+        if not self._is_paused:
+            self._lose_silent_engines()
+            for key in self._coordinator.advance():
+                engine, number = self._home(key)
+                del self._keys[engine, number]
+                self._answers[engine].append((number, self._coordinator.responses[key].rollout))
+                self._ended.append(key)
+            if self._awaited is None or self._is_over:
+                self._take_ended()
+            self._coordinator.send_turns()
+            if not self._coordinator.is_busy:
+                self._fleet.inbox.clear()  # results of attempts that were beaten
+        self._changed.notify_all()
+
+    def _lose_silent_engines(self) -> None:
+        now_s = time.monotonic()
+        for engine, member in list(self._fleet.members.items()):
+            if member.num_turns and now_s - member.heard_s > SILENCE_S:
+                self._fleet.leave(engine)
+
+    def _take_ended(self) -> None:
+        """Takes ended requests from the coordinator: all of a rollout together, so that it knows what moves saved."""
+        if self._ended:
+            responses, saved_s = self._coordinator.take(self._ended)
+            ended = [[(attempt.outcome or "", attempt.start_s) for attempt in r.ended] for r in responses]
+            figures = tail_counts(ended) | ({} if saved_s is None else {"saved_s": saved_s})
+            for name, figure in figures.items():
+                self._totals[name] = self._totals.get(name, 0.0) + figure
+            self._ended = []

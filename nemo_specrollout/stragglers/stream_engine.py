@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An asynchronous engine that works in turns, and its part in an exchange with other engines.
+
+The engine steps by itself, and a turn is a while after which it reports.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_specrollout.generation.engine.requests import Rollout, ShardRequest
+from nemo_specrollout.generation.engine.vllm_requests import (
+    REFUSALS,
+    as_vllm_returns,
+    is_portable,
+    shard_request,
+    text_and_params,
+)
+from nemo_specrollout.stragglers.attempts import covered
+from nemo_specrollout.stragglers.turn_engine import FEW_ATTEMPTS, num_text_tokens
+from nemo_specrollout.stragglers.turns import ExchangeFailed, Starts, TurnOrders, TurnResult, TurnWork
+
+logger = logging.getLogger(__name__)
+
+MAX_EARLY_STOPS = 256
+"""Remembered stops of unknown attempts. Most of these attempts have ended, a few are still to begin."""
+Generate = Callable[[Any, Any, str], AsyncIterator[Any]]
+"""`AsyncLLM.generate`: prompt, sampling parameters and request id to vLLM's outputs."""
+Ask = Callable[..., Coroutine[Any, Any, Any]]
+"""Calls a method of the exchange, by its name, for one engine. Raises ExchangeFailed if the exchange is lost."""
+
+
+@dataclass
+class _Streamed:
+    """An attempt in the engine, with the tokens that were not reported yet."""
+
+    name: int
+    request: ShardRequest
+    began_s: float
+    waits: bool
+    """Whether the engine was full when the attempt began. Then its first token says nothing about prefill."""
+    task: asyncio.Task[None] = field(init=False)
+    first_s: float | None = None
+    """Time of the first token."""
+    ended_s: float | None = None
+    finish_reason: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class StreamEngine:
+    """Reports in turns what an `AsyncLLM` makes. Owns the attempts under way, which go on between turns.
+
+    Invariant: each token of an attempt is reported once and in order. Belongs to one event loop.
+    """
+
+    def __init__(self, generate: Generate, capacity: int) -> None:
+        """`capacity` is the number of requests that the engine decodes at a time."""
+        self.capacity = capacity
+        self._generate = generate
+        self._attempts: dict[int, _Streamed] = {}
+        self._num_requests = 0
+        self._early_stops: deque[int] = deque(maxlen=MAX_EARLY_STOPS)
+        self._reported_s = time.perf_counter()
+
+    async def turn(self, orders: TurnOrders) -> TurnResult:
+        """Stops and begins attempts as ordered, then waits until the turn's time is over or no attempt is left.
+
+        Raises what the engine raised. Requests that vLLM refuses are reported as refused instead.
+        """
+        self._early_stops.extend(name for name in orders.stops if name not in self._attempts)
+        await self._stop(orders.stops)
+        self.begin(orders.starts)
+        await self._wait(orders.seconds)
+        return self._result()
+
+    def begin(self, starts: Starts) -> None:
+        """Begins attempts at once, except those that a turn has already stopped."""
+        for name, request in starts:
+            assert isinstance(request, ShardRequest)
+            if name in self._early_stops:
+                continue
+            waits = len(self._attempts) >= self.capacity
+            attempt = self._attempts[name] = _Streamed(name, request, time.perf_counter(), waits)
+            attempt.task = asyncio.create_task(self._consume(attempt))
+
+    async def stop_all(self) -> None:
+        await self._stop(list(self._attempts))
+
+    async def _stop(self, names: Sequence[int]) -> None:
+        """Cancels attempts: vLLM aborts a request when its outputs are no longer consumed."""
+        stopped = [self._attempts.pop(name) for name in names if name in self._attempts]
+        for attempt in stopped:
+            attempt.task.cancel()
+        await asyncio.gather(*(attempt.task for attempt in stopped), return_exceptions=True)
+
+    async def _consume(self, attempt: _Streamed) -> None:
+        text, params = text_and_params(attempt.request, streams=True)
+        self._num_requests += 1
+        async for output in self._generate({"prompt_token_ids": text}, params, f"specrollout-{self._num_requests}"):
+            (made,) = output.outputs
+            tokens = list(made.token_ids)
+            if tokens and attempt.first_s is None:
+                attempt.first_s = time.perf_counter()
+            attempt.tokens += tokens
+            attempt.logprobs += [entry[token].logprob for entry, token in zip(made.logprobs or (), tokens, strict=True)]
+            attempt.finish_reason = made.finish_reason
+        attempt.ended_s = time.perf_counter()
+
+    async def _wait(self, seconds: float) -> None:
+        """Waits; with few attempts only until one of them ends, because others may be racing for it."""
+        until = time.perf_counter() + seconds
+        while (left_s := until - time.perf_counter()) > 0:
+            tasks = [a.task for a in self._attempts.values() if not a.task.done()]
+            if not tasks:
+                return
+            done, _ = await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if done and len(tasks) <= FEW_ATTEMPTS:
+                return
+
+    def _result(self) -> TurnResult:
+        before, self._reported_s = self._reported_s, time.perf_counter()
+        attempts = list(self._attempts.values())
+        decoding = [a for a in attempts if a.first_s is not None and a.first_s <= before]
+        work = _work(decoding, attempts, before, self._reported_s)
+        steady = tuple(a.name for a in decoding if a.ended_s is None)
+        parts, finished, refused = {}, {}, []
+        for attempt in attempts:
+            if attempt.task.done():
+                del self._attempts[attempt.name]
+                if attempt.first_s is None and isinstance(attempt.task.exception(), REFUSALS):
+                    refused.append(attempt.name)
+                    continue
+                attempt.task.result()
+                assert attempt.finish_reason is not None
+                finished[attempt.name] = attempt.finish_reason
+            if attempt.tokens or attempt.name in finished:
+                parts[attempt.name] = attempt.tokens, attempt.logprobs
+                attempt.tokens, attempt.logprobs = [], []
+        return TurnResult(parts, finished, work, steady=steady, refused=tuple(refused))
+
+
+def _work(decoding: list[_Streamed], attempts: list[_Streamed], since_s: float, now_s: float) -> TurnWork:
+    """Returns the work since `since_s`.
+
+    `decoding` are the attempts that made tokens all the time. Prefill is measured by the attempts that began to.
+    """
+    request_s = [(now_s if a.ended_s is None else a.ended_s) - since_s for a in decoding]
+    begun = [(a, a.first_s) for a in attempts if a.first_s is not None and a.first_s > since_s and not a.waits]
+    return TurnWork(
+        max(request_s, default=0.0),
+        sum(request_s),
+        sum(len(a.tokens) for a in decoding),
+        covered([(a.began_s, first_s) for a, first_s in begun]),
+        num_text_tokens(a.request for a, _ in begun),
+    )
+
+
+class StreamShard:
+    """An asynchronous engine's part in the exchange. Owns the futures of the responses that callers wait for.
+
+    If the exchange is lost, the engine makes its own requests alone from their beginning: the same tokens, later.
+    """
+
+    def __init__(self, number: int, engine: StreamEngine, ask: Ask) -> None:
+        self._number, self._engine, self._ask = number, engine, ask
+        self._waiting: dict[int, asyncio.Future[Rollout | None]] = {}
+        self._num_requests = 0
+        self._loop: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self.failure: str | None = None
+        """Reason why the engine is alone; None while it is connected."""
+
+    async def begin(self) -> None:
+        try:
+            await self._ask("join", self._engine.capacity)
+        except ExchangeFailed as error:
+            await self._go_alone(error)
+        else:
+            self._loop = asyncio.create_task(self._take_turns())
+
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, native: Callable[[], AsyncIterator[Any]]
+    ) -> AsyncIterator[Any]:
+        """Replaces `AsyncLLM.generate`: yields the last output only. `native` serves what other engines cannot take over."""
+        rollout = None
+        if self.failure is None and is_portable(prompt, params):
+            request = shard_request((self._number, self._num_requests), prompt, params)
+            self._num_requests += 1
+            rollout = await self._roll_out(request)
+        if rollout is not None:
+            yield as_vllm_returns(request, request_id, rollout)
+            return
+        async for output in native():
+            yield output
+
+    async def _roll_out(self, request: ShardRequest) -> Rollout | None:
+        """Returns the response, or None if the exchange is lost or an engine refused the request."""
+        number = request.home[1]
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        adding = asyncio.ensure_future(self._ask("add", [request]))
+        try:
+            self._engine.begin(await asyncio.shield(adding))
+            return await self._waiting[number]
+        except ExchangeFailed as error:
+            await self._go_alone(error)
+            return None
+        except asyncio.CancelledError:
+            self._in_background(self._cancel(number, adding))  # calls may overtake each other
+            raise
+        finally:
+            del self._waiting[number]
+
+    async def _cancel(self, number: int, adding: asyncio.Future[Starts]) -> None:
+        await adding
+        await self._ask("cancel", [number])
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        async def quietly() -> None:
+            with suppress(ExchangeFailed):
+                await work
+
+        task = asyncio.create_task(quietly())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _take_turns(self) -> None:
+        turns, result = deque[TurnOrders](), None
+        receiving = asyncio.create_task(self._ask("exchange", None))
+        try:
+            while True:
+                if turns:
+                    result = await self._engine.turn(turns.popleft())
+                reply = await receiving
+                for number, rollout in reply.answers:
+                    future = self._waiting.get(number)
+                    if future is not None and not future.done():
+                        future.set_result(rollout)
+                turns.extend(reply.orders)
+                receiving, result = asyncio.create_task(self._ask("exchange", result)), None
+        except Exception as error:  # an error of the engine, too: a native request will raise it again
+            await self._go_alone(error)
+        finally:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+
+    async def _go_alone(self, error: Exception) -> None:
+        if self.failure is not None:
+            return
+        self.failure = f"{error}" if isinstance(error, ExchangeFailed) else f"{type(error).__name__}: {error}"
+        logger.warning(
+            "specrollout: requests no longer move between engines; each engine decodes its own: %s", self.failure
+        )
+        if self._loop is not None and self._loop is not asyncio.current_task():
+            self._loop.cancel()
+        self._in_background(self._ask("leave"))
+        await self._engine.stop_all()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ExchangeFailed(self.failure))

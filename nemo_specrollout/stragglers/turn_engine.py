@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A synchronous engine that works in turns, and its part in a rollout with other engines."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
+from nemo_specrollout.generation.engine.requests import Rollout, ShardRequest
+from nemo_specrollout.stragglers.turns import ExchangeFailed, Request, Starts, Tokens, TurnOrders, TurnResult, TurnWork
+
+FEW_ATTEMPTS = 4
+"""With at most this number of attempts, a turn ends as soon as one of them does: others may be racing for it."""
+FIRST_STEPS = 2
+"""Steps until an engine that schedules asynchronously reports its first step."""
+Ask = Callable[..., Callable[[], Any]]
+"""Calls a method of the exchange, by its name, for one engine. Returns a function that waits for the answer.
+
+Both raise ExchangeFailed if the exchange is lost."""
+
+
+@dataclass
+class _Submitted:
+    """An attempt under way in the engine, of which `num_reported` tokens were reported."""
+
+    name: int
+    request: Request
+    engine_id: str = ""
+    num_reported: int = 0
+
+
+def num_text_tokens(requests: Iterable[Request]) -> int:
+    """Returns the number of tokens that a prefill of the requests computes. Samples of one prompt share its computation."""
+    requests = list(requests)
+    prompts = {r.prompt_index: len(r.prompt_token_ids) for r in requests}
+    return sum(prompts.values()) + sum(len(r.prefix_token_ids) for r in requests)
+
+
+class TurnEngine:
+    """Takes orders, steps an engine for a while, and reports what its attempts made. Owns the attempts under way.
+
+    Invariant: each token of an attempt is reported once and in order. A turn's result holds all tokens made in the turn.
+    """
+
+    def __init__(self, engine: HostedEngine, **sampling: Any) -> None:
+        """`sampling` overrides the config's sampling parameters."""
+        self.engine, self._sampling = engine, sampling
+        self.policy_version = 0
+        self._attempts: dict[int, _Submitted] = {}
+        self._by_engine_id: dict[str, _Submitted] = {}
+        self._step_s = 0.0  # seconds of a recent decode step
+        self._parts: dict[int, Tokens] = {}  # of this turn
+        self._finished: dict[int, str] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._attempts)
+
+    def turn(self, orders: TurnOrders) -> TurnResult:
+        """Stops and begins attempts as ordered, then steps until the turn's time is over or no attempt is left."""
+        self._parts, self._finished = {}, {}
+        old = [attempt.name for attempt in self._attempts.values() if attempt.num_reported]
+        until = time.perf_counter() + orders.seconds
+        self._stop(orders.stops)
+        first_s, num_first_steps, num_prefilled = self._begin(orders.starts)
+        num_first = self._num_tokens
+        decode_s, request_s, num_steps = self._decode(until)
+        self._report_all()
+        prefill_s = max(first_s - num_first_steps * self._step_s, 0.0) if num_prefilled else 0.0
+        work = TurnWork(decode_s, request_s, self._num_tokens - num_first, prefill_s, num_prefilled)
+        self._step_s = decode_s / num_steps if num_steps else self._step_s
+        steady = tuple(name for name in old if name in self._attempts)
+        return TurnResult(self._parts, self._finished, work, self.policy_version, steady)
+
+    def stop_all(self) -> None:
+        self._stop(list(self._attempts))
+
+    def _stop(self, names: Sequence[int]) -> None:
+        """Stops attempts. Their unreported tokens are lost."""
+        self._abort([self._attempts.pop(name) for name in names if name in self._attempts])
+
+    def _begin(self, starts: Starts) -> tuple[float, int, int]:
+        """Begins attempts and takes the steps of their prefill.
+
+        Returns the seconds of these steps, their number, and the number of tokens that they computed completely.
+        """
+        if not starts:
+            return 0.0, 0, 0
+        started, num_steps, begun = time.perf_counter(), 0, set[int]()
+        attempts = [_Submitted(name, request) for name, request in starts]
+        self._attempts |= {attempt.name: attempt for attempt in attempts}
+        self._submit(attempts)
+        while not begun and num_steps < FIRST_STEPS:
+            self._step()
+            self._report_all()
+            num_steps += 1
+            begun = {name for name, _ in starts if name in self._parts}
+        num_prefilled = num_text_tokens(request for name, request in starts if name in begun)
+        return time.perf_counter() - started, num_steps, num_prefilled
+
+    def _submit(self, attempts: Sequence[_Submitted]) -> None:
+        ids = self.engine.submit([a.request for a in attempts], self._sampling)
+        for attempt, engine_id in zip(attempts, ids, strict=True):
+            attempt.engine_id = engine_id
+            self._by_engine_id[engine_id] = attempt
+
+    def _abort(self, attempts: Sequence[_Submitted]) -> None:
+        self.engine.abort([attempt.engine_id for attempt in attempts])
+        for attempt in attempts:
+            del self._by_engine_id[attempt.engine_id]
+
+    def _decode(self, until: float) -> tuple[float, float, int]:
+        """Steps until the clock shows `until`. Returns `TurnWork.decode_s`, `TurnWork.request_s` and the number of steps."""
+        decode_s, request_s, num_steps = 0.0, 0.0, 0
+        now = time.perf_counter()
+        while self._attempts and now < until:
+            num_attempts = len(self._attempts)
+            self._step()
+            before, now = now, time.perf_counter()
+            num_steps += 1
+            decode_s += now - before
+            request_s += (now - before) * min(num_attempts, self.engine.max_num_seqs)
+            if len(self._attempts) < num_attempts <= FEW_ATTEMPTS:
+                break
+        return decode_s, request_s, num_steps
+
+    def _step(self) -> None:
+        for engine_id, rollout in self.engine.step().items():
+            attempt = self._by_engine_id.pop(engine_id)
+            del self._attempts[attempt.name]
+            start = attempt.num_reported
+            self._report(attempt, rollout.token_ids[start:], rollout.logprobs[start:])
+            self._finished[attempt.name] = rollout.finish_reason
+
+    def _report_all(self) -> None:
+        for attempt in self._attempts.values():
+            tokens, logprobs = self.engine.progress(attempt.engine_id, attempt.num_reported)
+            if tokens:
+                self._report(attempt, tokens, logprobs)
+
+    def _report(self, attempt: _Submitted, tokens: list[int], logprobs: list[float]) -> None:
+        attempt.num_reported += len(tokens)
+        known = self._parts.setdefault(attempt.name, ([], []))
+        known[0].extend(tokens)
+        known[1].extend(logprobs)
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(len(tokens) for tokens, _ in self._parts.values())
+
+
+def roll_out_shard(stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequest]) -> list[Rollout]:
+    """Takes an engine's part in a rollout: its own `requests`, numbered 0, 1, ..., and others'. Returns its own responses.
+
+    The engine takes turns until no engine has anything left to do. At most one exchange is under way; meanwhile the engine
+    takes a turn that it already has. Raises ExchangeFailed if the exchange is lost.
+    """
+    engine, rollouts = TurnEngine(stepped), dict[int, Rollout]()
+    turns, result = deque[TurnOrders](), None
+    try:
+        ask("join", stepped.max_num_seqs, requests)()
+        receive = ask("exchange", None)
+        while True:
+            if turns:
+                result = engine.turn(turns.popleft())
+            reply = receive()
+            rollouts |= {number: rollout for number, rollout in reply.answers if rollout is not None}
+            if reply.is_over:
+                return [rollouts[number] for number in range(len(requests))]
+            turns.extend(reply.orders)
+            receive, result = ask("exchange", result), None
+    except ExchangeFailed:
+        raise
+    except BaseException:
+        with suppress(ExchangeFailed):
+            ask("leave")()
+        raise
+    finally:
+        engine.stop_all()
