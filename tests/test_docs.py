@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README and documentation: fields, commands and links exist, every page is in the site's menu, and the prose is plain."""
+"""README and documentation: fields, commands and links exist, and every page is in the site's menu."""
 
 import dataclasses
 import re
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
-from prose import findings_of_page
 
 from lab.cli.main import PROGRAM as LAB
 from nemo_specrollout.cli.main import PROGRAM as PRODUCT
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.unit
 README = ROOT / "README.md"
 BLOCK_PAGE = ROOT / "docs" / "reference" / "block.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-MAX_WORDS = 25_000
 READ_ON_GITHUB = [
     README, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "slurm/README.md", "lab/README.md")), *PAGES,
 ]  # fmt: skip
@@ -55,14 +53,7 @@ def test_the_block_page_shows_the_defaults_and_every_field() -> None:
         assert any(name in drafter for drafter in block["drafters"])
 
 
-def test_the_documentation_is_short() -> None:
-    """README, CONTRIBUTING and the pages count, but not the proposals to other projects in docs/upstream."""
-    pages = [README, ROOT / "CONTRIBUTING.md", *(page for page in PAGES if "upstream" not in page.parts)]
-    assert sum(len(page.read_text().split()) for page in pages) <= MAX_WORDS
-
-
-def test_the_readme_is_short_and_its_block_builds() -> None:
-    assert len(README.read_text().splitlines()) <= 120
+def test_the_block_of_the_readme_builds() -> None:
     build(SpecrolloutConfig, block_of(README), BLOCK_PATH)
 
 
@@ -106,8 +97,3 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
 def test_every_page_is_in_the_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text()
     assert [p for p in PAGES if str(p.relative_to(ROOT / "docs")) not in menu] == []
-
-
-@pytest.mark.parametrize("page", READ_ON_GITHUB, ids=names)
-def test_pages_are_in_plain_english(page: Path) -> None:
-    assert findings_of_page(page) == []

@@ -35,12 +35,23 @@ DISTRIBUTIONS = {
 NEVER_INSTALLED = {"nemo_rl"}
 """NeMo-RL is no distribution."""
 EXTRAS = {
-    "config": set(), "installed": set(), "storage": set(), "scheduling": {"engine", "heads"}, "reports": set(),
-    "racing": {"engine"},
-    "telemetry": {"engine"}, "doctor": {"engine"}, "sampling": {"engine"}, "drafters": {"engine"},
-    "generation": {"engine"}, "remote": {"engine"}, "training": {"heads"}, "nemo_rl": {"engine", "nemo-rl"},
+    "config": set(),
+    "installed": set(),
+    "storage": set(),
+    "reports": set(),
+    "speculation": {"engine"},
+    "stragglers": {"engine"},
+    "telemetry": {"engine"},
+    "doctor": {"engine"},
+    "sampling": {"engine"},
+    "drafters": {"engine"},
+    "generation": {"engine"},
+    "remote": {"engine"},
+    "heads": {"engine", "heads"},
+    "run_ahead": {"engine", "nemo-rl"},
+    "nemo_rl": {"engine", "nemo-rl"},
     "cli": {"heads"},
-}  # fmt: skip
+}
 """Extras that each package of the product may use beside the dependencies of all."""
 LOGIN_NODE = ("config", "installed", "storage", "reports", "cli")
 """Packages that the dependencies of all are for."""
