@@ -10,8 +10,8 @@ from conftest import ROOT
 
 pytestmark = pytest.mark.unit
 
-MAX_LINES_OF_A_FILE = 400
-MAX_LINES_OF_A_FUNCTION = 50
+MAX_LINES_OF_A_FILE = 450
+MAX_LINES_OF_A_FUNCTION = 60
 MAX_PARAMETERS = 6
 PACKAGES = [path for name in ("nemo_specrollout", "lab") for path in sorted((ROOT / name).rglob("*.py"))]
 # Their parameters are vLLM's, or the arrays of a kernel.

@@ -62,7 +62,8 @@ def read_nemo_rl_config(path: Path, overrides: list[str]) -> dict[str, Any]:
 
 def describe_config(tree: dict[str, Any]) -> Subject:
     """Returns what is known of a config for NeMo-RL, whether it can run or not."""
-    findings, block = check_nemo_rl(tree), OFF
+    findings = check_nemo_rl(tree)
+    block = OFF
     if not any(finding.kind == "error" for finding in findings):
         block = effective_config(tree) or OFF
         policy, length = (at(tree, f"policy.{n}") for n in ("model_name", "generation.vllm_cfg.max_model_len"))
@@ -86,8 +87,10 @@ def _tokenizer_faults(tree: Tree) -> Iterator[Finding]:
         return
     from transformers import AutoTokenizer
 
-    own, has_system = at(tree, "policy.tokenizer", {}), any(values_of(tree.get("data"), "system_prompt_file"))
-    roles, kwargs = ["system"] * has_system + ["user"], own.get("chat_template_kwargs") or {}
+    own = at(tree, "policy.tokenizer", {})
+    has_system = any(values_of(tree.get("data"), "system_prompt_file"))
+    roles = ["system"] * has_system + ["user"]
+    kwargs = own.get("chat_template_kwargs") or {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if tokenizer.eos_token is None and at(tree, f"{GENERATION}.stop_token_ids") is None:

@@ -28,8 +28,15 @@ EXIT_TERMINATED = 143
 _MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 """Full disks, used-up quotas, and disks that broke or are read-only: finished work is kept."""
 _PATH_ERRORS = {
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP
-}  # fmt: skip
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ELOOP,
+}
 """Paths that the user named and that cannot be used."""
 Flag = tuple[str, dict[str, Any]]
 """Name and options of one `argparse.ArgumentParser.add_argument` call."""

@@ -90,11 +90,23 @@ def describe_speculation(block: SpecrolloutConfig, native: Any, workers_place: s
         ("drafters", ", ".join(map(_in_words, block.drafters))),
         *([] if block.remote is None else [("placement", _remote_in_words(block.remote, workers_place))]),
         ("budget", f"{block.budget.policy}: {budget}; at most {block.num_speculative_tokens}"),
-        *([("run_ahead", "engines decode the next step's requests while the policy trains; those texts are drafts, "
-                         f"up to {block.most_drafts} a step")] if block.runs_ahead else []),
-        ("exactness", "a draft is accepted only if it equals the policy's own sample: tokens do not depend on drafters; "
-                      + checked),
-    ]  # fmt: skip
+        *(
+            [
+                (
+                    "run_ahead",
+                    "engines decode the next step's requests while the policy trains; those texts are drafts, "
+                    f"up to {block.most_drafts} a step",
+                )
+            ]
+            if block.runs_ahead
+            else []
+        ),
+        (
+            "exactness",
+            "a draft is accepted only if it equals the policy's own sample: tokens do not depend on drafters; "
+            + checked,
+        ),
+    ]
 
 
 def _remote_in_words(drafter: RemoteDrafterConfig, workers_place: str) -> str:
@@ -118,15 +130,21 @@ def describe_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
         ("runtime", f"nemo_rl: {ALGORITHMS[algorithm]} in NeMo-RL, {_describe_asynchrony(tree)}"),
         ("script", _script_in_words(tree)),
         ("versions", _describe_versions()),
-        ("policy", f"{at(tree, 'policy.model_name')}: {sizes_in_words(model_config(tree) or {}) or 'not a folder here'}, "
-                   f"{at(tree, 'policy.precision')}; trained by {_describe_trainer(tree)}"),
-        ("step", f"{prompts} prompts x {samples} samples, {at(tree, 'policy.train_global_batch_size')} of them an optimizer "
-                 f"step; at most {at(tree, f'{algorithm}.max_num_steps', '?')} steps in all"),
+        (
+            "policy",
+            f"{at(tree, 'policy.model_name')}: {sizes_in_words(model_config(tree) or {}) or 'not a folder here'}, "
+            f"{at(tree, 'policy.precision')}; trained by {_describe_trainer(tree)}",
+        ),
+        (
+            "step",
+            f"{prompts} prompts x {samples} samples, {at(tree, 'policy.train_global_batch_size')} of them an optimizer "
+            f"step; at most {at(tree, f'{algorithm}.max_num_steps', '?')} steps in all",
+        ),
         ("sampling", f"temperature {temperature}, top_p {top_p}, top_k {top_k}, up to {longest} tokens"),
         *_describe_nemo_rl_speculation(tree),
         ("placement", _describe_placement(tree)),
         ("output", str(at(tree, "logger.log_dir"))),
-    ]  # fmt: skip
+    ]
 
 
 def _script_in_words(tree: Tree) -> str:
@@ -213,7 +231,8 @@ def _is_vllm(tree: Tree) -> bool:
 
 
 def _describe_placement(tree: Tree) -> str:
-    nodes, gpus = size_at(tree, "cluster.num_nodes"), size_at(tree, "cluster.gpus_per_node")
+    nodes = size_at(tree, "cluster.num_nodes")
+    gpus = size_at(tree, "cluster.gpus_per_node")
     tensor, pipeline, _ = parallel_sizes(tree)
     if at(tree, f"{GENERATION}.colocated.enabled", True):
         where = f"generation and training share {nodes} x {gpus} GPUs"
@@ -230,14 +249,16 @@ def _describe_placement(tree: Tree) -> str:
 
 def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:
     """Returns whether vLLM schedules a step before the previous one has ended, which its own n-gram drafts do not allow."""
-    given, native = vllm_kwargs.get("async_scheduling"), vllm_kwargs.get("speculative_config")
+    given = vllm_kwargs.get("async_scheduling")
+    native = vllm_kwargs.get("speculative_config")
     method = native.get("method") if isinstance(native, Mapping) else None
     return bool(given) if given is not None else method not in ("ngram", "[ngram]")
 
 
 def engine_in_words(vllm_kwargs: Mapping[str, Any], *, on_gpu: bool, is_eager: bool) -> str:
     """Returns a line like the one that a run prints at its start. It is not asked of vLLM, whose import takes too long."""
-    version, compilation = vllm_version(), vllm_kwargs.get("compilation_config")
+    version = vllm_version()
+    compilation = vllm_kwargs.get("compilation_config")
     if is_asynchronous(vllm_kwargs):
         scheduling = "asynchronous scheduling"
     elif vllm_kwargs.get("async_scheduling") is None:

@@ -42,7 +42,8 @@ def doctor(parsed: argparse.Namespace) -> int:
         check_out(parsed.json, "--json")
     if parsed.in_nemo_rl:
         return _in_nemo_rl(parsed)
-    console, found = log_console(), list[Diagnosis]()
+    console = log_console()
+    found = list[Diagnosis]()
     # Looked at before the temporary folder is replaced.
     limits = list(_guarded(environment.MACHINE, environment.diagnose_machine))
     with ExitStack() as stack:

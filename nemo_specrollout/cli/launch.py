@@ -60,7 +60,8 @@ def launch(args: argparse.Namespace) -> int:
     if not has_checkpoints:
         text = "false; a job that is preempted or submitted again starts at the first step"
         notes.append(Finding("checkpointing.enabled", text, "warning"))
-    steps, script = at(tree, "grpo.max_num_steps"), args.script or script_of(tree)
+    steps = at(tree, "grpo.max_num_steps")
+    script = args.script or script_of(tree)
     node_gpus = settings.gpus_per_node or tree["cluster"]["gpus_per_node"]
     last_step = steps if isinstance(steps, int) else "last"
     _check_directory(Path(run), tree)
@@ -99,7 +100,8 @@ def _launched_tree(
     for name in ("cluster", "checkpointing", "logger"):
         section = tree.setdefault(name, {})
         raise_first_mistake("", (not isinstance(section, dict), name, f"expected a block of keys, got {section!r}"))
-    cluster, checkpointing = tree["cluster"], tree["checkpointing"]
+    cluster = tree["cluster"]
+    checkpointing = tree["checkpointing"]
     if cluster.get("gpus_per_node") is None:
         cluster["gpus_per_node"] = settings.gpus_per_node
     cluster["num_nodes"] = num_nodes
@@ -128,7 +130,8 @@ def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int) -
 
     Raises ConfigError if the numbers do not fit: `ray.sub` wants all GPUs of a node for Ray.
     """
-    taken, nodes = cluster["gpus_per_node"], cluster["num_nodes"]
+    taken = cluster["gpus_per_node"]
+    nodes = cluster["num_nodes"]
     actors = "the head's trainer and remote drafters"
     if present is None and beside:
         text = f"missing; NeMo-RL takes {taken} GPUs of a node, and {actors} need {beside} more"

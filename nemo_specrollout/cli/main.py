@@ -13,41 +13,84 @@ _RUN = (CONFIG, OVERRIDES)
 _SCRIPT = flag("--script", "FILE", "NeMo-RL's script, from its checkout; default: the one that fits CONFIG")
 
 COMMANDS = (
-    Command("check", "validates a config, says what will run, and names known faults that it meets; loads no torch",
-            f"{_CLI}.check:check", _RUN),
-    Command("doctor", "checks whether this package can work here, for a bug report; tries an engine with a random model",
-            f"{_CLI}.doctor:doctor", (
-        flag("config", "CONFIG", "a NeMo-RL-shaped YAML file to check too", type=Path, nargs="?"),
-        OVERRIDES,
-        flag("--json", "FILE", "file for the same facts, and for logs of what failed", type=Path),
-        flag("--no-self-test", None, "starts no engine", action="store_true"),
-        flag("--in-nemo-rl", None, "looks inside the environment of NeMo-RL's driver, by `uv` and NEMO_RL_DIR",
-             action="store_true"),
-    )),
-    Command("run", "a training run in NeMo-RL; resumes from checkpointing.checkpoint_dir", f"{_CLI}.run:run",
-            (*_RUN, _SCRIPT)),
-    Command("launch", "such a run on a Slurm cluster", f"{_CLI}.launch:launch", (
-        *_RUN,
-        flag("--nodes", "N", "nodes; sets cluster.num_nodes", type=int, required=True),
-        flag("--run-dir", "DIR", "on a disk that all nodes see; default: results/NAME_OF_CONFIG"),
-        flag("--jobs", "K", "jobs, one after another, for a run longer than one", default=1),
-        flag("--dry-run", None, "write the run directory and print the sbatch line", action="store_true"),
-        flag("--cluster", "FILE", "settings as in the cluster.example.yaml that `examples` copies", type=Path),
-        _SCRIPT,
-        *(flag(f"--{name}", name.upper(), f"{text}; default: from the cluster file or the environment")
-          for name, text in CLUSTER_FLAGS.items()),
-    )),
-    Command("report", "writes report.html and picture.png of a run directory again, also while it runs",
-            f"{_CLI}.report:report", (flag("run_dir", "RUN_DIR", "the logger.log_dir of a run", type=Path),)),
-    Command("refresh-draft", "trains an EAGLE-3 draft head for a policy, or refreshes one",
-            f"{_CLI}.refresh_draft:refresh_draft", REFRESH_FLAGS, extra="heads"),
-    Command("serve-drafter", "a drafter for engines that name its address", f"{_CLI}.drafter_commands:serve_drafter", (
-        *_RUN, flag("--address", "tcp://HOST:PORT", "where to listen", default="tcp://127.0.0.1:5570"),
-    ), extra="engine", in_scratch_folder=True),
-    Command("examples", "copies the recipes and the cluster file into a folder", f"{_CLI}.examples:copy_examples", (
-        flag("folder", "DIR", "the folder, which may exist", type=Path),
-    )),
-)  # fmt: skip
+    Command(
+        "check",
+        "validates a config, says what will run, and names known faults that it meets; loads no torch",
+        f"{_CLI}.check:check",
+        _RUN,
+    ),
+    Command(
+        "doctor",
+        "checks whether this package can work here, for a bug report; tries an engine with a random model",
+        f"{_CLI}.doctor:doctor",
+        (
+            flag("config", "CONFIG", "a NeMo-RL-shaped YAML file to check too", type=Path, nargs="?"),
+            OVERRIDES,
+            flag("--json", "FILE", "file for the same facts, and for logs of what failed", type=Path),
+            flag("--no-self-test", None, "starts no engine", action="store_true"),
+            flag(
+                "--in-nemo-rl",
+                None,
+                "looks inside the environment of NeMo-RL's driver, by `uv` and NEMO_RL_DIR",
+                action="store_true",
+            ),
+        ),
+    ),
+    Command(
+        "run",
+        "a training run in NeMo-RL; resumes from checkpointing.checkpoint_dir",
+        f"{_CLI}.run:run",
+        (*_RUN, _SCRIPT),
+    ),
+    Command(
+        "launch",
+        "such a run on a Slurm cluster",
+        f"{_CLI}.launch:launch",
+        (
+            *_RUN,
+            flag("--nodes", "N", "nodes; sets cluster.num_nodes", type=int, required=True),
+            flag("--run-dir", "DIR", "on a disk that all nodes see; default: results/NAME_OF_CONFIG"),
+            flag("--jobs", "K", "jobs, one after another, for a run longer than one", default=1),
+            flag("--dry-run", None, "write the run directory and print the sbatch line", action="store_true"),
+            flag("--cluster", "FILE", "settings as in the cluster.example.yaml that `examples` copies", type=Path),
+            _SCRIPT,
+            *(
+                flag(f"--{name}", name.upper(), f"{text}; default: from the cluster file or the environment")
+                for name, text in CLUSTER_FLAGS.items()
+            ),
+        ),
+    ),
+    Command(
+        "report",
+        "writes report.html and picture.png of a run directory again, also while it runs",
+        f"{_CLI}.report:report",
+        (flag("run_dir", "RUN_DIR", "the logger.log_dir of a run", type=Path),),
+    ),
+    Command(
+        "refresh-draft",
+        "trains an EAGLE-3 draft head for a policy, or refreshes one",
+        f"{_CLI}.refresh_draft:refresh_draft",
+        REFRESH_FLAGS,
+        extra="heads",
+    ),
+    Command(
+        "serve-drafter",
+        "a drafter for engines that name its address",
+        f"{_CLI}.drafter_commands:serve_drafter",
+        (
+            *_RUN,
+            flag("--address", "tcp://HOST:PORT", "where to listen", default="tcp://127.0.0.1:5570"),
+        ),
+        extra="engine",
+        in_scratch_folder=True,
+    ),
+    Command(
+        "examples",
+        "copies the recipes and the cluster file into a folder",
+        f"{_CLI}.examples:copy_examples",
+        (flag("folder", "DIR", "the folder, which may exist", type=Path),),
+    ),
+)
 PROGRAM = Program(
     "nemo-specrollout", "Faster RL rollouts that are the same rollouts.", COMMANDS, "pip install '.{extra}'"
 )

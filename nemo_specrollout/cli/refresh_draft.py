@@ -127,7 +127,8 @@ class TerminalView:
 
     def judged(self, judgement: "Judgement") -> None:
         """Prints a table of the held-out acceptance before and after, by draft position."""
-        before, after = judgement.before, judgement.after
+        before = judgement.before
+        after = judgement.after
         measured = [after] if before is None else [before, after]
         table = Table(title=f"held-out acceptance, {judgement.decision.num_samples} prompts", title_justify="left")
         for name in ("", "before", "after") if before else ("", "after"):

@@ -36,9 +36,20 @@ CLUSTER_FLAGS = {
 }
 """Flags of `launch`, with their help."""
 _SET_BY_LAUNCH = (
-    "nodes", "account", "partition", "time", "job-name", "dependency", "requeue", "exclusive", "output", "error",
-    "open-mode", "export", "parsable",
-)  # fmt: skip
+    "nodes",
+    "account",
+    "partition",
+    "time",
+    "job-name",
+    "dependency",
+    "requeue",
+    "exclusive",
+    "output",
+    "error",
+    "open-mode",
+    "export",
+    "parsable",
+)
 _NOT_IN_A_MOUNT = re.compile(r"[\s,:*?\[\]$`\\\"']")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
@@ -177,13 +188,25 @@ def seconds(time: str, field: str) -> int:
 def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[str]:
     """Returns the command that submits a job, with all options: SBATCH_* variables overrule options in a script."""
     # Unique to the run directory: Slurm's `singleton` runs jobs of one name one after another.
-    word, digest = re.sub(r"[^A-Za-z0-9._-]", "-", Path(run).name), hashlib.sha256(run.encode()).hexdigest()[:8]
+    word = re.sub(r"[^A-Za-z0-9._-]", "-", Path(run).name)
+    digest = hashlib.sha256(run.encode()).hexdigest()[:8]
     return [
-        "sbatch", "--parsable", f"--nodes={num_nodes}", "--exclusive", f"--account={settings.account}",
-        f"--partition={settings.partition}", f"--time={settings.time}", f"--job-name=specrollout-{word}-{digest}",
-        "--dependency=singleton", "--requeue", "--open-mode=append", "--export=ALL",
-        f"--output={run}/slurm/%j.out", *settings.sbatch_args, f"{run}/job.sh",
-    ]  # fmt: skip
+        "sbatch",
+        "--parsable",
+        f"--nodes={num_nodes}",
+        "--exclusive",
+        f"--account={settings.account}",
+        f"--partition={settings.partition}",
+        f"--time={settings.time}",
+        f"--job-name=specrollout-{word}-{digest}",
+        "--dependency=singleton",
+        "--requeue",
+        "--open-mode=append",
+        "--export=ALL",
+        f"--output={run}/slurm/%j.out",
+        *settings.sbatch_args,
+        f"{run}/job.sh",
+    ]
 
 
 def job_script(settings: ClusterSettings, run: str, gpus_per_node: int, last_step: object, script: str) -> str:

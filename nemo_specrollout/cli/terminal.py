@@ -87,7 +87,8 @@ def scratch_folder() -> Iterator[None]:
 
     vLLM leaves a file of each engine, and Ray a folder of each run. Folders that killed commands left are removed as well.
     """
-    usual, named = Path(tempfile.gettempdir()), os.environ.get("TMPDIR")
+    usual = Path(tempfile.gettempdir())
+    named = os.environ.get("TMPDIR")
     with suppress(KeyError, OSError):  # a user without a name
         # Compiled kernels stay for the next run.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(usual / f"torchinductor_{getpass.getuser()}"))

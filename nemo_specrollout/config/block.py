@@ -216,13 +216,23 @@ class SpecrolloutConfig:
         several = next((" and ".join(names) for names in with_weights if len(names) > 1), "")
         raise_first_mistake(
             path,
-            (several, "drafters", f"{several}; an engine of vLLM holds one drafter with weights: keep one, or give them to "
-             "different engines by fastest_of_n.methods"),
-            (self.draft_refresh is not None and self.head is None, "draft_refresh",
-             "there is no head to refresh; name a drafter of type eagle3, or remove the block"),
-            (self.budget.policy == "fixed" and self.budget.k > self.num_speculative_tokens, "budget.k",
-             f"{self.budget.k} is above num_speculative_tokens {self.num_speculative_tokens}; raise that"),
-        )  # fmt: skip
+            (
+                several,
+                "drafters",
+                f"{several}; an engine of vLLM holds one drafter with weights: keep one, or give them to "
+                "different engines by fastest_of_n.methods",
+            ),
+            (
+                self.draft_refresh is not None and self.head is None,
+                "draft_refresh",
+                "there is no head to refresh; name a drafter of type eagle3, or remove the block",
+            ),
+            (
+                self.budget.policy == "fixed" and self.budget.k > self.num_speculative_tokens,
+                "budget.k",
+                f"{self.budget.k} is above num_speculative_tokens {self.num_speculative_tokens}; raise that",
+            ),
+        )
 
     def _check_methods(self, path: str, types: list[str]) -> None:
         """Raises ConfigError unless `methods` of `fastest_of_n`, at `path`, and the drafters' types name the same drafters."""
@@ -235,13 +245,19 @@ class SpecrolloutConfig:
         unused = [t for t in types if fastest.methods and t not in named]
         raise_first_mistake(
             path,
-            (unknown is not None, "methods",
-             f"{unknown!r} is not among the drafters{nearest(str(unknown), types)}; add it to drafters"),
-            (fastest.enabled and not fastest.moving and len(kinds) == 1, "moving",
-             "false, and all engines have the same drafters, so no request would be raced; set it to true, or give each "
-             "engine its own drafters by methods"),
+            (
+                unknown is not None,
+                "methods",
+                f"{unknown!r} is not among the drafters{nearest(str(unknown), types)}; add it to drafters",
+            ),
+            (
+                fastest.enabled and not fastest.moving and len(kinds) == 1,
+                "moving",
+                "false, and all engines have the same drafters, so no request would be raced; set it to true, or give each "
+                "engine its own drafters by methods",
+            ),
             (unused, "methods", f"no engine drafts by {', '.join(unused)}; give it to one, or remove the drafter"),
-        )  # fmt: skip
+        )
 
 
 OFF = SpecrolloutConfig(enabled=False)

@@ -212,22 +212,44 @@ class RemoteDrafterConfig(DrafterConfig):
         """Raises ConfigError if options contradict each other, or an address is malformed."""
         raise_first_mistake(
             path,
-            (bool(self.workers) == bool(self.addresses), "", f"workers {self.workers} and addresses {list(self.addresses)}; "
-             "set either the number of drafters that the run starts, or the addresses of running drafters"),
-            (self.gpus and not self.workers, "gpus", f"{self.gpus}; drafters at addresses use the device that "
-             "`serve-drafter` found: remove it, or set workers"),
-            (self.placement == "auto" and not (self.workers and self.profile), "placement",
-             f"'auto' with workers {self.workers} and profile {self.profile}; it needs workers of 1 or more, and the file "
-             "that `specrollout-lab profile` wrote"),
-        )  # fmt: skip
+            (
+                bool(self.workers) == bool(self.addresses),
+                "",
+                f"workers {self.workers} and addresses {list(self.addresses)}; "
+                "set either the number of drafters that the run starts, or the addresses of running drafters",
+            ),
+            (
+                self.gpus and not self.workers,
+                "gpus",
+                f"{self.gpus}; drafters at addresses use the device that "
+                "`serve-drafter` found: remove it, or set workers",
+            ),
+            (
+                self.placement == "auto" and not (self.workers and self.profile),
+                "placement",
+                f"'auto' with workers {self.workers} and profile {self.profile}; it needs workers of 1 or more, and the file "
+                "that `specrollout-lab profile` wrote",
+            ),
+        )
         for address in self.addresses:
             check_address(f"{path}.addresses", address, any_port=False)
 
 
-DRAFTERS: dict[str, type[DrafterConfig]] = {cls.type: cls for cls in (
-    NgramDrafterConfig, SuffixDrafterConfig, RandomDrafterConfig, AheadDrafterConfig, Eagle3DrafterConfig,
-    DraftModelDrafterConfig, MtpDrafterConfig, DflashDrafterConfig, DsparkDrafterConfig, RemoteDrafterConfig,
-)}  # fmt: skip
+DRAFTERS: dict[str, type[DrafterConfig]] = {
+    cls.type: cls
+    for cls in (
+        NgramDrafterConfig,
+        SuffixDrafterConfig,
+        RandomDrafterConfig,
+        AheadDrafterConfig,
+        Eagle3DrafterConfig,
+        DraftModelDrafterConfig,
+        MtpDrafterConfig,
+        DflashDrafterConfig,
+        DsparkDrafterConfig,
+        RemoteDrafterConfig,
+    )
+}
 """The class of each `type`."""
 
 

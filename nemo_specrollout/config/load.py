@@ -77,7 +77,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def new_keys(path: Path, overrides: Sequence[str]) -> list[tuple[str, str, list[str]]]:
     """Returns valid overrides without `+` whose key the file at `path` lacks, with the missing name and its block's names."""
-    tree, found = _load_with_defaults(path, ()), list[tuple[str, str, list[str]]]()
+    tree = _load_with_defaults(path, ())
+    found = list[tuple[str, str, list[str]]]()
     for override in overrides:
         node: Any = OmegaConf.to_container(tree, resolve=False)
         for name in () if override.startswith("+") else override.partition("=")[0].split("."):

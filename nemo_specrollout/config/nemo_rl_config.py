@@ -38,10 +38,29 @@ ALGORITHMS = {"grpo": "GRPO", "ppo": "PPO", "distillation": "on-policy distillat
 """NeMo-RL's blocks of algorithms that roll out, with their names."""
 _KINDS = ("error", "warning", "note")
 _BLOCKS = (
-    "grpo", "ppo", "distillation", *ASYNC_BLOCKS, "async_rl", "data_plane", "policy.megatron_cfg", "policy.dtensor_cfg",
-    "policy.draft", "policy.sequence_packing", "policy.tokenizer", VLLM_CFG, VLLM_KWARGS, "policy.generation.colocated",
-    "policy.generation.colocated.resources", "loss_fn", "data", "data.default", "env", "cluster", "logger", "checkpointing",
-)  # fmt: skip
+    "grpo",
+    "ppo",
+    "distillation",
+    *ASYNC_BLOCKS,
+    "async_rl",
+    "data_plane",
+    "policy.megatron_cfg",
+    "policy.dtensor_cfg",
+    "policy.draft",
+    "policy.sequence_packing",
+    "policy.tokenizer",
+    VLLM_CFG,
+    VLLM_KWARGS,
+    "policy.generation.colocated",
+    "policy.generation.colocated.resources",
+    "loss_fn",
+    "data",
+    "data.default",
+    "env",
+    "cluster",
+    "logger",
+    "checkpointing",
+)
 """Optional values that must be blocks of keys."""
 
 
@@ -85,7 +104,8 @@ def prepare_nemo_rl(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]
 
 def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
     """Returns the block, unless it is off or an error, and all findings."""
-    block, found = None, list(malformed(tree))
+    block = None
+    found = list(malformed(tree))
     if not found and block_is_on(tree):
         about_vllm = list(backend_findings(tree))
         if not about_vllm:

@@ -67,32 +67,66 @@ def _no_share(value: Any) -> bool:
 
 
 _RULES = (
-    Rule("policy.draft.enabled", bool, "NeMo-RL trains a draft head of its own, and each refit overwrites the head that "
-         f"{BLOCK_PATH}.draft_refresh trains: set it to false, or remove that block",
-         when=is_on(f"{BLOCK_PATH}.draft_refresh")),
-    Rule(f"{BLOCK_PATH}.draft_refresh.trainer_gpus", bool, "GPU in addition to the GPUs of `cluster`: no head is trained "
-         "until Ray has one free", "note"),
-    Rule(f"{BLOCK_PATH}.fastest_of_n.ladder", is_set, "works only in local runs: NeMo-RL's engines learn their speeds while "
-         "they decode; remove it"),
-    Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "without effect: only the local runner decodes requests again",
-         "warning"),
-    Rule(f"{VLLM_CFG}.expose_http_server", bool, "a request over HTTP without a seed gets one from its prompt and the engine "
-         f"that it reaches: send `seed`, or set {BLOCK_PATH}.http_seeds to required, which refuses such requests", "note",
-         _has_unseeded_clients),
-    Rule(f"{VLLM_CFG}.precision", lambda v: v not in (None, "float32"), "tokens are equal up to near-ties; against those, set "
-         "vllm_cfg.env_vars.VLLM_BATCH_INVARIANT: '1'. The log-prob gap is larger than in float32", "note"),
-    Rule(f"{GENERATION}.quant_cfg", is_set, "ModelOpt's worker would replace the worker of specrollout: set it to null"),
+    Rule(
+        "policy.draft.enabled",
+        bool,
+        "NeMo-RL trains a draft head of its own, and each refit overwrites the head that "
+        f"{BLOCK_PATH}.draft_refresh trains: set it to false, or remove that block",
+        when=is_on(f"{BLOCK_PATH}.draft_refresh"),
+    ),
+    Rule(
+        f"{BLOCK_PATH}.draft_refresh.trainer_gpus",
+        bool,
+        "GPU in addition to the GPUs of `cluster`: no head is trained until Ray has one free",
+        "note",
+    ),
+    Rule(
+        f"{BLOCK_PATH}.fastest_of_n.ladder",
+        is_set,
+        "works only in local runs: NeMo-RL's engines learn their speeds while they decode; remove it",
+    ),
+    Rule(
+        f"{BLOCK_PATH}.verify.requests_per_step",
+        bool,
+        "without effect: only the local runner decodes requests again",
+        "warning",
+    ),
+    Rule(
+        f"{VLLM_CFG}.expose_http_server",
+        bool,
+        "a request over HTTP without a seed gets one from its prompt and the engine "
+        f"that it reaches: send `seed`, or set {BLOCK_PATH}.http_seeds to required, which refuses such requests",
+        "note",
+        _has_unseeded_clients,
+    ),
+    Rule(
+        f"{VLLM_CFG}.precision",
+        lambda v: v not in (None, "float32"),
+        "tokens are equal up to near-ties; against those, set "
+        "vllm_cfg.env_vars.VLLM_BATCH_INVARIANT: '1'. The log-prob gap is larger than in float32",
+        "note",
+    ),
+    Rule(
+        f"{GENERATION}.quant_cfg", is_set, "ModelOpt's worker would replace the worker of specrollout: set it to null"
+    ),
     Rule(f"{VLLM_KWARGS}.worker_cls", is_set, "specrollout sets the worker itself: remove it"),
-    Rule(f"{GENERATION}.worker_extension_cls_fqn", is_set, "NeMo-RL would use this worker instead of the one of specrollout: "
-         "remove it"),
+    Rule(
+        f"{GENERATION}.worker_extension_cls_fqn",
+        is_set,
+        "NeMo-RL would use this worker instead of the one of specrollout: remove it",
+    ),
     Rule(SPECULATIVE_CONFIG, lambda v: is_set(v) and not isinstance(v, Mapping), "expected a block of keys"),
-    Rule("policy.model_name", lambda v: not (isinstance(v, str) and v), "name the policy: a folder, or a model of the Hub"),
+    Rule(
+        "policy.model_name",
+        lambda v: not (isinstance(v, str) and v),
+        "name the policy: a folder, or a model of the Hub",
+    ),
     Rule(VLLM_CFG, lambda v: not v, "NeMo-RL needs it for vLLM: inherit one of NeMo-RL's configs, or write the block"),
     # vLLM refuses these sampling parameters with the first request, after all models are loaded.
     Rule(f"{GENERATION}.top_p", _no_share, "it must be above 0 and at most 1; 1.0 turns it off"),
     Rule(f"{GENERATION}.top_k", _no_size(1, -1), "it must be a whole number, at least 1; null or -1 turns it off"),
     Rule(f"{GENERATION}.max_new_tokens", _no_size(1), "it must be a whole number, at least 1"),
-)  # fmt: skip
+)
 
 
 def _remote_drafters(tree: Tree) -> Iterator[Finding]:
@@ -190,7 +224,8 @@ def runner_findings(tree: Tree) -> Iterator[Finding]:
     """Yields the findings about vLLM's model runner, which also apply to a local run."""
     # NeMo-RL passes its own environment on to the engines.
     path = f"{VLLM_CFG}.env_vars.{RUNNER_VARIABLE}"
-    configured, in_environment = at(tree, path), os.environ.get(RUNNER_VARIABLE)
+    configured = at(tree, path)
+    in_environment = os.environ.get(RUNNER_VARIABLE)
     value = in_environment if configured is None else configured
     if value is not None and str(value).lower() in {"0", "false"}:
         subject, where = (path, "") if configured is not None else (RUNNER_VARIABLE, " in the environment")
@@ -225,8 +260,10 @@ def _missing_in_v2(name: str, value: Any, fix: str) -> Finding:
 
 
 def _parallelism(tree: Tree) -> Iterator[Finding]:
-    (tensor, pipeline, expert), types = parallel_sizes(tree), drafter_types(tree)
-    stages, experts = f"{VLLM_CFG}.pipeline_parallel_size", f"{VLLM_CFG}.expert_parallel_size"
+    (tensor, pipeline, expert) = parallel_sizes(tree)
+    types = drafter_types(tree)
+    stages = f"{VLLM_CFG}.pipeline_parallel_size"
+    experts = f"{VLLM_CFG}.expert_parallel_size"
     if pipeline > 1 and types:
         text = (
             f"{pipeline} with drafters ({', '.join(types)}); specrollout drafts only in engines of one pipeline stage"
@@ -254,7 +291,8 @@ def _lockstep(tensor: int, expert: int, feature: str, fix: str) -> Finding:
 
 def run_ahead_findings(tree: Tree) -> Iterator[Finding]:
     """Yields the findings about the block `run_ahead`, which is on: what keeps engines from being idle, or prompts unknown."""
-    fix, asynchronous = f"or remove {BLOCK_PATH}.run_ahead", "grpo.async_grpo"
+    fix = f"or remove {BLOCK_PATH}.run_ahead"
+    asynchronous = "grpo.async_grpo"
     needed = ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates")
     for name in needed if at(tree, f"{asynchronous}.enabled") else ():
         if not at(tree, f"{asynchronous}.{name}"):
@@ -315,18 +353,28 @@ def fastest_of_n_findings(tree: Tree, fastest: FastestOfNConfig | None) -> Itera
 
 
 def _number_of_engines(fastest: FastestOfNConfig, engines: int) -> Iterator[Finding]:
-    path, racers, entries = f"{BLOCK_PATH}.fastest_of_n", fastest.max_racers, len(fastest.methods)
+    path = f"{BLOCK_PATH}.fastest_of_n"
+    racers = fastest.max_racers
+    entries = len(fastest.methods)
     if engines < 2:
         yield Finding(
             path, "without effect: by the sizes of the cluster there is one engine, so requests cannot move", "warning"
         )
         return
     yield from findings(
-        (racers > engines, f"{path}.max_racers",
-         f"{racers} racers for {engines} engines; lower it to at most the number of engines", "error"),
-        (entries > engines, f"{path}.methods",
-         f"{entries} entries for {engines} engines; the last would never draft: list at most one per engine", "error"),
-    )  # fmt: skip
+        (
+            racers > engines,
+            f"{path}.max_racers",
+            f"{racers} racers for {engines} engines; lower it to at most the number of engines",
+            "error",
+        ),
+        (
+            entries > engines,
+            f"{path}.methods",
+            f"{entries} entries for {engines} engines; the last would never draft: list at most one per engine",
+            "error",
+        ),
+    )
 
 
 def _is_used(tree: Tree, environment: str) -> bool:
@@ -337,7 +385,8 @@ def _is_used(tree: Tree, environment: str) -> bool:
 
 def _folders(tree: Tree) -> Iterator[Finding]:
     """Yields an error about each model in a folder here that cannot be loaded, and a note about each folder elsewhere."""
-    policy, native = str(at(tree, "policy.model_name")), at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else {}
+    policy = str(at(tree, "policy.model_name"))
+    native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else {}
     named = [("policy.model_name", policy, ""), (f"{SPECULATIVE_CONFIG}.model", *map(native.get, ("model", "method")))]
     named += [(f"{BLOCK_PATH}.drafters", d.get("model"), d.get("type")) for d in named_drafters(tree)]
     for path, name, kind in named:

@@ -45,7 +45,8 @@ def strings_at(tree: Tree, keys: Collection[str], above: str = "") -> Iterator[t
 def size_at(tree: Tree, path: str, default: int = 1, *, low: int = 1) -> int:
     """Returns the integer at a dotted path; `default` if it is null. Raises ConfigError if it is not one, or below `low`."""
     parent = path.rpartition(".")[0]
-    block, value = at(tree, parent, {}), at(tree, path)
+    block = at(tree, parent, {})
+    value = at(tree, path)
     if not isinstance(block, Mapping):
         raise ConfigError(f"{parent}: expected a block of keys, got {block!r}")
     if value is None:
@@ -65,7 +66,8 @@ def parallel_sizes(tree: Tree) -> tuple[int, int, int]:
 
 def generating_gpus(tree: Tree) -> int:
     """Returns the number of GPUs that generate: all if generation is colocated with training, else its own."""
-    nodes, gpus = size_at(tree, "cluster.num_nodes"), size_at(tree, "cluster.gpus_per_node")
+    nodes = size_at(tree, "cluster.num_nodes")
+    gpus = size_at(tree, "cluster.gpus_per_node")
     if at(tree, f"{GENERATION}.colocated.enabled", True):
         return nodes * gpus
     resources = f"{GENERATION}.colocated.resources"

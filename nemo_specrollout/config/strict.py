@@ -85,7 +85,8 @@ def build(cls: type[T], values: Any, path: str) -> T:
 
     Calls its method `check(path)`, if it has one. Raises ConfigError for an unknown or missing key, or a wrong value.
     """
-    fields, hints = _fields(cls), typing.get_type_hints(cls)
+    fields = _fields(cls)
+    hints = typing.get_type_hints(cls)
     _check_keys(values, fields, path)
     arguments = {}
     for name, field in fields.items():
@@ -140,7 +141,8 @@ def _convert(hint: Any, value: Any, path: str, field: Field) -> Any:
     if dataclasses.is_dataclass(hint):
         variants = field.metadata.get("variants")
         return build_tagged(variants, value, path) if variants else build(typing.cast(type, hint), value, path)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is collections.abc.Mapping:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path}: expected a block of keys, got {value!r}")
@@ -169,7 +171,8 @@ _HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le,
 
 
 def _check_bounds(value: Any, path: str, field: Field) -> Any:
-    options, bounds = field.metadata.get("options"), field.metadata.get("bounds", {})
+    options = field.metadata.get("options")
+    bounds = field.metadata.get("bounds", {})
     if options is not None and value not in options:
         raise ConfigError(f"{path}: {value!r} is not available{nearest(str(value), options)}")
     if not all(_HOLDS[kind](value, bound) for kind, bound in bounds.items()):

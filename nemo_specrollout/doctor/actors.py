@@ -48,7 +48,9 @@ def diagnose_actors() -> Iterator[Diagnosis]:
 
 
 def _diagnosis(actor: str, found: Mapping[str, Any]) -> Diagnosis:
-    python, problem, vllm = found["path"], found.get("problem"), found.get("vllm")
+    python = found["path"]
+    problem = found.get("problem")
+    vllm = found.get("vllm")
     if found.get("is_missing"):
         return ACTORS.ok(actor, f"{python} does not exist yet; NeMo-RL makes it when it first needs it")
     if problem:

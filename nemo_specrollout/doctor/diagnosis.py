@@ -111,8 +111,12 @@ def _run(module: str, folder: Path, timeout_s: float, environment: Mapping[str, 
     with (folder / _LOG).open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(folder)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=whole, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=whole,
+            start_new_session=True,
+        )
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:

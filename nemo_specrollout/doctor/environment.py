@@ -14,7 +14,9 @@ from typing import Any
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, Section, Tell, answer, run_child
 from nemo_specrollout.installed import versions
 
-VERSIONS, DEVICE, MACHINE = Section("versions"), Section("device"), Section("machine")
+VERSIONS = Section("versions")
+DEVICE = Section("device")
+MACHINE = Section("machine")
 OURS, PYTHON, VLLM, NEMO_RL = "nemo_specrollout", "python", "vllm", "nemo-rl"
 _ENGINE = "an engine"
 NEEDED = {
@@ -30,14 +32,16 @@ GIB = 1 << 30
 SMALLEST_SHM = GIB
 """Size of shared memory, in bytes, below which there is a warning. Docker gives 64 MiB, too little for NCCL and vLLM."""
 FEWEST_FILES = 1024
-LITTLE_DISK, TOO_LITTLE_DISK = GIB, GIB >> 4
+LITTLE_DISK = GIB
+TOO_LITTLE_DISK = GIB >> 4
 """Free bytes of the temporary folder below which a warning is due, and below which runs fail."""
 
 
 def found_versions() -> dict[str, str]:
     """Returns the versions of all installed packages of the section, without importing them."""
     known = versions.installed_versions()
-    own, commit = known.get("nemo-specrollout", "not installed, on the path"), versions.checkout_commit()
+    own = known.get("nemo-specrollout", "not installed, on the path")
+    commit = versions.checkout_commit()
     ours = own + (f", commit {commit}" if commit else "") + f", in {Path(__file__).parents[1]}"
     named = {VLLM: versions.vllm_version(), NEMO_RL: versions.nemo_rl_version()}
     return {PYTHON: platform.python_version(), OURS: ours, **known, **{name: v for name, v in named.items() if v}}
@@ -76,7 +80,8 @@ def _nemo_rl(found: Mapping[str, str], is_release: bool) -> Diagnosis:
     if version is None:
         return VERSIONS.ok(NEMO_RL, "not in this environment; only runs in NeMo-RL need it")
     if is_release:
-        needed, refused = versions.NEMO_RL_NEEDED, versions.NEMO_RL_REFUSED
+        needed = versions.NEMO_RL_NEEDED
+        refused = versions.NEMO_RL_REFUSED
         to_do = f"Use {needed} (docs/reference/versions.md); {refused} lack what this package uses."
         return VERSIONS.fail(NEMO_RL, f"{version}, a release", to_do)
     return VERSIONS.ok(NEMO_RL, f"main: it calls itself {version}, but is newer than v0.7.0")

@@ -104,7 +104,8 @@ def _tokens(name: str, comparison: Mapping[str, Any]) -> Diagnosis:
 
 
 def _drafts(counts: Mapping[str, Mapping[str, int]]) -> Diagnosis:
-    proposed, accepted = sum(counts["proposed"].values()), sum(counts["accepted"].values())
+    proposed = sum(counts["proposed"].values())
+    accepted = sum(counts["accepted"].values())
     if not proposed:
         return SELF_TEST.fail("drafts", "none was verified", f"{_SEND}: without drafts nothing was compared.")
     each = ", ".join(f"{name} {counts['accepted'][name]} of {count}" for name, count in counts["proposed"].items())
@@ -123,7 +124,8 @@ def compare_engines(order: Any, tell: Tell) -> None:
     from nemo_specrollout.generation.engine import process_state
     from nemo_specrollout.generation.engine.hosted_engine import device_facts, engine_facts, start_vllm
 
-    responses, totals = dict[str, list[list[list[int]]]](), dict[str, Any]()
+    responses = dict[str, list[list[list[int]]]]()
+    totals = dict[str, Any]()
     with tempfile.TemporaryDirectory() as model:
         make_tiny_model(Path(model))
         for way, block in {"plain": PLAIN, "drafted": DRAFTED}.items():
@@ -162,10 +164,18 @@ def make_tiny_model(folder: Path, seed: int = 0) -> None:
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=LONGEST_TEXT, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=LONGEST_TEXT,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         model.lm_head.weight.mul_(_SHARPNESS)
@@ -180,7 +190,8 @@ def compared(plain: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -
     equal, total, first = 0, 0, None
     for i, (a, b) in enumerate(zip(plain, drafted, strict=True)):
         pairs = list(zip_longest(a, b, fillvalue=-1))
-        equal, total = equal + sum(x == y for x, y in pairs), total + len(pairs)
+        equal = equal + sum(x == y for x, y in pairs)
+        total = total + len(pairs)
         differing = next((j for j, (x, y) in enumerate(pairs) if x != y), None)
         if first is None and differing is not None:
             first = [i, differing, *pairs[differing]]

@@ -36,7 +36,8 @@ class AheadText(Drafter):
     def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         margin = WINDOW + 2 * FARTHEST
-        self._row_length, self._margin = max_model_len + 2 * margin, margin
+        self._row_length = max_model_len + 2 * margin
+        self._margin = margin
         self._texts_SL = torch.full((num_slots + 1, self._row_length), -1, dtype=torch.int32, device=device)
         """Text of each slot, after a margin. The last slot is of rows without a request."""
         self._end_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
@@ -56,7 +57,9 @@ class AheadText(Drafter):
         if not bringing:
             return
         self._with_text |= {r.slot for r in bringing}
-        texts, places, ends = [], [], []
+        texts = []
+        places = []
+        ends = []
         for r in bringing:
             known = np.array(r.token_ids[max(r.prompt_length - WINDOW, 0) : r.prompt_length], np.int32)
             ahead = np.frombuffer(r.identity.ahead, np.int32, len(r.identity.ahead) // 4)
@@ -66,7 +69,8 @@ class AheadText(Drafter):
             texts.append(text)
             places.append(np.arange(len(text), dtype=np.int64) + r.slot * self._row_length + self._margin + first)
             ends.append(first + len(text))
-        tokens, where = put(np.concatenate(texts), np.int32), put(np.concatenate(places), np.int64)
+        tokens = put(np.concatenate(texts), np.int32)
+        where = put(np.concatenate(places), np.int64)
         slots_N = put([r.slot for r in bringing], np.int64)
         self._texts_SL.index_fill_(0, slots_N, -1)
         self._texts_SL.view(-1)[where] = tokens

@@ -149,14 +149,23 @@ class DraftBoard:
             model: index of the drafter that has weights in this engine, if there is one.
             reference: index of the drafter that has weights, here or in another process; by default `model`.
         """
-        self.names, self.num_positions = list(names), shape.num_positions
+        self.names = list(names)
+        self.num_positions = shape.num_positions
         self.model = -1 if model is None else model
         self.reference = -1 if len(names) == 1 else self.model if reference is None else reference
         num_relations = 1 if self.reference < 0 else NUM_RELATIONS
         self._priors_DE = torch.from_numpy(np.tile(priors_DE, num_relations)).float().to(device)
-        sizes = {"S": shape.num_slots, "B": shape.num_slots, "D": len(names), "K": shape.num_positions,
-                 "E": num_relations * NUM_LEVELS, "T": TRACED_STEPS, "F": shape.num_positions + 2, "Q": NUM_BINS + 1,
-                 "2": 2}  # fmt: skip
+        sizes = {
+            "S": shape.num_slots,
+            "B": shape.num_slots,
+            "D": len(names),
+            "K": shape.num_positions,
+            "E": num_relations * NUM_LEVELS,
+            "T": TRACED_STEPS,
+            "F": shape.num_positions + 2,
+            "Q": NUM_BINS + 1,
+            "2": 2,
+        }
         fields = [(name.rsplit("_", 1)[1], kind.__metadata__[0]) for name, kind in Tables.__annotations__.items()]
         self.tables = Tables(*(torch.zeros([sizes[s] for s in dims], dtype=d, device=device) for dims, d in fields))
         for drafter in range(len(names)):

@@ -61,12 +61,14 @@ def fade_and_add(t, sums, step, num_rows, D: tl.constexpr, K: tl.constexpr, E: t
 
     width: tl.constexpr = 4 * D + 2
     w = tl.arange(0, triton.next_power_of_2(width))
-    n, total_NW = tl.arange(0, _ROWS)[:, None], tl.zeros((_ROWS, triton.next_power_of_2(width)), tl.float32)
+    n = tl.arange(0, _ROWS)[:, None]
+    total_NW = tl.zeros((_ROWS, triton.next_power_of_2(width)), tl.float32)
     for first in range(0, num_rows, _ROWS):
         is_row = (first + n < num_rows) & (w < width)[None, :]
         total_NW += tl.load(sums.weight_BW + (first + n) * width + w[None, :], mask=is_row, other=0.0)
     total = tl.sum(total_NW, axis=0)
-    is_calibration, is_alone = (w >= 2 * D) & (w < 4 * D), (w >= 4 * D) & (w < width)
+    is_calibration = (w >= 2 * D) & (w < 4 * D)
+    is_alone = (w >= 4 * D) & (w < width)
     weight = tl.load(t.factor_weight_D2 + w, mask=w < 2 * D, other=0.0)
     calibration = tl.load(t.calibration_D2 + w - 2 * D, mask=is_calibration, other=0.0)
     alone = tl.load(t.alone_2 + w - 4 * D, mask=is_alone, other=0.0)
@@ -109,7 +111,8 @@ def level_rates(t, d, E: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the share of hits of each evidence level of a drafter, over all relations."""
     level = tl.arange(0, _NUM_LEVELS)
     counts_ptr = t.evidence_DE2 + 2 * (d * E + level)
-    hits, trials = tl.zeros(level.shape, tl.float32), tl.zeros(level.shape, tl.float32)
+    hits = tl.zeros(level.shape, tl.float32)
+    trials = tl.zeros(level.shape, tl.float32)
     for relation in tl.static_range(E // _NUM_LEVELS):
         hits += tl.load(counts_ptr + 2 * _NUM_LEVELS * relation)
         trials += tl.load(counts_ptr + 2 * _NUM_LEVELS * relation + 1)
@@ -142,7 +145,8 @@ def _count_verified(t, sums, slot, num_sampled, num_rejected, D: tl.constexpr, K
         evidence = tl.minimum(tl.maximum(evidence, 0), E - 1)
         rate = _rate(t.evidence_DE2 + 2 * (drafter * E + evidence), k < num_verified)
         factor = _factor(t, row, drafter, True)
-        hits, predicted = num_accepted + 0.0, tl.sum(tl.cumprod(tl.minimum(rate * factor, _MAX_RATE), axis=0))
+        hits = num_accepted + 0.0
+        predicted = tl.sum(tl.cumprod(tl.minimum(rate * factor, _MAX_RATE), axis=0))
     tl.debug_barrier()  # all lanes have read the number of submitted drafts
     tl.store(t.submitted_S + slot, 0)
     return drafter, hits, predicted
@@ -154,8 +158,10 @@ def _judge(t, sums, text_ptr, slot, total_len, D: tl.constexpr, K: tl.constexpr,
 
     Returns what the request adds to `factor_weight_D2`.
     """
-    d, k = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, triton.next_power_of_2(K))[None, :]
-    row, mask_D = slot * D + d, d < D
+    d = tl.arange(0, triton.next_power_of_2(D))
+    k = tl.arange(0, triton.next_power_of_2(K))[None, :]
+    row = slot * D + d
+    mask_D = d < D
     length = tl.minimum(tl.load(t.length_SD + row, mask=mask_D, other=0), K)
     start = tl.load(t.base_SD + row, mask=mask_D, other=0)
     checked = tl.load(t.checked_SD + row, mask=mask_D, other=0)
@@ -200,12 +206,15 @@ def observe_request(  # type: ignore[no-untyped-def]
     num_sampled_ptr, num_rejected_ptr = outcomes
     num_sampled = tl.load(num_sampled_ptr + request)
     d = tl.arange(0, triton.next_power_of_2(D))
-    products, squares = tl.zeros(d.shape, tl.float32), tl.zeros(d.shape, tl.float32)
+    products = tl.zeros(d.shape, tl.float32)
+    squares = tl.zeros(d.shape, tl.float32)
     drafter, hits, predicted, alone_hits, alone_predicted = 0, 0.0, 0.0, 0.0, 0.0
     if (slot >= 0) & (num_sampled > 0):
-        total_len, num_rejected = tl.load(texts.total_len_S + slot), tl.load(num_rejected_ptr + request)
+        total_len = tl.load(texts.total_len_S + slot)
+        num_rejected = tl.load(num_rejected_ptr + request)
         drafter, hits, predicted = _count_verified(t, sums, slot, num_sampled, num_rejected, D, K, E)
-        text_ptr, alone = texts.token_ids_SL + slot * row_stride, tl.load(t.alone_token_S + slot)
+        text_ptr = texts.token_ids_SL + slot * row_stride
+        alone = tl.load(t.alone_token_S + slot)
         if alone >= 0:
             alone_hits = (tl.load(text_ptr + total_len - num_sampled) == alone).to(tl.float32)
             alone_predicted = tl.load(t.alone_rate_S + slot)
@@ -234,7 +243,8 @@ def _relation(token, is_draft, count, d, k, REFERENCE: tl.constexpr):  # type: i
     differs = both & (k[None, :] == num_alike[:, None])
     text_count = tl.max(tl.where(is_reference, 0, count), axis=0)
     text_relation = tl.where(alike, 1, tl.where(differs, 2, tl.where(reference_count > 0, 3, 0)))
-    agreed, contradicted = tl.max(alike.to(tl.int32), axis=0), tl.max(differs.to(tl.int32), axis=0)
+    agreed = tl.max(alike.to(tl.int32), axis=0)
+    contradicted = tl.max(differs.to(tl.int32), axis=0)
     reference_relation = tl.where(agreed > 0, 1, tl.where(contradicted > 0, 2, tl.where(text_count > 0, 3, 0)))
     return tl.where(is_reference[:, None], reference_relation[None, :], text_relation)
 
@@ -314,10 +324,12 @@ def _count_choice(  # type: ignore[no-untyped-def]
     Depths of up to twice what the model has drafted, and 1, are foreseen: a token that was not drafted has the rate of the
     last one that was.
     """
-    survival, calibration = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0), _calibration(t, d, D)
+    survival = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
+    calibration = _calibration(t, d, D)
     worth = tl.sum(_worth(survival, row_price), axis=1)
     best, _, best_count = _best(worth, count, d)
-    submitted, model_count = _of(d, best, survival * calibration), tl.sum(tl.where(d == MODEL, count, 0), axis=0)
+    submitted = _of(d, best, survival * calibration)
+    model_count = tl.sum(tl.where(d == MODEL, count, 0), axis=0)
     _count(t, K + 1, submitted, best_count, 1, k)
     if model_count == 0:
         _count(t, 0, submitted, best_count, 1, k)
@@ -343,12 +355,14 @@ def choose_for_request(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Submits the proposal of the highest worth for a request."""
     slot = tl.load(texts.slots_B + request).to(tl.int64)
-    d, k = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, triton.next_power_of_2(K))
+    d = tl.arange(0, triton.next_power_of_2(D))
+    k = tl.arange(0, triton.next_power_of_2(K))
     out = request * K + k
     if slot < 0:
         tl.store(t.drafts_BK + out, tl.zeros(k.shape, tl.int64), mask=k < K)
     else:
-        row, mask_D = slot * D + d, d < D
+        row = slot * D + d
+        mask_D = d < D
         total_len = tl.load(texts.total_len_S + slot)
         max_drafts = tl.minimum(tl.maximum(tl.load(t.limit_S + slot) - total_len - 1, 0), most_drafts)
         found = tl.load(t.found_DB + d * S + request, mask=mask_D, other=0)

@@ -55,7 +55,9 @@ GAIN = 4
 MAX_LEAD = 16
 """Largest number of ranks that counting can put a context above the lowest of its bucket."""
 
-NO_RANK, FREE, OWN = 1 << 20, -1 << 20, -1 << 21
+NO_RANK = 1 << 20
+FREE = -1 << 20
+OWN = -1 << 21
 """Ranks outside the range of real ones: of no slot, of a free slot, and of the key's own slot."""
 
 COUNT_MASK = (1 << 32) - 1

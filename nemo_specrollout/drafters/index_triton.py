@@ -168,7 +168,8 @@ def list_contexts(  # type: ignore[no-untyped-def]
             factor_J = tl.where(j_J > j, factor_J * _MIX_2, factor_J)
         for first in range(part * _BLOCK, num, num_parts * _BLOCK):
             n_N = first + tl.arange(0, _BLOCK)
-            i_N, is_new_N = start + n_N, n_N < num
+            i_N = start + n_N
+            is_new_N = n_N < num
             token_N = tl.load(text + i_N, mask=is_new_N, other=-1)
             tl.store(index.tokens_N + before + n_N, token_N, mask=is_new_N)
             at_NJ = i_N[:, None] - j_J[None, :]
@@ -248,7 +249,8 @@ def walk_row(  # type: ignore[no-untyped-def]
     has_slot = (slot >= 0) & (slot < num_slots)
     salt = tl.load(index.salts_S + slot, mask=has_slot, other=0).to(tl.uint64, bitcast=True)
     length = tl.minimum(tl.load(texts.total_len_S + slot, mask=has_slot, other=0), longest)
-    p_P, level_G = tl.arange(0, WINDOW), tl.arange(0, _NUM_LEVELS)
+    p_P = tl.arange(0, WINDOW)
+    level_G = tl.arange(0, _NUM_LEVELS)
     i_P = length - LANES + p_P
     text_ptr = texts.token_ids_SL + slot * row_stride + i_P
     window_P = tl.load(text_ptr, mask=(p_P < LANES) & (i_P >= 0), other=0).to(tl.int64)

@@ -53,9 +53,13 @@ def _observe(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, 0) observes request b, if there is a board. The other programs of b share the new tokens of its text."""
-    row, num_rows, part, num_parts = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0)
+    num_rows = tl.num_programs(0)
+    part = tl.program_id(1)
+    num_parts = tl.num_programs(1)
     if D > 0:
-        part, num_parts = part - 1, num_parts - 1
+        part = part - 1
+        num_parts = num_parts - 1
         if part < 0:
             observe_request(texts, row_stride, outcomes, board.tables, board.sums, row, num_rows, step, D, K, E)
     if part >= 0:
@@ -72,7 +76,8 @@ def _learn(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program (p, i) counts the listed contexts of part p of index i."""
-    part, num_parts = tl.program_id(0), tl.num_programs(0)
+    part = tl.program_id(0)
+    num_parts = tl.num_programs(0)
     for i in tl.static_range(len(LANES)):
         if tl.program_id(1) == i:
             learn_listed(indexes[i], part, num_parts, NUM_ORDERS[i], BUCKET_MASK[i])
@@ -102,7 +107,8 @@ def _propose(  # type: ignore[no-untyped-def]
 
 def memory_of(tables: "Tables") -> BoardMemory:
     """Returns a board's tensors with new buffers for what each step sums."""
-    num_slots, num_drafters = len(tables.limit_S), len(tables.evidence_DE2)
+    num_slots = len(tables.limit_S)
+    num_drafters = len(tables.evidence_DE2)
     shared = (tables.evidence_DE2, tables.steps_TD2[0])
     evidence_DE2, steps_D2 = (torch.zeros_like(table, dtype=torch.int32) for table in shared)
     weight_BW = tables.rates_SK.new_zeros(num_slots, 4 * num_drafters + 2)
@@ -141,10 +147,13 @@ def _launch_observe(
     texts: Texts, lookups: Sequence[Lookup], max_new: int, outcomes: Any, memory: Any, step: int, **constants: int
 ) -> None:
     """Launches a step's observing, and its learning if there is anything to learn."""
-    num_rows, (num_slots, longest) = len(texts.slots_B), _bounds(texts, lookups)
+    num_rows = len(texts.slots_B)
+    (num_slots, longest) = _bounds(texts, lookups)
     max_new = min(max_new, longest) if lookups else 0
     num_parts = min(triton.cdiv(max_new, BLOCK), max(1, MAX_PROGRAMS // num_rows))
-    indexes, bounds, shapes = tuple(map(_index, lookups)), (num_slots, longest, max_new), _shapes(lookups)
+    indexes = tuple(map(_index, lookups))
+    bounds = (num_slots, longest, max_new)
+    shapes = _shapes(lookups)
     _observe[(num_rows, num_parts + (memory is not None))](
         texts,
         texts.token_ids_SL.stride(0),

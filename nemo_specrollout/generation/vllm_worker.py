@@ -90,7 +90,8 @@ class VllmWorkerMixin:
         """Lets vLLM load its models, then adds verification and drafting."""
         accept_published_heads()
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        runner, config = self.model_runner, self.specrollout_config
+        runner = self.model_runner
+        config = self.specrollout_config
         if RowSampler.fits(runner.sampler):
             runner.sampler = RowSampler(runner.sampler)
         if runner.rejection_sampler is not None:
@@ -118,7 +119,8 @@ class VllmWorkerMixin:
         Ours comes first, because vLLM reports what is compiled after its own. Ray's executor calls the runner itself, so the
         runner's methods are replaced and not the worker's.
         """
-        runner, router = self.model_runner, self.specrollout_router
+        runner = self.model_runner
+        router = self.specrollout_router
         if isinstance(runner.sampler, RowSampler):
             runner.sampler.warm_up(runner)
         if router is not None:
@@ -129,8 +131,10 @@ class VllmWorkerMixin:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if router is not None:
             router.stands_by = False
-        self._execute_model, self._sample_tokens = runner.execute_model, runner.sample_tokens
-        runner.execute_model, runner.sample_tokens = self._execute_step, self._sample_step
+        self._execute_model = runner.execute_model
+        self._sample_tokens = runner.sample_tokens
+        runner.execute_model = self._execute_step
+        runner.sample_tokens = self._sample_step
         return times
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
@@ -154,7 +158,9 @@ class VllmWorkerMixin:
 
     def _verify_in_force(self) -> None:
         """Raises RuntimeError if this engine would verify or draft in another way than ours."""
-        runner, router, config = self.model_runner, self.specrollout_router, self.specrollout_config
+        runner = self.model_runner
+        router = self.specrollout_router
+        config = self.specrollout_config
         compat.verify_top_p()
         if RowSampler.fits(runner.sampler):
             raise RuntimeError("specrollout's sampling is not in force: something replaced the sampler")
@@ -199,7 +205,8 @@ class VllmWorkerMixin:
         """Starts drafting for new requests, whose slots vLLM's `execute_model` has just filled."""
         if self.specrollout_router is None or not identities:
             return
-        slot_of, longest = self.model_runner.req_states.req_id_to_index, self.model_runner.max_model_len
+        slot_of = self.model_runner.req_states.req_id_to_index
+        longest = self.model_runner.max_model_len
         new_requests = zip(scheduler_output.scheduled_new_reqs, identities, strict=True)
         self.specrollout_router.open(
             [NewRequest.from_vllm(new, who, slot_of[new.req_id], longest) for new, who in new_requests]
@@ -239,7 +246,8 @@ class VllmWorkerMixin:
         """
         if not is_output_rank():
             return None
-        router, alarms = self.specrollout_router, self.specrollout_take_alarms()
+        router = self.specrollout_router
+        alarms = self.specrollout_take_alarms()
         found = [] if router is None else list(router.samples.take(seeds).items())
         end = StepEnd(alarms, found, self.specrollout_policy_version)
         if router is not None and router.model is not None:

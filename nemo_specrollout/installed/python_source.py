@@ -41,7 +41,8 @@ class PythonSource:
     """The source of one version of a package, in `folder`."""
 
     def __init__(self, folder: Path, package: str) -> None:
-        self.folder, self.package = folder, package
+        self.folder = folder
+        self.package = package
 
     def file_of(self, module: str) -> Path | None:
         """Returns the file of a dotted module; None if there is none."""

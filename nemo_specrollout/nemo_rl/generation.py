@@ -60,12 +60,14 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         SpecrolloutGeneration.latest = ref(self)
-        self.facts, self.block = RunFacts.of(config), block_of(config)
+        self.facts = RunFacts.of(config)
+        self.block = block_of(config)
         self.first_version = self.facts.first_version
         self.row_seeds = RowSeeds(self.facts.seed, self.first_version)
         self._conversations = Conversations()
         self.opt_out = TaskOptOut(self.block.tasks_without_drafts)
-        self._kind, self._validated = SeedKind.ROLLOUT, list[int]()
+        self._kind = SeedKind.ROLLOUT
+        self._validated = list[int]()
         self._num_refits = 0
         if not self.is_supervised_elsewhere:
             self._supervisor = Supervisor(self.block, config, STEP_LOG)
@@ -92,7 +94,8 @@ class SpecrolloutGeneration(VllmGeneration):
         self._supervisor.open_exchange()
 
     def end_supervision(self) -> None:
-        supervisor, self._supervisor = self._supervisor, None
+        supervisor = self._supervisor
+        self._supervisor = None
         if supervisor is not None:
             supervisor.close()
             supervisor.close_exchange()
@@ -135,7 +138,8 @@ class SpecrolloutGeneration(VllmGeneration):
         """Returns `data` with a column for each field of `Row`."""
         lengths = data["input_lengths"].tolist()
         rows = [row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)]
-        seeds, sample = self.row_seeds.seeds(rows, self._kind), current_sample.get()
+        seeds = self.row_seeds.seeds(rows, self._kind)
+        sample = current_sample.get()
         if self._kind is SeedKind.VALIDATION:
             self._validated += seeds
         elif self._supervisor is not None and sample is None:
@@ -181,7 +185,8 @@ class SpecrolloutGeneration(VllmGeneration):
     @contextmanager
     def validation(self) -> Iterator[None]:
         """Encloses a validation: its rows have seeds of their own kind, and the engines drop their sample stats."""
-        self._kind, self._validated = SeedKind.VALIDATION, []
+        self._kind = SeedKind.VALIDATION
+        self._validated = []
         try:
             yield
         finally:
@@ -222,7 +227,8 @@ class SpecrolloutGeneration(VllmGeneration):
         """
         if self._ahead is None or self.facts.in_flight or self._version + 1 >= self.facts.last_version:
             return
-        has_tail, has_own_gpus = self.dp_size > 1, not self.cfg["colocated"]["enabled"]
+        has_tail = self.dp_size > 1
+        has_own_gpus = not self.cfg["colocated"]["enabled"]
         if (has_tail and self._kind is SeedKind.ROLLOUT) if in_tail else has_own_gpus:
             prompts = [prompt for prompt in next_prompts() for _ in range(self.facts.samples_per_prompt)]
             seeds = RowSeeds(self.facts.seed, self._version + 1).seeds(prompts)
@@ -285,7 +291,8 @@ class SpecrolloutRolloutActor(_NativeActor):
 
     def rollout_to_tq(self, *args: Any, **kwargs: Any) -> Any:
         """Rolls out a batch. Only validations bring environments of their own, which distinguishes them."""
-        generation, is_validation = self.policy_generation, kwargs.get("task_to_env_override") is not None
+        generation = self.policy_generation
+        is_validation = kwargs.get("task_to_env_override") is not None
         if not is_validation and kwargs.get("first_iter", True):
             self._num_steps += 1
         steps_done = self._num_steps if is_validation else self._num_steps - 1

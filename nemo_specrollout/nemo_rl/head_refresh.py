@@ -85,8 +85,12 @@ class HeadRefresh:
         log: StepLog,
     ) -> None:
         assert block.draft_refresh is not None
-        self._config, self._num_drafts = block.draft_refresh, block.num_speculative_tokens
-        self._folder, self._start, self._workers, self._log = folder, start, workers, log
+        self._config = block.draft_refresh
+        self._num_drafts = block.num_speculative_tokens
+        self._folder = folder
+        self._start = start
+        self._workers = workers
+        self._log = log
         self._has_head = [block.of_engine(engine).head is not None for engine in range(workers.num_engines)]
         self._num_failures = 0
         self._unsent: list[StepFacts] = []
@@ -111,7 +115,8 @@ class HeadRefresh:
         if self._trainer is not None and self._config.trigger != "never":
             self._folder.forget_old(version)
             self._tell("save_teacher", [[str(self._folder.teacher(version))]])  # of the first engine
-        head, self._to_load = self._to_load, None
+        head = self._to_load
+        self._to_load = None
         if head is not None:
             self._in_service = head
             arguments = [str(head.folder), head.policy_version, head.expected_length, self._num_drafts]
@@ -139,7 +144,9 @@ class HeadRefresh:
         return {"refresh_failures": float(self._num_failures), **self._take_record()}
 
     def close(self) -> None:
-        trainer, self._trainer, self._source = self._trainer, None, None
+        trainer = self._trainer
+        self._trainer = None
+        self._source = None
         if trainer is not None:
             trainer.close()
 
@@ -194,7 +201,8 @@ class HeadRefresh:
 
     def _take_record(self) -> dict[str, float]:
         """Logs a record that has arrived, and returns its metrics."""
-        record, self._record = self._record, None
+        record = self._record
+        self._record = None
         if record is None:
             return {}
         self._log.entries["draft_refresh"] = record.known()

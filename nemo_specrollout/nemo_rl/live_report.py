@@ -30,7 +30,9 @@ class LiveReport:
 
     def __init__(self, folder: Path, last_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`last_step` is the step after which the pages are written in any case."""
-        self._folder, self._last_step, self._clock = folder, last_step, clock
+        self._folder = folder
+        self._last_step = last_step
+        self._clock = clock
         self._pages_due_s = self._picture_due_s = -math.inf
         self._is_behind = self._has_warned = False
         self._writer: Thread | None = None
@@ -41,7 +43,8 @@ class LiveReport:
         `log_plot` is None if NeMo-RL logs to no service. Under the SingleController only the last step's picture is logged.
         """
         self._is_behind = True
-        is_last, now_s = step == self._last_step, self._clock()
+        is_last = step == self._last_step
+        now_s = self._clock()
         if not is_last and now_s < self._pages_due_s:
             return
         if not is_last and _has_event_loop():  # the SingleController's rollouts wait on this thread's loop
@@ -68,7 +71,8 @@ class LiveReport:
             self._writer.join()
 
     def _write(self, step: int = 0, log_plot: LogPlot | None = None) -> None:
-        began_s, self._is_behind = self._clock(), False
+        began_s = self._clock()
+        self._is_behind = False
         try:
             from nemo_specrollout.reports.charts import figure_of
             from nemo_specrollout.reports.report import write_pages

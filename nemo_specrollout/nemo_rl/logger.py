@@ -45,7 +45,8 @@ class WatchingLogger:
     ) -> None:
         """`cfg`, `args` and `kwargs` are NeMo-RL's. `facts` go into `run.json`."""
         super().__init__(cfg, *args, **kwargs)  # type: ignore[call-arg]
-        self.step_log, self._gap_alarms = STEP_LOG, gap_alarms
+        self.step_log = STEP_LOG
+        self._gap_alarms = gap_alarms
         self._record = RunRecord(Path(cfg["log_dir"]), facts)
         self._report = LiveReport(self._record.folder, last_step)
         self._validation = (0, 0.0)

@@ -30,7 +30,9 @@ def gap_alarms(gap: float, *, bound: float, causes: Sequence[str]) -> list[str]:
 
 def gap_causes(tree: Tree) -> list[str]:
     """Returns the likely causes of a log-prob gap in a run with the config `tree`, the likeliest first."""
-    block, stale_kv, is_controlled = asynchronous_block(tree), stale_kv_field(tree), at(tree, "async_rl") is not None
+    block = asynchronous_block(tree)
+    stale_kv = stale_kv_field(tree)
+    is_controlled = at(tree, "async_rl") is not None
     causes = []
     if at(tree, "policy.draft.enabled"):
         causes.append("draft weights entered a module that the drafter shares with the policy (docs/upstream)")

@@ -25,7 +25,9 @@ class PeekingLoader(StatefulDataLoader):
             yield batch
 
     def _take(self) -> Any:
-        batch, self._next, self._state_before = self._next, None, None
+        batch = self._next
+        self._next = None
+        self._state_before = None
         return next(self._stream, _END) if batch is None else batch
 
     def peek(self) -> Any:

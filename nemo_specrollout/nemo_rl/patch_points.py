@@ -107,7 +107,8 @@ def _parameter_changes(point: PatchPoint, found: Signature) -> list[Change]:
 
 
 def _result_changes(point: PatchPoint, found: Signature) -> list[Change]:
-    was, now = point.result, found.result
+    was = point.result
+    now = found.result
     if was == now:
         return []
     if {was, now} == {"nothing", "value"} and point.use is Use.PASSED_ON:

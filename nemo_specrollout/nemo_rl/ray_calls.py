@@ -95,7 +95,8 @@ class ActorLink:
 
     def call(self, method: str, *arguments: Any) -> None:
         """Calls a method of the actor. The link must be idle."""
-        self._call, self._called_s = getattr(self._actor, method).remote(*arguments), time.monotonic()
+        self._call = getattr(self._actor, method).remote(*arguments)
+        self._called_s = time.monotonic()
 
     def restart(self) -> None:
         """Ends the actor's process, which Ray starts again if the actor's options allow it. The link is idle then."""
@@ -106,7 +107,8 @@ class ActorLink:
         """Returns the answer to the pending call, or None if it has not arrived. Raises ActorFailed."""
         if self._call is None or not ray.wait([self._call], timeout=0)[0]:
             return None
-        call, self._call = self._call, None
+        call = self._call
+        self._call = None
         try:
             return ray.get(call)
         except ray.exceptions.RayError as error:

@@ -37,8 +37,10 @@ class SpecrolloutDrafter:
         """
         os.environ |= {SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        self._process, self._report = secrets.randbits(62), DrafterReport("")
-        self._heard_s, self._failure = time.monotonic(), ""
+        self._process = secrets.randbits(62)
+        self._report = DrafterReport("")
+        self._heard_s = time.monotonic()
+        self._failure = ""
         spec = replace(spec, address=any_port(host or ray.util.get_node_ip_address()))
         threading.Thread(target=self._serve, args=(spec,), daemon=True).start()
 
@@ -57,7 +59,8 @@ class SpecrolloutDrafter:
             self._failure = " ".join(f"{type(error).__name__}: {error}".split())
 
     def _note(self, report: DrafterReport) -> None:
-        self._report, self._heard_s = replace(report), time.monotonic()
+        self._report = replace(report)
+        self._heard_s = time.monotonic()
 
 
 @dataclass
@@ -95,7 +98,9 @@ class _Drafter:
         self.num_restarts += is_another
         ended = f"{self._where} ended; the rollout goes on, and Ray has started it again"
         sentence = ended if is_another and not self.is_told else None
-        self.status, self.last_process, self.is_told = status, status.process, False
+        self.status = status
+        self.last_process = status.process
+        self.is_told = False
         if self._is_silent(status.silence_s):
             return self._failed("its loop stands still")
         self.link.call("status")
@@ -106,7 +111,8 @@ class _Drafter:
 
     def _failed(self, reason: str, *, is_alive: bool = True) -> str | None:
         """Restarts the actor's process if it `is_alive`. Returns a sentence, or None if the driver has told of the failure."""
-        where, was_told = self._where, self.is_told
+        where = self._where
+        was_told = self.is_told
         self.status, self.is_told = None, True
         if is_alive:
             self.link.restart()
@@ -123,7 +129,9 @@ class RemoteDrafters:
     def __init__(
         self, start: Callable[[], Sequence[ActorLink]], secret: str, log: StepLog, *, starts_later: bool
     ) -> None:
-        self._start, self._secret, self._log = start, secret, log
+        self._start = start
+        self._secret = secret
+        self._log = log
         self._drafters = None if starts_later else [_Drafter(link) for link in start()]
         self._sent: list[str] = []
 
@@ -150,7 +158,8 @@ class RemoteDrafters:
         return sum(drafter.num_restarts for drafter in self._drafters or ())
 
     def close(self) -> None:
-        drafters, self._drafters = self._drafters or [], []
+        drafters = self._drafters or []
+        self._drafters = []
         for drafter in drafters:
             drafter.link.close()
 

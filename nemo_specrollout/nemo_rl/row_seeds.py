@@ -78,7 +78,8 @@ class RowSeeds:
     """
 
     def __init__(self, run_seed: int, policy_version: int = 0) -> None:
-        self._run_seed, self._policy_version = run_seed, policy_version
+        self._run_seed = run_seed
+        self._policy_version = policy_version
         self._seen: Counter[tuple[SeedKind, int]] = Counter()
 
     def begin_version(self, policy_version: int) -> None:
@@ -93,7 +94,8 @@ class RowSeeds:
         sample = current_sample.get()
         if sample is not None:
             return [sample_seed(self._run_seed, sample, row) for row in rows]
-        run, seeds = combine(self._run_seed, kind, *stream), []
+        run = combine(self._run_seed, kind, *stream)
+        seeds = []
         with _lock:
             for content in map(content_hash, rows):
                 seeds.append(request_seed(run, content, self._seen[kind, content], self._policy_version))

@@ -32,7 +32,8 @@ class TaskOptOut:
     """Decides which rows may have drafts. Logs every task once, so that a name which fits no task is seen."""
 
     def __init__(self, draftless: Sequence[str]) -> None:
-        self._draftless, self._seen = draftless, set[str]()
+        self._draftless = draftless
+        self._seen = set[str]()
 
     def of_rows(self, number: int) -> list[bool]:
         """Returns whether each of `number` rows may have drafts."""

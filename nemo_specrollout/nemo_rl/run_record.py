@@ -12,9 +12,14 @@ from nemo_specrollout.reports.records import FOLDER, FORMAT, METRICS, PREFIX, RU
 from nemo_specrollout.storage.files import write_atomically
 
 _NATIVE_KEYS = (
-    "loss", "reward", "gen_kl_error", "token_mult_prob_error", "draft_loss", "mean_gen_tokens_per_sample",
+    "loss",
+    "reward",
+    "gen_kl_error",
+    "token_mult_prob_error",
+    "draft_loss",
+    "mean_gen_tokens_per_sample",
     "avg_trajectory_age",
-)  # fmt: skip
+)
 """NeMo-RL's own metrics that the record keeps beside ours."""
 _PHASE_TIMERS = {
     "generation_s": ("generation", "exposed_generation"),
@@ -62,7 +67,8 @@ class RunRecord:
         """Writes the step that `add` began, with NeMo-RL's `timers` in seconds, and rewrites the summary."""
         if self._open is None:
             return
-        record, self._open = self._open | _phases(timers or {}), None
+        record = self._open | _phases(timers or {})
+        self._open = None
         self._append(METRICS, record)
         self._steps.append(record)
         write_atomically(self.folder / SUMMARY, json.dumps(summary_of(self._steps), indent=2) + "\n")

@@ -66,7 +66,8 @@ class EpochDataLoader(StatefulDataLoader):
         self._next_epoch = first_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        epoch = self._next_epoch
+        self._next_epoch = self._next_epoch + 1
         for prompts in super().__iter__():
             prompts[EPOCH_KEY] = [epoch] * prompts.size
             yield prompts
@@ -76,7 +77,8 @@ class SupervisingSynchronizer:
     """NeMo-RL's weight synchronizer, which also supervises the engines: a step's metrics cover the time between refits."""
 
     def __init__(self, native: Any, generation: ControlledGeneration) -> None:
-        self._native, self._generation = native, generation
+        self._native = native
+        self._generation = generation
         self._supervises = False
 
     def __getattr__(self, name: str) -> Any:

@@ -27,7 +27,10 @@ class StepLog:
         if request is not None and not self.figures:
             self.figures = request()
         taken = replace(self)
-        self.figures, self.entries, self.alarms, self.samples = {}, {}, [], []
+        self.figures = {}
+        self.entries = {}
+        self.alarms = []
+        self.samples = []
         return taken
 
 

@@ -53,7 +53,8 @@ class ExchangeDriver:
         actor: Any = SpecrolloutExchange
         actor = actor.options(max_concurrency=THREADS_OF_ENGINE * (num_engines + 1), runtime_env=engine_environment())
         self.actor = actor.remote(methods, config, max_new_tokens)
-        self._log, self._is_lost = log, False
+        self._log = log
+        self._is_lost = False
 
     @contextmanager
     def between(self, first: str, last: str) -> Iterator[None]:
@@ -91,7 +92,9 @@ class Supervisor:
 
     def __init__(self, block: SpecrolloutConfig, generation_config: Any, log: StepLog) -> None:
         """`generation_config` is NeMo-RL's. Raises ConfigError if the remote drafters cannot start."""
-        self._block, self._config, self._log = block, generation_config, log
+        self._block = block
+        self._config = generation_config
+        self._log = log
         self._facts = RunFacts.of(generation_config)
         self._refresh: HeadRefresh | None = None
         self._exchange: ExchangeDriver | None = None
@@ -111,11 +114,14 @@ class Supervisor:
 
     def open_exchange(self) -> None:
         """Lets the engines exchange requests, if the block allows it and there are several engines."""
-        num_engines, racing = self._workers.num_engines, self._block.fastest_of_n
+        num_engines = self._workers.num_engines
+        racing = self._block.fastest_of_n
         if racing is None or not racing.enabled or num_engines < 2:
             return
         self._exchange = ExchangeDriver(self._block, num_engines, self._config["max_new_tokens"], self._log)
-        start, actor, engines = self._workers.start, self._exchange.actor, range(num_engines)
+        start = self._workers.start
+        actor = self._exchange.actor
+        engines = range(num_engines)
         ray.get([start(engine, "join_exchange", actor=actor, engine=engine) for engine in engines])
 
     def close(self) -> None:
@@ -126,7 +132,8 @@ class Supervisor:
 
     def close_exchange(self) -> None:
         """Ends the exchange. Call it after the engines have ended, because they use it."""
-        exchange, self._exchange = self._exchange, None
+        exchange = self._exchange
+        self._exchange = None
         if exchange is not None:
             exchange.close()
 
@@ -160,16 +167,20 @@ class Supervisor:
 
         Returns the metrics since `begin_step` by name, or none if there was no `begin_step`.
         """
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if before is None:
             return {}
         totals, stats = self._read()
-        done, log, num_engines = totals - before[0], self._log, self._workers.num_engines
+        done = totals - before[0]
+        log = self._log
+        num_engines = self._workers.num_engines
         metrics = step_metrics(done, num_engines) | weight_updates(self._last, totals, num_engines)
         self._last = totals
         if counts := acceptance_counts(done):
             log.entries["acceptance"] = counts
-        seeds, self._requested = self._requested or None, []
+        seeds = self._requested or None
+        self._requested = []
         ends = [StepEnd.from_wire(reply) for reply in self._workers.call("end_step", seeds)]
         log.samples += sample_lines(ends, seeds)
         log.alarms += [alarm["sentence"] for end in ends for alarm in end.alarms]

@@ -25,7 +25,8 @@ from nemo_specrollout.storage.files import replacing_file
 
 DPI = 150
 PANELS_IN_ROW, MAX_PANELS = 3, 6
-HALF, WHOLE = (4.4, 2.5), (9.0, 2.4)
+HALF = (4.4, 2.5)
+WHOLE = (9.0, 2.4)
 """Sizes of charts with one and with two panels, inches."""
 Draw = Callable[[Axes, Any], None]
 """Function that draws data into a pair of axes."""
@@ -123,7 +124,8 @@ def style() -> Any:
 
 def svg_of(figure: Figure, title: str) -> str:
     """Returns a figure as SVG. All ids start with the letters of `title`, so that several charts can share a page."""
-    name, buffer = "".join(letter for letter in title.lower() if letter.isalpha()), io.StringIO()
+    name = "".join(letter for letter in title.lower() if letter.isalpha())
+    buffer = io.StringIO()
     metadata: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)

@@ -28,7 +28,9 @@ def grid(kind: str, parts: Iterable[str]) -> str:
 
 def card(title: str, value: str, note: str, kind: str = "") -> str:
     """Returns a card with a value and a note. `kind` is "good", "bad" or empty."""
-    title, value, note = escape(title), escape(value), escape(note)
+    title = escape(title)
+    value = escape(value)
+    note = escape(note)
     return f'<div class="card {kind}"><p>{title}</p><p class="value">{value}</p><p>{note}</p></div>'
 
 
@@ -40,7 +42,8 @@ def step_list(title: str, of: Iterable[tuple[Any, str]], kind: str = "") -> str:
 
 def chart(title: str, svg: str, how_to_read: str, is_wide: bool = True) -> str:
     """Returns a section with a chart, which is as wide as the page or half of it."""
-    label, kind = escape(title), "wide" if is_wide else ""
+    label = escape(title)
+    kind = "wide" if is_wide else ""
     drawing = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
     return f'<section class="{kind}"><h2>{label}</h2><p>{escape(how_to_read)}</p>{drawing}</section>'
 

@@ -20,18 +20,41 @@ BLUE, SKY, ORANGE, GREEN, PINK, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
 INK, GREY, PALE = "#24292f", "#6e7781", "#d0d7de"
 DRAFTER_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
 PHASE_COLOURS = {
-    "generation": BLUE, "logprob": SKY, "train": "#8c959f", "refit": ORANGE, "verify": PINK, "validation": RED,
-    "checkpoint": GREEN, "other": PALE,
-}  # fmt: skip
+    "generation": BLUE,
+    "logprob": SKY,
+    "train": "#8c959f",
+    "refit": ORANGE,
+    "verify": PINK,
+    "validation": RED,
+    "checkpoint": GREEN,
+    "other": PALE,
+}
 """Phases of a step in the order of the stack, and what is left of the step."""
 
 STYLE: dict[Any, Any] = {
-    "font.size": 8.5, "axes.titlesize": 8.5, "axes.titlelocation": "left", "axes.titlecolor": INK, "text.color": INK,
-    "axes.labelsize": 8.5, "axes.labelcolor": GREY, "axes.edgecolor": PALE, "xtick.color": GREY, "ytick.color": GREY,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
-    "axes.axisbelow": True, "grid.color": "#eaeef2", "grid.linewidth": 0.8, "lines.linewidth": 1.6,
-    "lines.markersize": 4, "legend.frameon": False, "text.parse_math": False, "svg.fonttype": "none",
-}  # fmt: skip
+    "font.size": 8.5,
+    "axes.titlesize": 8.5,
+    "axes.titlelocation": "left",
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "axes.labelsize": 8.5,
+    "axes.labelcolor": GREY,
+    "axes.edgecolor": PALE,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#eaeef2",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+}
 
 FLOOR = 1e-9
 """Height at which a log axis draws a zero."""
@@ -73,7 +96,8 @@ class LinePanel:
 
     def __call__(self, ax: Axes, steps: Sequence[Record]) -> None:
         over_steps(ax, steps, self.title)
-        at, labels = series(steps, "step"), []
+        at = series(steps, "step")
+        labels = []
         values = [np.maximum(_values(steps, of), FLOOR if self.is_log else -math.inf) for _, of, _ in self.lines]
         if self.is_filled:
             ax.fill_between(at, values[0], values[1], color=light(self.lines[0][2]), alpha=0.5, linewidth=0)
@@ -114,7 +138,8 @@ def _values(steps: Sequence[Record], of: Values) -> np.ndarray:
 def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
     window = reward_window(len(steps))
     over_steps(ax, steps, "Mean reward of a step" + (f"; bold: of {window} steps" if window > 1 else ""))
-    reward, x = series(steps, "reward"), series(steps, "step")
+    reward = series(steps, "reward")
+    x = series(steps, "step")
     ax.plot(x, reward, line_format(steps), color=BLUE, alpha=0.35 if window > 1 else 1.0)
     means = running_mean(reward, window)
     if window > 1:
@@ -124,18 +149,29 @@ def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
     neighbours = {known[0]: known[:2][-1], known[-1]: known[-2:][0]} if len(known) else {}
     for i, neighbour in neighbours.items():
         offset, va = ((0, -7), "top") if means[neighbour] > means[i] else ((0, 6), "bottom")
-        ax.annotate(f"{means[i]:.2f}", (x[i], means[i]), offset, textcoords="offset points",
-                    ha="center", va=va, color=BLUE, fontweight="bold")  # fmt: skip
+        ax.annotate(
+            f"{means[i]:.2f}",
+            (x[i], means[i]),
+            offset,
+            textcoords="offset points",
+            ha="center",
+            va=va,
+            color=BLUE,
+            fontweight="bold",
+        )
     ax.margins(x=0.12)
     ax.autoscale(axis="x")  # the labels at both ends need room
-    middle, span = (np.nanmax(reward) + np.nanmin(reward)) / 2, np.nanmax(reward) - np.nanmin(reward)
+    middle = (np.nanmax(reward) + np.nanmin(reward)) / 2
+    span = np.nanmax(reward) - np.nanmin(reward)
     ax.set_ylim(middle - max(0.7 * span, 0.06), middle + max(0.7 * span, 0.06))  # a small change should look small
 
 
 def draw_time(ax: Axes, steps: Sequence[Record]) -> None:
     """Stacks the seconds of each step's phases, as bars or, if there are many steps, as areas."""
     over_steps(ax, steps, "Seconds of a step")
-    at, base, labels = series(steps, "step"), np.zeros(len(steps)), []
+    at = series(steps, "step")
+    base = np.zeros(len(steps))
+    labels = []
     for phase, colour in PHASE_COLOURS.items():
         seconds = series(steps, f"{phase}_s")
         if (seconds > 0).any():
@@ -153,7 +189,8 @@ def draw_time(ax: Axes, steps: Sequence[Record]) -> None:
 def draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
     """Draws the speedup of each rollout over its plain estimate, and the speedup of all rollouts together."""
     over_steps(ax, steps, "Rollout speedup, by estimate (x)")
-    ratios, overall = series(steps, "speedup_estimate"), ratio_of_sums(steps, "plain_estimate_s", "rollout_s")
+    ratios = series(steps, "speedup_estimate")
+    overall = ratio_of_sums(steps, "plain_estimate_s", "rollout_s")
     ax.axhline(1, color=GREY, linewidth=1)
     ax.axhline(overall, color=BLUE, linewidth=1, linestyle=DASHES)
     ax.plot(series(steps, "step"), ratios, line_format(steps), color=BLUE)
@@ -164,17 +201,28 @@ def draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
 
 def draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
     """Draws the accepted share of draft tokens by position and drafter, over the whole run."""
-    labels, longest = [], max(len(proposed) for proposed, _ in totals.values())
+    labels = []
+    longest = max(len(proposed) for proposed, _ in totals.values())
     stride = math.ceil(longest / MAX_COUNT_LABELS)
     for i, (name, (proposed, accepted)) in enumerate(totals.items()):
-        colour, rates = drafter_colour(i), accepted / proposed
+        colour = drafter_colour(i)
+        rates = accepted / proposed
         ax.plot(np.arange(1, len(rates) + 1), rates, "o-", color=colour)
         labels.append((rates[-1], name, colour))
         for j in range(0, len(rates), stride):
             n = proposed[j]
             count = f"{n}" if n < 1000 else f"{n / 1000:.3g}k" if n < 999_500 else f"{n / 1e6:.3g}M"
-            ax.annotate(count, (j + 1, 0), (0, -18 - 11 * i), ax.get_xaxis_transform(), "offset points", ha="center",
-                        va="top", color=dark(colour), fontsize=7.5)  # fmt: skip
+            ax.annotate(
+                count,
+                (j + 1, 0),
+                (0, -18 - 11 * i),
+                ax.get_xaxis_transform(),
+                "offset points",
+                ha="center",
+                va="top",
+                color=dark(colour),
+                fontsize=7.5,
+            )
     ax.set(title="Accepted of proposed draft tokens", ylim=(0, 1), xlim=(0.6, longest + 0.4))
     ax.set_xlabel("position in the draft, and number proposed there", labelpad=7 + 11 * len(totals))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=MAX_COUNT_LABELS, integer=True))

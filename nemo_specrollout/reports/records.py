@@ -171,7 +171,8 @@ def reduced(how: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
 
 def ratio_of_sums(steps: Sequence[Record], above: str, below: str) -> float:
     """Returns the ratio of two keys, each summed over the steps that have both, or NaN."""
-    values_above, values_below = series(steps, above), series(steps, below)
+    values_above = series(steps, above)
+    values_below = series(steps, below)
     has_both = np.isfinite(values_above) & np.isfinite(values_below)
     total = values_below[has_both].sum()
     return float(values_above[has_both].sum() / total) if total > 0 else math.nan
@@ -258,7 +259,8 @@ def summary_of(steps: Sequence[Record]) -> dict[str, Any]:
     """Returns the figures of a run's steps; docs/reference/metrics.md names every key. A ratio without counts is None."""
     if not steps:
         return {"steps": 0}
-    rewards, window = series(steps, "reward"), reward_window(len(steps))
+    rewards = series(steps, "reward")
+    window = reward_window(len(steps))
     return {
         "steps": len(steps),
         "speedup_estimate": _known(ratio_of_sums(steps, "plain_estimate_s", "rollout_s")),

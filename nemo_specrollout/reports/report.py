@@ -44,7 +44,8 @@ def write_pages(folder: Path, extras_of: Callable[[Run], Extras] = lambda _: (()
 
     `extras_of` adds to them for a kind of run. Raises ConfigError for damaged records, and OSError.
     """
-    report, picture = folder / PAGE, folder / PICTURE
+    report = folder / PAGE
+    picture = folder / PICTURE
     with naming_damage(folder):
         run = Run.read(folder)
         sections, panels = extras_of(run) if run.steps else ((), ())
@@ -75,7 +76,8 @@ def _page(run: Run, sections: Sequence[str]) -> str:
 def _status(run: Run) -> str:
     if not run.steps:
         return "no finished step yet"
-    first, last = run.steps[0]["step"], run.steps[-1]["step"]
+    first = run.steps[0]["step"]
+    last = run.steps[-1]["step"]
     which = f"steps {first} to {last}" if first != last else f"step {first}"
     state = ", completed" if run.summary.get("completed") else ""
     seconds = number(run.summary, "wall_s")
@@ -116,7 +118,8 @@ def _training_cards(run: Run, summary: Record) -> Iterator[str]:
     if math.isfinite(first) or math.isfinite(last):
         change = f"{in_digits(first, '.2f')} \N{RIGHTWARDS ARROW} {in_digits(last, '.2f')}"
         yield card("Reward", change, "means of the first and last fifth")
-    gap, bound = number(summary, "largest_logprob_gap"), run.alarm_bound
+    gap = number(summary, "largest_logprob_gap")
+    bound = run.alarm_bound
     if math.isfinite(gap):
         note = f"nats a token, the largest; alarm above {in_digits(bound, 'g')}"
         yield card("Log-prob gap", in_digits(gap, ".1e"), note, "bad" if gap > bound else "")
@@ -131,8 +134,10 @@ def _engine_cards(run: Run, summary: Record) -> Iterator[str]:
         note = f"estimate; moves: {summary['tail_moves']}, races: {summary['tail_races']}, won by the racer: {won}"
         yield card("Saved in the tail", in_digits(number(summary, "tail_saved_s"), "+.1f", " s"), note)
     if drafted := [step for step in run.steps if number(step, "draft_supply.num_drafters") > 0]:
-        supply, in_time = drafted[-1]["draft_supply"], in_digits(run.mean("draft_supply.occupancy"), ".0%")
-        ready, named = number(supply, "num_ready"), number(supply, "num_drafters")
+        supply = drafted[-1]["draft_supply"]
+        in_time = in_digits(run.mean("draft_supply.occupancy"), ".0%")
+        ready = number(supply, "num_ready")
+        named = number(supply, "num_drafters")
         note = f"drafters answer; drafts in time {in_time}; bottleneck: {supply.get('bottleneck') or 'not known'}"
         yield card("Remote drafters", f"{in_digits(ready, 'd')} of {named:.0f}", note, "bad" * (ready < named))
     if (derived := number(summary, "seeds_derived")) > 0:

@@ -78,7 +78,8 @@ class RunAhead:
         """
         self.end(keeps_cache=True)
         if version != self._made.version:
-            self._made_before, self._made = self._made, _Made(version)
+            self._made_before = self._made
+            self._made = _Made(version)
         num_engines = self._engines.num_engines
         ranges = [slice(*ab) for ab in pairwise(len(rows) * i // num_engines for i in range(num_engines + 1))]
         self._shards = [rows[of] for of in ranges]
@@ -92,7 +93,8 @@ class RunAhead:
 
         With `keeps_cache` they keep cached prefixes, which are right until the weights change.
         """
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is None:
             return
         self._stop.set()

@@ -24,7 +24,8 @@ class AheadTurns:
     """Decodes requests in a synchronous engine, a while at a time. Owns their texts so far."""
 
     def __init__(self, llm: Any) -> None:
-        self._llm, self._turns = llm, TurnEngine(HostedEngine(llm))
+        self._llm = llm
+        self._turns = TurnEngine(HostedEngine(llm))
         self._texts: list[list[int]] = []
 
     def advance(self, requests: Sequence[ShardRequest], seconds: float) -> bool:
@@ -45,7 +46,8 @@ class AheadTurns:
             self._turns.engine.step()  # a step that was under way has ended then
         else:
             raise StaleCache
-        texts, self._texts = self._texts, []
+        texts = self._texts
+        self._texts = []
         return list(map(as_bytes, texts))
 
 
@@ -54,7 +56,8 @@ class AheadTasks:
 
     def __init__(self, llm: Any, generate: Callable[..., AsyncGenerator[Any, None]]) -> None:
         """`generate` is vLLM's own method of `llm`."""
-        self._llm, self._generate = llm, generate
+        self._llm = llm
+        self._generate = generate
         self._texts: list[list[int]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -79,7 +82,9 @@ class AheadTasks:
             await asyncio.sleep(RETRY_S)  # a step that was under way has ended then
         else:
             raise StaleCache
-        texts, self._texts, self._tasks = self._texts, [], []
+        texts = self._texts
+        self._texts = []
+        self._tasks = []
         return list(map(as_bytes, texts))
 
     async def _decode(self, prompt: Any, params: Any, text: list[int]) -> None:

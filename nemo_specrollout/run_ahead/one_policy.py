@@ -32,7 +32,8 @@ class OnePolicyStream:
         """Replaces `AsyncLLM.generate` for a request that carries our identity. Yields the last output only."""
         attempt = 0
         while True:
-            begun_at, latest = self._num_changes, None
+            begun_at = self._num_changes
+            latest = None
             async with aclosing(self._generate(prompt, params, request_id=f"{request_id}-{attempt}")) as outputs:
                 async for output in outputs:
                     latest = output

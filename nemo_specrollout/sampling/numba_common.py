@@ -6,7 +6,8 @@ from numba import njit
 
 from nemo_specrollout.sampling.seeds import MIX_1, MIX_2
 
-_MIX_1, _MIX_2 = np.uint64(MIX_1), np.uint64(MIX_2)
+_MIX_1 = np.uint64(MIX_1)
+_MIX_2 = np.uint64(MIX_2)
 
 
 @njit(cache=True, inline="always")

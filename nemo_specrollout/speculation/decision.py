@@ -64,7 +64,8 @@ def best_steps(
     tokens_FN = np.interp(drafts_FN + apart_F1, (most_FQ + apart_F1).ravel(), sum_FQ.ravel())
     seconds_FN = costs.seconds(num_requests, drafts_FN) + drafts_FN * read_row_s + draft_s_F[:, None]
     rate_FN = (num_requests + tokens_FN) / seconds_FN
-    rows, best_F = np.arange(num_depths), rate_FN.argmax(axis=1)
+    rows = np.arange(num_depths)
+    best_F = rate_FN.argmax(axis=1)
     best_F *= rate_FN[rows, best_F] > (1.0 + margin) * rate_FN[:, 0]
     return Steps(
         drafts_FN[rows, best_F].astype(np.int64), num_requests + tokens_FN[rows, best_F], seconds_FN[rows, best_F]

@@ -94,7 +94,8 @@ class LookClock:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._saved_s, self._dearest_s = 0.0, np.inf
+        self._saved_s = 0.0
+        self._dearest_s = np.inf
 
     def earn(self, seconds: float) -> None:
         """Adds a step of `seconds`. No more is saved than two of the dearest looks have cost."""
@@ -186,9 +187,13 @@ class AutoPolicy(SpeculationPolicy):
 
     def __init__(self, margin: float, num_positions: int, deepest: int) -> None:
         """`margin`: share by which drafts must exceed no drafts. `deepest`: the most tokens that a model may draft."""
-        self.most_drafts, self._deepest, self._margin = num_positions, deepest, margin
-        self._forecast, self._sizes = Forecast(deepest), BatchSizes()
-        self._clock, self._rest_clock = LookClock(LOOK_SHARE), LookClock(REST_SHARE)
+        self.most_drafts = num_positions
+        self._deepest = deepest
+        self._margin = margin
+        self._forecast = Forecast(deepest)
+        self._sizes = BatchSizes()
+        self._clock = LookClock(LOOK_SHARE)
+        self._rest_clock = LookClock(REST_SHARE)
         self._submitted_Q = np.zeros(1)
         """Draft tokens of a request that were submitted last, by bin of survival."""
         self._depth = self._num_requests = self._num_new = 0
@@ -206,11 +211,13 @@ class AutoPolicy(SpeculationPolicy):
     def num_drafts(self, num_requests: int, most: int) -> int:
         if self.costs is None or most <= 0:
             return 0
-        costs, drafting = self.costs, self.costs.drafting
+        costs = self.costs
+        drafting = self.costs.drafting
         count_1Q = num_requests * self._submitted_Q[None, :]
         draft_s, read_s = 0.0, 0.0
         if drafting is not None and self._depth > 0:
-            draft_s, read_s = drafting.seconds(num_requests, self._depth), drafting.row_s
+            draft_s = drafting.seconds(num_requests, self._depth)
+            read_s = drafting.row_s
         steps = best_steps(count_1Q, num_requests, costs, self._margin, np.array([draft_s]), read_s)
         num_drafts = min(int(steps.num_drafts_F[0]), most)
         self._num_refused = 0 if num_drafts else self._num_refused + 1
@@ -221,7 +228,9 @@ class AutoPolicy(SpeculationPolicy):
 
     def plan(self, num_requests: int, num_followed: int) -> int:
         has_changed = num_requests.bit_length() != self._num_requests.bit_length() or 2 * self._num_new >= num_requests
-        self._num_requests, self._num_new, self._has_changed = num_requests, 0, has_changed
+        self._num_requests = num_requests
+        self._num_new = 0
+        self._has_changed = has_changed
         self._sizes.count(num_requests)
         if self.costs is not None:
             self._clock.earn(step_s := self.costs.plain_s(num_requests))
@@ -243,25 +252,32 @@ class AutoPolicy(SpeculationPolicy):
     def ends_step(self, num_requests: int, num_followed: int) -> bool:
         if self._has_changed or num_followed or self.costs is None:
             self._num_refused = 0
-        rested, self._rests = self._rests, self._num_refused >= PATIENCE
+        rested = self._rests
+        self._rests = self._num_refused >= PATIENCE
         if (
             rested
             and self._rests
             and self.costs
             and self._rest_clock.pays(2.0 * (self.costs.text_s + self.costs.verify_s))
         ):
-            self._num_refused, self._rests = PATIENCE - 2, False
+            self._num_refused = PATIENCE - 2
+            self._rests = False
         return self._rests
 
     def model_changed(self) -> None:
         self._forecast.forget_model()
-        self.is_dormant, self._to_look_at, self._enough, self._judged = False, ENOUGH, ENOUGH, 0
+        self.is_dormant = False
+        self._to_look_at = ENOUGH
+        self._enough = ENOUGH
+        self._judged = 0
 
     def _planned_depth(self, num_requests: int, num_followed: int, has_changed: bool) -> int:
         """Returns the depth of a model that follows requests. Judges the model from time to time."""
         if self.costs is None or self.costs.drafting is None:
             return self._deepest  # to measure it
-        self._planned, self._judged, depth = self._planned - 1, self._judged - 1, self._depth
+        self._planned = self._planned - 1
+        self._judged = self._judged - 1
+        depth = self._depth
         if self._planned <= 0 or has_changed:
             self._planned = PLANNED_STEPS
             depth = self._best(num_requests, num_followed).depth

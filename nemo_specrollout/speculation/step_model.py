@@ -100,7 +100,8 @@ class Regression:
 
     def __init__(self, mean_X: np.ndarray, deviation_X: np.ndarray) -> None:
         """Takes the prior means and standard deviations of the coefficients, in units of the first sample."""
-        self._mean_X, self._prior_XX = mean_X, np.diag(deviation_X**2)
+        self._mean_X = mean_X
+        self._prior_XX = np.diag(deviation_X**2)
         self.is_known, self._scale_s = False, 0.0
         self.coefficients_X = mean_X
         self.covariance_XX = self._prior_XX
@@ -110,7 +111,8 @@ class Regression:
         expected_s = float(terms_X @ self.coefficients_X)
         if not self.is_known or 4.0 * seconds < expected_s:
             self.is_known, self._scale_s = True, max(seconds / max(float(terms_X @ self._mean_X), 1e-9), 1e-9)
-            self.coefficients_X, self.covariance_XX = self._scale_s * self._mean_X, self._prior_XX
+            self.coefficients_X = self._scale_s * self._mean_X
+            self.covariance_XX = self._prior_XX
             expected_s = float(terms_X @ self.coefficients_X)
         covariance_X = self.covariance_XX @ terms_X
         variance = float(terms_X @ covariance_X) + (noise * expected_s / self._scale_s) ** 2
@@ -157,7 +159,8 @@ class StepModel:
         """Adds the seconds in which a model read `num_rows` tokens and drafted `depth` tokens for each request."""
         if not self._drafting.is_known:
             self._unit_drafting = float(max(num_rows, 1))
-        rows, tokens = num_rows / self._unit_drafting, depth * num_requests / self._unit_drafting
+        rows = num_rows / self._unit_drafting
+        tokens = depth * num_requests / self._unit_drafting
         self._drafting.observe(np.array([1.0, rows, max(depth - 1, 0), tokens, depth == 0]), seconds)
 
     def costs(self) -> StepCosts | None:
@@ -165,14 +168,13 @@ class StepModel:
         if not self._steps.is_known:
             return None
         terms_JX = np.stack([self._terms(0, 0, False, rows) for rows in self._knots_J])
-        x, num_knots = self._steps.coefficients_X, len(self._knots_J)
+        x = self._steps.coefficients_X
+        num_knots = len(self._knots_J)
         variance_J = np.einsum("jx,xy,jy->j", terms_JX, self._steps.covariance_XX, terms_JX)
         seconds_J = isotonic_regression(np.maximum(terms_JX @ x, 1e-9), weights=1.0 / (variance_J + 1e-9)).x
-        draft_row_s, verify_s, text_s = (
-            x[num_knots] / self._unit,
-            max(x[num_knots + 1], 0.0),
-            max(x[num_knots + 2], 0.0),
-        )
+        draft_row_s = x[num_knots] / self._unit
+        verify_s = max(x[num_knots + 1], 0.0)
+        text_s = max(x[num_knots + 2], 0.0)
         others = float(draft_row_s), float(verify_s), float(text_s), self._draft_costs()
         return StepCosts(np.interp(self._padded_R, self._knots_J, seconds_J), self._graph_sizes, *others)
 
@@ -180,7 +182,8 @@ class StepModel:
         if not self._drafting.is_known:
             return None
         fixed, row, further, token, unsampled = self._drafting.coefficients_X.tolist()
-        unit, known = self._unit_drafting, (fixed, row, further, token, -unsampled)
+        unit = self._unit_drafting
+        known = (fixed, row, further, token, -unsampled)
         fixed_s, row_s, pass_s, token_s, saved_s = (max(seconds, 0.0) for seconds in known)
         return DraftCosts(fixed_s, row_s / unit, pass_s, token_s / unit, saved_s, self._least_depth)
 

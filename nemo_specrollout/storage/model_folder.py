@@ -60,7 +60,8 @@ def stop_token_ids(folder: Path) -> list[int]:
 
     Raises ValueError if one of the two files has something else there.
     """
-    config, ids = _read(folder / "config.json"), list[int]()
+    config = _read(folder / "config.json")
+    ids = list[int]()
     generation = _read(folder / "generation_config.json")
     for block, name in ((generation, "generation_config"), (config, "config"), (text_config(config), "config")):
         found = block.get("eos_token_id")
@@ -100,7 +101,8 @@ def tensor_files(folder: Path) -> list[Path]:
 def check_model(folder: Path, policy: Path, kind: str = "") -> None:
     """Raises ValueError for a model that vLLM cannot load, or not use as a drafter of this kind for a policy."""
     try:
-        size, _ = text_config(read_object(folder / "config.json")).get("vocab_size"), stop_token_ids(folder)
+        size = text_config(read_object(folder / "config.json")).get("vocab_size")
+        _ = stop_token_ids(folder)
         tensor_shapes(tensor_files(folder))
         if kind not in ("draft_model", "remote") or not policy.is_dir():
             return

@@ -68,7 +68,9 @@ class Response:
         """Makes the known part a draft. Open attempts make the response from its beginning."""
         assert isinstance(self.request, RolloutRequest)
         self.request = replace(self.request, ahead=as_bytes(self.tokens))
-        self.tokens, self.logprobs, self.policy_spans = [], [], []
+        self.tokens = []
+        self.logprobs = []
+        self.policy_spans = []
         for attempt in self.attempts.values():
             attempt.position = 0
 
@@ -79,7 +81,8 @@ class Response:
 
     def close(self, engine: int, outcome: AttemptOutcome, end_s: float) -> int:
         attempt = self.attempts.pop(engine)
-        attempt.end_s, attempt.outcome = end_s, outcome
+        attempt.end_s = end_s
+        attempt.outcome = outcome
         self.ended.append(attempt)
         return attempt.name
 
@@ -93,7 +96,8 @@ class Response:
     ) -> bool:
         """Adds what an attempt made. Returns False, and adds nothing, if it contradicts the known part."""
         attempt = self.attempts[engine]
-        start, num_known = attempt.position, len(self.tokens)
+        start = attempt.position
+        num_known = len(self.tokens)
         overlap = min(len(tokens), num_known - start)
         is_short = finish_reason is not None and start + len(tokens) < num_known
         if is_short or self.tokens[start : start + overlap] != tokens[:overlap]:
@@ -112,14 +116,17 @@ def tail_counts(ended: Iterable[Sequence[tuple[str, float]]]) -> dict[str, int]:
 
     `ended` has outcome and start of each attempt that ended, by request.
     """
-    outcomes, num_races, num_won = Counter[str](), 0, 0
+    outcomes = Counter[str]()
+    num_races = 0
+    num_won = 0
     for attempts in ended:
         outcomes.update(outcome for outcome, _ in attempts)
         lost_s = [s for outcome, s in attempts if outcome in (AttemptOutcome.BEATEN, AttemptOutcome.GAVE_UP)]
         won_s = next((s for outcome, s in attempts if outcome == AttemptOutcome.WON), 0.0)
         num_races += bool(lost_s)
         num_won += any(s < won_s for s in lost_s)
-    moves, diverged = outcomes[AttemptOutcome.MOVED], outcomes[AttemptOutcome.DIVERGED]
+    moves = outcomes[AttemptOutcome.MOVED]
+    diverged = outcomes[AttemptOutcome.DIVERGED]
     return {"moves": moves, "races": num_races, "won_by_racer": num_won, "diverged": diverged}
 
 

@@ -99,7 +99,8 @@ class Coordinator:
             self.send_turns()
             self._read_results()
             self._consult_policy()
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def _read_results(self) -> None:
@@ -171,14 +172,16 @@ class Coordinator:
 
     def _start(self, key: int, engine: int) -> None:
         """Opens an attempt. Its first token is fixed when its order is sent."""
-        name, assigned = next(_NAMES), self._assigned[engine]
+        name = next(_NAMES)
+        assigned = self._assigned[engine]
         self.responses[key].open(engine, name)
         assigned.attempts[name] = key
         assigned.starts[name] = None
 
     def _stop(self, key: int, engine: int, outcome: AttemptOutcome) -> None:
         """Closes an attempt that its engine may still work on."""
-        name, assigned = self._close(key, engine, outcome), self._assigned[engine]
+        name = self._close(key, engine, outcome)
+        assigned = self._assigned[engine]
         if name in assigned.starts:
             del assigned.starts[name]
         else:
@@ -204,7 +207,8 @@ class Coordinator:
 
     def begin_now(self, engine: int, keys: Iterable[int] | None = None) -> Starts:
         """Returns the engine's new attempts, or those at these requests. The caller has to deliver them."""
-        assigned, wanted = self._assigned[engine], None if keys is None else set(keys)
+        assigned = self._assigned[engine]
+        wanted = None if keys is None else set(keys)
         names = [name for name in assigned.starts if wanted is None or assigned.attempts[name] in wanted]
         for name in names:
             del assigned.starts[name]
@@ -235,7 +239,8 @@ class Coordinator:
             steady = [attempts[name] for name in result.steady if name in attempts]
             self._speeds.learn(self.engines.methods[engine], result.work, num_made, steady)
         for name, part in parts.items():
-            key, reason = attempts[name], result.finished.get(name)
+            key = attempts[name]
+            reason = result.finished.get(name)
             if not self.responses[key].extend(engine, *part, reason, result.policy_version):
                 self._stop(key, engine, AttemptOutcome.DIVERGED)
             elif reason is not None:
@@ -267,9 +272,11 @@ class Coordinator:
 
     def _begin_afresh(self) -> None:
         """Resets the clock and the estimate of savings: no request is under way."""
-        self._busy_since_s, self._next_look_s = time.perf_counter(), 0.0
+        self._busy_since_s = time.perf_counter()
+        self._next_look_s = 0.0
         self._first_key = self._num_requests
-        self._savings, self._saved_s = Savings(len(self._assigned), self._busy_since_s), None
+        self._savings = Savings(len(self._assigned), self._busy_since_s)
+        self._saved_s = None
 
     def _consult_policy(self) -> None:
         """Moves and races requests as the policy says: about once a turn, and at once if a request is waiting."""

@@ -68,7 +68,8 @@ class PollingFleet:
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
         """Returns the results since the last call; does not wait."""
-        results, self.inbox = self.inbox, []
+        results = self.inbox
+        self.inbox = []
         return results
 
     def num_turns(self, engine: int) -> int:
@@ -171,7 +172,8 @@ class StragglerExchange:
             self._advance()
             self._changed.wait_for(lambda: self._has_reply_for(engine), POLL_S)
             member = self._member(engine)  # raises if the engine was given up while it waited
-            orders, answers = tuple(member.orders), tuple(self._answers[engine])
+            orders = tuple(member.orders)
+            answers = tuple(self._answers[engine])
             member.orders.clear()
             self._answers[engine] = []
             return ExchangeReply(orders, answers, self._is_over)
@@ -197,7 +199,8 @@ class StragglerExchange:
     def take_figures(self) -> dict[str, float]:
         """Returns the metrics `tail.*` of what ended since the last call; `saved_s` is missing if it is not known."""
         with self._guarded():
-            totals, self._totals = self._totals, {}
+            totals = self._totals
+            self._totals = {}
             return {**tail_counts(()), **totals}
 
     # Inside

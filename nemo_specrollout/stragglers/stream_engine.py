@@ -124,12 +124,15 @@ class StreamEngine:
                 return
 
     def _result(self) -> TurnResult:
-        before, self._reported_s = self._reported_s, time.perf_counter()
+        before = self._reported_s
+        self._reported_s = time.perf_counter()
         attempts = list(self._attempts.values())
         decoding = [a for a in attempts if a.first_s is not None and a.first_s <= before]
         work = _work(decoding, attempts, before, self._reported_s)
         steady = tuple(a.name for a in decoding if a.ended_s is None)
-        parts, finished, refused = {}, {}, []
+        parts = {}
+        finished = {}
+        refused = []
         for attempt in attempts:
             if attempt.task.done():
                 del self._attempts[attempt.name]
@@ -141,7 +144,8 @@ class StreamEngine:
                 finished[attempt.name] = attempt.finish_reason
             if attempt.tokens or attempt.name in finished:
                 parts[attempt.name] = attempt.tokens, attempt.logprobs
-                attempt.tokens, attempt.logprobs = [], []
+                attempt.tokens = []
+                attempt.logprobs = []
         return TurnResult(parts, finished, work, steady=steady, refused=tuple(refused))
 
 
@@ -168,7 +172,9 @@ class StreamShard:
     """
 
     def __init__(self, number: int, engine: StreamEngine, ask: Ask) -> None:
-        self._number, self._engine, self._ask = number, engine, ask
+        self._number = number
+        self._engine = engine
+        self._ask = ask
         self._waiting: dict[int, asyncio.Future[Rollout | None]] = {}
         self._num_requests = 0
         self._loop: asyncio.Task[None] | None = None
@@ -230,7 +236,8 @@ class StreamShard:
         task.add_done_callback(self._background.discard)
 
     async def _take_turns(self) -> None:
-        turns, result = deque[TurnOrders](), None
+        turns = deque[TurnOrders]()
+        result = None
         receiving = asyncio.create_task(self._ask("exchange", None))
         try:
             while True:
@@ -242,7 +249,8 @@ class StreamShard:
                     if future is not None and not future.done():
                         future.set_result(rollout)
                 turns.extend(reply.orders)
-                receiving, result = asyncio.create_task(self._ask("exchange", result)), None
+                receiving = asyncio.create_task(self._ask("exchange", result))
+                result = None
         except Exception as error:  # an error of the engine, too: a native request will raise it again
             await self._go_alone(error)
         finally:

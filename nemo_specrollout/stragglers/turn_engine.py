@@ -47,7 +47,8 @@ class TurnEngine:
 
     def __init__(self, engine: HostedEngine, **sampling: Any) -> None:
         """`sampling` overrides the config's sampling parameters."""
-        self.engine, self._sampling = engine, sampling
+        self.engine = engine
+        self._sampling = sampling
         self.policy_version = 0
         self._attempts: dict[int, _Submitted] = {}
         self._by_engine_id: dict[str, _Submitted] = {}
@@ -61,7 +62,8 @@ class TurnEngine:
 
     def turn(self, orders: TurnOrders) -> TurnResult:
         """Stops and begins attempts as ordered, then steps until the turn's time is over or no attempt is left."""
-        self._parts, self._finished = {}, {}
+        self._parts = {}
+        self._finished = {}
         old = [attempt.name for attempt in self._attempts.values() if attempt.num_reported]
         until = time.perf_counter() + orders.seconds
         self._stop(orders.stops)
@@ -89,7 +91,9 @@ class TurnEngine:
         """
         if not starts:
             return 0.0, 0, 0
-        started, num_steps, begun = time.perf_counter(), 0, set[int]()
+        started = time.perf_counter()
+        num_steps = 0
+        begun = set[int]()
         attempts = [_Submitted(name, request) for name, request in starts]
         self._attempts |= {attempt.name: attempt for attempt in attempts}
         self._submit(attempts)
@@ -119,7 +123,8 @@ class TurnEngine:
         while self._attempts and now < until:
             num_attempts = len(self._attempts)
             self._step()
-            before, now = now, time.perf_counter()
+            before = now
+            now = time.perf_counter()
             num_steps += 1
             decode_s += now - before
             request_s += (now - before) * min(num_attempts, self.engine.max_num_seqs)
@@ -158,8 +163,10 @@ def roll_out_shard(stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequ
     The engine takes turns until no engine has anything left to do. At most one exchange is under way; meanwhile the engine
     takes a turn that it already has. Raises ExchangeFailed if the exchange is lost.
     """
-    engine, rollouts = TurnEngine(stepped), dict[int, Rollout]()
-    turns, result = deque[TurnOrders](), None
+    engine = TurnEngine(stepped)
+    rollouts = dict[int, Rollout]()
+    turns = deque[TurnOrders]()
+    result = None
     try:
         ask("join", stepped.max_num_seqs, requests)()
         receive = ask("exchange", None)
@@ -171,7 +178,8 @@ def roll_out_shard(stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequ
             if reply.is_over:
                 return [rollouts[number] for number in range(len(requests))]
             turns.extend(reply.orders)
-            receive, result = ask("exchange", result), None
+            receive = ask("exchange", result)
+            result = None
     except ExchangeFailed:
         raise
     except BaseException:

@@ -109,7 +109,8 @@ class EngineTotals:
 
 def _combine_counts(left: DraftCounts, right: DraftCounts, sign: int) -> DraftCounts:
     """Adds by name and position. A count that one side lacks is zero."""
-    rows, others = dict(left), dict(right)
+    rows = dict(left)
+    others = dict(right)
     return tuple(
         (name, tuple(a + sign * b for a, b in zip_longest(rows.get(name, ()), others.get(name, ()), fillvalue=0)))
         for name in {**rows, **others}
@@ -136,7 +137,8 @@ class StepTrace:
         self._steps_TC = np.full((capacity, len(COLUMNS)), 0.0)
         self._ended = self._still_s = 0.0
         self._is_open, self._was_idle = False, True
-        self._totals, self._num_counted = EngineTotals(), 0
+        self._totals = EngineTotals()
+        self._num_counted = 0
         self.num_steps = 0
 
     def stood_still(self, seconds: float) -> None:
@@ -145,7 +147,9 @@ class StepTrace:
 
     def begin_after_idle(self) -> None:
         """Notes that the engine was idle before the step that begins now."""
-        self._ended, self._still_s, self._was_idle = time.perf_counter(), 0.0, True
+        self._ended = time.perf_counter()
+        self._still_s = 0.0
+        self._was_idle = True
 
     def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
         """Records a step whose tokens are sampled now: its requests, the rows to sample from, and all rows."""
@@ -192,4 +196,6 @@ class StepTrace:
 
     def _close(self, now: float) -> None:
         self._row(0)[1] = now - self._ended - self._still_s if self.num_steps > 1 else 0.0
-        self._ended, self._still_s, self._is_open = now, 0.0, False
+        self._ended = now
+        self._still_s = 0.0
+        self._is_open = False

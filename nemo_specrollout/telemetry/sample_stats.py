@@ -30,7 +30,8 @@ class SampleStats:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "SampleStats":
         """Builds the record from its fields, whose tuples may have become lists."""
-        spans, heads = tuple(map(tuple, wire["policy_spans"])), tuple(wire["head_versions"])
+        spans = tuple(map(tuple, wire["policy_spans"]))
+        heads = tuple(wire["head_versions"])
         return cls(**{**wire, "policy_spans": spans, "head_versions": heads})
 
     def merged(self, other: "SampleStats") -> "SampleStats":
@@ -39,7 +40,8 @@ class SampleStats:
         for version, first in sorted((*self.policy_spans, *other.policy_spans), key=lambda span: span[1]):
             first_positions.setdefault(version, first)
         heads = (*self.head_versions, *other.head_versions)
-        num_drafted, num_accepted = self.num_drafted + other.num_drafted, self.num_accepted + other.num_accepted
+        num_drafted = self.num_drafted + other.num_drafted
+        num_accepted = self.num_accepted + other.num_accepted
         return SampleStats(tuple(first_positions.items()), (min(heads), max(heads)), num_drafted, num_accepted)
 
 
@@ -139,11 +141,14 @@ class SampleStatsLog:
 
         vLLM frees the slot of a request one step after its last, so an ended request may still have a slot.
         """
-        archive, counts_S2, found = self._archive.cpu(), self._counts_S2.cpu(), dict[int, SampleStats]()
+        archive = self._archive.cpu()
+        counts_S2 = self._counts_S2.cpu()
+        found = dict[int, SampleStats]()
         slot_of = {} if seeds is None else {record.seed: slot for slot, record in self._running.items()}
         for seed in list(self._ended) if seeds is None else seeds:
             if seed in slot_of:
-                record, counts = self._running[slot_of[seed]], counts_S2[slot_of[seed]]
+                record = self._running[slot_of[seed]]
+                counts = counts_S2[slot_of[seed]]
                 record.is_taken = True
             elif seed in self._ended:
                 record = self._ended.pop(seed)

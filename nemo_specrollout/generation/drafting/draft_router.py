@@ -43,7 +43,9 @@ class DraftRouter:
     """
 
     def __init__(self, config: SpecrolloutConfig, runner: Any) -> None:
-        self._states, self._device, self._native_propose = runner.req_states, runner.device, runner.speculator.propose
+        self._states = runner.req_states
+        self._device = runner.device
+        self._native_propose = runner.speculator.propose
         self.board = _draft_board(config, runner)
         self.policy: SpeculationPolicy = build_policy(
             config.budget, self.board.num_positions, config.num_speculative_tokens
@@ -95,7 +97,8 @@ class DraftRouter:
 
     def use_drafters(self, drafters: Sequence[Drafter]) -> None:
         """Lets these drafters propose, in the order of the board. They must know the requests that are open."""
-        self._drafters, self._participants = list(drafters), [*drafters, *self._observers]
+        self._drafters = list(drafters)
+        self._participants = [*drafters, *self._observers]
         lookups = [drafter.lookup(i) for i, drafter in enumerate(drafters)]
         self._lookups = [lookup for lookup in lookups if lookup is not None]
         self._asked = [i for i, lookup in enumerate(lookups) if lookup is None]
@@ -145,7 +148,9 @@ class DraftRouter:
 
     def begin_step(self, number: int, batch: Any) -> None:
         """Plans the drafts of a step, whose number is `number`. Its tokens are sampled now."""
-        started, self._step, slots_B = time.perf_counter(), number, batch.idx_mapping_np
+        started = time.perf_counter()
+        self._step = number
+        slots_B = batch.idx_mapping_np
         depth = self.policy.plan(batch.num_reqs, self._num_followed(slots_B))
         for drafter in self._drafters:
             drafter.plan(depth)
@@ -162,14 +167,17 @@ class DraftRouter:
         """Returns draft tokens for the next step, int64 [B, K]. Takes the arguments of vLLM's `propose`."""
         if options.get("dummy_run") or self.stands_by:  # in a dummy run vLLM passes its inputs as keywords
             return self._native_propose(*inputs, **options)
-        started, step = time.perf_counter(), DraftStep(inputs, options)
+        started = time.perf_counter()
+        step = DraftStep(inputs, options)
         batch, _, _, _, _, num_sampled_B, num_rejected_B, *_ = inputs
         for participant in self._participants:
             participant.observe(step)
-        board, num_followed = self.board, self._num_followed(batch.idx_mapping_np)
+        board = self.board
+        num_followed = self._num_followed(batch.idx_mapping_np)
         self._most_new += board.num_positions + 1
         self.is_paused = self.policy.ends_step(batch.num_reqs, num_followed)
-        was_idle, self.is_idle = self.is_idle, options.get("num_speculative_tokens") == 0 and num_followed == 0
+        was_idle = self.is_idle
+        self.is_idle = options.get("num_speculative_tokens") == 0 and num_followed == 0
         texts = Texts(batch.idx_mapping, self._states.total_len.gpu, self._states.all_token_ids.gpu)
         if not self.is_idle or not was_idle:
             most_new = 0 if self.is_idle else self._most_new
@@ -183,9 +191,12 @@ class DraftRouter:
 
     def _draft(self, texts: Texts) -> float:
         """Lets every drafter propose, and chooses. Returns the host's seconds in drafters with weights."""
-        board, num_requests, native_s = self.board, len(texts.slots_B), 0.0
+        board = self.board
+        num_requests = len(texts.slots_B)
+        native_s = 0.0
         for i in self._asked:
-            drafter, started = self._drafters[i], time.perf_counter()
+            drafter = self._drafters[i]
+            started = time.perf_counter()
             drafter.propose(texts, board.proposals_of(i))
             native_s += time.perf_counter() - started if drafter.has_weights else 0.0
         board.choose(texts, self.policy.row_price, self._lookups, self.policy.most_drafts)

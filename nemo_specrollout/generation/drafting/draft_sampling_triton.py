@@ -52,7 +52,8 @@ def _best_of_block(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, slots_ptr, temperature_ptr, seeds_ptr, positions_ptr, ids_ptr, best_ptr, second_ptr, token_ptr,
     num_vocab, IS_REDUCED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     mask = column < num_vocab
     token = column
@@ -60,7 +61,8 @@ def _best_of_block(  # type: ignore[no-untyped-def]
         token = tl.load(ids_ptr + column, mask=mask, other=0).to(tl.int32)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
-    seed, position = tl.load(seeds_ptr + slot, mask=slot >= 0, other=0), tl.load(positions_ptr + row)
+    seed = tl.load(seeds_ptr + slot, mask=slot >= 0, other=0)
+    position = tl.load(positions_ptr + row)
     scores = load_divided(logits_ptr + row * logits_stride, column, mask, temperature)
     scores = add_noise(scores, mask, temperature, seed, position, token)
     best, index, second = _best_two(scores)

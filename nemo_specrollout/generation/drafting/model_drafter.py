@@ -46,7 +46,9 @@ class ModelDrafter(Drafter):
         self, config: SpecrolloutConfig, runner: Any, board: DraftBoard, policy: Callable[[], SpeculationPolicy]
     ) -> None:
         """`policy` returns the engine's policy, which may be replaced while the engine runs."""
-        self.board, self._index, self._speculator = board, board.model, runner.speculator
+        self.board = board
+        self._index = board.model
+        self._speculator = runner.speculator
         self._propose = runner.speculator.propose
         drafter = config.model_drafter
         assert drafter is not None
@@ -60,13 +62,15 @@ class ModelDrafter(Drafter):
         elif shares_noise:
             share_noise(self._speculator, levels_BK, lambda: self._only_reads)
         self._has_score_gaps = shares_noise and compat.HAS_SCORE_GAPS
-        num_slots, num_positions = board.tables.limit_S.shape[0], board.num_positions
+        num_slots = board.tables.limit_S.shape[0]
+        num_positions = board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
         self._lowest = -num_positions - 1
         self._unfollowed_S = torch.full((num_slots,), self._lowest, dtype=torch.int32, device=runner.device)
         """0 for a request that is followed, else a number so far below 0 that no depth makes it positive."""
         self._is_followed = np.zeros(num_slots, np.bool_)
-        self._policy, self._timer = policy, StageTimer(runner.device)
+        self._policy = policy
+        self._timer = StageTimer(runner.device)
         self.depth = 0
         """Planned draft tokens for each request; 0 if the speculator only reads."""
         self._was_dormant = False
@@ -123,10 +127,12 @@ class ModelDrafter(Drafter):
 
     def propose(self, texts: Texts, out: Proposals) -> None:
         """Drafts as deep as planned, or only reads."""
-        inputs, options = self._step.inputs, dict(self._step.options)
+        inputs = self._step.inputs
+        options = dict(self._step.options)
         batch, _, _, _, _, num_sampled_B, *_ = inputs
         found_B = out.found_B
-        num_requests, depth = batch.num_reqs, self.depth
+        num_requests = batch.num_reqs
+        depth = self.depth
         if not self.num_followed(batch.idx_mapping_np):
             found_B[:num_requests] = -1
             return
@@ -197,9 +203,15 @@ def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
     # DSpark passes the position of the token to be drafted; the noise is keyed by the position before it.
     def sample_logits(logits: torch.Tensor, idx_map: torch.Tensor, sample_pos: torch.Tensor, step: int) -> torch.Tensor:
         return sample_with_score_gap(
-            logits, idx_map, dspark.temperature, dspark.seeds, sample_pos - 1, levels_BK, dspark._step_cols[step],
+            logits,
+            idx_map,
+            dspark.temperature,
+            dspark.seeds,
+            sample_pos - 1,
+            levels_BK,
+            dspark._step_cols[step],
             _reduced_vocabulary(dspark.model),
-        )  # fmt: skip
+        )
 
     dspark._sample_logits = sample_logits
     dspark.model.sample_sequential = None  # vLLM 0.33 lets a model sample in kernels of its own, with other noise

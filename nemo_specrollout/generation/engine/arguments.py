@@ -82,7 +82,8 @@ def with_specrollout(
 
     Raises ValueError if the user's arguments contradict the block.
     """
-    result, block = dict(vllm_kwargs), block.with_ahead
+    result = dict(vllm_kwargs)
+    block = block.with_ahead
     if not block.enabled:
         return result
     if "worker_cls" in result:
@@ -167,7 +168,8 @@ def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int, abilities
     vLLM schedules a row for each draft that a request may have, before it leaves out the drafts that do not pay. A step then
     has as much room for prompts as without drafts. Raises ValueError if the user's own value is too small for the drafts.
     """
-    num_requests, given = arguments.get("max_num_seqs"), arguments.get("max_num_batched_tokens")
+    num_requests = arguments.get("max_num_seqs")
+    given = arguments.get("max_num_batched_tokens")
     if given is None:
         num_drafts = most_drafts * int(num_requests or abilities.default_requests)
         if num_drafts > abilities.default_tokens // 2:

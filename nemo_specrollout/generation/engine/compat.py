@@ -201,7 +201,8 @@ def _default_sizes(arguments: Mapping[str, Any], is_async: bool) -> tuple[int, i
     num_tokens = tokens.get(use, SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS)
     num_requests = requests.get(use, SchedulerConfig.DEFAULT_MAX_NUM_SEQS)
     if arguments.get("performance_mode") == "throughput":
-        num_tokens, num_requests = 2 * num_tokens, 2 * num_requests
+        num_tokens = 2 * num_tokens
+        num_requests = 2 * num_requests
     if not arguments.get("enable_chunked_prefill", True):
         num_tokens = max(num_tokens, arguments.get("max_model_len") or 0)
     return num_tokens, num_requests

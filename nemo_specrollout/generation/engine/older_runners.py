@@ -54,13 +54,14 @@ def allow_text_drafters() -> None:
 
     Each process that makes a config or a worker must call this. An environment variable tells vLLM's own processes to use V2.
     """
-    global _is_text_allowed
+    global _is_text_allowed  # noqa: PLW0603
     if HAS_TEXT_METHOD or _is_text_allowed:
         return
     compat.require(_config, ["_get_v2_model_runner_unsupported_features"], "VllmConfig")
     compat.require(_runner_module, ["init_speculator"], _runner_module.__name__)
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-    refuses, init_speculator = _config._get_v2_model_runner_unsupported_features, _runner_module.init_speculator
+    refuses = _config._get_v2_model_runner_unsupported_features
+    init_speculator = _runner_module.init_speculator
 
     def refuses_less(self: Any) -> list[str]:
         found = refuses(self)
@@ -72,7 +73,8 @@ def allow_text_drafters() -> None:
         return (TextSpeculator if is_ours else init_speculator)(vllm_config, device)
 
     _config._get_v2_model_runner_unsupported_features = refuses_less
-    _runner_module.init_speculator, _is_text_allowed = init_any_speculator, True
+    _runner_module.init_speculator = init_any_speculator
+    _is_text_allowed = True
 
 
 def fix_bad_words(sampler: Any) -> None:

@@ -13,8 +13,15 @@ from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 EXTRA_ARGS_KEY = "specrollout"
 """Key of `SamplingParams.extra_args` under which a request carries its identity."""
 _KNOWN_KEYS = (
-    "seed", "prompt_index", "sample_index", "policy_version", "speculate", "prompt_length", "engine_seed", "ahead",
-)  # fmt: skip
+    "seed",
+    "prompt_index",
+    "sample_index",
+    "policy_version",
+    "speculate",
+    "prompt_length",
+    "engine_seed",
+    "ahead",
+)
 TOKEN_BYTES = 4
 """Bytes of a token in a text that was made ahead."""
 
@@ -106,7 +113,8 @@ class NewRequest:
     @classmethod
     def from_vllm(cls, new: Any, identity: RequestIdentity, slot: int, max_model_len: int) -> "NewRequest":
         """Builds the record from vLLM's `NewRequestData`."""
-        params, prompt_length = new.sampling_params, len(new.prompt_token_ids)
+        params = new.sampling_params
+        prompt_length = len(new.prompt_token_ids)
         limit = min(max_model_len, prompt_length + params.max_tokens)
         eos = set() if params.ignore_eos or params.eos_token_id is None else {params.eos_token_id}
         stop_token_ids = frozenset(params.stop_token_ids or ()) | eos

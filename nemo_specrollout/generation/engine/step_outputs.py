@@ -26,7 +26,8 @@ class WatchedOutput(AsyncModelRunnerOutput):
 
     def __init__(self, output: Any, tell: Callable[[Sequence[Sequence[int]]], None]) -> None:
         """Watches vLLM's asynchronous `output` of a step. `tell` gets the tokens of each request."""
-        self._output, self._tell = output, tell
+        self._output = output
+        self._tell = tell
 
     def get_output(self) -> ModelRunnerOutput:
         """Waits for the step's output, and tells the tokens."""

@@ -100,7 +100,8 @@ class StageTimer:
         while self._under_way and self._under_way[0][2].query():
             tag, started, stopped = self._under_way.popleft()
             self._finished.append((tag, started.elapsed_time(stopped) / 1000.0))
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
 
     @staticmethod

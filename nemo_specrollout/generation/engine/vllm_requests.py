@@ -21,10 +21,28 @@ REFUSAL: type[Exception] = getattr(vllm_exceptions, "VLLMValidationError", Value
 """The exception that vLLM's servers, and NeMo-RL's, answer with status 400."""
 
 _PORTABLE_PARAMS = {
-    "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop_token_ids", "ignore_eos", "extra_args", "seed", "logit_bias",
-    "allowed_token_ids", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-    "output_kind", "skip_clone", "skip_reading_prefix_cache", "_all_stop_token_ids", "_eos_token_id", "_bad_words_token_ids",
-}  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "extra_args",
+    "seed",
+    "logit_bias",
+    "allowed_token_ids",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "output_kind",
+    "skip_clone",
+    "skip_reading_prefix_cache",
+    "_all_stop_token_ids",
+    "_eos_token_id",
+    "_bad_words_token_ids",
+}
 """Parameters that concern one position at a time, or no token at all. All others look back at the response's text."""
 
 
@@ -82,7 +100,8 @@ def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int],
     A request that `streams` returns tokens as they come, and weights may change while it runs. It therefore reads no cached
     prefix of the response, which older weights may have computed.
     """
-    num_prompt, num_prefix = len(request.prompt_token_ids), len(request.prefix_token_ids)
+    num_prompt = len(request.prompt_token_ids)
+    num_prefix = len(request.prefix_token_ids)
     params = sampling_params(request)
     params.output_kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
     if num_prefix:
@@ -102,7 +121,9 @@ def sampling_params(request: ShardRequest) -> Any:
 
 def as_vllm_returns(request: ShardRequest, request_id: str, rollout: Rollout) -> RequestOutput:
     """Returns what vLLM returns for a request that it finished, without the text."""
-    tokens, logprobs, reason = rollout.token_ids, rollout.logprobs, rollout.finish_reason
+    tokens = rollout.token_ids
+    logprobs = rollout.logprobs
+    reason = rollout.finish_reason
     is_stop_token = reason == "stop" and tokens[-1] != sampling_params(request).eos_token_id
     entries = [{token: Logprob(logprob)} for token, logprob in zip(tokens, logprobs, strict=True)]
     completion = CompletionOutput(

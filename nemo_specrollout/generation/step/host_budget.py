@@ -21,7 +21,8 @@ class HostBudget:
     """
 
     def __init__(self, runner: Any, router: Any) -> None:
-        self._router, self._slot_of = router, runner.req_states.req_id_to_index
+        self._router = router
+        self._slot_of = runner.req_states.req_id_to_index
         # vLLM's records of experts must find a step's rows where the scheduler placed them.
         holder = getattr(runner.vllm_config, "aux_output_config", runner.model_config)  # before 0.32 in the latter
         self._keeps_all = bool(getattr(holder, "enable_return_routed_experts", False))

@@ -47,7 +47,8 @@ class RowSampler(Sampler):
         vars(self).update(vars(native))
         self._is_processed_S = np.zeros_like(self.needs_logits_processing)
         sampling: Any = self.sampling_states
-        self._add_state, sampling.add_request = sampling.add_request, self._add_filters
+        self._add_state = sampling.add_request
+        sampling.add_request = self._add_filters
 
     @staticmethod
     def fits(sampler: Any) -> bool:
@@ -66,7 +67,8 @@ class RowSampler(Sampler):
 
         Variants differ in the type of the logits, and in whether there are drafts and log-probs.
         """
-        config, device = runner.model_config, runner.device
+        config = runner.model_config
+        device = runner.device
         hidden_2 = torch.zeros(2, config.get_hidden_size(), dtype=config.dtype, device=device)
         if runner.lora_config is None:
             raw_2V = runner.model.compute_logits(hidden_2)
@@ -91,7 +93,8 @@ class RowSampler(Sampler):
 
     def _add_filters(self, req_idx: int, sampling_params: Any) -> bool:
         """Does the work of vLLM's `SamplingStates`, but returns whether the request has filters, whatever its temperature."""
-        sampling, is_changed = self.sampling_states, self._add_state(req_idx, sampling_params)
+        sampling = self.sampling_states
+        is_changed = self._add_state(req_idx, sampling_params)
         is_cut = sampling.top_k.np[req_idx] != sampling.vocab_size or sampling.top_p.np[req_idx] != 1.0
         return is_changed and bool(is_cut or sampling.min_p.np[req_idx] != 0.0)
 
@@ -103,14 +106,23 @@ class RowSampler(Sampler):
         num_nans = get_num_nans(logits) if self.compute_nans else None
         rows = input_batch.logits_indices
         drawn = self.draw(
-            logits, input_batch.expanded_idx_mapping, input_batch.idx_mapping, input_batch.idx_mapping_np,
-            input_batch.positions[rows], input_batch.input_ids[rows], input_batch.expanded_local_pos,
-            input_batch.seq_lens_cpu_upper_bound.numpy(), has_logprobs=dims is not None,
-        )  # fmt: skip
+            logits,
+            input_batch.expanded_idx_mapping,
+            input_batch.idx_mapping,
+            input_batch.idx_mapping_np,
+            input_batch.positions[rows],
+            input_batch.input_ids[rows],
+            input_batch.expanded_local_pos,
+            input_batch.seq_lens_cpu_upper_bound.numpy(),
+            has_logprobs=dims is not None,
+        )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            input_batch.seq_lens.new_ones(input_batch.num_reqs), input_batch.seq_lens, input_batch.cu_num_logits,
-            input_batch.idx_mapping, self.req_states.prefill_len.gpu,
-        )  # fmt: skip
+            input_batch.seq_lens.new_ones(input_batch.num_reqs),
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+        )
         return SamplerOutput(drawn.tokens_R.view(-1, 1), drawn.logprobs, num_nans, num_sampled, num_rejected)
 
     def draw(
@@ -128,7 +140,8 @@ class RowSampler(Sampler):
 
         vLLM processes the logits only if a request of the batch needs more than its temperature.
         """
-        sampling, graded = self.sampling_states, None
+        sampling = self.sampling_states
+        graded = None
         if self._is_processed_S[idx_mapping_np].any():
             rows = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, *processing)
             scored = Logits(self.apply_sampling_params(logits, *rows), False)

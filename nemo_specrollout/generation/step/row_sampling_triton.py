@@ -42,7 +42,8 @@ def _begin_counts(row, starts_ptr, num_requests, marks_ptr, WIDTH: tl.constexpr)
     tl.store(marks_ptr + row, 0)
     tl.store(marks_ptr + num_rows + row, 0)
     if starts_ptr is not None:
-        k, is_request = tl.arange(0, WIDTH), row < num_requests
+        k = tl.arange(0, WIDTH)
+        is_request = row < num_requests
         start = tl.load(starts_ptr + row, mask=is_request, other=0)
         end = tl.load(starts_ptr + row + 1, mask=is_request, other=0)
         tl.store(marks_ptr + 2 * num_rows + start + k, row.to(tl.int32), mask=k < end - start)
@@ -53,13 +54,15 @@ def _score_blocks(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, divides, slots_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_vocab, best_ptr, token_ptr,
     starts_ptr, num_requests, marks_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     if block == 0:
         _begin_counts(row, starts_ptr, num_requests, marks_ptr, WIDTH)
     token = block * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_vocab
     slot, temperature = _temperature_of(row, slots_ptr, temperature_ptr)
-    seed, position = tl.load(seeds_ptr + slot, mask=slot >= 0, other=0), tl.load(positions_ptr + row)
+    seed = tl.load(seeds_ptr + slot, mask=slot >= 0, other=0)
+    position = tl.load(positions_ptr + row)
     scores = load_divided(logits_ptr + row * logits_stride, token, mask, tl.where(divides != 0, temperature, 1.0))
     scores = add_noise(scores, mask, temperature, seed, position, token)
     best, index = tl.max(scores, axis=0, return_indices=True)
@@ -71,7 +74,8 @@ def _score_blocks(  # type: ignore[no-untyped-def]
 @triton.jit
 def _grade_part(logits_ptr, num_vocab, divisor, token, parts_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes a part's largest logit, its sum of exponentials, and its number of logits as large as the token's."""
-    part, num_parts = tl.program_id(1), tl.num_programs(1)
+    part = tl.program_id(1)
+    num_parts = tl.num_programs(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     mask = column < num_vocab
     values = load_divided(logits_ptr, column, mask, divisor)
@@ -86,7 +90,8 @@ def _grade_part(logits_ptr, num_vocab, divisor, token, parts_ptr, BLOCK: tl.cons
 @triton.jit
 def _grade_row(logits_ptr, divisor, token, parts_ptr, logprob_ptr, rank_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes the token's log-prob and rank, from all parts of its row."""
-    p, num_parts = tl.arange(0, PARTS), tl.num_programs(1)
+    p = tl.arange(0, PARTS)
+    num_parts = tl.num_programs(1)
     largest_P = tl.load(parts_ptr + p, mask=p < num_parts, other=_NEVER)
     total_P = tl.load(parts_ptr + num_parts + p, mask=p < num_parts, other=0.0)
     num_above_P = tl.load(parts_ptr + 2 * num_parts + p, mask=p < num_parts, other=0.0)
@@ -102,7 +107,8 @@ def _finish_rows(  # type: ignore[no-untyped-def]
     parts_ptr, tokens_ptr, logprobs_ptr, ranks_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr,
     K1: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    row = tl.program_id(0).to(tl.int64)
+    num_rows = tl.num_programs(0)
     n = tl.arange(0, BLOCKS)
     best_N = tl.load(best_ptr + row * num_blocks + n, mask=n < num_blocks, other=_NEVER)
     index = tl.max(best_N, axis=0, return_indices=True)[1]
@@ -127,26 +133,29 @@ def _finish_rows(  # type: ignore[no-untyped-def]
 
 def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None) -> Drawn:
     """Implements `row_sampling.draw_rows`."""
-    logits_RV, (slots_R, temperature_S, seeds_S, positions_R) = scored.values_RV, keys
+    logits_RV = scored.values_RV
+    (slots_R, temperature_S, seeds_S, positions_R) = keys
     num_rows, num_vocab = logits_RV.shape
-    num_blocks, num_parts = triton.cdiv(num_vocab, BLOCK), 1 if graded is None else triton.cdiv(num_vocab, PART)
-    slots_R, positions_R = slots_R.contiguous(), positions_R.contiguous()
+    num_blocks = triton.cdiv(num_vocab, BLOCK)
+    num_parts = 1 if graded is None else triton.cdiv(num_vocab, PART)
+    slots_R = slots_R.contiguous()
+    positions_R = positions_R.contiguous()
     best_RN = logits_RV.new_empty(num_rows, num_blocks, dtype=torch.float32)
-    token_RN, marks_3R = (
-        best_RN.new_empty(best_RN.shape, dtype=torch.int32),
-        slots_R.new_empty(3, num_rows, dtype=torch.int32),
-    )
+    token_RN = best_RN.new_empty(best_RN.shape, dtype=torch.int32)
+    marks_3R = slots_R.new_empty(3, num_rows, dtype=torch.int32)
     tokens_R = slots_R.new_empty(num_rows, dtype=torch.int64)
     inputs_R = starts_B1 = emitted_BK = counts_B = None
     num_requests, width = 0, 1
     if drafts is not None:
         inputs_R, starts_B1, num_positions = drafts
-        num_requests, width = len(starts_B1) - 1, num_positions + 1
+        num_requests = len(starts_B1) - 1
+        width = num_positions + 1
         emitted_BK = tokens_R.new_empty(num_requests, width)
         counts_B = marks_3R.new_empty(num_requests)
     parts_R3P = logprobs_R = ranks_R = None
     if graded is not None:
-        parts_R3P, logprobs_R = best_RN.new_empty(num_rows, 3, num_parts), best_RN.new_empty(num_rows)
+        parts_R3P = best_RN.new_empty(num_rows, 3, num_parts)
+        logprobs_R = best_RN.new_empty(num_rows)
         ranks_R = tokens_R.new_empty(num_rows)
     _score_blocks[(num_rows, num_blocks)](
         logits_RV, logits_RV.stride(0), scored.divides, slots_R, temperature_S, seeds_S, positions_R, num_vocab,

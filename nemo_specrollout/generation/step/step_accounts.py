@@ -32,7 +32,8 @@ class StepAccounts:
         self.step_model = StepModel(most_rows, _graph_sizes(runner.vllm_config.compilation_config), least_depth)
         names = [] if router is None else router.board.names
         self.trace = StepTrace(names, self._draft_counts, TRACED_STEPS)
-        self._most_requests, self._host_s = runner.max_num_reqs, 0.0
+        self._most_requests = runner.max_num_reqs
+        self._host_s = 0.0
         self.num_weight_updates = 0
 
     def begin_step(self, batch: Any) -> None:
@@ -48,7 +49,8 @@ class StepAccounts:
             self.trace.end_step()
             return
         timed = [] if router.model is None else router.model.timed()  # on a GPU, of earlier steps
-        host_s, self._host_s = router.host_s - self._host_s, router.host_s
+        host_s = router.host_s - self._host_s
+        self._host_s = router.host_s
         ended = self.trace.end_step(host_s, timed[-1][1] if timed else 0.0)
         if ended is not None:
             self.step_model.observe(*ended, not router.is_idle)

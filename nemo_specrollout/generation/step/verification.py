@@ -76,12 +76,21 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[Any, Any, Any]:
-        self._has_verified, self._slots_R = True, expanded_idx_mapping
-        sampler, sampling, num_positions = self.sampler, self.sampler.sampling_states, self.num_speculative_steps
+        self._has_verified = True
+        self._slots_R = expanded_idx_mapping
+        sampler = self.sampler
+        sampling = self.sampler.sampling_states
+        num_positions = self.num_speculative_steps
         rows = (
-            logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
             seq_lens_upper_bound_np,
-        )  # fmt: skip
+        )
         if isinstance(sampler, RowSampler) and self._num_logprobs <= 0:
             drafts = Drafts(verify_draft_sampled, cu_num_logits, num_positions)
             drawn = sampler.draw(*rows, has_logprobs=self._num_logprobs != NO_LOGPROBS, drafts=drafts)
@@ -90,9 +99,19 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         self._drawn = None
         processed = sampler.apply_sampling_params(*rows)
         emitted_BK, counts_B = sample_and_compare(
-            processed, draft_logits, verify_draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping,
-            expanded_local_pos, sampling.temperature.gpu, sampling.seeds.gpu, num_positions, use_fp64=sampler.use_fp64_gumbel,
-        )  # fmt: skip
+            processed,
+            draft_logits,
+            verify_draft_sampled,
+            cu_num_logits,
+            pos,
+            idx_mapping,
+            expanded_idx_mapping,
+            expanded_local_pos,
+            sampling.temperature.gpu,
+            sampling.seeds.gpu,
+            num_positions,
+            use_fp64=sampler.use_fp64_gumbel,
+        )
         return processed, emitted_BK, counts_B
 
     def _get_logprobs_tensors(
@@ -109,7 +128,8 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
                 sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
             )
             return found if found is None or not self._num_token_ids else self._of_asked_ids(logits, found)
-        logprobs, self._drawn = self._drawn.logprobs, None
+        logprobs = self._drawn.logprobs
+        self._drawn = None
         if logprobs is None or len(logits) == len(sampled):
             return logprobs
         if self.enable_adaptive_verification:  # then only the device knows where each request's rows begin
@@ -120,10 +140,15 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         """Returns the log-probs of the ids that requests ask for, where vLLM's method takes the best ids."""
         starts = best.cu_num_generated_tokens_tensor
         return compute_topk_scores(
-            logits, best.logprob_token_ids.shape[1] - 1, best.logprob_token_ids[:, 0],
-            best.cu_num_generated_tokens if starts is None else starts, self.sampler.logprob_token_ids_state, self._slots_R,
-            self._num_token_ids, logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
-        )  # fmt: skip
+            logits,
+            best.logprob_token_ids.shape[1] - 1,
+            best.logprob_token_ids[:, 0],
+            best.cu_num_generated_tokens if starts is None else starts,
+            self.sampler.logprob_token_ids_state,
+            self._slots_R,
+            self._num_token_ids,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
 
 
 class SwappingVerifier(rejection_sampler.RejectionSampler):
@@ -212,9 +237,11 @@ class VerificationBudget(AdaptiveVerificationManager):
         torch.compile makes a variant for one request and for several, and for a budget of one draft and of several. It must
         not take sizes that happen to be equal for one size. So these calls serve all steps.
         """
-        device, width = self._confidence_probs.device, self.num_speculative_steps
+        device = self._confidence_probs.device
+        width = self.num_speculative_steps
         for num_requests in {1, min(3, self.req_states.max_num_reqs)}:
-            names, slots_B = [str(b) for b in range(num_requests)], to_device(range(num_requests), np.int64, device)
+            names = [str(b) for b in range(num_requests)]
+            slots_B = to_device(range(num_requests), np.int64, device)
             for budget in range(1, min(3, num_requests * width)):
                 self._batch_budget = (dict.fromkeys(names, width), dict.fromkeys(names, self.num_bonus_tokens), budget)
                 with _compiler.patch(use_duck_shape=False):
@@ -270,7 +297,8 @@ def _questions_to_vllm() -> Iterator[list[str]]:
     vLLM would end the engine. Where its adaptive verification is off, because there are no CUDA graphs, vLLM does not ask its
     attention backends, so they are asked here.
     """
-    create, refusals = _runner_module.maybe_create_adaptive_verification_manager, list[str]()
+    create = _runner_module.maybe_create_adaptive_verification_manager
+    refusals = list[str]()
 
     def ask(**options: Any) -> Any:
         unfit = get_query_lens_mismatch_unsupported_backend(options["attn_groups"], options["target_layer_names"])

@@ -65,9 +65,12 @@ def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
         (health.layer_ids_wrong, "layer_ids", "the head gets other layers than in training; check its layer ids"),
         (is_rope_suspect, "rope", f"RoPE; {rope}: if it was trained with the policy's, correct its config.json"),
         (health.age_in_versions > 0, "stale", f"the head is {health.age_in_versions} policy versions old; refresh it"),
-        (True, "unknown",
-         "no fault of the head is known; if the tasks are unchanged, compare its drafts with the trainer's"),
-    )  # fmt: skip
+        (
+            True,
+            "unknown",
+            "no fault of the head is known; if the tasks are unchanged, compare its drafts with the trainer's",
+        ),
+    )
     return next((word, sentence) for is_found, word, sentence in causes if is_found)
 
 
@@ -142,7 +145,8 @@ class Level:
     def learn(self, drafted_K: np.ndarray, accepted_K: np.ndarray) -> None:
         num_positions = max(len(drafted_K), len(self.drafted_K))
         decay = math.exp(-float(drafted_K.sum()) / MEMORY_DRAFTED)
-        before, latest = num_positions - len(self.drafted_K), num_positions - len(drafted_K)
+        before = num_positions - len(self.drafted_K)
+        latest = num_positions - len(drafted_K)
         self.drafted_K = decay * np.pad(self.drafted_K, (0, before)) + np.pad(drafted_K, (0, latest))
         self.accepted_K = decay * np.pad(self.accepted_K, (0, before)) + np.pad(accepted_K, (0, latest))
 
@@ -167,18 +171,24 @@ class Canary:
 
         `expected_length` is the publish gate's acceptance length of a head that drafts `num_positions` tokens, if known.
         """
-        self._event, self.is_silent = event, False
+        self._event = event
+        self.is_silent = False
         if event == "publish":
-            self._evidence, self._reference = _Evidence(), Level()
+            self._evidence = _Evidence()
+            self._reference = Level()
             self._told_stale = self._told_old = False
             if expected_length is not None:
                 self.level = Level()
                 self.level.assume(geometric_rates(expected_length, num_positions))
-        self._evidence.carried, self._evidence.num_requests = self._evidence.score, 0
+        self._evidence.carried = self._evidence.score
+        self._evidence.num_requests = 0
 
     def begin_again(self) -> None:
         """Forgets the expected rates, and learns them again before the next alarm."""
-        self.level, self._reference, self._evidence, self.is_silent = Level(), Level(), _Evidence(), False
+        self.level = Level()
+        self._reference = Level()
+        self._evidence = _Evidence()
+        self.is_silent = False
 
     def observe(
         self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth = HeadHealth(), num_steps: int = 1
@@ -197,7 +207,8 @@ class Canary:
         return self._decline(health)
 
     def _collapse(self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth) -> Alarm | None:
-        evidence, rates_K = self._evidence, self.level.rates(len(drafted_K))
+        evidence = self._evidence
+        rates_K = self.level.rates(len(drafted_K))
         most = evidence.carried + THRESHOLD / MIN_REQUESTS * evidence.num_requests
         evidence.score = min(evidence.score + log_likelihood_ratio(drafted_K, accepted_K, rates_K), most)
         if evidence.score <= 0.0:
@@ -208,8 +219,10 @@ class Canary:
         evidence.num_expected += self.level.expected(drafted_K)
         if evidence.score < THRESHOLD:
             return None
-        self.is_silent, self._evidence = True, _Evidence()
-        seen, expected = evidence.num_accepted / evidence.num_drafted, evidence.num_expected / evidence.num_drafted
+        self.is_silent = True
+        self._evidence = _Evidence()
+        seen = evidence.num_accepted / evidence.num_drafted
+        expected = evidence.num_expected / evidence.num_drafted
         return Alarm(self._event, seen, expected, int(evidence.num_drafted), health)
 
     def _decline(self, health: HeadHealth) -> Alarm | None:
@@ -223,7 +236,8 @@ class Canary:
         is_stale = seen < STALE_SHARE * expected and not self._told_stale
         if not (is_old or is_stale):
             return None
-        self._told_old, self._told_stale = self._told_old or is_old, self._told_stale or is_stale
+        self._told_old = self._told_old or is_old
+        self._told_stale = self._told_stale or is_stale
         return Alarm(self._event, seen, expected, int(num_drafted), health)
 
 

@@ -41,7 +41,8 @@ class PublishGate:
     """
 
     def __init__(self, confidence: float = 0.95, tolerance: float = 0.0) -> None:
-        self.confidence, self.tolerance = confidence, tolerance
+        self.confidence = confidence
+        self.tolerance = tolerance
 
     def decide(
         self,

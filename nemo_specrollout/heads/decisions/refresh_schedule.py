@@ -143,7 +143,8 @@ class RefreshSchedule:
     """
 
     def __init__(self, config: DraftRefreshConfig, in_background: bool = False) -> None:
-        self._config, self._in_background = config, in_background
+        self._config = config
+        self._in_background = in_background
         self.outlook = RefreshOutlook(config.max_train_seconds or FIRST_REFRESH_S)
         self.length: float | None = None
         """Current acceptance length, a decayed mean; None if the head has not drafted since the last publish."""
@@ -173,7 +174,8 @@ class RefreshSchedule:
 
     def decide(self, num_tokens: float, steps_to_come: int, costs: DecodeCosts) -> RefreshDecision:
         """Returns the decision in the present state, for a run with `num_tokens` tokens in each step to come."""
-        length, cost_s = self.length or 1.0, 0.0 if self._in_background else self.outlook.refresh_s
+        length = self.length or 1.0
+        cost_s = 0.0 if self._in_background else self.outlook.refresh_s
         fall = max(0.0, (self.published_length or 1.0) - length)
         expected_length = length + self.outlook.recovery * fall + self.outlook.surplus
         gain_s_per_step = num_tokens * (costs.token_s(length) - costs.token_s(expected_length))
@@ -186,7 +188,8 @@ class RefreshSchedule:
             refresh, reason = self._judge_gain(gain_s, cost_s, gain)
         else:
             refresh, reason = self._judge_interval(steps_to_come)
-        waited_s, run_s = self.waited_s + cost_s, self.run_s + cost_s
+        waited_s = self.waited_s + cost_s
+        run_s = self.run_s + cost_s
         if refresh and waited_s > self._config.max_time_share * run_s:
             refresh = False
             reason = (
@@ -211,7 +214,8 @@ class RefreshSchedule:
         if self.steps_since < gap:
             after = " after a head that was refused" if self.outlook.num_rejected else ""
             return False, f"{self.steps_since} of at least {gap} steps since the last refresh{after}"
-        length, best = self.length or 1.0, self.published_length or 1.0
+        length = self.length or 1.0
+        best = self.published_length or 1.0
         outlook = f"acceptance length {'fell' if length < best else 'went'} from {best:.2f} to {length:.2f}; {gain}"
         if gain_s <= (1.0 + self._config.margin) * cost_s:
             return False, f"{outlook}, too little"

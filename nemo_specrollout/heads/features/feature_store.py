@@ -132,7 +132,9 @@ class FeatureStore(FeatureReader):
         BlockingIOError if another process writes to it.
         """
         super().__init__(folder)
-        self.source, self.max_bytes, self.held_out_share = source, max_bytes, held_out_share
+        self.source = source
+        self.max_bytes = max_bytes
+        self.held_out_share = held_out_share
         self.shard_bytes = min(SHARD_BYTES, max_bytes // 8)
         self._buffer: dict[int, list[tuple[SequenceFeatures, bool]]] = {}
         self._buffered_bytes = 0
@@ -180,7 +182,9 @@ class FeatureStore(FeatureReader):
 
     def flush(self) -> None:
         """Writes what was appended. If that raises OSError, the store lacks some or all of it, and is intact otherwise."""
-        buffer, self._buffer, self._buffered_bytes = self._buffer, {}, 0
+        buffer = self._buffer
+        self._buffer = {}
+        self._buffered_bytes = 0
         for version, sequences in sorted(buffer.items()):
             try:
                 self._add_shard(version, sequences)
@@ -195,7 +199,8 @@ class FeatureStore(FeatureReader):
 
     def _recover(self) -> None:
         """Writes the index, or checks it; removes what a killed process left unfinished."""
-        index, source = self.folder / INDEX, {**asdict(self.source), "layer_ids": list(self.source.layer_ids)}
+        index = self.folder / INDEX
+        source = {**asdict(self.source), "layer_ids": list(self.source.layer_ids)}
         own = {"format": FORMAT, "source": source, "held_out_share": self.held_out_share}
         if not index.exists():
             write_atomically(index, json.dumps(own, indent=1))
@@ -210,7 +215,8 @@ class FeatureStore(FeatureReader):
     def _add_shard(self, version: int, sequences: list[tuple[SequenceFeatures, bool]]) -> None:
         """Makes room for a shard and writes it, unless newer shards leave no room for its version."""
         number = max((_age(shard)[1] for shard in self.shards()), default=-1) + 1
-        data, file = _serialized(sequences), self.folder / f"shard-{version:08d}-{number:08d}.safetensors"
+        data = _serialized(sequences)
+        file = self.folder / f"shard-{version:08d}-{number:08d}.safetensors"
         if self._make_room(len(data), _age(file)):
             write_atomically(file, data)
 
@@ -229,7 +235,8 @@ class FeatureStore(FeatureReader):
 
     def _check(self, features: SequenceFeatures) -> None:
         """Raises ValueError if a sequence cannot be stored."""
-        hidden_size, num_layers = self.source.hidden_size, len(self.source.layer_ids)
+        hidden_size = self.source.hidden_size
+        num_layers = len(self.source.layer_ids)
         shapes = (tuple(features.aux_TF.shape), tuple(features.final_TH.shape))
         expected = ((features.num_tokens, num_layers * hidden_size), (features.num_tokens, hidden_size))
         if shapes != expected:

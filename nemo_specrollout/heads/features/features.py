@@ -108,7 +108,8 @@ def hf_features(
         for row, i in enumerate(batch):
             ids, prompt_length = texts[i]
             own = (row, slice(len(ids)))
-            aux_TF, final_TH = aux_BTF[own].clone(), final_BTH[own].clone()
+            aux_TF = aux_BTF[own].clone()
+            final_TH = final_BTH[own].clone()
             found[i] = SequenceFeatures(ids_BT[own].int(), aux_TF, final_TH, prompt_length, policy_version=0)
     return [found[i] for i in range(len(texts))]
 
@@ -146,7 +147,9 @@ def check_surprise(
             logprob += float(logprobs_RV.gather(1, tokens_R[:, None]).sum())
             entropy -= float((logprobs_RV.exp() * logprobs_RV).sum())
     num_tokens = max(1, sum(features.num_tokens - 1 - features.first_start for features in sequences))
-    logprob, entropy, uniform = logprob / num_tokens, entropy / num_tokens, -math.log(len(lm_head_VH))
+    logprob = logprob / num_tokens
+    entropy = entropy / num_tokens
+    uniform = -math.log(len(lm_head_VH))
     mean = f"the policy gives the generated tokens a mean log-prob of {logprob:.2f}"
     refusal = "the rollouts are of another tokenizer or policy; give its own"
     if logprob < uniform:

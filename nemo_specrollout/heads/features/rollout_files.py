@@ -80,7 +80,8 @@ def read_rollouts(
 
     A text of more than `max_length` tokens is cut, or skipped if its prompt alone fills that length.
     """
-    encode, files = _encoder(policy_folder), rollout_files(paths)
+    encode = _encoder(policy_folder)
+    files = rollout_files(paths)
     texts: list[RolloutText] = []
     num_empty = num_too_long = num_cut = 0
     for where, record in (line for file in files for line in _records(file)):
@@ -168,9 +169,11 @@ def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[Rollo
         yield from _logged_texts(record, where)
         return
     if {"prompt_token_ids", "response_token_ids"} <= record.keys():
-        prompt, response = record["prompt_token_ids"], record["response_token_ids"]
+        prompt = record["prompt_token_ids"]
+        response = record["response_token_ids"]
     elif isinstance(record.get("prompt"), str) and isinstance(record.get("response"), str):
-        prompt, response = encode(record["prompt"], True), encode(record["response"], False)
+        prompt = encode(record["prompt"], True)
+        response = encode(record["response"], False)
     else:
         raise ValueError(f"{where}: keys {', '.join(sorted(record)[:6]) or 'none'}; a rollout has {FORMS}")
     if not (isinstance(prompt, list) and isinstance(response, list)):
@@ -183,7 +186,8 @@ def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[Rollo
 
 def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
     """Yields a text for each generated span, where the mask is 1, that follows other tokens in a line of NeMo-RL."""
-    rows, masks = _as_batch(record["token_ids"]), _as_batch(record["token_loss_mask"])
+    rows = _as_batch(record["token_ids"])
+    masks = _as_batch(record["token_loss_mask"])
     lengths = record.get("input_lengths") or [len(row) for row in rows]
     lengths = lengths if isinstance(lengths, list) else [lengths]
     if not len(rows) == len(masks) == len(lengths) or [*map(len, rows)] != [*map(len, masks)]:
@@ -193,7 +197,8 @@ def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
     for row, mask, length in zip(rows, masks, lengths, strict=True):
         first_prompt = stop = 0
         for is_generated, span in groupby(mask[:length], bool):
-            start, stop = stop, stop + len(list(span))
+            start = stop
+            stop = stop + len(list(span))
             if is_generated and start > 0:
                 first_prompt = first_prompt or start
                 yield RolloutText(row[:stop], start, first_prompt)

@@ -93,7 +93,8 @@ def draft_logits(
     The logits equal the ones of `speculators`' training forward, whose windows do not slide with the drafts. The rows of a
     chunk attend to the first-draft keys of all rows before and to their own later keys. Only the first-draft keys stay cached.
     """
-    model, num_rows = head.model, features.num_tokens - 1
+    model = head.model
+    num_rows = features.num_tokens - 1
     tokens_T = features.token_ids_T.to(head.device).long()
     keys = DynamicCache()
     windows = [model.sliding_window if i in model.sliding_window_indices else None for i in range(len(model.layers))]
@@ -158,7 +159,8 @@ def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, tempe
     survival_C = policy_CD = torch.empty(0)
     for start, k, logits_CD in draft_logits(head, features, num_drafts, chunk):
         stop = start + len(logits_CD)
-        begin, end = max(start, features.first_start), min(stop, num_rows - 1 - k)
+        begin = max(start, features.first_start)
+        end = min(stop, num_rows - 1 - k)
         if begin >= end:
             continue
         if k == 0:  # for all draft positions of the chunk: row i is the policy's distribution after token start + 1 + i
@@ -166,7 +168,8 @@ def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, tempe
             final_RH = features.final_TH[start + 1 : stop + num_drafts].to(head.teacher_VH)
             policy_CD = probabilities(final_RH @ head.teacher_VH.T, temperature)
             policy_CD = policy_CD if head.draft_token_ids is None else policy_CD[:, head.draft_token_ids]
-        rows, judges = slice(begin - start, end - start), slice(begin - start + k, end - start + k)
+        rows = slice(begin - start, end - start)
+        judges = slice(begin - start + k, end - start + k)
         accepted_R = overlap(policy_CD[judges], probabilities(logits_CD[rows], temperature))
         survival_C[rows] *= accepted_R
         sums_3K[:, k] += end - begin, float(accepted_R.sum()), float(survival_C[rows].sum())

@@ -23,7 +23,8 @@ def drafter_misfits(block: SpecrolloutConfig, policy: str, length: Any) -> list[
 
     What is named by a name on the Hub passes.
     """
-    found, length = list[str | None](), length if isinstance(length, int) else None
+    found = list[str | None]()
+    length = length if isinstance(length, int) else None
     if block.head is not None and (why := misfit(block.head, policy, length)):
         found.append(f"{BLOCK_PATH}.drafters: {why}")
     if Path(policy).is_dir():
@@ -75,7 +76,8 @@ def _names(config: Mapping[str, Any]) -> set[str]:
 
 
 def _config_misfit(config: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
-    layer, own = config.get("transformer_layer_config") or config, config.get("dflash_config") or {}
+    layer = config.get("transformer_layer_config") or config
+    own = config.get("dflash_config") or {}
     hidden = config.get("target_hidden_size") or layer.get("hidden_size")
     if hidden != policy.get("hidden_size"):
         return f"it reads states of size {hidden}, but the policy's have size {policy.get('hidden_size')}"
@@ -83,7 +85,8 @@ def _config_misfit(config: Mapping[str, Any], policy: Mapping[str, Any]) -> str 
         return f"it knows {layer.get('vocab_size')} tokens, the policy {policy.get('vocab_size')}"
     if not any(name in part for part in (own, config) for name in ("mask_token_id", "dspark_noise_token_id")):
         return "its config.json has no mask_token_id"
-    deepest, num_layers = max(_layers_read(config), default=0), policy.get("num_hidden_layers") or 0
+    deepest = max(_layers_read(config), default=0)
+    num_layers = policy.get("num_hidden_layers") or 0
     return None if deepest < num_layers else f"it reads layer {deepest} of a policy of {num_layers} layers"
 
 

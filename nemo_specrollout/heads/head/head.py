@@ -33,10 +33,21 @@ from nemo_specrollout.storage.model_folder import EMBEDDING, LM_HEAD
 
 _CONFIG_CLASSES: dict[str, Any] = {"qwen3": Qwen3Config, "llama": LlamaConfig}
 _COPIED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_parameters",
-    "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "rope_parameters",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 """Fields of the policy's config that a new head's layer takes over."""
 _NOT_OF_THE_LAYER = ("architectures", "model_type", "auto_map", "eagle_config", "torch_dtype", "dtype")
 """Fields of a head's config that do not describe its layer."""
@@ -138,7 +149,8 @@ def create_head(
     It reads `default_layer_ids` and drafts all tokens unless told otherwise. `seed` is of the weights that are not the
     policy's. Raises ValueError for layer ids that the policy does not have.
     """
-    facts, policy = read_policy_facts(policy_folder), AutoConfig.from_pretrained(policy_folder)
+    facts = read_policy_facts(policy_folder)
+    policy = AutoConfig.from_pretrained(policy_folder)
     layer_ids = tuple(layer_ids) if layer_ids is not None else default_layer_ids(facts.num_layers)
     check_layer_ids(layer_ids, facts.num_layers, "new head")
     policy = getattr(policy, "text_config", policy)
@@ -164,13 +176,18 @@ def load_eagle3_head(folder: Path, policy_folder: Path, device: torch.device | s
     facts = check_head(folder, policy_folder, read_tensors=False)
     tensors = read_head_tensors(folder)
     check_values(facts, tensors)
-    offsets_D, _ = tensors.pop("d2t", torch.tensor(0)), tensors.pop("t2d", None)
+    offsets_D = tensors.pop("d2t", torch.tensor(0))
+    _ = tensors.pop("t2d", None)
     draft_ids_D = offsets_D.long() + torch.arange(facts.draft_vocab_size) if facts.has_reduced_vocab else None
     values = {name: value for name, value in facts.layer.items() if name not in _NOT_OF_THE_LAYER}
     config = _head_config(
-        _CONFIG_CLASSES[facts.model_type](**values), policy_folder, device, facts.layer_ids,
-        draft_vocab_size=facts.draft_vocab_size, **facts.flags,
-    )  # fmt: skip
+        _CONFIG_CLASSES[facts.model_type](**values),
+        policy_folder,
+        device,
+        facts.layer_ids,
+        draft_vocab_size=facts.draft_vocab_size,
+        **facts.flags,
+    )
     head = DraftHead(config, draft_ids_D, policy_folder)
     embedding_VH = tensors.pop("embed_tokens.weight", None)
     if embedding_VH is not None and not torch.equal(embedding_VH.float(), head.model.embed_tokens.weight):
@@ -188,7 +205,8 @@ def save_head(head: DraftHead, folder: Path, dtype: torch.dtype = torch.float32)
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    new, old = temporary / "new", temporary / "old"
+    new = temporary / "new"
+    old = temporary / "old"
     left_out = {"verifier_lm_head.weight"} | (set() if head.has_own_embedding else {"embed_tokens.weight"})
     try:
         new.mkdir()
@@ -230,7 +248,8 @@ def _head_config(
 
 def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Returns the named tensors that the policy has. Raises ValueError if it has no embedding of its Hugging Face name."""
-    wanted, found = {*names, EMBEDDING}, dict[str, torch.Tensor]()
+    wanted = {*names, EMBEDDING}
+    found = dict[str, torch.Tensor]()
     for file in sorted(policy_folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             found |= {name: opened.get_tensor(name) for name in wanted.intersection(opened.keys())}
@@ -248,8 +267,10 @@ def _copy_policy_layers(head: DraftHead, policy_folder: Path, num_layers: int) -
 
     The head's attention also reads an embedding. Its weights for that are the first layer's, which reads it too.
     """
-    model, hidden = head.model, head.model.hidden_size
-    first, last = "model.layers.0.", f"model.layers.{num_layers - 1}."
+    model = head.model
+    hidden = head.model.hidden_size
+    first = "model.layers.0."
+    last = f"model.layers.{num_layers - 1}."
     sources = {
         "norm.weight": "model.norm.weight",
         **{f"layers.0.{name}": last + name for name in model.layers[0].state_dict()},

@@ -67,7 +67,8 @@ class HeadFacts:
 
 def read_policy_facts(folder: Path) -> PolicyFacts:
     """Reads a policy's config.json. Raises ValueError if it cannot be read or lacks a field."""
-    whole, where = _read_config(folder, "policy"), folder / "config.json"
+    whole = _read_config(folder, "policy")
+    where = folder / "config.json"
     config = _block(whole, "text_config", folder) or whole
     ties = {block.get("tie_word_embeddings") for block in (whole, config)}
     return PolicyFacts(
@@ -81,7 +82,8 @@ def read_policy_facts(folder: Path) -> PolicyFacts:
 
 def read_head_facts(folder: Path) -> HeadFacts:
     """Reads the config and the tensors' headers. Raises ValueError for a folder that is truncated or not an EAGLE-3 head."""
-    config, where = _read_config(folder, "head"), folder / "config.json"
+    config = _read_config(folder, "head")
+    where = folder / "config.json"
     is_flat = "transformer_layer_config" not in config
     layer = config if is_flat else _block(config, "transformer_layer_config", folder)
     eagle = _block(config, "eagle_config", folder)
@@ -98,8 +100,10 @@ def read_head_facts(folder: Path) -> HeadFacts:
     vocab_size = size_in(layer, "vocab_size", where)
     flags |= {"norm_before_fc": bool(eagle.get("norm_before_fc", flags["norm_before_fc"]))}
     shapes = {_speculators_name(n): shape for n, shape in tensor_shapes(_tensor_files(folder)).items()}
-    hidden_size, drafted = size_in(layer, "hidden_size", where), size_in(config, "draft_vocab_size", where, vocab_size)
-    ids, length = config.get(LAYER_IDS_FIELD) or (), _longest_text(layer, folder)
+    hidden_size = size_in(layer, "hidden_size", where)
+    drafted = size_in(config, "draft_vocab_size", where, vocab_size)
+    ids = config.get(LAYER_IDS_FIELD) or ()
+    length = _longest_text(layer, folder)
     return HeadFacts(folder, layer, hidden_size, vocab_size, drafted, length, tuple(ids), flags, shapes)
 
 
@@ -118,7 +122,8 @@ def check_head(folder: Path, policy_folder: Path, length: int | None = None, *, 
 
     Raises ValueError for any other. Without `read_tensors`, no floats are read, which takes milliseconds.
     """
-    facts, policy = read_head_facts(folder), read_policy_facts(policy_folder)
+    facts = read_head_facts(folder)
+    policy = read_policy_facts(policy_folder)
     if not facts.layer_ids:
         facts = replace(facts, layer_ids=nested_layer_ids(facts.layer.get("eagle_config"), policy.num_layers))
     _check_fit(facts, policy, length)
@@ -145,7 +150,8 @@ def nested_layer_ids(eagle_config: Mapping[str, Any] | None, num_layers: int) ->
 
     SpecForge has the same default, and writes it as the layers whose outputs these are.
     """
-    ids, default = (eagle_config or {}).get(LAYER_IDS_FIELD) or (), (2, num_layers // 2, num_layers - 3)
+    ids = (eagle_config or {}).get(LAYER_IDS_FIELD) or ()
+    default = (2, num_layers // 2, num_layers - 3)
     is_default = not ids or tuple(i + 1 for i in ids) == default
     return tuple(ids) if not is_default else default if num_layers >= 7 else ()
 
@@ -189,7 +195,8 @@ def _check_fit(facts: HeadFacts, policy: PolicyFacts, length: int | None) -> Non
     """Raises ValueError if the head's config does not fit the policy's, or texts of `length` tokens."""
     where = f"{facts.folder}/config.json"
     for name in ("hidden_size", "vocab_size"):
-        head, wanted = getattr(facts, name), getattr(policy, name)
+        head = getattr(facts, name)
+        wanted = getattr(policy, name)
         if head != wanted:
             raise ValueError(f"{where}: {name} {head}, the policy's is {wanted}; use a head made for this policy")
     if length is not None and facts.max_position_embeddings < length:
@@ -202,10 +209,12 @@ def _check_fit(facts: HeadFacts, policy: PolicyFacts, length: int | None) -> Non
 
 def _check_shapes(facts: HeadFacts) -> None:
     """Raises ValueError unless the tensors are the ones that the config requires or allows."""
-    required, found = _required_shapes(facts), facts.shapes
+    required = _required_shapes(facts)
+    found = facts.shapes
     optional: dict[str, Shape] = {"embed_tokens.weight": (facts.vocab_size, facts.hidden_size)}
     optional |= {"t2d": (facts.vocab_size,), "d2t": (facts.draft_vocab_size,)}
-    missing, surplus = sorted(required.keys() - found.keys()), sorted(found.keys() - required.keys() - optional.keys())
+    missing = sorted(required.keys() - found.keys())
+    surplus = sorted(found.keys() - required.keys() - optional.keys())
     if missing or surplus:
         raise ValueError(f"{facts.folder}: tensors missing {missing}, surplus {surplus}; write the head again")
     for name, shape in found.items():
@@ -221,7 +230,8 @@ def _check_shapes(facts: HeadFacts) -> None:
 
 def _required_shapes(facts: HeadFacts) -> dict[str, Shape]:
     """Returns the shapes of the tensors that a head of this config must have."""
-    hidden, num_aux = facts.hidden_size, len(facts.layer_ids)
+    hidden = facts.hidden_size
+    num_aux = len(facts.layer_ids)
     shapes: dict[str, Shape] = {
         "fc.weight": (hidden, num_aux * hidden),
         "norm.weight": (hidden,),
@@ -248,8 +258,11 @@ def _layer_shapes(facts: HeadFacts, is_first: bool) -> dict[str, Shape]:
     def size(name: str, default: int | None = None) -> int:
         return size_in(facts.layer, name, facts.folder / "config.json", default)
 
-    hidden, inner, num_heads = facts.hidden_size, size("intermediate_size"), size("num_attention_heads")
-    head_dim, width = size("head_dim", default=hidden // num_heads), 2 * hidden if is_first else hidden
+    hidden = facts.hidden_size
+    inner = size("intermediate_size")
+    num_heads = size("num_attention_heads")
+    head_dim = size("head_dim", default=hidden // num_heads)
+    width = 2 * hidden if is_first else hidden
     keys = size("num_key_value_heads", default=num_heads) * head_dim
     rows = {"q": num_heads * head_dim, "k": keys, "v": keys}
     shapes: dict[str, Shape] = {

@@ -81,7 +81,8 @@ def pack(
 
 def _rows(features: SequenceFeatures, piece: Piece, document: int, ttt_steps: int) -> Batch:
     """Returns the piece's part of a batch, without the first dimension."""
-    start, stop = piece.start, piece.stop
+    start = piece.start
+    stop = piece.stop
     index_S = torch.arange(start + 1, stop)
     position_S = index_S + features.first_position
     is_target_S = (position_S >= features.prompt_length) & (index_S < features.num_tokens - 1)

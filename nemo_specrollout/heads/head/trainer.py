@@ -96,7 +96,8 @@ class HeadTrainer:
     """
 
     def __init__(self, head: DraftHead, settings: TrainingSettings) -> None:
-        self.head, self.settings = head, settings
+        self.head = head
+        self.settings = settings
         self.num_steps = 0
         self.progress = TrainingProgress()
         """Progress of the current training."""
@@ -116,7 +117,8 @@ class HeadTrainer:
         Raises ValueError if there is nothing to learn from. Raises FloatingPointError for a loss or gradient that is not
         finite; the head is then as it was before that step.
         """
-        progress, batches = self.progress, self._batches(sequences)
+        progress = self.progress
+        batches = self._batches(sequences)
         while (used_share := budget.used_share(progress)) < 1.0:
             started = time.perf_counter()
             pieces = next(batches)
@@ -150,7 +152,8 @@ class HeadTrainer:
         for name, parameter in self.head.learned().items():
             parameter.data.copy_(state["learned"][name])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.num_steps, self.progress = state["num_steps"], TrainingProgress(**state["run"])
+        self.num_steps = state["num_steps"]
+        self.progress = TrainingProgress(**state["run"])
 
     def _batches(self, sequences: Sequence[SequenceFeatures]) -> Iterator[list[Piece]]:
         """Yields batches without end, from the current place in the data."""
@@ -161,7 +164,8 @@ class HeadTrainer:
         while True:
             generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + progress.epoch)
             yield from plan_batches(lengths, self.settings.batch_tokens, generator)[progress.batches_of_epoch :]
-            progress.epoch, progress.batches_of_epoch = progress.epoch + 1, 0
+            progress.epoch = progress.epoch + 1
+            progress.batches_of_epoch = 0
 
     def _step(self, sequences: Sequence[SequenceFeatures], pieces: list[Piece], used_share: float) -> float:
         """Takes an optimizer step, at a share of the budget; returns its loss."""
@@ -182,7 +186,8 @@ class HeadTrainer:
 
     def _loss(self, sequences: Sequence[SequenceFeatures], pieces: list[Piece], loss: str) -> torch.Tensor:
         """Returns the loss of `speculators`' training forward."""
-        settings, device = self.settings, self.head.device
+        settings = self.settings
+        device = self.head.device
         # Compiled kernels on a GPU need batches of one shape. No batch may have fewer rows than draft positions.
         num_rows = settings.batch_tokens if self._is_cuda else settings.ttt_steps
         batch = pack(sequences, pieces, settings.ttt_steps, num_rows)

@@ -129,7 +129,8 @@ def refresh_head(
     """
     started = time.perf_counter()
     trainer = HeadTrainer(copy.deepcopy(start), settings)
-    progress, judgement = trainer.progress, None
+    progress = trainer.progress
+    judgement = None
     try:
         trainer.train(data.training, budget)
     except (FloatingPointError, ValueError) as error:

@@ -138,7 +138,8 @@ def _start(options: RefreshOptions, state: RefreshState, view: Any, check: Calla
 
 def _make_head(job: RefreshJob) -> None:
     """Trains and judges a candidate, and moves it into its place."""
-    options, state = job.options, job.state
+    options = job.options
+    state = job.state
     settings = TrainingSettings(
         loss=options.loss,
         learning_rate=options.lr or default_learning_rate(job.facts.hidden_size),
@@ -158,11 +159,13 @@ def _make_head(job: RefreshJob) -> None:
 
 def _refreshed(job: RefreshJob, trainer: HeadTrainer, data: RefreshData) -> Refresh:
     """Trains a head, or goes on with that, saves the candidate and judges it."""
-    options, state = job.options, job.state
+    options = job.options
+    state = job.state
     if state.trainer.is_file():
         trainer.load(state.trainer)
     budget = Budget(steps=options.steps) if options.steps else Budget(seconds=60 * (options.minutes or DEFAULT_MINUTES))
-    progress, failure = trainer.progress, None
+    progress = trainer.progress
+    failure = None
     try:
         with job.view.bar("training") as move:
             trainer.train(data.training, budget, _on_step(job, trainer, data, move))
@@ -178,7 +181,8 @@ def _refreshed(job: RefreshJob, trainer: HeadTrainer, data: RefreshData) -> Refr
 
 def _on_step(job: RefreshJob, trainer: HeadTrainer, data: RefreshData, move: Callable[..., None]) -> OnStep:
     """Returns the function that saves the trainer, measures acceptance and moves the bar, each when it is due."""
-    sample, acceptance = first_tokens(data.held_out, LIVE_TOKENS), ""
+    sample = first_tokens(data.held_out, LIVE_TOKENS)
+    acceptance = ""
     saved = time.monotonic()
     measure_at = saved + MEASURE_EVERY_S
 
@@ -213,7 +217,8 @@ def _save_candidate(job: RefreshJob, head: DraftHead) -> None:
 
 
 def _judged(job: RefreshJob, candidate: DraftHead, data: RefreshData) -> Judgement:
-    options, draft = job.options, job.options.draft_folder
+    options = job.options
+    draft = job.options.draft_folder
     with job.view.phase("measuring held-out acceptance"):
         current = None if draft is None else load_eagle3_head(draft, job.policy, job.device)
         judge = Judge(PublishGate(options.confidence, options.tolerance), options.num_drafts, options.temperature)
@@ -235,7 +240,8 @@ def _close(state: RefreshState, view: Any) -> bool:
 
 def _named_files(options: RefreshOptions) -> list[Path]:
     """Returns the files and folders that must not change while a refresh is unfinished. Raises ValueError for missing ones."""
-    policy, draft = Path(options.policy), options.draft_folder
+    policy = Path(options.policy)
+    draft = options.draft_folder
     if not policy.is_dir():
         raise ValueError(f"--policy {policy} is not a folder; name a Hugging Face folder or a checkpoint")
     if draft is not None and not draft.is_dir():
@@ -261,7 +267,9 @@ def _captured(job: RefreshJob) -> tuple[DraftHead, FeatureStore]:
 
     Raises ValueError for rollouts that cannot be used, OSError for a full disk.
     """
-    options, folder, facts = job.options, job.state.folder, job.facts
+    options = job.options
+    folder = job.state.folder
+    facts = job.facts
     max_length = min(options.max_length or facts.max_position_embeddings, facts.max_position_embeddings)
     texts, sentences = read_rollouts(list(map(Path, options.rollouts)), job.policy, facts.vocab_size, max_length)
     for sentence in sentences:
@@ -275,7 +283,8 @@ def _captured(job: RefreshJob) -> tuple[DraftHead, FeatureStore]:
     num_bytes = [len(t.token_ids) * per_token + overhead for t in texts]
     num_left_out = sum(total > options.store_gb * 1e9 for total in accumulate(reversed(num_bytes)))
     if num_left_out:
-        texts, num_bytes = texts[num_left_out:], num_bytes[num_left_out:]
+        texts = texts[num_left_out:]
+        num_bytes = num_bytes[num_left_out:]
         job.view.say(f"{num_left_out} of the first texts are left out, to stay within --store-gb {options.store_gb}")
         held_out_share((t.first_prompt for t in texts), share)
     needed = sum(num_bytes)
@@ -300,7 +309,8 @@ def _capture(job: RefreshJob, texts: Sequence[RolloutText], store: FeatureStore,
     num_done = store.num_sequences()
     if num_done >= len(texts):
         return
-    policy, flushed = load_policy(job.policy, job.device, job.feature_dtype), time.monotonic()
+    policy = load_policy(job.policy, job.device, job.feature_dtype)
+    flushed = time.monotonic()
     with job.view.bar("features", len(texts)) as move:
         for start in range(num_done - num_done % CHUNK_TEXTS, len(texts), CHUNK_TEXTS):
             chunk = texts[start : start + CHUNK_TEXTS]
@@ -353,7 +363,8 @@ def _shuffled(store: FeatureStore, held_out: bool) -> list[SequenceFeatures]:
 
 def _starting_head(job: RefreshJob, texts: Sequence[RolloutText]) -> DraftHead:
     """Returns the head of `--draft`, or a new one that can draft the most frequent generated tokens of these texts."""
-    options, vocab_size = job.options, job.facts.vocab_size
+    options = job.options
+    vocab_size = job.facts.vocab_size
     if options.draft_folder is not None:
         return load_eagle3_head(options.draft_folder, job.policy, job.device)
     drafted = None

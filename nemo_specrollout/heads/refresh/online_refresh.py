@@ -45,7 +45,8 @@ class OnlineRefresh:
         """
         assert block.draft_refresh is not None
         self._config = config = block.draft_refresh
-        self._policy_folder, self._folder = policy_folder, folder
+        self._policy_folder = policy_folder
+        self._folder = folder
         published = folder.published()
         device = "cuda" if config.trainer_gpus else "cpu"
         self.head = load_eagle3_head(first_head if published is None else published.folder, policy_folder, device)
@@ -53,7 +54,8 @@ class OnlineRefresh:
         """Candidate that was refused although it seemed better. The next refresh starts from it."""
         gate = PublishGate(config.confidence, config.tolerance)
         self._judge = Judge(gate, block.num_speculative_tokens, temperature)
-        self._schedule, self._rate = RefreshSchedule(config, in_background), RefreshRate()
+        self._schedule = RefreshSchedule(config, in_background)
+        self._rate = RefreshRate()
 
     def decide(self, facts: StepFacts) -> RefreshDecision:
         """Returns whether to refresh. To be called once in each RL step."""
@@ -137,5 +139,6 @@ class OnlineRefresh:
 
 def source_of(head: DraftHead, policy_folder: Path) -> FeatureSource:
     """Returns the policy and layers whose features a head learns from."""
-    model, tokenizer = head.model, tokenizer_fingerprint(policy_folder)
+    model = head.model
+    tokenizer = tokenizer_fingerprint(policy_folder)
     return FeatureSource(str(policy_folder), tokenizer, model.verifier_vocab_size, model.hidden_size, head.layer_ids)

@@ -33,9 +33,11 @@ def _converter(step: Path) -> str:
     """Returns the command that converts a step folder to the Hugging Face folder DIR. For Megatron it needs a GPU."""
     weights = step / "policy" / "weights"
     iteration = max(weights.glob("iter_*"), default=None)
-    script, source = "dcp", ["--dcp-ckpt-path", str(weights)]
+    script = "dcp"
+    source = ["--dcp-ckpt-path", str(weights)]
     if iteration is not None:
-        script, source = "megatron", ["--megatron-ckpt-path", str(iteration)]
+        script = "megatron"
+        source = ["--megatron-ckpt-path", str(iteration)]
     python = ["uv", "run", *(["--extra", "mcore"] if iteration else []), "python"]
     command = [
         *python,

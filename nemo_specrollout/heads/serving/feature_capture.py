@@ -64,8 +64,10 @@ class FeatureCapture(Participant):
         """
         num_features = (len(aux_layer_ids(runner) or ()) + 1) * runner.model_config.get_hidden_size()
         self._capacity = max(runner.max_num_tokens, CAPTURE_BYTES // (num_features * runner.dtype.itemsize))
-        self._shape, self._dtype = (self._capacity, num_features), runner.dtype
-        self._share, self._device = share, runner.device
+        self._shape = (self._capacity, num_features)
+        self._dtype = runner.dtype
+        self._share = share
+        self._device = runner.device
         self._num_hidden = runner.model_config.get_hidden_size()
         self._ids_S = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=self._device)
         self._id_of_slot = np.zeros(runner.max_num_reqs, np.int32)
@@ -154,7 +156,9 @@ class FeatureCapture(Participant):
         for key in self._ended:
             self._finish(self._under_way.pop(key))
         self._ended.clear()
-        done, self._done, self._done_bytes = list(self._done), deque(), 0
+        done = list(self._done)
+        self._done = deque()
+        self._done_bytes = 0
         return done
 
     def store(self, folder: str, max_bytes: int, held_out_share: float, source: Mapping[str, Any]) -> None:
@@ -173,7 +177,8 @@ class FeatureCapture(Participant):
         """Copies the buffer's rows to the host, and sorts them by sequence."""
         if self._num_rows == 0:  # while the engine sleeps there is no buffer
             return
-        rows_N3, hidden_NF = self._rows_N3[: self._num_rows].cpu().numpy(), self._hidden_NF[: self._num_rows].cpu()
+        rows_N3 = self._rows_N3[: self._num_rows].cpu().numpy()
+        hidden_NF = self._hidden_NF[: self._num_rows].cpu()
         by_owner = np.argsort(rows_N3[:, 0], kind="stable")
         owners, starts = np.unique(rows_N3[by_owner, 0], return_index=True)
         for owner, places in zip(owners.tolist(), np.split(by_owner, starts[1:]), strict=True):
@@ -199,7 +204,8 @@ class FeatureCapture(Participant):
 
         An engine that schedules asynchronously may compute one more step before it learns that a request has ended.
         """
-        request, first = sequence.request, sequence.first_position
+        request = sequence.request
+        first = sequence.first_position
         tokens = np.concatenate(sequence.tokens) if sequence.tokens else np.zeros(0, np.int32)
         num_prompt = max(request.prompt_length - first, 0)
         stops = num_prompt + np.flatnonzero(np.isin(tokens[num_prompt:], list(request.stop_token_ids)))

@@ -64,7 +64,8 @@ def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
     for path in part_from_policy(policy, draft, [f"{LM_HEAD}.weight"]):
         # vLLM's weight reloading must know that the copy is made like the original.
         known, new = (layerwise.get_layerwise_info(module) for module in (originals[path], draft.get_submodule(path)))
-        new.restore_metadata, new.restore_device = known.restore_metadata, known.restore_device
+        new.restore_metadata = known.restore_metadata
+        new.restore_device = known.restore_device
 
 
 def load_published_head(runner: Any, folder: Path) -> None:
@@ -162,7 +163,8 @@ def rope_difference(head: Mapping[str, Any], other: Mapping[str, Any], whose: st
 
     The result is empty if none differ, or if the layers of one config differ among themselves.
     """
-    mine, theirs = rope_parameters(head), rope_parameters(other)
+    mine = rope_parameters(head)
+    theirs = rope_parameters(other)
     if mine is None or theirs is None:
         return ""
     names = [n for n in sorted(mine.keys() | theirs.keys()) if mine.get(n) != theirs.get(n)]

@@ -35,7 +35,9 @@ class HeadMonitor(Participant):
         self, service: HeadService, model: ServedDrafter, samples: SampleStatsLog, max_age: int | None = None
     ) -> None:
         """`max_age`: refits after which a head is reported as old; None: never."""
-        self._service, self._model, self._samples = service, model, samples
+        self._service = service
+        self._model = model
+        self._samples = samples
         self._canary = Canary(max_age)
         self._counts = HostCopy(model.board.tables.verified_DK2[model.board.model])
         self._seen_K2: Any = 0
@@ -51,7 +53,8 @@ class HeadMonitor(Participant):
     def take_alarms(self) -> list[dict[str, Any]]:
         """Returns the alarms since the last call, as plain values."""
         self._check()
-        alarms, self._alarms = self._alarms, []
+        alarms = self._alarms
+        self._alarms = []
         return alarms
 
     def end_step(self, slots_B: np.ndarray, output: Any) -> Any:
@@ -88,8 +91,14 @@ class HeadMonitor(Participant):
         logger.warning("specrollout: %s", alarm.sentence)
         self._alarms.append(
             {
-                "event": alarm.event, "cause": alarm.cause, "seen": alarm.seen, "expected": alarm.expected,
-                "drafted": alarm.num_drafted, "drafter_off": is_off, "sentence": alarm.sentence,
-                "policy_version": self._samples.policy_version, "head_version": self._samples.head_version,
+                "event": alarm.event,
+                "cause": alarm.cause,
+                "seen": alarm.seen,
+                "expected": alarm.expected,
+                "drafted": alarm.num_drafted,
+                "drafter_off": is_off,
+                "sentence": alarm.sentence,
+                "policy_version": self._samples.policy_version,
+                "head_version": self._samples.head_version,
             }
-        )  # fmt: skip
+        )

@@ -48,7 +48,10 @@ class HeadService:
 
     def __init__(self, runner: Any, model: ServedDrafter, samples: SampleStatsLog, folder: Path | None) -> None:
         """`folder` holds the head that the engine was started with; None if it is not known."""
-        self._runner, self._model, self._samples, self._folder = runner, model, samples, folder
+        self._runner = runner
+        self._model = model
+        self._samples = samples
+        self._folder = folder
 
     def load(self, folder: Path, version: int) -> None:
         """Loads the published head of `folder`, trained for the policy of `version`. It drafts from now on.
@@ -81,7 +84,8 @@ def head_health(runner: Any, folder: Path | None, age_in_versions: int = 0) -> H
     own = {name: p.detach() for name, p in draft.named_parameters() if id(p) not in owned and p.numel()}
     published = {} if folder is None else read_head_tensors(folder)
     floats = [(name, t) for name, t in (*own.items(), *published.items()) if t.is_floating_point()]
-    in_use, intended = aux_layer_ids(runner), () if folder is None else read_head_facts(folder).layer_ids
+    in_use = aux_layer_ids(runner)
+    intended = () if folder is None else read_head_facts(folder).layer_ids
     has_other_layers = in_use is not None and bool(intended) and in_use != intended
     method = runner.speculative_config.method
     configs = (runner.speculative_config.draft_model_config, runner.model_config)

@@ -54,7 +54,8 @@ class DrafterEngine:
                 f"vLLM built {type(self._scheduler).__name__} although scheduler_cls names specrollout's ShadowScheduler"
             )
         # One token less than vLLM allows, because vLLM frees a request that reaches its limit.
-        config, tokenizer = engine.model_config, folders.tokenizer_fingerprint(model)
+        config = engine.model_config
+        tokenizer = folders.tokenizer_fingerprint(model)
         self.model = DraftModel(config.get_vocab_size(), tokenizer, config.max_model_len - 1)
 
     def open(self, shadow: int, opening: Open) -> None:

@@ -48,7 +48,8 @@ class DrafterService:
 
     def turn(self) -> bool:
         """Reads messages, drafts a token for each shadow sequence that may draft, and answers. Returns whether it drafted."""
-        side, status = self._side, self.status
+        side = self._side
+        status = self.status
         for peer, message in self._socket.receive():
             side.receive(peer, message, time.monotonic())
         shadows_M = side.shadows.ready_to_draft()
@@ -62,7 +63,8 @@ class DrafterService:
             status.busy_s += seconds
         for verifier, reply in side.outgoing():
             self._socket.send(verifier, reply)
-        status.num_open, status.num_refused_frames = side.num_open, self._socket.num_refused
+        status.num_open = side.num_open
+        status.num_refused_frames = self._socket.num_refused
         status.num_corrections = side.num_corrections
         return len(shadows_M) > 0
 

@@ -55,7 +55,8 @@ class ShadowScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedules a step of the awake shadows, and adds the changed texts to vLLM's output."""
-        running, awake = self.running, [self._shadows[m] for m in self.awake]
+        running = self.running
+        awake = [self._shadows[m] for m in self.awake]
         is_awake = {r.request_id for r in awake}
         may_run = {r.request_id for r in running}
         self.running = [r for r in awake if r.request_id in may_run]
@@ -78,13 +79,15 @@ class ShadowScheduler(Scheduler):
         for row, req_id in enumerate(model_runner_output.req_ids):
             tokens = model_runner_output.sampled_token_ids[row]
             if tokens and req_id in self.requests:
-                position, level = self.requests[req_id].num_tokens - 1, model_runner_output.specrollout_levels[row]
+                position = self.requests[req_id].num_tokens - 1
+                level = model_runner_output.specrollout_levels[row]
                 self._drafted.append((_shadow_of(req_id), position, 0, tokens[0], level))
         return {}
 
     def take_drafted(self) -> np.ndarray:
         """Returns the tokens drafted since the last call, as `DRAFT_ROW`."""
-        rows, self._drafted = np.array(self._drafted, DRAFT_ROW), []
+        rows = np.array(self._drafted, DRAFT_ROW)
+        self._drafted = []
         return rows
 
 

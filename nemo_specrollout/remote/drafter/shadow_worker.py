@@ -73,9 +73,15 @@ class ShadowWorker(_NativeWorker):
         sampler = self.model_runner.sampler
         states = sampler.sampling_states
         processed = sampler.apply_sampling_params(
-            logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            input_ids,
+            expanded_local_pos,
             seq_lens_upper_bound_np,
-        )  # fmt: skip
+        )
         is_noisy_S = (states.temperature.gpu != 0).float()
         levels_R1 = torch.empty(len(logits), 1, dtype=torch.int8, device=logits.device)
         tokens_R = sample_with_score_gap(
@@ -88,7 +94,8 @@ class ShadowWorker(_NativeWorker):
 def change_texts(states: Any, changes: dict[str, TextChange]) -> None:
     """Replaces the ends of requests' texts in their slots. To vLLM, each text is then a prompt that is partly computed."""
     for req_id, change in changes.items():
-        slot, length = states.req_id_to_index[req_id], change.start + len(change.tokens)
+        slot = states.req_id_to_index[req_id]
+        length = change.start + len(change.tokens)
         states.all_token_ids.stage_write(slot, change.start, change.tokens)
         states.total_len.stage_write_elem(slot, length)
         states.num_computed_tokens.stage_write_elem(slot, change.num_computed)

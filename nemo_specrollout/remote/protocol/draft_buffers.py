@@ -75,7 +75,8 @@ def put(ring, position, token, level):  # type: ignore[no-untyped-def]
     """Writes a token into a ring, and with it the prefix hash of the next position."""
     mask = len(ring) - 1
     entry = ring[position & mask]
-    entry.token, entry.level = token, level
+    entry.token = token
+    entry.level = level
     ring[(position + 1) & mask].prefix_hash = extend(entry.prefix_hash, token)
 
 
@@ -92,7 +93,8 @@ class DraftBuffers:
         self._slots = np.zeros(num_slots, _SLOT)
         self._slots["request"] = NO_REQUEST
         self._rings = new_rings(num_slots, most_ahead + 1)
-        self._most_ahead, self._vocab_size = most_ahead, vocab_size
+        self._most_ahead = most_ahead
+        self._vocab_size = vocab_size
 
     def open(self, slot: int, request: int, seed: int, text: np.ndarray) -> None:
         """Assigns `slot` to `request`, whose int32 `text` is committed."""
@@ -114,8 +116,10 @@ class DraftBuffers:
 
         Returns the values of a `Step`: its `COMMIT_ROW` [b], and the new tokens, slot by slot.
         """
-        rows_b, slots = np.zeros(len(slots_b), COMMIT_ROW), self._slots[slots_b]
-        rows_b["request"], rows_b["base"] = slots["request"], slots["committed"]
+        rows_b = np.zeros(len(slots_b), COMMIT_ROW)
+        slots = self._slots[slots_b]
+        rows_b["request"] = slots["request"]
+        rows_b["base"] = slots["committed"]
         rows_b["count"] = lengths_b - rows_b["base"]
         tokens = np.empty(rows_b["count"].sum(), np.int32)
         _commit(slots_b, token_ids_SL, lengths_b, self._slots, self._rings, rows_b, tokens, self.counts)
@@ -128,7 +132,8 @@ class DraftBuffers:
         A window ends where drafts are unlikely to be accepted at the request's own recent rate. Source: the per-request
         windows of SpecActor's Algorithm 2 (arXiv 2511.16193); here no request waits for a full window.
         """
-        hits_b, judged_b = self._slots["num_hits"][slots_b], self._slots["num_judged"][slots_b]
+        hits_b = self._slots["num_hits"][slots_b]
+        judged_b = self._slots["num_judged"][slots_b]
         rates_b = (hits_b + FIRST_RATE * PRIOR_STRENGTH) / (judged_b + PRIOR_STRENGTH)
         lengths_b = np.ceil(np.log(LEAST_SURVIVAL) / np.log(np.clip(rates_b, 1e-9, 1 - 1e-9)))
         return np.clip(lengths_b, 1, self._most_ahead).astype(np.uint8)
@@ -144,9 +149,11 @@ class DraftBuffers:
 
 @njit(void(int64[:], int32[:, :], int64[:], _SLOTS, RINGS, _COMMITS, int32[:], int64[:]), cache=True)
 def _commit(slots_b, token_ids_SL, lengths_b, slots, rings, rows_b, new_tokens, counts):  # type: ignore[no-untyped-def]
-    mask, num_new = rings.shape[1] - 1, 0
+    mask = rings.shape[1] - 1
+    num_new = 0
     for b in range(len(slots_b)):
-        state, ring = slots[slots_b[b]], rings[slots_b[b]]
+        state = slots[slots_b[b]]
+        ring = rings[slots_b[b]]
         rows_b[b].prefix_hash = ring[state.committed & mask].prefix_hash
         for p in range(state.committed, lengths_b[b]):
             token = token_ids_SL[slots_b[b], p]
@@ -169,12 +176,14 @@ def _add(rows_N, slots, rings, counts, vocab_size):  # type: ignore[no-untyped-d
     size = rings.shape[1]
     for n in range(len(rows_N)):
         row = rows_N[n]
-        slot, p = row.owner & SLOT_MASK, row.position
+        slot = row.owner & SLOT_MASK
+        p = row.position
         is_valid = row.owner >= 0 and 0 <= row.token < vocab_size and 0 <= row.level < NUM_LEVELS
         if not is_valid or slot >= len(slots) or slots[slot].request != row.owner:
             counts[STALE] += 1
             continue
-        state, entry = slots[slot], rings[slot, p & (size - 1)]
+        state = slots[slot]
+        entry = rings[slot, p & (size - 1)]
         if p < state.committed:
             counts[LATE] += 1
         elif p > state.end or p - state.committed >= size - 1 or entry.prefix_hash != row.prefix_hash:
@@ -188,7 +197,8 @@ def _add(rows_N, slots, rings, counts, vocab_size):  # type: ignore[no-untyped-d
 
 @njit(void(_SLOTS, RINGS, int32[:, :]), cache=True)
 def _write(slots, rings, table_SX):  # type: ignore[no-untyped-def]
-    mask, most_ahead = rings.shape[1] - 1, (table_SX.shape[1] - TOKENS) // 2
+    mask = rings.shape[1] - 1
+    most_ahead = (table_SX.shape[1] - TOKENS) // 2
     for slot in range(len(slots)):
         state = slots[slot]
         count = min(state.end - state.committed, most_ahead)

@@ -101,13 +101,15 @@ class DrafterSide:
         self._token_s = token_s
         sessions_M = self._session_of[rows_M["owner"]]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
-            session, rows = self._sessions[number], rows_M[sessions_M == number]
+            session = self._sessions[number]
+            rows = rows_M[sessions_M == number]
             self.shadows.append(rows, session.stop_token_ids)
             session.rows.append(rows)
 
     def outgoing(self) -> list[tuple[Hashable, Message]]:
         """Returns the messages to send, each with its receiver, and clears the queue."""
-        replies, self._replies = self._replies, []
+        replies = self._replies
+        self._replies = []
         for session in self._sessions.values():
             if session.rows or session.lacking or session.owes_answer:
                 replies.append((session.peer, self._drafts(session)))
@@ -162,7 +164,8 @@ class DrafterSide:
             self._close(shadow)
 
     def _follow(self, session: _Session, step: Step, now_s: float) -> None:
-        session.heard_s, session.owes_answer = now_s, True
+        session.heard_s = now_s
+        session.owes_answer = True
         self._close_requests(session, column(step.closes, np.int64))
         for opening in step.opens:
             self._open(session, opening)
@@ -188,12 +191,14 @@ class DrafterSide:
         except ValueError:
             return
         self._free.popleft()
-        self._requests[shadow], self._session_of[shadow] = opening.request, session.number
+        self._requests[shadow] = opening.request
+        self._session_of[shadow] = session.number
         session.shadow_of_slot[opening.request & SLOT_MASK] = shadow
         self.shadows.open(shadow, opening.seed, text, min(opening.limit, self.model.max_model_len), opening.window)
 
     def _commit(self, session: _Session, step: Step) -> None:
-        rows_N, tokens = column(step.commits, COMMIT_ROW), column(step.tokens, np.int32)
+        rows_N = column(step.commits, COMMIT_ROW)
+        tokens = column(step.tokens, np.int32)
         if len(rows_N) == 0 or not self._are_valid(tokens):
             return
         shadows_N = self._shadows_of(session, rows_N["request"])
@@ -210,7 +215,9 @@ class DrafterSide:
         rows = np.concatenate([np.zeros(0, DRAFT_ROW), *session.rows], dtype=DRAFT_ROW)
         rows["owner"] = self._requests[rows["owner"]]
         lacking = np.array(session.lacking, np.int64)
-        session.rows, session.lacking, session.owes_answer = [], [], False
+        session.rows = []
+        session.lacking = []
+        session.owes_answer = False
         session.num_sent += 1
         facts = (session.number, self._drafter, session.num_sent, self._token_s, self.num_open)
         return Drafts(*facts, rows.tobytes(), lacking.tobytes())

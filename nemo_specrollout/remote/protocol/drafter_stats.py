@@ -54,7 +54,8 @@ class DrafterStats:
 
     def figures(self) -> dict[str, Any]:
         """Returns ratios and counts by the names of docs/reference/metrics.md. A ratio without counts is None."""
-        steps, useless = self.num_request_steps, self.num_wrong + self.num_late + self.num_stale
+        steps = self.num_request_steps
+        useless = self.num_wrong + self.num_late + self.num_stale
         drafted = self.num_kept + self.num_late + self.num_stale
         occupancy = self.num_supplied / steps if steps else None
         run_ahead = self.num_at_hand / steps if steps else None

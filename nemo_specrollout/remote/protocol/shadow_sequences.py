@@ -12,7 +12,8 @@ from nemo_specrollout.remote.protocol.messages import COMMIT_ROW, DRAFT_ROW
 
 Correction = tuple[int, int, list[int]]
 """Shadow, number of tokens that it keeps, and the tokens that follow these."""
-UNCHANGED, LACKING = -1, -2
+UNCHANGED = -1
+LACKING = -2
 """Outcomes of a commit in which the shadow sequence stays, or cannot be brought to the verifier's text."""
 NOT_STOPPED = -1
 
@@ -27,7 +28,8 @@ _SHADOW = np.dtype(
     ]
 )
 _SHADOWS = from_dtype(_SHADOW)[::1]
-_COMMITS, _DRAFTS = from_dtype(COMMIT_ROW)[::1], from_dtype(DRAFT_ROW)[::1]
+_COMMITS = from_dtype(COMMIT_ROW)[::1]
+_DRAFTS = from_dtype(DRAFT_ROW)[::1]
 
 
 class ShadowSequences:
@@ -87,17 +89,20 @@ class ShadowSequences:
 @njit(void(int64[:], _COMMITS, int32[:], _SHADOWS, RINGS, int64, int64[:]), cache=True)
 def _commit(shadows_N, rows_N, tokens, states, rings, most_ahead, kept_N):  # type: ignore[no-untyped-def]
     """Writes how many tokens each shadow sequence keeps before a correction, or `UNCHANGED`, or `LACKING`."""
-    size, stop = rings.shape[1], 0
+    size = rings.shape[1]
+    stop = 0
     mask = size - 1
     for n in range(len(shadows_N)):
         row = rows_N[n]
-        base, end = row.base, row.base + row.count
+        base = row.base
+        end = row.base + row.count
         stop += row.count
         first = stop - end  # index in `tokens` of the token at position 0
         kept_N[n] = LACKING
         if shadows_N[n] < 0:
             continue
-        state, ring = states[shadows_N[n]], rings[shadows_N[n]]
+        state = states[shadows_N[n]]
+        ring = rings[shadows_N[n]]
         if end < state.committed:
             kept_N[n] = UNCHANGED
             continue

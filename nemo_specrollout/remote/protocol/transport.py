@@ -25,7 +25,8 @@ def _seal(payload: bytes, secret: bytes, sender: bytes) -> bytes:
 
 
 def _unseal(frame: bytes, secret: bytes, sender: bytes) -> bytes:
-    mac, payload = frame[:_MAC_BYTES], frame[_MAC_BYTES:]
+    mac = frame[:_MAC_BYTES]
+    payload = frame[_MAC_BYTES:]
     if not hmac.compare_digest(_seal(payload, secret, sender)[:_MAC_BYTES], mac):
         raise FrameError("a frame made with another secret")
     return payload

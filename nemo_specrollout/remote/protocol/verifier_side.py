@@ -103,19 +103,26 @@ class Peer:
             return False
         if self.state is PeerState.GREETED:
             self.reason = self.reason or "does not answer"
-        self.state, self.resume_at_s = PeerState.GREETED, now_s + ANSWER_DEADLINE_S
+        self.state = PeerState.GREETED
+        self.resume_at_s = now_s + ANSWER_DEADLINE_S
         return True
 
     def welcome(self, message: Welcome, now_s: float) -> None:
-        self.state, self.reason, self.ready_s = PeerState.READY, "", now_s
-        self.drafter, self.last_number = message.drafter, 0
-        self.max_model_len, self.num_shadows = message.max_model_len, message.num_shadows
+        self.state = PeerState.READY
+        self.reason = ""
+        self.ready_s = now_s
+        self.drafter = message.drafter
+        self.last_number = 0
+        self.max_model_len = message.max_model_len
+        self.num_shadows = message.num_shadows
 
     def fail(self, reason: str, now_s: float) -> None:
         """Marks the drafter as failed, to be greeted again after a pause."""
         if self.state is PeerState.READY and now_s - self.ready_s > LONGEST_PAUSE_S:
             self.pause_s = FIRST_PAUSE_S  # a few good frames before the next bad one are not enough
-        self.state, self.reason, self.resume_at_s = PeerState.AWAY, reason, now_s + self.pause_s
+        self.state = PeerState.AWAY
+        self.reason = reason
+        self.resume_at_s = now_s + self.pause_s
         self.num_failures += 1
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
@@ -137,7 +144,8 @@ class Peer:
         self.waiting_since_s = None
         has_lost = drafts.number > self.last_number + 1
         self.last_number = max(self.last_number, drafts.number)
-        self.token_s, self.num_open_there = drafts.token_s, drafts.num_shadows
+        self.token_s = drafts.token_s
+        self.num_open_there = drafts.num_shadows
         return has_lost
 
 
@@ -166,7 +174,8 @@ class VerifierSide:
         self._num_requests += 1
         self._opened[slot] = request
         self._requests[slot] = (self._num_requests << SLOT_BITS) | slot
-        self._drafter_of[slot], self._is_told[slot] = NO_DRAFTER, False
+        self._drafter_of[slot] = NO_DRAFTER
+        self._is_told[slot] = False
 
     def close(self, slot: int) -> None:
         """Frees `slot`, whose request ended or was preempted."""
@@ -200,7 +209,8 @@ class VerifierSide:
             self._take_all_back(drafter)
             peer.welcome(message, now_s)
         elif isinstance(message, Refuse) and peer.state is PeerState.GREETED:
-            peer.state, peer.reason = PeerState.REFUSED, message.reason
+            peer.state = PeerState.REFUSED
+            peer.reason = message.reason
         elif isinstance(message, Refuse) and peer.state is PeerState.READY:
             self.fail(drafter, message.reason, now_s)
         elif isinstance(message, Drafts) and peer.state is PeerState.READY and message.drafter == peer.drafter:
@@ -219,7 +229,9 @@ class VerifierSide:
         """
         self._take_all_back(drafter)
         peer = self.peers[drafter]
-        peer.state, peer.reason, peer.pause_s = PeerState.AWAY, why_unreachable, FIRST_PAUSE_S
+        peer.state = PeerState.AWAY
+        peer.reason = why_unreachable
+        peer.pause_s = FIRST_PAUSE_S
         peer.resume_at_s = math.inf if why_unreachable else 0.0
 
     def slots_of(self, drafter: int) -> np.ndarray:
@@ -227,7 +239,8 @@ class VerifierSide:
 
     def _take_back(self, slots: np.ndarray) -> None:
         """Takes the requests in `slots` away from their drafters. They wait for others, which have to be told all."""
-        self._drafter_of[slots], self._is_told[slots] = NO_DRAFTER, False
+        self._drafter_of[slots] = NO_DRAFTER
+        self._is_told[slots] = False
         self.buffers.close(slots)
 
     def _take_all_back(self, drafter: int) -> None:
@@ -269,17 +282,20 @@ class VerifierSide:
         ]
         slots_t = slots_b[is_told_b]
         rows_t, tokens = self.buffers.commit(slots_t, token_ids_SL, lengths_b[is_told_b])
-        closes, self._closes[drafter] = np.array(self._closes[drafter], np.int64).tobytes(), []
+        closes = np.array(self._closes[drafter], np.int64).tobytes()
+        self._closes[drafter] = []
         return Step(self.session, opens, closes, rows_t.tobytes(), tokens.tobytes())
 
     def _open_message(self, slot: int, text: np.ndarray) -> Open:
-        r, number = self._opened[slot], int(self._requests[slot])
+        r = self._opened[slot]
+        number = int(self._requests[slot])
         self.buffers.open(slot, number, r.seed, text)
         self._is_told[slot] = True
         return Open(number, r.seed, r.temperature, r.top_k, r.top_p, r.limit, self.most_ahead, text.tobytes())
 
     def _take_drafts(self, drafter: int, drafts: Drafts, now_s: float) -> None:
-        peer, rows = self.peers[drafter], column(drafts.drafts, DRAFT_ROW)
+        peer = self.peers[drafter]
+        rows = column(drafts.drafts, DRAFT_ROW)
         if peer.is_flooding(len(rows), self.most_ahead):
             self.fail(drafter, "sends far more drafts than it was asked for", now_s)
             return

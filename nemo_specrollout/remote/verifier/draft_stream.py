@@ -37,7 +37,8 @@ class DraftStream:
 
     def __init__(self, table_SX: np.ndarray, on_device: Callable[[], torch.Tensor]) -> None:
         """`on_device` returns the int32 table as the device reads it: the same memory, or a copy that it starts."""
-        self.table_SX, self._on_device = table_SX, on_device
+        self.table_SX = table_SX
+        self._on_device = on_device
         table_SX[:] = 0
         self.counts_3 = torch.zeros(3, dtype=torch.int64, device=on_device().device)
         """On the device: request steps, request steps with drafts, draft tokens at hand in these."""
@@ -70,7 +71,8 @@ class RemoteDrafter:
     ) -> None:
         """Opens no connection before the first request. `stream` gives the numbers of slots and draft tokens."""
         self.stream = stream
-        num_slots, num_drafters = len(stream.table_SX), len(addresses)
+        num_slots = len(stream.table_SX)
+        num_drafters = len(addresses)
         self._addresses = ["not set yet"] * num_drafters  # so that each of `addresses` is a change
         self._sockets: list[VerifierSocket | None] = [None] * num_drafters
         self.side = VerifierSide(secrets.randbits(62), num_slots, num_drafters, stream.most_ahead, model)
@@ -124,7 +126,8 @@ class RemoteDrafter:
         """Returns the drafter stats since the start. Waits for the device."""
         num_request_steps, num_supplied, num_at_hand = self.stream.counts_3.tolist()
         with self._lock:
-            peers, counts = self.side.peers, self.side.buffers.counts.tolist()
+            peers = self.side.peers
+            counts = self.side.buffers.counts.tolist()
             ready = [peer for peer in peers if peer.state is PeerState.READY]
             return DrafterStats(
                 num_request_steps=num_request_steps,
@@ -187,6 +190,7 @@ class RemoteDrafter:
 
     def _hang_up(self, drafter: int) -> None:
         """Closes a drafter's socket and drops the frames in it."""
-        socket, self._sockets[drafter] = self._sockets[drafter], None
+        socket = self._sockets[drafter]
+        self._sockets[drafter] = None
         if socket is not None:
             socket.close()

@@ -87,7 +87,8 @@ class RequestSpeeds:
 
     def begin(self, num_requests: int, task_speed_M: np.ndarray) -> list[int]:
         """Returns the rows of `num_requests` more requests of one task."""
-        size, missing = len(self._made_RM), num_requests - len(self._free)
+        size = len(self._made_RM)
+        missing = num_requests - len(self._free)
         if missing > 0:
             num_new = max(missing, size)  # At least twice the size, so that each row is copied once or twice.
             self._free += range(size + num_new - 1, size - 1, -1)

@@ -100,7 +100,8 @@ class _DecayedRate:
 
     def add(self, num_tokens: float, seconds: float) -> None:
         keep = min(1.0, max(self.memory_s - seconds, 0.0) / self.seconds) if self.seconds else 0.0
-        self.tokens, self.seconds = keep * self.tokens + num_tokens, keep * self.seconds + seconds
+        self.tokens = keep * self.tokens + num_tokens
+        self.seconds = keep * self.seconds + seconds
 
     @property
     def ratio(self) -> float:

@@ -118,7 +118,8 @@ class FastestOfN:
 
     def _plans(self, forecast: TailForecast, request: int, engine: int, target: int) -> Iterator[_Plan]:
         """Yields the move of a single request and its race, as far as they are allowed."""
-        engines, methods = forecast.engines_of(request), forecast.seen.method_E
+        engines = forecast.engines_of(request)
+        methods = forecast.seen.method_E
         if self.config.moving and len(engines) == 1:
             yield _Plan((request,), engine, target, False, forecast.end_after_move((request,), engine, target))
         is_new = methods[target] not in methods[list(engines)]

@@ -93,7 +93,8 @@ class TailForecast:
     """
 
     def __init__(self, seen: TailObservation, speeds: SpeedModel) -> None:
-        self.seen, self.speeds = seen, speeds
+        self.seen = seen
+        self.speeds = speeds
         self.changes: list[tuple[int, int]] = []
         """Attempts that were started or stopped so far, as (request, engine)."""
         self._speed_M = np.array([speeds.tokens_per_s(m, 1) for m in range(seen.speed_RM.shape[1])])
@@ -133,7 +134,8 @@ class TailForecast:
         if not rivals:
             return 1.0
         rival = min(rivals, key=lambda e: self._attempt_end_s(request, e))
-        doubts_M, methods = self.seen.doubt_RM[request], self.seen.method_E
+        doubts_M = self.seen.doubt_RM[request]
+        methods = self.seen.method_E
         spread = math.hypot(doubts_M[methods[engine]], doubts_M[methods[rival]])
         lead = math.log(self._attempt_end_s(request, rival) / self._attempt_end_s(request, engine))
         return _normal(lead / spread) if spread > 0 else float(lead >= 0)
@@ -205,7 +207,8 @@ class TailForecast:
 
     def _with(self, requests: tuple[int, ...], engine: int) -> dict[int, float]:
         """Returns an engine's seconds alone with more requests. All requests wait for the prefill of the new ones."""
-        known, new_R = self._alone_s[engine], np.array(requests)
+        known = self._alone_s[engine]
+        new_R = np.array(requests)
         slowdown = float(self._slowdowns_for(engine, len(known) + len(requests))[-1])
         prefill_s = self.speeds.prefill_s(int(self.seen.num_tokens_R[new_R].sum())) / slowdown
         new_s = self._alone(new_R, np.full(len(new_R), engine), np.zeros(len(new_R))) + prefill_s
@@ -241,7 +244,8 @@ class TailForecast:
 
     def _race_s(self, request: int, one: int, one_s: float, other: int, other_s: float) -> float:
         """Returns the expected end of a race of two engines."""
-        doubts_M, methods = self.seen.doubt_RM[request], self.seen.method_E
+        doubts_M = self.seen.doubt_RM[request]
+        methods = self.seen.method_E
         if methods[one] == methods[other]:
             return min(one_s, other_s)
         return expected_first(one_s, float(doubts_M[methods[one]]), other_s, float(doubts_M[methods[other]]))
