@@ -18,7 +18,7 @@ OLDER_PYTEST = -m pytest -m older_vllm -s $(OLDER_TESTS)
 IN_TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smollm2 test test-all test-install test-slow test-kill test-oldest test-between test-nemo-rl test-upstream test-gpu bench docs check format setup clean
+.PHONY: demo smollm2 test test-kernels test-families test-processes test-lab test-changed test-all test-install test-slow test-kill test-oldest test-between test-nemo-rl test-upstream test-gpu bench docs check format setup clean
 
 demo: setup
 	$(BIN)/specrollout-lab run $(CONFIG) logger.log_dir=$(LOG_DIR)
@@ -27,13 +27,33 @@ demo: setup
 smollm2: setup $(VENV)/.smollm2
 	$(BIN)/python -m lab.policies.smollm2
 
-# Leaves out the laboratory's tests and the comparisons of kernels whose very content passed before (tests/ledger.json).
-test: setup $(VENV)/.reasoning-gym
-	$(BIN)/python -m pytest $(IN_TWO) --ledger=use
+# The product's own tests. At the end it says which other target has which tests (tests/tiers.py).
+test: setup
+	$(BIN)/python -m pytest $(IN_TWO) --tier product
 
-# All of the above, whatever passed before, and the slow tests: what this machine can run without NeMo-RL and older vLLMs.
+# Triton kernels against their bodies for a CPU.
+test-kernels: setup
+	$(BIN)/python -m pytest $(IN_TWO) --tier kernels
+
+# Policies of other families than the example's, in engines of their own.
+test-families: setup
+	$(BIN)/python -m pytest $(IN_TWO) --tier families
+
+# Drafter processes, Ray actors, and engines that share a rollout.
+test-processes: setup
+	$(BIN)/python -m pytest $(IN_TWO) --tier processes
+
+# The laboratory.
+test-lab: setup $(VENV)/.reasoning-gym
+	$(BIN)/python -m pytest $(IN_TWO) --tier lab
+
+# The tiers above whose subject has changed, by git's account (tests/changed_tiers.py). BASE=COMMIT says since when.
+test-changed: setup
+	@for target in $$($(BIN)/python tests/changed_tiers.py $(BASE)); do $(MAKE) --no-print-directory $$target || exit 1; done
+
+# All tiers with more random examples, and the slow tests: what this machine can run without NeMo-RL and older vLLMs.
 test-all: setup $(VENV)/.reasoning-gym
-	$(BIN)/python -m pytest $(IN_TWO) --ledger=write
+	$(BIN)/python -m pytest $(IN_TWO) --hypothesis-profile=thorough
 	$(MAKE) --no-print-directory test-slow test-kill
 
 test-slow: setup

@@ -13,6 +13,7 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
+from tiers import OTHER_TIERS, PRODUCT, TIERS, modules_of, tier_of
 
 from lab.vllm_on_cpu import own_kernels
 from nemo_specrollout.generation.engine.arguments import set_process_environment
@@ -20,11 +21,12 @@ from nemo_specrollout.generation.engine.arguments import set_process_environment
 set_process_environment()  # before any test imports vllm
 own_kernels.register()
 
-# The first call of a compiled kernel takes seconds.
-settings.register_profile("no_deadline", deadline=None)
-settings.load_profile("no_deadline")
+# No deadline, because the first call of a compiled kernel takes seconds. `make test-all` asks for "thorough".
+settings.register_profile("quick", deadline=None, max_examples=25)
+settings.register_profile("thorough", deadline=None, max_examples=300)
+settings.load_profile("quick")
 
-pytest_plugins = ["nemo_rl_host", "engines", "ledger"]
+pytest_plugins = ["nemo_rl_host", "engines"]
 
 ROOT = Path(__file__).parent.parent
 if os.environ.get("TRITON_INTERPRET") == "1":  # `make test-oldest`
@@ -44,15 +46,47 @@ TINY_ROLLOUTS = {
 
 
 LONGEST = (
-    "kernels", "run", "model_drafters", "decoupled", "rollout_pool", "racing", "doctor_cli", "equality", "stream_exchange",
-    "exchange", "drafter_actor", "worker",
-)  # fmt: skip
+    "test_kernels.py",
+    "test_policy_families.py",
+    "test_run.py",
+    "test_model_drafters.py",
+    "test_decoupled.py",
+    "test_rollout_pool.py",
+    "test_request_kinds.py",
+    "test_doctor_cli.py",
+    "test_racing.py",
+    "test_stream_exchange.py",
+    "test_exchange.py",
+    "test_equality.py",
+)
 """Modules that take longest. They begin first, so that no process waits for another at the end."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    names = [tier.name for tier in TIERS]
+    parser.addoption("--tier", action="append", choices=names, help="take modules of this tier only (tests/tiers.py)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    wanted = config.getoption("--tier")
+    is_module = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if wanted and is_module and tier_of(collection_path).name not in wanted else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says which modules the product's own tests leave to other targets."""
+    if config.getoption("--tier") != [PRODUCT.name]:
+        return
+    terminalreporter.write_line("These belong to other targets, and `make test-all` runs all of them:")
+    for tier in OTHER_TIERS:
+        number = f"{len(modules_of(tier))} modules"
+        terminalreporter.write_line(f"  make {tier.target:<15} {number:>10}  {tier.about}")
+    terminalreporter.write_line("  make test-slow                  tests that take minutes each")
 
 
 @pytest.fixture(scope="session")

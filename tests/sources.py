@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repository's Python files as a graph: which file imports or names which others. It is read, and no file is run."""
+"""The repository's Python files as a graph of imports. The files are read, and none is run."""
 
 import ast
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,10 +10,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("nemo_specrollout", "lab")
 TEST_FOLDERS = ("", "lab", "faults", "interpreted", "fake_gpu")
 """Folders of tests whose modules import each other by their bare names."""
-
-_MODULE_IN_STRING = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+\.?|\b(?:{'|'.join(PACKAGES)})\.(?=$|\W)")
-_FILE_IN_STRING = re.compile(r"\w[\w/]*\.py\b|^\w[\w/]*/$")
-_LOADS_BY_NAME = ("import_module", "__import__")
 
 
 @cache
@@ -81,35 +76,6 @@ def strings(path: Path) -> frozenset[str]:
     return frozenset(node.value for node in constants if isinstance(node.value, str))
 
 
-@cache
-def named(path: Path) -> set[Path]:
-    """Returns the files that a file names in strings: modules to load or to start, test files, or a whole folder of them."""
-    found: set[Path] = set()
-    for text in strings(path):
-        for match in _MODULE_IN_STRING.findall(text):
-            file = module_of(match.rstrip("."))
-            found |= set() if file is None else below(file.parent) if file.stem == "__init__" else {file}
-        for match in set(_FILE_IN_STRING.findall(text)) - {"tests/"}:
-            for place in (ROOT / match, ROOT / "tests" / match, path.parent / match):
-                found |= below(place) if match.endswith("/") else {place} if place.is_file() else set()
-    if any(loads_by_name(node) for node in nodes(path)):
-        found |= below(path.parent)
-    return found - {path}
-
-
-def loads_by_name(node: ast.AST) -> bool:
-    """Returns whether a node imports a module whose name is computed, or computes the name of a module beside its own."""
-    if isinstance(node, ast.JoinedStr):
-        return any(isinstance(n, ast.Name) and n.id in ("__name__", "__package__") for n in ast.walk(node))
-    is_load = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _LOADS_BY_NAME
-    return is_load and not isinstance(node.args[0], ast.Constant)
-
-
-def below(folder: Path) -> set[Path]:
-    """Returns the Python files of a folder and its folders."""
-    return set(folder.rglob("*.py")) if folder.is_dir() else set()
-
-
 def circles(graph: Mapping[Path, Iterable[Path]]) -> list[list[Path]]:
     """Returns the groups of files that import each other, directly or through others (Tarjan's algorithm)."""
     order: dict[Path, int] = {}
@@ -137,9 +103,3 @@ def circles(graph: Mapping[Path, Iterable[Path]]) -> list[list[Path]]:
         if file not in order:
             visit(file)
     return found
-
-
-def forget() -> None:
-    """Forgets the files that were read, so that changes are seen."""
-    for function in (tree, nodes, modules, imports, named, strings):
-        function.cache_clear()

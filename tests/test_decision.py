@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_specrollout.speculation.decision import best_depth, best_steps, likeliest
@@ -67,7 +67,6 @@ def test_a_graph_is_filled_and_not_exceeded() -> None:
     st.lists(st.floats(0.0, 1.0), max_size=24), st.integers(1, 8), st.floats(1e-4, 0.01), st.floats(0.0, 1e-3),
     st.sampled_from([NONE, np.array([4.0, 8.0, 16.0, 24.0])]),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
 def test_no_number_of_drafts_is_faster(
     survivals: list[float], num_requests: int, fixed_s: float, row_s: float, graph_sizes: np.ndarray
 ) -> None:
@@ -138,7 +137,6 @@ def test_sure_tokens_alone_may_pay_although_the_mean_does_not() -> None:
 
 
 @given(st.integers(0, 12), st.integers(0, 1_000_000))
-@settings(max_examples=60, deadline=None)
 def test_the_likeliest_drafts_are_prefixes_within_caps(most: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rates_BK = rng.uniform(0.0, 1.0, (3, 4)) * (rng.random((3, 4)) < 0.8)

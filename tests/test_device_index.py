@@ -39,8 +39,6 @@ from nemo_specrollout.drafters.device_index import (
 
 pytestmark = pytest.mark.unit
 
-# The scripts name what their processes import (tests/ledger.py).
-PROCESSES_SEE = ()
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.local.speed_table_file import SpeedRow, SpeedTableFile, started_table, table_file
@@ -205,7 +205,6 @@ def observations(draw: st.DrawFn) -> TailObservation:
     max_racers=st.integers(1, 3),
     min_gain=st.sampled_from([0.0, 0.1, 0.5]),
 )
-@settings(max_examples=300, deadline=None)
 def test_any_decision_can_be_carried_out(
     observed: TailObservation, falls: float, max_racers: int, min_gain: float
 ) -> None:
@@ -367,7 +366,6 @@ def test_lengths_are_learned_from_all_and_from_siblings() -> None:
 
 
 @given(st.lists(st.integers(1, 900), max_size=30), st.integers(0, 999))
-@settings(max_examples=100, deadline=None)
 def test_expected_remaining_tokens_stay_within_bounds(finished: list[int], so_far: int) -> None:
     lengths = LengthEstimator(max_length=1000)
     for n in finished:
@@ -396,7 +394,6 @@ def test_the_longest_start_first_and_siblings_stay_together() -> None:
 
 
 @given(st.lists(st.floats(1, 1000), min_size=1, max_size=40), st.integers(1, 6))
-@settings(max_examples=100, deadline=None)
 def test_loads_are_within_grahams_bound(lengths: list[float], num_engines: int) -> None:
     engines = longest_first(list(range(len(lengths))), np.array(lengths), np.zeros(num_engines))
     loads = np.bincount(engines, weights=lengths, minlength=num_engines)

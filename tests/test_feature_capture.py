@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
@@ -147,7 +147,6 @@ def rollouts(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, int]]]]:
     return draw(st.integers(20, 60)), steps
 
 
-@settings(max_examples=40)
 @given(rollouts(), st.randoms(use_true_random=False))
 def test_a_sequence_is_the_text_that_the_policy_read(rollout: tuple, random: Any) -> None:
     """Requests come in any order, some are not captured, and the buffer is flushed many times."""

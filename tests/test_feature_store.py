@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_specrollout.heads.features.feature_store import (
@@ -147,7 +147,6 @@ def test_only_sequences_from_the_prompt_to_a_response_are_kept(tmp_path: Path) -
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans()), min_size=1, max_size=40))
-@settings(max_examples=40)
 def test_the_oldest_versions_go_first_and_the_bound_holds(appended: list[tuple[int, int, bool]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = FeatureStore(Path(folder), MAX_BYTES, SOURCE)

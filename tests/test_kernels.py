@@ -16,8 +16,6 @@ pytest.importorskip("triton")
 vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.integration
 
-# The test files that MODULES names say what their processes import (tests/ledger.py).
-PROCESSES_SEE = ()
 
 INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
 CHECKS = [

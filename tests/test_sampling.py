@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 from scipy import stats
@@ -276,7 +276,6 @@ def accept(
     return emitted_BK.tolist(), counts_B.tolist()
 
 
-@settings(max_examples=300)
 @given(verified_batches(), st.integers(5, 7), st.sampled_from([torch.int32, torch.int64]))
 def test_acceptance_equals_a_slow_reference(
     batch: tuple[list[list[int]], list[list[int]]], num_positions: int, dtype: torch.dtype

@@ -17,9 +17,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import MockTensor, create_function_from_signature
 
-# The process is CUDA's disassembler (tests/ledger.py).
-PROCESSES_SEE = ()
-
 triton.backends.backends.pop("cpu", None)  # the backend that vLLM was shown cannot compile
 TARGETS = {name: GPUTarget("cuda", number, 32) for name, number in (("sm_90", 90), ("sm_100", 100))}
 """Hopper and Blackwell."""

@@ -9,7 +9,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lab.placement.cost_tables import CostCurve, CostTables
@@ -191,7 +191,6 @@ def test_windows_beyond_the_longest_gain_nothing() -> None:
 KNOWN = st.builds(tables, st.floats(1e-4, 0.1), st.floats(1e-7, 1e-2), st.floats(0.01, 2.0), st.integers(0, 2))
 
 
-@settings(max_examples=25)
 @given(KNOWN, st.integers(1, 300), st.integers(1, 9), st.floats(0.0, 1.0))
 @example(tables(0.0625, 0.009327110368503169, 0.75, 1), 2, 5, 0.75)  # No draft of this drafter is in time.
 def test_the_best_option_is_never_worse_than_plain(
@@ -203,7 +202,6 @@ def test_the_best_option_is_never_worse_than_plain(
     assert all(1.0 <= o.state.rates.num_tokens <= o.k + 1 + 1e-6 for o in placement.options)
 
 
-@settings(max_examples=25)
 @given(KNOWN, st.integers(1, 300), st.integers(1, 9), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_better_drafts_never_promise_less(
     known: CostTables, num_requests: int, devices: int, p: float, q: float

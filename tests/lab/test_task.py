@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import QUICKSTART, ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.cli.main import main
@@ -106,7 +106,6 @@ def test_any_text_has_a_reward(response):
     assert reward(SUM, response) in (0.0, 1.0)
 
 
-@settings(max_examples=200, deadline=None)
 @given(seed=st.integers(), index=st.integers(0, 10**6), is_quick=st.booleans())
 def test_demonstrations_survive_the_tokenizer_and_are_right(tokenizer, seed, index, is_quick):
     problem = make_problems(seed, 1, start=index)[0]
