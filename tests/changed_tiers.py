@@ -8,31 +8,33 @@ begin at the newest commit that is four hours older than the last one, so they c
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tiers import OTHER_TIERS, TESTS, Tier
 
 SESSION_S = 4 * 3600
 
 
-def git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=TESTS.parent, capture_output=True, text=True, check=False)
+def git(folder: Path, *arguments: str) -> str:
+    """Returns what git says in a folder; empty if it fails."""
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def base_of_changes() -> str:
+def base_of_changes(folder: Path) -> str:
     """Returns the commit from which changes count; empty if git does not tell, so that everything counts as changed."""
-    head = git("rev-parse", "HEAD")
-    fork = git("merge-base", "HEAD", "origin/main")
+    head = git(folder, "rev-parse", "HEAD")
+    fork = git(folder, "merge-base", "HEAD", "origin/main")
     if fork not in ("", head):
         return fork
-    last_s = int(git("show", "--no-patch", "--format=%ct", "HEAD") or 0)
-    return git("rev-list", "-1", f"--before={last_s - SESSION_S}", "HEAD")
+    last_s = int(git(folder, "show", "--no-patch", "--format=%ct", "HEAD") or 0)
+    return git(folder, "rev-list", "-1", f"--before={last_s - SESSION_S}", "HEAD")
 
 
-def changed_files(base: str) -> list[str]:
+def changed_files(folder: Path, base: str) -> list[str]:
     """Returns the paths that differ from commit `base`, also where they are not committed yet. A move names both paths."""
-    committed = git("diff", "--name-only", "--no-renames", base)
-    untracked = git("ls-files", "--others", "--exclude-standard")
+    committed = git(folder, "diff", "--name-only", "--no-renames", base)
+    untracked = git(folder, "ls-files", "--others", "--exclude-standard")
     return [*committed.splitlines(), *untracked.splitlines()]
 
 
@@ -42,8 +44,9 @@ def changed_tiers(files: Sequence[str]) -> list[Tier]:
 
 
 def main() -> None:
-    base = sys.argv[1] if len(sys.argv) > 1 else base_of_changes()
-    tiers = list(OTHER_TIERS) if not base else changed_tiers(changed_files(base))
+    root = TESTS.parent
+    base = sys.argv[1] if len(sys.argv) > 1 else base_of_changes(root)
+    tiers = changed_tiers(changed_files(root, base)) if base else list(OTHER_TIERS)
     print(*(tier.target for tier in tiers))
 
 

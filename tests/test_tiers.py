@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiers of the suite (`tiers.py`), and which of them a change concerns (`changed_tiers.py`)."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from changed_tiers import changed_tiers
+from changed_tiers import SESSION_S, base_of_changes, changed_files, changed_tiers, git
 from conftest import LONGEST, ROOT
 from tiers import EVERYWHERE, OTHER_TIERS, PRODUCT, TESTS, TIERS, Tier, modules_of, tier_of
 
@@ -59,3 +61,43 @@ def test_a_module_without_a_tier_is_of_the_product() -> None:
     assert tier_of(Path(__file__)) is PRODUCT
     assert tier_of(TESTS / "lab" / "test_run.py").name == "lab"
     assert tier_of(TESTS / "faults" / "test_soak.py") is PRODUCT
+
+
+def commit(folder: Path, name: str, at_s: int) -> str:
+    """Commits a file of this name at a time in seconds. Returns the commit's hash."""
+    (folder / name).write_text(name)
+    who = {"NAME": "a", "EMAIL": "a@b", "DATE": f"{at_s} +0000"}
+    names = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in who.items()}
+    for command in (["add", "-A"], ["commit", "--quiet", "--message", name]):
+        subprocess.run(["git", *command], cwd=folder, check=True, env={**os.environ, **names})
+    return git(folder, "rev-parse", "HEAD")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    subprocess.run(["git", "init", "--quiet", "--initial-branch", "main"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_on_main_changes_are_those_of_the_last_session(repository: Path) -> None:
+    last_s = 10**9
+    commit(repository, "oldest", last_s - 3 * SESSION_S)
+    before = commit(repository, "old", last_s - SESSION_S)
+    commit(repository, "new", last_s - SESSION_S + 60)
+    commit(repository, "newest", last_s)
+    (repository / "uncommitted").write_text("")
+    assert base_of_changes(repository) == before
+    assert changed_files(repository, before) == ["new", "newest", "uncommitted"]
+
+
+def test_on_a_branch_changes_begin_where_it_left_main(repository: Path) -> None:
+    fork = commit(repository, "old", 10**9)
+    subprocess.run(["git", "update-ref", "refs/remotes/origin/main", fork], cwd=repository, check=True)
+    commit(repository, "new", 10**9 + 10 * SESSION_S)
+    assert base_of_changes(repository) == fork
+    assert changed_files(repository, fork) == ["new"]
+
+
+def test_without_an_older_commit_everything_counts_as_changed(repository: Path) -> None:
+    commit(repository, "only", 10**9)
+    assert base_of_changes(repository) == ""
