@@ -19,7 +19,14 @@ from nemo_specrollout.heads.head.block_heads import drafter_misfits
 from nemo_specrollout.heads.head.head_folder import HeadFolder
 from nemo_specrollout.installed.versions import installed_versions
 from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
-from nemo_specrollout.nemo_rl.patch_points import SECTIONS, PatchPoint, check_patch_points
+from nemo_specrollout.nemo_rl.patch_point_table import (
+    POINTS_OF_ALL_RUNS,
+    POINTS_OF_CONTROLLER,
+    POINTS_OF_ROLLOUTS,
+    POINTS_OF_RUN_AHEAD,
+    POINTS_OF_TRAINERS,
+)
+from nemo_specrollout.nemo_rl.patch_points import PatchPoint, check_patch_points
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 
@@ -87,11 +94,11 @@ def _trainers(config: Any) -> list[str]:
 
 def _patch_points_of(config: Any, *, runs_ahead: bool) -> tuple[PatchPoint, ...]:
     """Returns the patch points of a run."""
-    ahead = SECTIONS["ahead"] if runs_ahead else ()
+    ahead = POINTS_OF_RUN_AHEAD if runs_ahead else ()
     if _is_controlled(config):
-        return (*SECTIONS["all"], *SECTIONS["controller"], *ahead)
-    own = (p for p in SECTIONS["trainers"] if p.module in _trainers(config))
-    return (*SECTIONS["all"], *own, *SECTIONS["rollouts"], *ahead)
+        return (*POINTS_OF_ALL_RUNS, *POINTS_OF_CONTROLLER, *ahead)
+    own = (point for point in POINTS_OF_TRAINERS if point.module in _trainers(config))
+    return (*POINTS_OF_ALL_RUNS, *own, *POINTS_OF_ROLLOUTS, *ahead)
 
 
 def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:

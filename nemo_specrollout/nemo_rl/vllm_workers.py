@@ -21,14 +21,15 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.vllm_worker import SpecrolloutWorker
 from nemo_specrollout.heads.serving.head_loading import part_from_policy
 from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER
-from nemo_specrollout.nemo_rl.patch_points import EXTENSION_PATCH_POINTS, SHARED_NAMES, check_patch_points
+from nemo_specrollout.nemo_rl.patch_point_table import WORKER_POINTS
+from nemo_specrollout.nemo_rl.patch_points import SHARED_NAMES, check_patch_points
 
 logger = logging.getLogger(__name__)
 
 _TRAINED_HEAD_METHODS = ("eagle", "eagle3")
 """vLLM's methods whose head NeMo-RL can train."""
 
-check_patch_points(EXTENSION_PATCH_POINTS)
+check_patch_points(WORKER_POINTS)
 
 
 class ExtensionOverrides:
