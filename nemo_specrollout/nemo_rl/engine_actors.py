@@ -15,6 +15,7 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
+from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
 from nemo_specrollout.generation.engine.vllm_requests import as_vllm_returns, shard_request, shard_requests
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
@@ -69,7 +70,7 @@ class ShardRacing:
         return [as_vllm_returns(r, str(i), m) for i, (r, m) in enumerate(zip(requests, made, strict=True))]
 
 
-class _SeededEngine:
+class _SeededEngine(EngineActorCalls):
     """Owns the seeds of an engine's requests, for both kinds of engines."""
 
     cfg: Any
@@ -124,10 +125,10 @@ class _SeededEngine:
 
         Totals also get our count of derived seeds, which depend on the policy version.
         """
-        if method == "specrollout_policy_is":
+        if method == WorkerCalls.specrollout_policy_is.__name__:
             self._request_seeds.begin_version(int(arguments[0]))
         reply: Any = next((reply for reply in replies if reply is not None), None)
-        if method == "specrollout_totals":
+        if method == WorkerCalls.specrollout_totals.__name__:
             return {**reply, "num_derived_seeds": self._request_seeds.num_derived}
         return reply
 
@@ -184,7 +185,7 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
         return [] if self._ahead is None else self._ahead.end(keeps_cache=keeps_cache)
 
     def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
-        """Calls `method` of our vLLM worker. Arguments and result are plain values."""
+        """Calls a method of our vLLM workers, by its name."""
         return self._reply(method, arguments, self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
@@ -249,7 +250,7 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
         return [] if self._ahead is None else await self._ahead.end(keeps_cache=keeps_cache)
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
-        """Calls `method` of our vLLM worker. Arguments and result are plain values."""
+        """Calls a method of our vLLM workers, by its name."""
         return self._reply(method, arguments, await self.llm.collective_rpc(method, args=tuple(arguments)))
 
 

@@ -21,9 +21,10 @@ from nemo_rl.experience.sync_rollout_actor import SyncRolloutActor
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.logger import Logger
 
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.nemo_rl.logger import WatchingLogger
 from nemo_specrollout.nemo_rl.next_prompts import next_prompts
-from nemo_specrollout.nemo_rl.ray_calls import WorkerClient
+from nemo_specrollout.nemo_rl.ray_calls import EngineClient
 from nemo_specrollout.nemo_rl.row_seeds import (
     DRAFTS_KEY,
     ROOTS_KEY,
@@ -76,7 +77,7 @@ class SpecrolloutGeneration(VllmGeneration):
         if self._supervisor is not None:
             self._supervisor.attach(self.worker_group)
             if self.block.runs_ahead:
-                self._ahead = RunAhead(WorkerClient(self.worker_group))
+                self._ahead = RunAhead(EngineClient(self.worker_group))
             if not getattr(self, "_defer_model_load", False):
                 self._supervisor.open_exchange()
 
@@ -191,7 +192,7 @@ class SpecrolloutGeneration(VllmGeneration):
             yield
         finally:
             self._kind = SeedKind.ROLLOUT
-        WorkerClient(self.worker_group).call("take_sample_stats", self._validated)
+        EngineClient(self.worker_group).call(WorkerCalls.specrollout_take_sample_stats, self._validated)
 
     def snapshot_step_metrics(self, *args: Any, **kwargs: Any) -> Any:
         """Begins the window of a step's metrics. NeMo-RL calls it before a step's generation."""

@@ -15,7 +15,8 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.drafter_configs import SECRET_VARIABLE, RemoteDrafterConfig, any_port, secret_of_run
-from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient, failure_text
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, EngineClient, failure_text
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec, drafter_spec
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
@@ -135,7 +136,7 @@ class RemoteDrafters:
         self._drafters = None if starts_later else [_Drafter(link) for link in start()]
         self._sent: list[str] = []
 
-    def update(self, workers: WorkerClient) -> None:
+    def update(self, workers: EngineClient) -> None:
         """Sends the drafters' addresses to the engines if they have changed. Safe during a rollout."""
         if self._drafters is None:
             self._drafters = [_Drafter(link) for link in self._start()]
@@ -147,7 +148,7 @@ class RemoteDrafters:
         if addresses == (self._sent or [""] * len(addresses)):
             return
         try:
-            workers.call("drafters_at", addresses, self._secret)
+            workers.call(WorkerCalls.specrollout_drafters_at, addresses, self._secret)
             self._sent = addresses
         except Exception as error:
             self._log.alarms.append(f"an engine did not get the addresses of the drafters: {failure_text(error)}")
@@ -182,6 +183,6 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
 
 
 def stats_between(before: Sequence[DrafterStats], after: Sequence[DrafterStats]) -> dict[str, Any]:
-    """Returns the figures of `DrafterStats` between two readings of `WorkerClient.drafter_stats`, over all engines."""
+    """Returns the figures of `DrafterStats` between two readings of `EngineClient.drafter_stats`, over all engines."""
     pairs = zip(before, after, strict=True)
     return DrafterStats.together([now.since(earlier) for earlier, now in pairs]).figures()

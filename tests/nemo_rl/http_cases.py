@@ -17,6 +17,7 @@ import openai
 from engine_cases import generation_config  # also prepares this process
 from nemo_rl.models.generation.vllm import vllm_worker_async
 
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.nemo_rl.engine_actors import SpecrolloutVllmAsyncWorkerImpl
 
 BLOCKS = {
@@ -83,7 +84,7 @@ async def ask_all(worker: Any) -> dict[str, Any]:
     agents = [ask(f"{WORDS} {agent} " * 3, seed=agent) for agent in range(12)]
     found["concurrent"] = await asyncio.gather(*agents)
     found["one_by_one"] = [await ask(f"{WORDS} {agent} " * 3, seed=agent) for agent in reversed(range(12))][::-1]
-    totals = await worker.specrollout_call("specrollout_totals", [])
+    totals = await worker.specrollout_call(WorkerCalls.specrollout_totals.__name__, [])
     found["totals"] = {
         "derived": totals["num_derived_seeds"],
         "proposed": sum(map(sum, dict(totals["proposed"]).values())),
