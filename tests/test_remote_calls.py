@@ -2,6 +2,7 @@
 """The tables of what is called by name: calls of vLLM workers and engine actors, and modules of kernels."""
 
 import ast
+import inspect
 from importlib.util import find_spec
 
 import pytest
@@ -20,8 +21,7 @@ TABLES = ROOT / PRODUCT / "generation" / "engine" / "remote_calls.py"
 WORKER = f"{PRODUCT}.generation.vllm_worker.VllmWorkerMixin"
 ENGINE_ACTORS = f"{PRODUCT}.nemo_rl.engine_actors"
 SEEDED, SYNCHRONOUS, ASYNCHRONOUS = (
-    f"{ENGINE_ACTORS}.{name}"
-    for name in ("_SeededEngine", "SpecrolloutVllmWorkerImpl", "SpecrolloutVllmAsyncWorkerImpl")
+    f"{ENGINE_ACTORS}.{name}" for name in ("_SeededEngine", "EngineActor", "AsyncEngineActor")
 )
 
 
@@ -46,6 +46,15 @@ def test_the_engine_actors_answer_every_call_and_no_other() -> None:
     assert shared | answers(ASYNCHRONOUS) == calls(EngineActorCalls)
     only_asynchronous = {EngineActorCalls.specrollout_weights_change.__name__}
     assert shared | answers(SYNCHRONOUS) == calls(EngineActorCalls) - only_asynchronous
+
+
+@pytest.mark.parametrize("name", sorted(calls(EngineActorCalls)))
+def test_the_calls_of_engine_actors_are_such_as_nemo_rl_sends(name: str) -> None:
+    """It sends arguments by their names only. An `async` method would put synchronous engines on an event loop."""
+    method = getattr(EngineActorCalls, name)
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    assert {parameter.kind for parameter in parameters} <= {inspect.Parameter.KEYWORD_ONLY}
+    assert not inspect.iscoroutinefunction(method)
 
 
 def test_no_caller_writes_the_name_of_a_call() -> None:

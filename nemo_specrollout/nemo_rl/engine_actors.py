@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's Ray actors around an engine, extended: the engine has our vLLM worker, and its requests have seeds."""
+"""Engine actors: NeMo-RL's Ray actors around an engine, whose engine has our vLLM workers and whose requests have seeds.
+
+NeMo-RL calls these actors workers, too (`VllmGenerationWorker`). Here a worker is always a vLLM worker, which is vLLM's
+process for a GPU. An engine actor asks the workers of its engine through `collective_rpc`.
+"""
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -38,7 +42,8 @@ def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
     columns = [data.get(key) for key in (SEEDS_KEY, ROOTS_KEY, DRAFTS_KEY)]
     if any(column is None for column in columns):
         return None
-    return list(map(Row._make, zip(*(column.tolist() for column in columns), strict=True)))
+    seeds, prompt_lengths, speculate = (column.tolist() for column in columns)
+    return [Row(*facts) for facts in zip(seeds, prompt_lengths, speculate, strict=True)]
 
 
 class ShardRacing:
@@ -71,7 +76,7 @@ class ShardRacing:
 
 
 class _SeededEngine(EngineActorCalls):
-    """Owns the seeds of an engine's requests, for both kinds of engines."""
+    """The part that both kinds of engine actors share. Owns the seeds of the engine's requests."""
 
     cfg: Any
     llm: Any
@@ -121,9 +126,10 @@ class _SeededEngine(EngineActorCalls):
         return type(self.llm).generate(self.llm, *args, **kwargs)
 
     def _reply(self, method: str, arguments: Sequence[Any], replies: Sequence[Any]) -> Any:
-        """Returns the reply of the only rank that does not reply None.
+        """Returns the reply of the only vLLM worker that does not reply None, after this actor's own part of the call.
 
-        Totals also get our count of derived seeds, which depend on the policy version.
+        This actor derives seeds for requests that bring none. It adds their number to the totals, and notes each policy
+        version, because derived seeds depend on it.
         """
         if method == WorkerCalls.specrollout_policy_is.__name__:
             self._request_seeds.begin_version(int(arguments[0]))
@@ -133,8 +139,8 @@ class _SeededEngine(EngineActorCalls):
         return reply
 
 
-class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
-    """Actor around a synchronous engine."""
+class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
+    """Engine actor around a synchronous engine."""
 
     _num_generated = 0
     """Calls of `generate` that have ended."""
@@ -189,8 +195,8 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
         return self._reply(method, arguments, self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
-class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImpl):
-    """Actor around an asynchronous engine."""
+class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
+    """Engine actor around an asynchronous engine."""
 
     _one_policy: OnePolicyStream | None = None
     """None unless rows begin again with new weights."""
@@ -201,6 +207,7 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
             (params,) = self._request_seeds.of_requests(sampling_params, [prompt])
         else:
             (params,) = self._request_seeds.of_rows(sampling_params, rows)
+        # A request of NeMo-RL's HTTP server is not a row, and none that asks for more than an id can be made again.
         if rows is None or args or set(kwargs) != {"request_id"}:
             return self._generate(prompt, params, *args, **kwargs)
         if self._one_policy is not None:
@@ -255,8 +262,10 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
-class SpecrolloutVllmWorker(SpecrolloutVllmWorkerImpl): ...
+class SpecrolloutEngineActor(EngineActor):
+    """Ray's class of the engine actors of synchronous engines."""
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
-class SpecrolloutVllmAsyncWorker(SpecrolloutVllmAsyncWorkerImpl): ...
+class SpecrolloutAsyncEngineActor(AsyncEngineActor):
+    """Ray's class of the engine actors of asynchronous engines."""

@@ -83,7 +83,7 @@ class HeadRefresh:
         block: SpecrolloutConfig,
         folder: HeadFolder,
         start: Callable[[], ActorLink],
-        workers: EngineClient,
+        engines: EngineClient,
         log: StepLog,
     ) -> None:
         assert block.draft_refresh is not None
@@ -91,9 +91,9 @@ class HeadRefresh:
         self._num_drafts = block.num_speculative_tokens
         self._folder = folder
         self._start = start
-        self._workers = workers
+        self._engines = engines
         self._log = log
-        self._has_head = [block.of_engine(engine).head is not None for engine in range(workers.num_engines)]
+        self._has_head = [block.of_engine(engine).head is not None for engine in range(engines.num_engines)]
         self._num_failures = 0
         self._unsent: list[StepFacts] = []
         self._owed_s = 0.0
@@ -102,7 +102,7 @@ class HeadRefresh:
         self._in_service: PublishedHead | None = None
         self._to_load = folder.published()
         self._record: RefreshRecord | None = None
-        # A trainer on a GPU gets what is left when all of NeMo-RL's workers have their GPUs.
+        # A trainer on a GPU gets what is left when all processes of NeMo-RL have their GPUs.
         self._starts_later = bool(self._config.trainer_gpus)
         self._trainer = None if self._starts_later else start()
 
@@ -112,7 +112,8 @@ class HeadRefresh:
         Call it after a refit, before the requests of the new policy.
         """
         if self._starts_later:
-            self._starts_later, self._trainer = False, self._start()
+            self._starts_later = False
+            self._trainer = self._start()
         self._read_answer()
         if self._trainer is not None and self._config.trigger != "never":
             self._folder.forget_old(version)
@@ -194,7 +195,7 @@ class HeadRefresh:
     ) -> None:
         """Calls the vLLM workers of the engines. If one returns an error or raises, the refreshes end."""
         try:
-            errors = {error for error in self._workers.call_each(method, arguments) if error}
+            errors = {error for error in self._engines.call_each(method, arguments) if error}
         except Exception as error:
             errors = {failure_text(error)}
         if errors and self._trainer is not None:
@@ -221,9 +222,9 @@ class HeadRefresh:
 
 
 def start_head_refresh(
-    block: SpecrolloutConfig, generation_config: Any, heads: str, workers: EngineClient, log: StepLog
+    block: SpecrolloutConfig, generation_config: Any, heads: str, engines: EngineClient, log: StepLog
 ) -> HeadRefresh:
-    """Starts the refresh for the engines of `workers`. `heads` is the path of the run's `HeadFolder`."""
+    """Starts the refresh for `engines`. `heads` is the path of the run's `HeadFolder`."""
     assert block.draft_refresh is not None
     start = partial(
         ActorLink,
@@ -235,4 +236,4 @@ def start_head_refresh(
         first_call="source",
         num_gpus=block.draft_refresh.trainer_gpus,
     )
-    return HeadRefresh(block, HeadFolder(Path(heads)), start, workers, log)
+    return HeadRefresh(block, HeadFolder(Path(heads)), start, engines, log)

@@ -32,10 +32,10 @@ from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.engine_actors"
 ACTORS = {
-    f"{_NATIVE}.vllm_worker.VllmGenerationWorker": f"{_OURS}.SpecrolloutVllmWorker",
-    f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutVllmAsyncWorker",
+    f"{_NATIVE}.vllm_worker.VllmGenerationWorker": f"{_OURS}.SpecrolloutEngineActor",
+    f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutAsyncEngineActor",
 }
-"""NeMo-RL's Ray actors around engines, and our actors that replace them."""
+"""NeMo-RL's engine actors, and ours that replace them."""
 _replaced: list[tuple[Any, str, Any]] = []  # module, name, original
 
 
@@ -171,7 +171,7 @@ def _replace_names(config: Any, logger: Any, points: Sequence[PatchPoint]) -> No
     from nemo_specrollout.nemo_rl.next_prompts import PeekingLoader
 
     resolve = vllm_generation.resolve_generation_worker_cls
-    _replace(vllm_generation, "resolve_generation_worker_cls", partial(_our_actor, resolve))
+    _replace(vllm_generation, "resolve_generation_worker_cls", partial(_our_engine_actor, resolve))
     if _is_controlled(config):
         _replace_for_controller(config, logger)
         return
@@ -215,8 +215,8 @@ def _replace_for_controller(config: Any, logger: Any) -> None:
     _replace(single_controller, "Logger", logger)
 
 
-def _our_actor(resolve: Any, *args: Any, **kwargs: Any) -> str:
-    """Returns the name of our actor for the engine's actor that NeMo-RL's function `resolve` names.
+def _our_engine_actor(resolve: Any, *args: Any, **kwargs: Any) -> str:
+    """Returns the name of our engine actor for the one that NeMo-RL's function `resolve` names.
 
     Our actor gets the environment of that actor. Otherwise NeMo-RL would make another one with vLLM on every node, because
     it names an environment after the actor's class.

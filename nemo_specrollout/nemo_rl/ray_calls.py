@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray helpers: our own actors beside NeMo-RL's, calls of engines, and the text of a failure."""
+"""Ray helpers: our own actors beside NeMo-RL's, calls of engine actors, and the text of a failure."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.stragglers.turns import ExchangeFailed
 
 ENGINE_ACTOR = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
-"""NeMo-RL's actor whose Python environment our actors share. It has vLLM."""
+"""NeMo-RL's engine actor, whose Python environment our actors share. It has vLLM."""
 _PACKAGE = "nemo_specrollout"
 PATIENCE_S = 300.0
 """Seconds after which a call of the exchange without an answer counts as failed."""
@@ -160,9 +160,14 @@ class EngineClient:
         *arguments: Parameters.args,
         **named: Parameters.kwargs,
     ) -> Any:
-        """Begins to call a method of an engine actor. Returns Ray's reference to the reply."""
+        """Begins to call a method of an engine actor. Returns Ray's reference to the reply.
+
+        NeMo-RL refuses arguments without a name, and no method of the table takes any. `arguments` is here because the type
+        checker compares both kinds with the method.
+        """
+        assert not arguments, f"name the arguments of {method.__name__}"
         actor = self._group.get_dp_leader_worker_idx(engine)
-        return self._group.run_single_worker_single_data(method.__name__, actor, *arguments, **named)
+        return self._group.run_single_worker_single_data(method.__name__, actor, **named)
 
     def drafter_stats(self) -> list[DrafterStats]:
         """Returns the drafter stats of the engines that have remote drafters."""

@@ -123,7 +123,8 @@ class Supervisor:
         start = self._workers.start
         actor = self._exchange.actor
         engines = range(num_engines)
-        ray.get([start(engine, EngineActorCalls.specrollout_join_exchange, actor, engine) for engine in engines])
+        join = EngineActorCalls.specrollout_join_exchange
+        ray.get([start(engine, join, actor=actor, engine=engine) for engine in engines])
 
     def close(self) -> None:
         """Ends the refresh and the drafters. The engines may still run."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM workers of an engine under NeMo-RL: our worker with NeMo-RL's worker extension.
+"""vLLM workers of an engine under NeMo-RL: our vLLM worker with NeMo-RL's worker extension.
 
 vLLM refuses an extension if a worker class has the same names, unless the extension is a direct base of that class. It is
 one here, so `with_worker_names` makes that test instead.
@@ -102,11 +102,11 @@ def with_worker_names(cls: type) -> type:
 
 @with_worker_names
 class NemoRlWorker(ExtensionOverrides, VllmInternalWorkerExtension, SpecrolloutWorker):
-    """Worker that is refitted through NeMo-RL's IPC or collectives."""
+    """vLLM worker that is refitted through NeMo-RL's IPC or collectives."""
 
 
 @with_worker_names
 class NemoRlCheckpointEngineWorker(
     ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, SpecrolloutWorker
 ):
-    """Worker that is refitted through NeMo-RL's checkpoint engine."""
+    """vLLM worker that is refitted through NeMo-RL's checkpoint engine."""

@@ -115,7 +115,7 @@ class RunAhead:
             made, pairs = self._made.texts, zip(rows, texts, strict=bool(texts))  # no texts: the engine was never free
             made |= {row.seed: max(text, made.get(row.seed, b""), key=len) for row, text in pairs if text}
         texts_once: Any = ray.put(self._made.texts)  # stored once for all engines
-        self._ask(EngineActorCalls.specrollout_texts_ahead, texts_once)
+        self._ask(EngineActorCalls.specrollout_texts_ahead, texts=texts_once)
 
     def figures(self, version: int) -> tuple[dict[str, float], list[str]]:
         """Returns metrics and alarms of the texts for the step of a policy version, the last one or the one before."""
@@ -152,4 +152,6 @@ class RunAhead:
 
     def _advance(self, engine: int, after: int, prompts: Sequence[Any] = (), rows: Sequence[Row] = ()) -> Any:
         run_ahead = EngineActorCalls.specrollout_run_ahead
-        return self._engines.start(engine, run_ahead, list(prompts), list(rows), seconds=SLICE_S, after=after)
+        return self._engines.start(
+            engine, run_ahead, prompts=list(prompts), rows=list(rows), seconds=SLICE_S, after=after
+        )

@@ -18,7 +18,7 @@ from engine_cases import generation_config  # also prepares this process
 from nemo_rl.models.generation.vllm import vllm_worker_async
 
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
-from nemo_specrollout.nemo_rl.engine_actors import SpecrolloutVllmAsyncWorkerImpl
+from nemo_specrollout.nemo_rl.engine_actors import AsyncEngineActor
 
 BLOCKS = {
     "plain": {"enabled": True, "drafters": []},
@@ -93,8 +93,8 @@ async def ask_all(worker: Any) -> dict[str, Any]:
 
 
 async def main(which: str, base: Path) -> None:
-    assert SpecrolloutVllmAsyncWorkerImpl.__mro__.index(vllm_worker_async.VllmAsyncGenerationWorkerImpl)
-    worker = SpecrolloutVllmAsyncWorkerImpl(config_of(base, which), bundle_indices=[0], seed=0)
+    assert AsyncEngineActor.__mro__.index(vllm_worker_async.VllmAsyncGenerationWorkerImpl)
+    worker = AsyncEngineActor(config_of(base, which), bundle_indices=[0], seed=0)
     await worker.post_init_async()
     print("ANSWERS " + json.dumps(await ask_all(worker)))
     sys.stdout.flush()

@@ -86,23 +86,23 @@ class WorkerCalls:
 class EngineActorCalls:
     """Calls that an engine actor answers, which is NeMo-RL's Ray actor around an engine: nemo_rl/engine_actors.py.
 
-    An asynchronous engine answers some of them with a coroutine, which Ray awaits. Yet no method here is `async`, because
-    one would make Ray run the actors of synchronous engines on an event loop, too.
+    NeMo-RL sends arguments by their names only. An asynchronous engine answers some calls with a coroutine, which Ray awaits.
+    Yet no method here is `async`, because one would make Ray run the actors of synchronous engines on an event loop, too.
     """
 
-    def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
+    def specrollout_call(self, *, method: str, arguments: list[Any]) -> Any:
         """Calls a method of `WorkerCalls`, by its name, in all vLLM workers of the engine.
 
         Returns the reply of the only rank that does not reply None. Arguments and reply are plain values.
         """
         raise NotImplementedError
 
-    def specrollout_join_exchange(self, actor: Any, engine: int) -> Awaitable[None] | None:
+    def specrollout_join_exchange(self, *, actor: Any, engine: int) -> Awaitable[None] | None:
         """Joins the exchange of requests, which is the Ray actor `actor`, as engine number `engine`."""
         raise NotImplementedError
 
     def specrollout_run_ahead(
-        self, prompts: list[list[int]], rows: list[Any], seconds: float, after: int
+        self, *, prompts: list[list[int]], rows: list[Any], seconds: float, after: int
     ) -> Awaitable[bool] | bool | None:
         """Decodes rows of the next step, new and begun ones, for about `seconds`.
 
@@ -115,7 +115,7 @@ class EngineActorCalls:
         """Leaves no such row in the engine. Returns their texts in the order of the rows, as int32 numbers."""
         raise NotImplementedError
 
-    def specrollout_texts_ahead(self, texts: dict[int, bytes]) -> None:
+    def specrollout_texts_ahead(self, *, texts: dict[int, bytes]) -> None:
         """Gets the texts that engines have made ahead, by seed, for the rows to come."""
         raise NotImplementedError
 

@@ -43,7 +43,11 @@ class RowSampler(Sampler):
     """
 
     def __init__(self, native: Sampler) -> None:
-        vars(self).update(vars(native))
+        # vLLM's runner has made its sampler before we may replace it, and does not keep the constructor's arguments, which
+        # differ between versions. So this object takes over all attributes, among them the device tensors, which thus exist
+        # once only, and calls no constructor of vLLM.
+        for name, value in vars(native).items():
+            setattr(self, name, value)
         self._is_processed_S = np.zeros_like(self.needs_logits_processing)
         sampling: Any = self.sampling_states
         self._add_state = sampling.add_request
