@@ -8,9 +8,10 @@ of NeMo-RL change its functions in these ways.
 from collections import defaultdict
 from pathlib import Path
 
-from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint
+from nemo_specrollout.nemo_rl.patch_point_table import DRIVER_POINTS, WORKER_POINTS
+from nemo_specrollout.nemo_rl.patch_points import PatchPoint
 
-POINTS = (*ALL_PATCH_POINTS, *EXTENSION_PATCH_POINTS)
+POINTS = (*DRIVER_POINTS, *WORKER_POINTS)
 _VLLM = "nemo_rl.models.generation.vllm"
 CONSTANTS = {"ACTOR_ENVIRONMENT_REGISTRY": "{}", "_mtp_drafter_from_disk": "False"}
 ALIASES = {

@@ -113,12 +113,12 @@ def check_engine_actors() -> None:
     engine_actors.engine_arguments = lambda arguments, config, block: arguments
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     config = {**CONFIG, "vllm_cfg": sizes}
-    for ours in (engine_actors.SpecrolloutVllmWorkerImpl, engine_actors.SpecrolloutVllmAsyncWorkerImpl):
+    for ours in (engine_actors.EngineActor, engine_actors.AsyncEngineActor):
         made = bare(ours, cfg=config, llm=SimpleNamespace())
         judge("_create_engine", made._create_engine({}, added=1), native_calls(ours))
-    engine = bare(engine_actors.SpecrolloutVllmWorkerImpl)
+    engine = bare(engine_actors.EngineActor)
     judge("generate", engine.generate({}, False, added=1), native_calls(type(engine)))
-    made = bare(engine_actors.SpecrolloutVllmAsyncWorkerImpl)
+    made = bare(engine_actors.AsyncEngineActor)
     judge("generate_async", asyncio.run(first_of(made.generate_async({}, False, added=1))), native_calls(type(made)))
     app = SimpleNamespace(add_middleware=lambda middleware: None)
     judge("_setup_vllm_openai_api_server", made._setup_vllm_openai_api_server(app, added=1), native_calls(type(made)))
@@ -191,7 +191,7 @@ def check_wrappers() -> None:
     wrapped = {
         "refit_policy_generation": partial(installation._refit_and_tell, echo, "policy", generation_),
         "validate": partial(installation._validate_apart, echo, generation_),
-        "resolve_generation_worker_cls": partial(installation._our_actor, echo, "default", {}),
+        "resolve_generation_worker_cls": partial(installation._our_engine_actor, echo, "default", {}),
         "_prepare_nemo_gym_rows": partial(generation.prepare_with_seeds, echo, []),
         "generate_responses": partial(row_tasks.with_tasks, echo, "policy", "data", {}),
         "run_sample_multi_turn_rollout": lambda **more: asyncio.run(

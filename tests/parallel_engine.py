@@ -14,6 +14,7 @@ from lab.local.random_budgets import randomise
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.engine.arguments import with_specrollout
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import RolloutRequest, rollout_extra_args
 
 
@@ -42,7 +43,7 @@ def main(model: str, ranks: int, block: SpecrolloutConfig, *, at_random: bool) -
         for i in range(8)
     ]
     outputs = llm.generate([{"prompt_token_ids": [5 + i, 6, 7]} for i in range(8)], params, use_tqdm=False)
-    totals = llm.collective_rpc("specrollout_totals")
+    totals = llm.collective_rpc(WorkerCalls.specrollout_totals.__name__)
     reporting = [t for t in totals if t is not None]
     print(
         json.dumps(

@@ -29,6 +29,7 @@ from nemo_specrollout.config.drafter_configs import (
     NgramDrafterConfig,
     RemoteDrafterConfig,
 )
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 from nemo_specrollout.remote.protocol import verifier_side
@@ -327,7 +328,7 @@ def test_drafters_may_move_and_be_without_address(
         ([second, ""], [PeerState.READY, PeerState.AWAY]),
         ([first, second], [PeerState.READY] * 2),
     ):
-        engine._llm.collective_rpc("specrollout_drafters_at", args=(addresses, ""))
+        engine._llm.collective_rpc(WorkerCalls.specrollout_drafters_at.__name__, args=(addresses, ""))
         wait_until_ready(engine, states.count(PeerState.READY))
         assert_equal(engine.generate(requests(8, 4), **SAMPLINGS["T=1"]), expected["T=1"])
         assert [p.state for p in remote_of(engine).side.peers] == states

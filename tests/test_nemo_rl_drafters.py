@@ -22,8 +22,9 @@ from nemo_specrollout.config.drafter_configs import (
     secret_of_run,
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.nemo_rl.metrics import metrics_below
-from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, EngineClient
 from nemo_specrollout.nemo_rl.remote_drafters import (
     HANG_S,
     START_S,
@@ -69,13 +70,13 @@ class ScriptedLink(ActorLink):
         self.is_closed = True
 
 
-class Engines(WorkerClient):
+class Engines(EngineClient):
     """Engines without actors, whose calls `answer` serves."""
 
-    def __init__(self, answer: Callable[[str, list[Any]], list[Any]], num_engines: int = 1) -> None:
+    def __init__(self, answer: Callable[[Callable[..., object], list[Any]], list[Any]], num_engines: int = 1) -> None:
         self._answer, self.num_engines = answer, num_engines
 
-    def call_each(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
+    def call_each(self, method: Callable[..., object], arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
         return self._answer(method, [list(a or ()) for a in arguments])
 
 
@@ -84,7 +85,7 @@ class Driver:
 
     def __init__(self, *, starts_later: bool = False) -> None:
         self.links: list[ScriptedLink] = []
-        self.told: list[tuple[str, list[Any]]] = []
+        self.told: list[tuple[Callable[..., object], list[Any]]] = []
         self.log = StepLog()
         self.drafters = RemoteDrafters(self._start, "known to few", self.log, starts_later=starts_later)
 
@@ -94,7 +95,9 @@ class Driver:
             link.next = said
         self.drafters.update(Engines(self._call))
         told, self.told = self.told, []
-        assert all(method == "drafters_at" and secret == "known to few" for method, (_, secret) in told)
+        assert all(
+            method == WorkerCalls.specrollout_drafters_at and secret == "known to few" for method, (_, secret) in told
+        )
         return [addresses for _, (addresses, _) in told]
 
     @property
@@ -105,7 +108,7 @@ class Driver:
         self.links = [ScriptedLink(), ScriptedLink()]
         return self.links
 
-    def _call(self, method: str, arguments: list[Any]) -> list[Any]:
+    def _call(self, method: Callable[..., object], arguments: list[Any]) -> list[Any]:
         self.told.append((method, arguments[0]))
         return [None]
 
@@ -199,8 +202,8 @@ AFTER = DrafterStats(
 def test_drafter_stats_are_summed_before_they_are_divided() -> None:
     replies = [[BEFORE, DrafterStats()], [AFTER, DrafterStats(num_request_steps=20, num_drafters=2)]]
 
-    def call(method: str, arguments: Sequence[Any]) -> list[Any]:
-        assert (method, list(arguments)) == ("drafter_stats", [[], []])
+    def call(method: Callable[..., object], arguments: Sequence[Any]) -> list[Any]:
+        assert (method, list(arguments)) == (WorkerCalls.specrollout_drafter_stats, [[], []])
         return [asdict(supply) for supply in replies.pop(0)]
 
     workers = Engines(call, num_engines=2)

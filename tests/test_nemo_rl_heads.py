@@ -3,7 +3,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from nemo_rl_records import watching_logger
 
 from nemo_specrollout.config.block import BLOCK_PATH, DraftRefreshConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.heads.decisions.refresh_schedule import (
     FIRST_REFRESH_S,
     SHORTEST_S,
@@ -23,7 +24,7 @@ from nemo_specrollout.heads.decisions.refresh_schedule import (
 from nemo_specrollout.heads.head.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.metrics import head_metrics, sample_lines, step_facts
-from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, EngineClient
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import SampleStats, StepEnd
@@ -68,16 +69,16 @@ class ScriptedTrainer(ActorLink):
         self.is_closed = True
 
 
-class Engines(WorkerClient):
+class Engines(EngineClient):
     """Two engines without actors: they keep their calls, and give the replies that a test sets."""
 
     num_engines = 2
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, list[Any]]] = []
+        self.told: list[tuple[Callable[..., object], list[Any]]] = []
         self.replies: list[Any] = [None, None]
 
-    def call_each(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
+    def call_each(self, method: Callable[..., object], arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
         self.told.append((method, [None if a is None else list(a) for a in arguments]))
         return self.replies[: len(arguments)]
 
@@ -95,7 +96,7 @@ class Driver:
         self.trainers.append(ScriptedTrainer())
         return self.trainers[-1]
 
-    def methods(self) -> list[str]:
+    def methods(self) -> list[Callable[..., object]]:
         """Returns the methods that were called in the engines since the previous call."""
         told, self.engines.told = [method for method, _ in self.engines.told], []
         return told
@@ -118,7 +119,7 @@ def test_steps_reach_an_idle_trainer_and_never_wait_for_it(driver: Driver) -> No
     trainer.next = None  # it still loads the head
     driver.refresh.policy_updated(0)
     assert driver.refresh.after_step(0, FACTS) == {"refresh_failures": 0.0}
-    assert driver.methods() == ["save_teacher"] and not trainer.asked
+    assert driver.methods() == [WorkerCalls.specrollout_save_teacher] and not trainer.asked
     trainer.next = SOURCE
     driver.refresh.policy_updated(1)
     driver.refresh.after_step(1, FACTS)
@@ -140,8 +141,10 @@ def test_each_engine_stores_features_and_the_first_the_teacher(driver: Driver) -
     driver.refresh.policy_updated(7)
     driver.refresh.after_step(7, FACTS)
     told = dict(driver.engines.told)
-    assert told["save_teacher"] == [[str(driver.folder.path / "teachers" / "policy_7.safetensors")]]
-    (first,), (second,) = told["store_features"]
+    assert told[WorkerCalls.specrollout_save_teacher] == [
+        [str(driver.folder.path / "teachers" / "policy_7.safetensors")]
+    ]
+    (first,), (second,) = told[WorkerCalls.specrollout_store_features]
     assert (first["folder"], second["folder"]) == tuple(str(driver.folder.features(i)) for i in (0, 1))
     assert first["max_bytes"] == 2 << 20 and first["source"] == SOURCE
 
@@ -155,14 +158,14 @@ def test_a_published_head_is_loaded_once_after_the_next_refit(
     driver.refresh.after_step(1, FACTS)
     trainer.next = driver.publish(0)
     figures = driver.refresh.after_step(2, FACTS)
-    assert figures["heads_published"] == 1.0 and "load_head" not in driver.methods()
+    assert figures["heads_published"] == 1.0 and WorkerCalls.specrollout_load_head not in driver.methods()
     driver.refresh.policy_updated(3)
     head = [str(driver.folder.path / "step_0"), 0, 2.5, BLOCK.num_speculative_tokens]
-    assert ("load_head", [head, head]) in driver.engines.told
+    assert (WorkerCalls.specrollout_load_head, [head, head]) in driver.engines.told
     driver.methods()
     driver.refresh.after_step(3, FACTS)
     driver.refresh.policy_updated(4)
-    assert "load_head" not in driver.methods()
+    assert WorkerCalls.specrollout_load_head not in driver.methods()
     ((_, before), (version, after)) = trainer.asked
     assert before == [FACTS] and version == 3
     assert [facts.seconds for facts in after] == [30.0]
@@ -173,18 +176,24 @@ def test_an_engine_that_drafts_otherwise_gets_no_head(tmp_path: Path) -> None:
     methods = FastestOfNConfig(methods=((), ("eagle3",)))
     driver = Driver(tmp_path / "heads", replace(BLOCK, fastest_of_n=methods))
     driver.refresh.policy_updated(6)
-    assert ("load_head", [None, [str(tmp_path / "heads" / "step_5"), 5, 2.5, 8]]) in driver.engines.told
+    assert (
+        WorkerCalls.specrollout_load_head,
+        [None, [str(tmp_path / "heads" / "step_5"), 5, 2.5, 8]],
+    ) in driver.engines.told
 
 
 def test_a_resumed_run_goes_on_with_the_published_head(tmp_path: Path) -> None:
     Driver(tmp_path / "heads").publish(5)
     driver = Driver(tmp_path / "heads")
     driver.refresh.policy_updated(6)
-    assert ("load_head", [[str(tmp_path / "heads" / "step_5"), 5, 2.5, 8]] * 2) in driver.engines.told
+    assert (
+        WorkerCalls.specrollout_load_head,
+        [[str(tmp_path / "heads" / "step_5"), 5, 2.5, 8]] * 2,
+    ) in driver.engines.told
     HeadFolder(tmp_path / "heads").withdraw()
     driver = Driver(tmp_path / "heads")
     driver.refresh.policy_updated(0)
-    assert driver.methods() == ["save_teacher"]
+    assert driver.methods() == [WorkerCalls.specrollout_save_teacher]
 
 
 def test_a_trainer_that_fails_is_started_again_once(driver: Driver) -> None:
@@ -195,7 +204,7 @@ def test_a_trainer_that_fails_is_started_again_once(driver: Driver) -> None:
     driver.refresh.after_step(1, FACTS)
     assert driver.trainers[0].is_closed and len(driver.trainers) == 2
     driver.refresh.policy_updated(2)
-    assert "load_head" in driver.methods()
+    assert WorkerCalls.specrollout_load_head in driver.methods()
     assert driver.refresh.after_step(2, FACTS)["refresh_failures"] == 1.0
     driver.trainers[1].next = ActorFailed("killed")
     assert driver.refresh.after_step(3, FACTS)["refresh_failures"] == 2.0

@@ -19,9 +19,8 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.doctor.diagnosis import State
 from nemo_specrollout.doctor.patch_point_check import imports_of_nemo_rl, patch_points_of_nemo_rl
 from nemo_specrollout.installed.python_source import PythonSource
+from nemo_specrollout.nemo_rl.patch_point_table import DRIVER_POINTS, WORKER_POINTS
 from nemo_specrollout.nemo_rl.patch_points import (
-    ALL_PATCH_POINTS,
-    EXTENSION_PATCH_POINTS,
     NEMO_RL,
     Use,
     changes_of,
@@ -161,9 +160,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_overrides_pass_on_new_arguments_and_results(results: dict[str, str]) -> None:
     """Each native function returns its own name if it got the new argument."""
     assert results == {name: "passed on" for name in results}
-    overridden = {
-        p.name.rpartition(".")[2] for p in (*ALL_PATCH_POINTS, *EXTENSION_PATCH_POINTS) if p.use is Use.PASSED_ON
-    }
+    overridden = {p.name.rpartition(".")[2] for p in (*DRIVER_POINTS, *WORKER_POINTS) if p.use is Use.PASSED_ON}
     not_called = {
         "_get_drafter_model",  # ours answers alone
         "_create_workers_from_bundle_indices",  # relied upon only

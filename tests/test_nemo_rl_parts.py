@@ -27,7 +27,8 @@ from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, header_seed
 from nemo_specrollout.nemo_rl.logger import in_a_line
 from nemo_specrollout.nemo_rl.logprob_gap import gap_causes, logprob_gap
 from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
-from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint
+from nemo_specrollout.nemo_rl.patch_point_table import DRIVER_POINTS, WORKER_POINTS
+from nemo_specrollout.nemo_rl.patch_points import PatchPoint
 from nemo_specrollout.nemo_rl.row_seeds import (
     DRAFTS_KEY,
     Conversations,
@@ -128,7 +129,7 @@ def test_threads_never_share_a_seed() -> None:
     assert len(set(seeds)) == 2000
 
 
-@pytest.mark.parametrize("point", ALL_PATCH_POINTS + EXTENSION_PATCH_POINTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("point", DRIVER_POINTS + WORKER_POINTS, ids=lambda p: p.name)
 def test_every_patch_point_is_on_the_page(point: PatchPoint) -> None:
     page = (ROOT / "docs" / "reference" / "nemo-rl-patch-points.md").read_text()
     file = point.module.removeprefix("nemo_rl.").removeprefix("models.generation.vllm.").replace(".", "/")

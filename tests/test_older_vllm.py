@@ -19,6 +19,7 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout
 
 pytestmark = [
@@ -78,7 +79,7 @@ def test_tokens_are_those_of_plain_decoding(
         assert num_accepted(engine) > before + 20, "next to nothing was accepted, so nothing was shown"
     sample_stats = engine.take_sample_stats(ASKED)
     assert all(s is not None for s in sample_stats)
-    assert engine._llm.collective_rpc("specrollout_totals")[0]["accepted"]
+    assert engine._llm.collective_rpc(WorkerCalls.specrollout_totals.__name__)[0]["accepted"]
 
 
 def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]) -> None:

@@ -20,6 +20,7 @@ from lab.local.engine import RolloutEngine
 from lab.local.random_budgets import RANDOM
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.heads.features.feature_store import FeatureReader, newest_sequences
 
@@ -31,12 +32,13 @@ import sys
 from vllm import LLM
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.generation.engine.arguments import with_specrollout
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 
 if __name__ == "__main__":
     arguments = with_specrollout({}, SpecrolloutConfig(), "cpu")
     llm = LLM(model=sys.argv[1], distributed_executor_backend="mp", enforce_eager=True, max_model_len=96, dtype="float32",
               skip_tokenizer_init=True, tensor_parallel_size=2, **arguments)
-    assert llm.collective_rpc("specrollout_save_teacher", args=(sys.argv[2],)) == [None, None]
+    assert llm.collective_rpc(WorkerCalls.specrollout_save_teacher.__name__, args=(sys.argv[2],)) == [None, None]
 """
 
 
@@ -46,8 +48,8 @@ class Asked:
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
 
-    def __call__(self, method: str, *arguments: Any) -> Any:
-        return self.engine._llm.collective_rpc(method, args=arguments)[0]
+    def __call__(self, method: Callable[..., object], *arguments: Any) -> Any:
+        return self.engine._llm.collective_rpc(method.__name__, args=arguments)[0]
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +77,16 @@ def place(folder: Path, asked: Asked) -> dict[str, Any]:
 def test_stats_and_features_have_the_version_of_their_policy(asked: Asked, tmp_path: Path) -> None:
     weights = list(load_file(STEP_ADDER / "model.safetensors").items())
     asked.engine.load_weights(weights)
-    asked("specrollout_policy_is", 7)  # the first refit of a resumed run
+    asked(WorkerCalls.specrollout_policy_is, 7)  # the first refit of a resumed run
     asked.engine.generate(REQUESTS)
     asked.engine.load_weights(weights)  # raises the version by one
-    end = asked("specrollout_end_step", None)
+    end = asked(WorkerCalls.specrollout_end_step, None)
     assert (end["policy_version"], end["alarms"]) == (8, [])
     sample_stats = [sample for _, sample in end["sample_stats"]]
     assert sample_stats and all(sample["policy_spans"] == ((7, 3),) for sample in sample_stats)
     assert len({seed for seed, _ in end["sample_stats"]}) == len(sample_stats)
     where = place(tmp_path / "features", asked)
-    assert asked("specrollout_store_features", where) is None
+    assert asked(WorkerCalls.specrollout_store_features, where) is None
     reader = FeatureReader(tmp_path / "features")
     assert json.loads((reader.folder / "index.json").read_text())["source"] == where["source"]
     found = [*newest_sequences([reader], True, 10**6), *newest_sequences([reader], False, 10**6)]
@@ -93,7 +95,7 @@ def test_stats_and_features_have_the_version_of_their_policy(asked: Asked, tmp_p
 
 
 def test_the_teacher_is_the_lm_head_and_embedding_of_the_policy(asked: Asked, tmp_path: Path) -> None:
-    assert asked("specrollout_save_teacher", str(tmp_path / "policy_7.safetensors")) is None
+    assert asked(WorkerCalls.specrollout_save_teacher, str(tmp_path / "policy_7.safetensors")) is None
     saved, policy = load_file(tmp_path / "policy_7.safetensors"), load_file(STEP_ADDER / "model.safetensors")
     assert set(saved) == {"model.embed_tokens.weight", "lm_head.weight"} & set(policy)
     assert all(torch.equal(tensor, policy[name].to(tensor.dtype)) for name, tensor in saved.items())
@@ -101,7 +103,7 @@ def test_the_teacher_is_the_lm_head_and_embedding_of_the_policy(asked: Asked, tm
 
 def test_a_failed_write_is_reported_and_stops_nothing(asked: Asked, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "file" in asked("specrollout_save_teacher", str(tmp_path / "file" / "policy.safetensors"))
+    assert "file" in asked(WorkerCalls.specrollout_save_teacher, str(tmp_path / "file" / "policy.safetensors"))
     assert len(asked.engine.generate(REQUESTS)) == len(REQUESTS)
 
 

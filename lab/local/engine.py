@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from lab.local.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, Gen
 from lab.local.tied_lm_head import with_tied_lm_head
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.hosted_engine import HostedEngine, device_facts, engine_facts, start_vllm
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, rollout_extra_args
 from nemo_specrollout.sampling.seeds import request_seed
 from nemo_specrollout.storage.model_folder import stop_token_ids
@@ -26,6 +27,8 @@ from nemo_specrollout.storage.model_folder import stop_token_ids
 if TYPE_CHECKING:
     from lab.local.drafter_pool import DrafterPool
     from nemo_specrollout.heads.features.features import SequenceFeatures
+
+Arguments = TypeVarTuple("Arguments")
 
 
 class RolloutEngine(HostedEngine):
@@ -125,11 +128,12 @@ class RolloutEngine(HostedEngine):
         """
         if not self._has_our_worker:
             raise ValueError("the block is disabled: this engine has no head")
-        self._ask("load_head", str(folder), None, expected_length, num_positions)
+        self._ask(WorkerCalls.specrollout_load_head, str(folder), None, expected_length, num_positions)
 
     def take_sample_stats(self, requests: Sequence[RolloutRequest]) -> list[dict[str, Any] | None]:
         """Returns `SampleStats` as a dict for each finished request; None for a request that no drafter saw."""
-        return self._ask("take_sample_stats", [self._seed_of(r) for r in requests]) or [None] * len(requests)
+        seeds = [self._seed_of(request) for request in requests]
+        return self._ask(WorkerCalls.specrollout_take_sample_stats, seeds) or [None] * len(requests)
 
     def take_features(self) -> list["SequenceFeatures"]:
         """Returns the features that were captured since the last call, for the training of a head."""
@@ -142,7 +146,7 @@ class RolloutEngine(HostedEngine):
 
     def take_alarms(self) -> list[dict[str, Any]]:
         """Returns the alarms that the canary of a drafter with weights raised since the last call."""
-        return self._ask("take_alarms") or []
+        return self._ask(WorkerCalls.specrollout_take_alarms) or []
 
     def take_deaths(self) -> list[str]:
         """Returns a sentence for each drafter process that died since the last call."""
@@ -176,9 +180,9 @@ class RolloutEngine(HostedEngine):
             del engine
             gc.collect()
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        """Returns our worker's reply to a method `specrollout_*`; None if the worker is vLLM's own."""
-        return self._llm.collective_rpc(f"specrollout_{method}", args=arguments)[0] if self._has_our_worker else None
+    def _ask(self, method: Callable[[WorkerCalls, *Arguments], object], *arguments: *Arguments) -> Any:
+        """Returns our worker's reply to a method; None if the worker is vLLM's own."""
+        return self._llm.collective_rpc(method.__name__, args=arguments)[0] if self._has_our_worker else None
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Returns a function's result in our worker; None if the worker is vLLM's own."""

@@ -11,7 +11,8 @@ from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, 
 from nemo_specrollout.doctor.vllm_imports import VllmSource, imports_of
 from nemo_specrollout.installed.python_source import PythonSource, installed_source
 from nemo_specrollout.installed.versions import NEMO_RL_NEEDED, can_run_nemo_rl, vllm_version
-from nemo_specrollout.nemo_rl.patch_points import NEMO_RL, SECTIONS, PatchPoint, changes_of, unknown_shared_names
+from nemo_specrollout.nemo_rl.patch_point_table import DRIVER_POINTS, WORKER_POINTS
+from nemo_specrollout.nemo_rl.patch_points import NEMO_RL, PatchPoint, changes_of, unknown_shared_names
 
 PATCH_POINTS = Section("patch points")
 TIMEOUT_S = 300.0
@@ -29,12 +30,12 @@ def diagnose_patch_points() -> Iterator[Diagnosis]:
         yield PATCH_POINTS.ok("NeMo-RL", "not installed, nothing to check")
     else:
         yield PATCH_POINTS.ok("NeMo-RL", f"read from its source in {folder}")
-        yield from patch_points_of_nemo_rl([p for points in SECTIONS.values() for p in points], folder)
+        yield from patch_points_of_nemo_rl((*DRIVER_POINTS, *WORKER_POINTS), folder)
         yield from _shared_names(folder)
     if can_run_nemo_rl():
-        # The engine's process has its own environment, so vLLM may be missing here.
-        here = [points for name, points in SECTIONS.items() if name != "engine" or vllm_version() is not None]
-        yield from imports_of_nemo_rl(list(dict.fromkeys(p.module for points in here for p in points)))
+        # A vLLM worker has an environment of its own, so vLLM may be missing here.
+        here = DRIVER_POINTS if vllm_version() is None else (*DRIVER_POINTS, *WORKER_POINTS)
+        yield from imports_of_nemo_rl(list(dict.fromkeys(point.module for point in here)))
     yield from diagnose_vllm()
 
 

@@ -123,6 +123,7 @@ def compare_engines(order: Any, tell: Tell) -> None:
     """Tells the settings in force, then for each temperature the number of equal tokens, then drafts."""
     from nemo_specrollout.generation.engine import process_state
     from nemo_specrollout.generation.engine.hosted_engine import device_facts, engine_facts, start_vllm
+    from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 
     responses = dict[str, list[list[list[int]]]]()
     totals = dict[str, Any]()
@@ -132,7 +133,7 @@ def compare_engines(order: Any, tell: Tell) -> None:
             llm = start_vllm({"model": model, **ARGUMENTS}, block)
             tell("facts", {**engine_facts(llm), **device_facts(llm)})
             responses[way] = [_responses(llm, temperature) for temperature in TEMPERATURES]
-            totals = llm.collective_rpc("specrollout_totals")[0]
+            totals = llm.collective_rpc(WorkerCalls.specrollout_totals.__name__)[0]
             process_state.stop(llm)
     for temperature, plain, drafted in zip(TEMPERATURES, responses["plain"], responses["drafted"], strict=True):
         tell(f"T={temperature:g}", compared(plain, drafted))

@@ -34,8 +34,6 @@ class Proposals(NamedTuple):
     """Number of draft tokens of each row, int32. Tokens and levels beyond it are undefined."""
 
 
-STEP_KERNELS = "nemo_specrollout.drafters.step_triton"
-"""Name of the module with a step's kernels, for the draft board and all context indexes."""
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
 """Assumed acceptance rate of each evidence level before anything is observed.
 

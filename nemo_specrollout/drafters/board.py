@@ -19,13 +19,12 @@ from nemo_specrollout.drafters.base import (
     NUM_LEVELS,
     NUM_RELATIONS,
     PRIOR_STRENGTH,
-    STEP_KERNELS,
     TRACED_STEPS,
     Proposals,
     Texts,
 )
 from nemo_specrollout.drafters.device_index import Lookup
-from nemo_specrollout.sampling.platforms import kernels_for
+from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 Int8 = Annotated[torch.Tensor, torch.int8]
 Int32 = Annotated[torch.Tensor, torch.int32]
@@ -170,7 +169,7 @@ class DraftBoard:
         self.tables = Tables(*(torch.zeros([sizes[s] for s in dims], dtype=d, device=device) for dims, d in fields))
         for drafter in range(len(names)):
             self.forget_drafter(drafter)
-        self.use_kernels(kernels_for(device.type, STEP_KERNELS))
+        self.use_kernels(kernels_for(device.type, KernelModule.STEP))
 
     def use_kernels(self, kernels: ModuleType) -> None:
         """Uses a module of kernels, which takes the tables in a form of its own."""

@@ -37,8 +37,8 @@ from types import ModuleType
 
 import torch
 
-from nemo_specrollout.drafters.base import NUM_LEVELS, STEP_KERNELS, Proposals, Texts
-from nemo_specrollout.sampling.platforms import kernels_for
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
+from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 BUCKET_SLOTS = 8
 """Contexts in a bucket."""
@@ -100,7 +100,7 @@ class ContextIndex:
         """Creates an empty index of `num_slots` contexts, a power of two; `orders` are their lengths, ascending."""
         assert num_slots.bit_count() == 1 and num_slots >= BUCKET_SLOTS
         self.orders = orders
-        kernels = kernels_for(device.type, STEP_KERNELS)
+        kernels = kernels_for(device.type, KernelModule.STEP)
         self.words = kernels.empty_table(num_slots // BUCKET_SLOTS, BUCKET_SLOTS, device)
         self.candidates = kernels.empty_table(num_slots, NUM_CANDIDATES, device)
         self.use_kernels(kernels)

@@ -26,6 +26,7 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.arguments import HOST_CHOOSES
 from nemo_specrollout.generation.engine.older_runners import allow_text_drafters, fix_bad_words
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity, resolve_identity
 from nemo_specrollout.generation.engine.transfers import is_output_rank
 from nemo_specrollout.generation.step.host_budget import HostBudget
@@ -50,7 +51,7 @@ _NativeWorker: Any = native_worker(compat.device_type())
 _VERIFIER = EqualityVerifier if compat.CHOOSES_ON_DEVICE else SwappingVerifier
 
 
-class VllmWorkerMixin:
+class VllmWorkerMixin(WorkerCalls):
     """Extends a vLLM worker, and proves that the extension is in force before the engine may serve.
 
     Its states, in this order:
@@ -233,7 +234,7 @@ class VllmWorkerMixin:
         new.sampling_params.seed = identity.seed
         return identity
 
-    # Remote calls. Replies are plain values.
+    # Remote calls, whose contracts are in `WorkerCalls`. Replies are plain values.
 
     def specrollout_totals(self) -> dict[str, Any] | None:
         """Returns `EngineTotals` as a dict; None on a rank whose drafts are not used."""
@@ -282,16 +283,7 @@ class VllmWorkerMixin:
     def specrollout_load_head(
         self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3
     ) -> None:
-        """Loads the head in `folder`. It drafts from now on.
-
-        Args:
-            folder: A published head.
-            head_version: Version of the policy that the head was trained for; None: the engine's own.
-            expected_length: Tokens a step that the head made on held-out texts, if known.
-            num_positions: Draft positions of that measurement.
-
-        Raises ValueError for a head unlike the one that the engine was started with.
-        """
+        """Loads the head in `folder`, and lets its canary begin with what was measured on held-out texts."""
         router = self.specrollout_router
         if router is None or router.head is None or router.monitor is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")

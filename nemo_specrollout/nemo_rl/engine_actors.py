@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's Ray actors around an engine, extended: the engine has our vLLM worker, and its requests have seeds."""
+"""Engine actors: NeMo-RL's Ray actors around an engine, whose engine has our vLLM workers and whose requests have seeds.
+
+NeMo-RL calls these actors workers, too (`VllmGenerationWorker`). Here a worker is always a vLLM worker, which is vLLM's
+process for a GPU. An engine actor asks the workers of its engine through `collective_rpc`.
+"""
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -15,6 +19,7 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
+from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
 from nemo_specrollout.generation.engine.vllm_requests import as_vllm_returns, shard_request, shard_requests
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
@@ -37,7 +42,8 @@ def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
     columns = [data.get(key) for key in (SEEDS_KEY, ROOTS_KEY, DRAFTS_KEY)]
     if any(column is None for column in columns):
         return None
-    return list(map(Row._make, zip(*(column.tolist() for column in columns), strict=True)))
+    seeds, prompt_lengths, speculate = (column.tolist() for column in columns)
+    return [Row(*facts) for facts in zip(seeds, prompt_lengths, speculate, strict=True)]
 
 
 class ShardRacing:
@@ -69,8 +75,8 @@ class ShardRacing:
         return [as_vllm_returns(r, str(i), m) for i, (r, m) in enumerate(zip(requests, made, strict=True))]
 
 
-class _SeededEngine:
-    """Owns the seeds of an engine's requests, for both kinds of engines."""
+class _SeededEngine(EngineActorCalls):
+    """The part that both kinds of engine actors share. Owns the seeds of the engine's requests."""
 
     cfg: Any
     llm: Any
@@ -120,20 +126,21 @@ class _SeededEngine:
         return type(self.llm).generate(self.llm, *args, **kwargs)
 
     def _reply(self, method: str, arguments: Sequence[Any], replies: Sequence[Any]) -> Any:
-        """Returns the reply of the only rank that does not reply None.
+        """Returns the reply of the only vLLM worker that does not reply None, after this actor's own part of the call.
 
-        Totals also get our count of derived seeds, which depend on the policy version.
+        This actor derives seeds for requests that bring none. It adds their number to the totals, and notes each policy
+        version, because derived seeds depend on it.
         """
-        if method == "specrollout_policy_is":
+        if method == WorkerCalls.specrollout_policy_is.__name__:
             self._request_seeds.begin_version(int(arguments[0]))
         reply: Any = next((reply for reply in replies if reply is not None), None)
-        if method == "specrollout_totals":
+        if method == WorkerCalls.specrollout_totals.__name__:
             return {**reply, "num_derived_seeds": self._request_seeds.num_derived}
         return reply
 
 
-class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
-    """Actor around a synchronous engine."""
+class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
+    """Engine actor around a synchronous engine."""
 
     _num_generated = 0
     """Calls of `generate` that have ended."""
@@ -184,12 +191,12 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
         return [] if self._ahead is None else self._ahead.end(keeps_cache=keeps_cache)
 
     def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
-        """Calls `method` of our vLLM worker. Arguments and result are plain values."""
+        """Calls a method of our vLLM workers, by its name."""
         return self._reply(method, arguments, self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
-class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImpl):
-    """Actor around an asynchronous engine."""
+class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
+    """Engine actor around an asynchronous engine."""
 
     _one_policy: OnePolicyStream | None = None
     """None unless rows begin again with new weights."""
@@ -200,6 +207,7 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
             (params,) = self._request_seeds.of_requests(sampling_params, [prompt])
         else:
             (params,) = self._request_seeds.of_rows(sampling_params, rows)
+        # A request of NeMo-RL's HTTP server is not a row, and none that asks for more than an id can be made again.
         if rows is None or args or set(kwargs) != {"request_id"}:
             return self._generate(prompt, params, *args, **kwargs)
         if self._one_policy is not None:
@@ -249,13 +257,15 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
         return [] if self._ahead is None else await self._ahead.end(keeps_cache=keeps_cache)
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
-        """Calls `method` of our vLLM worker. Arguments and result are plain values."""
+        """Calls a method of our vLLM workers, by its name."""
         return self._reply(method, arguments, await self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
-class SpecrolloutVllmWorker(SpecrolloutVllmWorkerImpl): ...
+class SpecrolloutEngineActor(EngineActor):
+    """Ray's class of the engine actors of synchronous engines."""
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
-class SpecrolloutVllmAsyncWorker(SpecrolloutVllmAsyncWorkerImpl): ...
+class SpecrolloutAsyncEngineActor(AsyncEngineActor):
+    """Ray's class of the engine actors of asynchronous engines."""

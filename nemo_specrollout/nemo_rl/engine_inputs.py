@@ -53,7 +53,7 @@ def engine_arguments(
 
 
 def engine_number(vllm_cfg: Mapping[str, Any]) -> int:
-    """Returns the number of the engine that this actor leads. NeMo-RL numbers all workers, engine by engine."""
+    """Returns the number of this actor's engine. NeMo-RL numbers the GPUs of all engines, engine by engine."""
     return int(os.environ.get("RANK", "0")) // (vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"])
 
 

@@ -21,9 +21,10 @@ from nemo_rl.experience.sync_rollout_actor import SyncRolloutActor
 from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.logger import Logger
 
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.nemo_rl.logger import WatchingLogger
 from nemo_specrollout.nemo_rl.next_prompts import next_prompts
-from nemo_specrollout.nemo_rl.ray_calls import WorkerClient
+from nemo_specrollout.nemo_rl.ray_calls import EngineClient
 from nemo_specrollout.nemo_rl.row_seeds import (
     DRAFTS_KEY,
     ROOTS_KEY,
@@ -76,7 +77,7 @@ class SpecrolloutGeneration(VllmGeneration):
         if self._supervisor is not None:
             self._supervisor.attach(self.worker_group)
             if self.block.runs_ahead:
-                self._ahead = RunAhead(WorkerClient(self.worker_group))
+                self._ahead = RunAhead(EngineClient(self.worker_group))
             if not getattr(self, "_defer_model_load", False):
                 self._supervisor.open_exchange()
 
@@ -166,9 +167,10 @@ class SpecrolloutGeneration(VllmGeneration):
             return super().finish_generation(*args, **kwargs)
 
     def new_weights(self) -> AbstractContextManager[None]:
-        """Encloses a refit. Requests that are under way begin again with `run_ahead`."""
-        at_rest = self._engines_at_rest()
-        return self._ahead.weights_change() if self._ahead is not None and self.facts.in_flight else at_rest
+        """Encloses a refit. With `run_ahead`, requests that are under way when weights change in flight begin again."""
+        if self._ahead is not None and self.facts.in_flight:
+            return self._ahead.weights_change()
+        return self._engines_at_rest()
 
     def _engines_at_rest(self) -> AbstractContextManager[None]:
         """Encloses a time in which no request moves. The engines forget what they have begun ahead."""
@@ -191,7 +193,7 @@ class SpecrolloutGeneration(VllmGeneration):
             yield
         finally:
             self._kind = SeedKind.ROLLOUT
-        WorkerClient(self.worker_group).call("take_sample_stats", self._validated)
+        EngineClient(self.worker_group).call(WorkerCalls.specrollout_take_sample_stats, self._validated)
 
     def snapshot_step_metrics(self, *args: Any, **kwargs: Any) -> Any:
         """Begins the window of a step's metrics. NeMo-RL calls it before a step's generation."""
@@ -221,19 +223,22 @@ class SpecrolloutGeneration(VllmGeneration):
         return metrics
 
     def _begin_ahead(self, *, in_tail: bool) -> None:
-        """Lets engines decode the next step's rows until the next refit.
+        """Lets engines decode the next step's rows until the next refit, if any engine is free for that.
 
-        `in_tail`: those that have ended a rollout before others. Else all, unless their GPUs are the trainer's.
+        With `in_tail` a rollout begins, of which some engines will end their part before others. Without it a rollout has
+        ended, so all engines are free, unless the trainer needs their GPUs.
         """
         if self._ahead is None or self.facts.in_flight or self._version + 1 >= self.facts.last_version:
             return
-        has_tail = self.dp_size > 1
+        has_tail = self.dp_size > 1 and self._kind is SeedKind.ROLLOUT
         has_own_gpus = not self.cfg["colocated"]["enabled"]
-        if (has_tail and self._kind is SeedKind.ROLLOUT) if in_tail else has_own_gpus:
-            prompts = [prompt for prompt in next_prompts() for _ in range(self.facts.samples_per_prompt)]
-            seeds = RowSeeds(self.facts.seed, self._version + 1).seeds(prompts)
-            rows = [Row(seed, len(prompt)) for seed, prompt in zip(seeds, prompts, strict=True)]
-            self._ahead.begin(self._version + 1, prompts, rows, self._num_generated)
+        is_any_free = has_tail if in_tail else has_own_gpus
+        if not is_any_free:
+            return
+        prompts = [prompt for prompt in next_prompts() for _ in range(self.facts.samples_per_prompt)]
+        seeds = RowSeeds(self.facts.seed, self._version + 1).seeds(prompts)
+        rows = [Row(seed, len(prompt)) for seed, prompt in zip(seeds, prompts, strict=True)]
+        self._ahead.begin(self._version + 1, prompts, rows, self._num_generated)
 
     def _end_ahead(self, *, keeps_cache: bool = False) -> None:
         if self._ahead is not None:
@@ -265,13 +270,19 @@ def extended_rollouts() -> dict[str, Any]:
     }
 
 
+def extend_rollouts() -> None:
+    """Replaces the functions of NeMo-RL's module `rollouts` in the process of one of its actors, which lasts as long."""
+    for name, extended in extended_rollouts().items():
+        setattr(rollouts, name, extended)
+
+
 @ray.remote
 class SpecrolloutTrajectoryCollector(_NativeCollector):
     """Collector of asynchronous GRPO. It tells its generation the policy version."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        vars(rollouts).update(extended_rollouts())
+        extend_rollouts()
         self.policy_generation.row_seeds.begin_version(self.current_weight_version)
 
     def set_weight_version(self, version: int, *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +297,7 @@ class SpecrolloutRolloutActor(_NativeActor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        vars(rollouts).update(extended_rollouts())
+        extend_rollouts()
         self._num_steps = 0
 
     def rollout_to_tq(self, *args: Any, **kwargs: Any) -> Any:

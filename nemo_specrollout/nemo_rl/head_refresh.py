@@ -8,17 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVarTuple
 
 import ray
 
 from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.heads.decisions.refresh_schedule import StepFacts
 from nemo_specrollout.heads.features.feature_store import FeatureReader
 from nemo_specrollout.heads.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
-from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient, failure_text
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, EngineClient, failure_text
 from nemo_specrollout.nemo_rl.step_log import StepLog
 
+Arguments = TypeVarTuple("Arguments")
 MAX_RESTARTS = 1
 
 
@@ -81,7 +83,7 @@ class HeadRefresh:
         block: SpecrolloutConfig,
         folder: HeadFolder,
         start: Callable[[], ActorLink],
-        workers: WorkerClient,
+        engines: EngineClient,
         log: StepLog,
     ) -> None:
         assert block.draft_refresh is not None
@@ -89,9 +91,9 @@ class HeadRefresh:
         self._num_drafts = block.num_speculative_tokens
         self._folder = folder
         self._start = start
-        self._workers = workers
+        self._engines = engines
         self._log = log
-        self._has_head = [block.of_engine(engine).head is not None for engine in range(workers.num_engines)]
+        self._has_head = [block.of_engine(engine).head is not None for engine in range(engines.num_engines)]
         self._num_failures = 0
         self._unsent: list[StepFacts] = []
         self._owed_s = 0.0
@@ -100,7 +102,7 @@ class HeadRefresh:
         self._in_service: PublishedHead | None = None
         self._to_load = folder.published()
         self._record: RefreshRecord | None = None
-        # A trainer on a GPU gets what is left when all of NeMo-RL's workers have their GPUs.
+        # A trainer on a GPU gets what is left when all processes of NeMo-RL have their GPUs.
         self._starts_later = bool(self._config.trainer_gpus)
         self._trainer = None if self._starts_later else start()
 
@@ -110,17 +112,19 @@ class HeadRefresh:
         Call it after a refit, before the requests of the new policy.
         """
         if self._starts_later:
-            self._starts_later, self._trainer = False, self._start()
+            self._starts_later = False
+            self._trainer = self._start()
         self._read_answer()
         if self._trainer is not None and self._config.trigger != "never":
             self._folder.forget_old(version)
-            self._tell("save_teacher", [[str(self._folder.teacher(version))]])  # of the first engine
+            # All engines have the same policy, so the first one saves it.
+            self._tell(WorkerCalls.specrollout_save_teacher, [(str(self._folder.teacher(version)),)])
         head = self._to_load
         self._to_load = None
         if head is not None:
             self._in_service = head
-            arguments = [str(head.folder), head.policy_version, head.expected_length, self._num_drafts]
-            self._tell("load_head", [arguments if has else None for has in self._has_head])
+            arguments = (str(head.folder), head.policy_version, head.expected_length, self._num_drafts)
+            self._tell(WorkerCalls.specrollout_load_head, [arguments if has else None for has in self._has_head])
 
     def after_step(self, version: int, facts: StepFacts | None) -> dict[str, float]:
         """Reports a finished step to the trainer if it is idle. Returns metrics of the heads since the previous call.
@@ -132,7 +136,7 @@ class HeadRefresh:
             share = {"max_bytes": self._config.store_bytes // len(self._has_head), "source": self._source}
             share["held_out_share"] = self._config.held_out_share
             places = [{"folder": str(self._folder.features(i)), **share} for i in range(len(self._has_head))]
-            self._tell("store_features", [[place] for place in places])
+            self._tell(WorkerCalls.specrollout_store_features, [(place,) for place in places])
         if facts is not None and self._to_load is not None:
             self._owed_s += facts.seconds
         elif facts is not None:
@@ -186,15 +190,18 @@ class HeadRefresh:
             self._trainer = self._start()
         self._log.alarms.append(f"the draft head's trainer {end}")
 
-    def _tell(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> None:
-        """Calls the engines. If one returns an error or raises, the refreshes end."""
+    def _tell(
+        self, method: Callable[[WorkerCalls, *Arguments], object], arguments: Sequence[tuple[*Arguments] | None]
+    ) -> None:
+        """Calls the vLLM workers of the engines. If one returns an error or raises, the refreshes end."""
         try:
-            errors = {error for error in self._workers.call_each(method, arguments) if error}
+            errors = {error for error in self._engines.call_each(method, arguments) if error}
         except Exception as error:
             errors = {failure_text(error)}
         if errors and self._trainer is not None:
             self._num_failures += 1
-            reason = f"an engine failed at {method}: {'; '.join(sorted(errors))}"
+            call = method.__name__.removeprefix("specrollout_")
+            reason = f"an engine failed at {call}: {'; '.join(sorted(errors))}"
             self._log.alarms.append(f"draft heads are refreshed no more: {reason}")
         if errors:
             self.close()
@@ -215,9 +222,9 @@ class HeadRefresh:
 
 
 def start_head_refresh(
-    block: SpecrolloutConfig, generation_config: Any, heads: str, workers: WorkerClient, log: StepLog
+    block: SpecrolloutConfig, generation_config: Any, heads: str, engines: EngineClient, log: StepLog
 ) -> HeadRefresh:
-    """Starts the refresh for the engines of `workers`. `heads` is the path of the run's `HeadFolder`."""
+    """Starts the refresh for `engines`. `heads` is the path of the run's `HeadFolder`."""
     assert block.draft_refresh is not None
     start = partial(
         ActorLink,
@@ -229,4 +236,4 @@ def start_head_refresh(
         first_call="source",
         num_gpus=block.draft_refresh.trainer_gpus,
     )
-    return HeadRefresh(block, HeadFolder(Path(heads)), start, workers, log)
+    return HeadRefresh(block, HeadFolder(Path(heads)), start, engines, log)

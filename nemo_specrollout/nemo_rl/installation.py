@@ -19,16 +19,23 @@ from nemo_specrollout.heads.head.block_heads import drafter_misfits
 from nemo_specrollout.heads.head.head_folder import HeadFolder
 from nemo_specrollout.installed.versions import installed_versions
 from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
-from nemo_specrollout.nemo_rl.patch_points import SECTIONS, PatchPoint, check_patch_points
+from nemo_specrollout.nemo_rl.patch_point_table import (
+    POINTS_OF_ALL_RUNS,
+    POINTS_OF_CONTROLLER,
+    POINTS_OF_ROLLOUTS,
+    POINTS_OF_RUN_AHEAD,
+    POINTS_OF_TRAINERS,
+)
+from nemo_specrollout.nemo_rl.patch_points import PatchPoint, check_patch_points
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.engine_actors"
 ACTORS = {
-    f"{_NATIVE}.vllm_worker.VllmGenerationWorker": f"{_OURS}.SpecrolloutVllmWorker",
-    f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutVllmAsyncWorker",
+    f"{_NATIVE}.vllm_worker.VllmGenerationWorker": f"{_OURS}.SpecrolloutEngineActor",
+    f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutAsyncEngineActor",
 }
-"""NeMo-RL's Ray actors around engines, and our actors that replace them."""
+"""NeMo-RL's engine actors, and ours that replace them."""
 _replaced: list[tuple[Any, str, Any]] = []  # module, name, original
 
 
@@ -87,11 +94,11 @@ def _trainers(config: Any) -> list[str]:
 
 def _patch_points_of(config: Any, *, runs_ahead: bool) -> tuple[PatchPoint, ...]:
     """Returns the patch points of a run."""
-    ahead = SECTIONS["ahead"] if runs_ahead else ()
+    ahead = POINTS_OF_RUN_AHEAD if runs_ahead else ()
     if _is_controlled(config):
-        return (*SECTIONS["all"], *SECTIONS["controller"], *ahead)
-    own = (p for p in SECTIONS["trainers"] if p.module in _trainers(config))
-    return (*SECTIONS["all"], *own, *SECTIONS["rollouts"], *ahead)
+        return (*POINTS_OF_ALL_RUNS, *POINTS_OF_CONTROLLER, *ahead)
+    own = (point for point in POINTS_OF_TRAINERS if point.module in _trainers(config))
+    return (*POINTS_OF_ALL_RUNS, *own, *POINTS_OF_ROLLOUTS, *ahead)
 
 
 def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:
@@ -164,7 +171,7 @@ def _replace_names(config: Any, logger: Any, points: Sequence[PatchPoint]) -> No
     from nemo_specrollout.nemo_rl.next_prompts import PeekingLoader
 
     resolve = vllm_generation.resolve_generation_worker_cls
-    _replace(vllm_generation, "resolve_generation_worker_cls", partial(_our_actor, resolve))
+    _replace(vllm_generation, "resolve_generation_worker_cls", partial(_our_engine_actor, resolve))
     if _is_controlled(config):
         _replace_for_controller(config, logger)
         return
@@ -208,8 +215,8 @@ def _replace_for_controller(config: Any, logger: Any) -> None:
     _replace(single_controller, "Logger", logger)
 
 
-def _our_actor(resolve: Any, *args: Any, **kwargs: Any) -> str:
-    """Returns the name of our actor for the engine's actor that NeMo-RL's function `resolve` names.
+def _our_engine_actor(resolve: Any, *args: Any, **kwargs: Any) -> str:
+    """Returns the name of our engine actor for the one that NeMo-RL's function `resolve` names.
 
     Our actor gets the environment of that actor. Otherwise NeMo-RL would make another one with vLLM on every node, because
     it names an environment after the actor's class.

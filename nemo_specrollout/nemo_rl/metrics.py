@@ -72,7 +72,11 @@ def weight_updates(last: EngineTotals, after: EngineTotals, num_engines: int) ->
 def acceptance_counts(done: EngineTotals) -> dict[str, Any]:
     """Returns the proposed and the accepted draft tokens by position, for each drafter whose drafts were verified."""
     accepted = dict(done.accepted)
-    return {n: {"proposed": [*p], "accepted": [*accepted[n]]} for n, p in done.proposed if sum(p)}
+    return {
+        name: {"proposed": list(proposed_K), "accepted": list(accepted[name])}
+        for name, proposed_K in done.proposed
+        if sum(proposed_K)
+    }
 
 
 def step_facts(done: EngineTotals, num_engines: int, seconds: float, steps_to_come: int) -> StepFacts | None:

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name of NeMo-RL that this package replaces, overrides, calls or stores to; `patch_points.yaml` lists them.
+"""What a patch point of NeMo-RL is, and how a NeMo-RL is compared with the patch points; `patch_point_table.py` has them.
 
-docs/reference/nemo-rl-patch-points.md says how and why each is used. `install` checks the names before anything starts.
+`install` checks the names before anything starts.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-
-import yaml
+from typing import Literal
 
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.installed.python_source import PythonSource, Signature, installed_source
@@ -24,12 +21,15 @@ EXTENSIONS = tuple(
 SHARED_NAMES = ("synchronize_device",)
 """Names that both an extension and vLLM's worker may have. vLLM calls its own, and both wait for the device."""
 
+Result = Literal["nothing", "value", "stream", "async nothing", "async value", "async stream"]
+"""Kind of a function's result, as in `Signature.result`."""
+
 
 class Use(StrEnum):
     PASSED_ON = "passed on"
     """Replaced or overridden: our code passes on all arguments and the result."""
-    CALLED = "calls"
-    STORED = "stores"
+    CALLED = "called"
+    STORED = "stored"
     """Assigned, so that NeMo-RL reads our value."""
 
 
@@ -38,39 +38,16 @@ class PatchPoint:
     """A name of NeMo-RL that must exist."""
 
     module: str
+    """Full name of its module."""
     name: str
     """Name in the module. A method has its class before a dot."""
-    use: Use
+    use: Use = Use.PASSED_ON
     needed: tuple[str, ...] = ()
     """Parameters that the name must take."""
     known: tuple[str, ...] = ()
     """More parameters that it takes in the NeMo-RL for which the package was written."""
-    result: str = "nothing"
-    """Its result there, as in `Signature.result`."""
-
-
-_POINT = re.compile(r"(?:(calls|stores) )?([\w.]+)(?:\(([^;)]*);?([^)]*)\))?(?: -> (.+))?")
-"""A point in `patch_points.yaml`: use, name, needed and known parameters, and result."""
-
-
-def _points(modules: Mapping[str, Sequence[str]]) -> Iterator[PatchPoint]:
-    """Yields the patch points of a section of `patch_points.yaml`, in whose keys commas separate modules."""
-    for names, lines in modules.items():
-        for match in map(_POINT.fullmatch, lines):
-            assert match is not None
-            use, name, *parameters, result = match.groups(default="")
-            needed, known = (tuple(re.findall(r"\w+", text)) for text in parameters)
-            for module in names.split(", "):
-                how = Use(use or Use.PASSED_ON)
-                yield PatchPoint(f"{NEMO_RL}.{module}", name, how, needed, known, result or "nothing")
-
-
-_FILE = Path(__file__).with_suffix(".yaml")
-SECTIONS = {name: (*_points(of),) for name, of in yaml.safe_load(_FILE.read_text(encoding="utf-8")).items()}
-"""Patch points by section of `patch_points.yaml`."""
-EXTENSION_PATCH_POINTS = SECTIONS["engine"]
-ALL_PATCH_POINTS = tuple(point for name, points in SECTIONS.items() if name != "engine" for point in points)
-"""Patch points in the driver, for all kinds of run."""
+    result: Result = "nothing"
+    """Its result there."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray helpers: our own actors beside NeMo-RL's, calls of engines, and the text of a failure."""
+"""Ray helpers: our own actors beside NeMo-RL's, calls of engine actors, and the text of a failure."""
 
 import asyncio
 import os
@@ -8,19 +8,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVarTuple
 
 import ray
 
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.stragglers.turns import ExchangeFailed
 
 ENGINE_ACTOR = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
-"""NeMo-RL's actor whose Python environment our actors share. It has vLLM."""
+"""NeMo-RL's engine actor, whose Python environment our actors share. It has vLLM."""
 _PACKAGE = "nemo_specrollout"
 PATIENCE_S = 300.0
 """Seconds after which a call of the exchange without an answer counts as failed."""
+Arguments = TypeVarTuple("Arguments")
+Parameters = ParamSpec("Parameters")
 _NO_GPU_MASK = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Variable with which an actor sees all GPUs, not only its own. NeMo-RL's `init_ray` does not pass it on either."""
 
@@ -120,32 +123,57 @@ class ActorLink:
         ray.kill(self._actor)
 
 
-class WorkerClient:
-    """Calls the `specrollout_*` methods of the engines' vLLM workers and of their actors."""
+class EngineClient:
+    """Calls the engine actors of a run, and through them the vLLM workers of their engines.
+
+    A call of a vLLM worker goes to all ranks of the engine, whose engine actor returns one reply for them.
+    """
 
     def __init__(self, worker_group: Any) -> None:
-        """`worker_group` is NeMo-RL's group of the engines' actors."""
+        """`worker_group` is NeMo-RL's `RayWorkerGroup` of the engine actors."""
         self._group = worker_group
         self.num_engines: int = worker_group.dp_size
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls `specrollout_<method>` with the same arguments in every vLLM worker. Returns the reply of each engine."""
+    def call(self, method: Callable[[WorkerCalls, *Arguments], object], *arguments: *Arguments) -> list[Any]:
+        """Calls a method of the vLLM workers with the same arguments in all engines. Returns the reply of each engine."""
         return self.call_each(method, [arguments] * self.num_engines)
 
-    def call_each(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
-        """Calls `specrollout_<method>` with each engine's own arguments. An engine with None, or none, is left out."""
-        called = [(engine, list(args)) for engine, args in enumerate(arguments) if args is not None]
-        name = f"specrollout_{method}"
-        return ray.get([self.start(engine, "call", method=name, arguments=args) for engine, args in called])
+    def call_each(
+        self, method: Callable[[WorkerCalls, *Arguments], object], arguments: Sequence[tuple[*Arguments] | None]
+    ) -> list[Any]:
+        """Calls a method of the vLLM workers with each engine's own arguments.
 
-    def start(self, engine: int, method: str, /, **arguments: Any) -> Any:
-        """Begins to call `specrollout_<method>` of an engine's actor. Returns Ray's reference to the reply."""
-        worker = self._group.get_dp_leader_worker_idx(engine)
-        return self._group.run_single_worker_single_data(f"specrollout_{method}", worker, **arguments)
+        An engine is left out if its arguments are None, or if `arguments` ends before it. Returns the replies of the others.
+        """
+        calls = [
+            self.start(engine, EngineActorCalls.specrollout_call, method=method.__name__, arguments=list(own))
+            for engine, own in enumerate(arguments)
+            if own is not None
+        ]
+        return ray.get(calls)
+
+    def start(
+        self,
+        engine: int,
+        method: Callable[Concatenate[EngineActorCalls, Parameters], object],
+        /,
+        *arguments: Parameters.args,
+        **named: Parameters.kwargs,
+    ) -> Any:
+        """Begins to call a method of an engine actor. Returns Ray's reference to the reply.
+
+        NeMo-RL refuses arguments without a name, and no method of the table takes any. `arguments` is here because the type
+        checker compares both kinds with the method.
+        """
+        assert not arguments, f"name the arguments of {method.__name__}"
+        actor = self._group.get_dp_leader_worker_idx(engine)
+        return self._group.run_single_worker_single_data(method.__name__, actor, **named)
 
     def drafter_stats(self) -> list[DrafterStats]:
         """Returns the drafter stats of the engines that have remote drafters."""
-        return [DrafterStats(**reply) for reply in self.call("drafter_stats") if reply is not None]
+        return [
+            DrafterStats(**reply) for reply in self.call(WorkerCalls.specrollout_drafter_stats) if reply is not None
+        ]
 
 
 def failure_text(error: Exception) -> str:

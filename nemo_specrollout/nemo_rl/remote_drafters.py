@@ -15,7 +15,8 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.drafter_configs import SECRET_VARIABLE, RemoteDrafterConfig, any_port, secret_of_run
-from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient, failure_text
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, EngineClient, failure_text
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec, drafter_spec
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
@@ -95,7 +96,8 @@ class _Drafter:
         except ActorFailed as error:
             return self._failed(str(error), is_alive=error.is_alive)
         is_another = self.last_process not in (0, status.process)
-        self.num_restarts += is_another
+        if is_another:
+            self.num_restarts += 1
         ended = f"{self._where} ended; the rollout goes on, and Ray has started it again"
         sentence = ended if is_another and not self.is_told else None
         self.status = status
@@ -113,7 +115,8 @@ class _Drafter:
         """Restarts the actor's process if it `is_alive`. Returns a sentence, or None if the driver has told of the failure."""
         where = self._where
         was_told = self.is_told
-        self.status, self.is_told = None, True
+        self.status = None
+        self.is_told = True
         if is_alive:
             self.link.restart()
         self.link.call("status")
@@ -123,7 +126,7 @@ class _Drafter:
 class RemoteDrafters:
     """Owns the run's drafters and the addresses that the engines have.
 
-    Drafters on GPUs start at the first `update`, when all of NeMo-RL's workers have their GPUs; others start at once.
+    Drafters on GPUs start at the first `update`, when all processes of NeMo-RL have their GPUs; others start at once.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class RemoteDrafters:
         self._drafters = None if starts_later else [_Drafter(link) for link in start()]
         self._sent: list[str] = []
 
-    def update(self, workers: WorkerClient) -> None:
+    def update(self, engines: EngineClient) -> None:
         """Sends the drafters' addresses to the engines if they have changed. Safe during a rollout."""
         if self._drafters is None:
             self._drafters = [_Drafter(link) for link in self._start()]
@@ -147,7 +150,7 @@ class RemoteDrafters:
         if addresses == (self._sent or [""] * len(addresses)):
             return
         try:
-            workers.call("drafters_at", addresses, self._secret)
+            engines.call(WorkerCalls.specrollout_drafters_at, addresses, self._secret)
             self._sent = addresses
         except Exception as error:
             self._log.alarms.append(f"an engine did not get the addresses of the drafters: {failure_text(error)}")
@@ -182,6 +185,6 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
 
 
 def stats_between(before: Sequence[DrafterStats], after: Sequence[DrafterStats]) -> dict[str, Any]:
-    """Returns the figures of `DrafterStats` between two readings of `WorkerClient.drafter_stats`, over all engines."""
+    """Returns the figures of `DrafterStats` between two readings of `EngineClient.drafter_stats`, over all engines."""
     pairs = zip(before, after, strict=True)
     return DrafterStats.together([now.since(earlier) for earlier, now in pairs]).figures()

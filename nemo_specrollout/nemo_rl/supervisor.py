@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, start_head_refresh
 from nemo_specrollout.nemo_rl.metrics import (
     acceptance_counts,
@@ -21,7 +22,7 @@ from nemo_specrollout.nemo_rl.metrics import (
     step_metrics,
     weight_updates,
 )
-from nemo_specrollout.nemo_rl.ray_calls import WorkerClient, answer_of, engine_environment
+from nemo_specrollout.nemo_rl.ray_calls import EngineClient, answer_of, engine_environment
 from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters, start_drafters, stats_between
 from nemo_specrollout.nemo_rl.run_facts import RunFacts
 from nemo_specrollout.nemo_rl.step_log import StepLog
@@ -107,8 +108,8 @@ class Supervisor:
         self._facts_at = time.perf_counter()
 
     def attach(self, worker_group: Any) -> None:
-        """Takes NeMo-RL's group of the engines' actors, and starts the refresh of the draft head for them."""
-        self._workers = WorkerClient(worker_group)
+        """Takes NeMo-RL's group of the engine actors, and starts the refresh of the draft head for them."""
+        self._workers = EngineClient(worker_group)
         if self._block.draft_refresh is not None:
             self._refresh = start_head_refresh(self._block, self._config, self._facts.heads, self._workers, self._log)
 
@@ -122,7 +123,8 @@ class Supervisor:
         start = self._workers.start
         actor = self._exchange.actor
         engines = range(num_engines)
-        ray.get([start(engine, "join_exchange", actor=actor, engine=engine) for engine in engines])
+        join = EngineActorCalls.specrollout_join_exchange
+        ray.get([start(engine, join, actor=actor, engine=engine) for engine in engines])
 
     def close(self) -> None:
         """Ends the refresh and the drafters. The engines may still run."""
@@ -147,7 +149,7 @@ class Supervisor:
 
     def policy_updated(self, version: int) -> None:
         """Tells the engines, the trainer and the drafters that the engines have the weights of `version`."""
-        self._workers.call("policy_is", version)
+        self._workers.call(WorkerCalls.specrollout_policy_is, version)
         if self._refresh is not None:
             self._refresh.policy_updated(version)
         if self._drafters is not None:
@@ -181,7 +183,7 @@ class Supervisor:
             log.entries["acceptance"] = counts
         seeds = self._requested or None
         self._requested = []
-        ends = [StepEnd.from_wire(reply) for reply in self._workers.call("end_step", seeds)]
+        ends = [StepEnd.from_wire(reply) for reply in self._workers.call(WorkerCalls.specrollout_end_step, seeds)]
         log.samples += sample_lines(ends, seeds)
         log.alarms += [alarm["sentence"] for end in ends for alarm in end.alarms]
         metrics |= head_metrics(ends)
@@ -209,5 +211,5 @@ class Supervisor:
 
     def _read(self) -> tuple[EngineTotals, list[DrafterStats]]:
         """Returns sums over all engines, and the counters of each engine if there are remote drafters."""
-        totals = reduce(add, map(EngineTotals.from_wire, self._workers.call("totals")))
+        totals = reduce(add, map(EngineTotals.from_wire, self._workers.call(WorkerCalls.specrollout_totals)))
         return totals, ([] if self._block.remote is None else self._workers.drafter_stats())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM workers of an engine under NeMo-RL: our worker with NeMo-RL's worker extension.
+"""vLLM workers of an engine under NeMo-RL: our vLLM worker with NeMo-RL's worker extension.
 
 vLLM refuses an extension if a worker class has the same names, unless the extension is a direct base of that class. It is
 one here, so `with_worker_names` makes that test instead.
@@ -21,14 +21,15 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.vllm_worker import SpecrolloutWorker
 from nemo_specrollout.heads.serving.head_loading import part_from_policy
 from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER
-from nemo_specrollout.nemo_rl.patch_points import EXTENSION_PATCH_POINTS, SHARED_NAMES, check_patch_points
+from nemo_specrollout.nemo_rl.patch_point_table import WORKER_POINTS
+from nemo_specrollout.nemo_rl.patch_points import SHARED_NAMES, check_patch_points
 
 logger = logging.getLogger(__name__)
 
 _TRAINED_HEAD_METHODS = ("eagle", "eagle3")
 """vLLM's methods whose head NeMo-RL can train."""
 
-check_patch_points(EXTENSION_PATCH_POINTS)
+check_patch_points(WORKER_POINTS)
 
 
 class ExtensionOverrides:
@@ -101,11 +102,11 @@ def with_worker_names(cls: type) -> type:
 
 @with_worker_names
 class NemoRlWorker(ExtensionOverrides, VllmInternalWorkerExtension, SpecrolloutWorker):
-    """Worker that is refitted through NeMo-RL's IPC or collectives."""
+    """vLLM worker that is refitted through NeMo-RL's IPC or collectives."""
 
 
 @with_worker_names
 class NemoRlCheckpointEngineWorker(
     ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, SpecrolloutWorker
 ):
-    """Worker that is refitted through NeMo-RL's checkpoint engine."""
+    """vLLM worker that is refitted through NeMo-RL's checkpoint engine."""

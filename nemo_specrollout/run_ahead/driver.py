@@ -7,28 +7,37 @@ for the same requests under the same noise. Nothing else ever sees these texts.
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import ray
 
+from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls
 from nemo_specrollout.generation.engine.requests import TOKEN_BYTES
 from nemo_specrollout.reports.records import PREFIX, ahead_alarms, ahead_figures
 
+Parameters = ParamSpec("Parameters")
 SLICE_S = 0.1
 """Seconds for which a synchronous engine decodes ahead before it looks at its other calls."""
 
 
 class Engines(Protocol):
-    """The engines of a run, as the driver reaches them. NeMo-RL's are a `WorkerClient` (`nemo_rl/ray_calls.py`)."""
+    """The engines of a run, as the driver reaches them. NeMo-RL's are an `EngineClient` (`nemo_rl/ray_calls.py`)."""
 
     num_engines: int
 
-    def start(self, engine: int, method: str, /, **arguments: Any) -> Any:
-        """Begins to call a method of an engine's actor. Returns Ray's reference to the reply."""
+    def start(
+        self,
+        engine: int,
+        method: Callable[Concatenate[EngineActorCalls, Parameters], object],
+        /,
+        *arguments: Parameters.args,
+        **named: Parameters.kwargs,
+    ) -> Any:
+        """Begins to call a method of an engine actor. Returns Ray's reference to the reply."""
 
 
 class Row(Protocol):
@@ -65,11 +74,11 @@ class RunAhead:
     @contextmanager
     def weights_change(self) -> Iterator[None]:
         """Encloses a change of weights while asynchronous engines decode. Rows under way begin again, so none is mixed."""
-        self._ask("weights_change")
+        self._ask(EngineActorCalls.specrollout_weights_change)
         try:
             yield
         finally:
-            self._ask("weights_change")
+            self._ask(EngineActorCalls.specrollout_weights_change)
 
     def begin(self, version: int, prompts: Sequence[Sequence[int]], rows: Sequence[Row], after: int) -> None:
         """Lets engines decode the rows of a coming policy version. A synchronous one first ends `after` calls of generate.
@@ -100,24 +109,31 @@ class RunAhead:
         self._stop.set()
         thread.join()
         at_work = [engine for engine, rows in enumerate(self._shards) if rows]
-        replies = [self._engines.start(engine, "end_ahead", keeps_cache=keeps_cache) for engine in at_work]
+        end = EngineActorCalls.specrollout_end_ahead
+        replies = [self._engines.start(engine, end, keeps_cache=keeps_cache) for engine in at_work]
         for rows, texts in zip(filter(None, self._shards), ray.get(replies), strict=True):
             made, pairs = self._made.texts, zip(rows, texts, strict=bool(texts))  # no texts: the engine was never free
             made |= {row.seed: max(text, made.get(row.seed, b""), key=len) for row, text in pairs if text}
-        self._ask("texts_ahead", texts=ray.put(self._made.texts))
+        texts_once: Any = ray.put(self._made.texts)  # stored once for all engines
+        self._ask(EngineActorCalls.specrollout_texts_ahead, texts=texts_once)
 
     def figures(self, version: int) -> tuple[dict[str, float], list[str]]:
         """Returns metrics and alarms of the texts for the step of a policy version, the last one or the one before."""
         made = next((made for made in (self._made, self._made_before) if made.version == version), _Made(version))
         num_made = sum(map(len, made.texts.values())) // TOKEN_BYTES
-        num_kept, num_tokens = map(sum, zip(*self._ask("take_kept"), strict=True))
+        num_kept, num_tokens = map(sum, zip(*self._ask(EngineActorCalls.specrollout_take_kept), strict=True))
         figures = ahead_figures(num_made, num_kept, num_tokens, made.seconds)
         return {PREFIX + name: value for name, value in figures.items()}, ahead_alarms(num_made, num_kept)
 
-    def _ask(self, method: str, **arguments: Any) -> list[Any]:
-        """Returns each engine's reply."""
+    def _ask(
+        self,
+        method: Callable[Concatenate[EngineActorCalls, Parameters], object],
+        *arguments: Parameters.args,
+        **named: Parameters.kwargs,
+    ) -> list[Any]:
+        """Calls a method of every engine actor. Returns each engine's reply."""
         engines = range(self._engines.num_engines)
-        return list(ray.get([self._engines.start(engine, method, **arguments) for engine in engines]))
+        return list(ray.get([self._engines.start(engine, method, *arguments, **named) for engine in engines]))
 
     def _run(self, work: Sequence[tuple[Sequence[Any], Sequence[Row]]], after: int) -> None:
         started = time.perf_counter()
@@ -135,5 +151,7 @@ class RunAhead:
         self._made.seconds += time.perf_counter() - started
 
     def _advance(self, engine: int, after: int, prompts: Sequence[Any] = (), rows: Sequence[Row] = ()) -> Any:
-        work = {"prompts": list(prompts), "rows": list(rows), "seconds": SLICE_S, "after": after}
-        return self._engines.start(engine, "run_ahead", **work)
+        run_ahead = EngineActorCalls.specrollout_run_ahead
+        return self._engines.start(
+            engine, run_ahead, prompts=list(prompts), rows=list(rows), seconds=SLICE_S, after=after
+        )

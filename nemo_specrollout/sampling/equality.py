@@ -7,9 +7,7 @@ Shapes: B requests, R rows, K draft positions.
 
 import torch
 
-from nemo_specrollout.sampling.platforms import kernels_for
-
-_KERNELS = "nemo_specrollout.sampling.equality_triton"
+from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 
 def accept_by_equality(
@@ -28,5 +26,7 @@ def accept_by_equality(
     num_requests = len(starts_B1) - 1
     emitted_BK = sampled_R.new_empty(num_requests, num_positions + 1)
     counts_B = torch.empty(num_requests, dtype=torch.int32, device=sampled_R.device)
-    kernels_for(sampled_R.device.type, _KERNELS).accept_rows(sampled_R, inputs_R, starts_B1, emitted_BK, counts_B)
+    kernels_for(sampled_R.device.type, KernelModule.EQUALITY).accept_rows(
+        sampled_R, inputs_R, starts_B1, emitted_BK, counts_B
+    )
     return emitted_BK, counts_B

@@ -8,11 +8,31 @@ an engine starts.
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from types import ModuleType
 from typing import Any
 
 GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 """vLLM's worker for a GPU."""
+
+
+class KernelModule(StrEnum):
+    """Our modules of Triton kernels, by their full names.
+
+    `kernels_for` loads one by its name once the type of the device is known, because a platform may have bodies of its own
+    in its place. The laboratory registers such bodies for a CPU.
+    """
+
+    ROW_SAMPLING = "nemo_specrollout.generation.step.row_sampling_triton"
+    """Sample rows, accept drafts and grade tokens. Launched by `generation/step/row_sampling.py`."""
+    EQUALITY = "nemo_specrollout.sampling.equality_triton"
+    """Accept drafts that equal the sampled tokens. Launched by `sampling/equality.py`."""
+    STEP = "nemo_specrollout.drafters.step_triton"
+    """Observe, learn and propose, for the draft board and all context indexes. Launched by `drafters/board.py`."""
+    DRAFT_SAMPLING = "nemo_specrollout.generation.drafting.draft_sampling_triton"
+    """Sample drafts with the target's noise. Launched by `generation/drafting/draft_sampling.py`."""
+    DRAFT_STREAM = "nemo_specrollout.remote.verifier.draft_stream_triton"
+    """Find the drafts of remote drafters that continue each request. Launched by `remote/verifier/draft_stream.py`."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +41,8 @@ class Platform:
 
     worker: str
     """Full name of vLLM's worker class."""
-    kernels: Mapping[str, str]
-    """For each of our modules of Triton kernels, the name of a module that has the same functions."""
+    kernels: Mapping[KernelModule, str]
+    """For each of our modules of Triton kernels, the full name of a module that has the same functions."""
 
 
 _platforms: dict[str, Platform] = {}
@@ -34,7 +54,7 @@ def register_platform(device_type: str, platform: Platform) -> None:
     _platforms[device_type] = platform
 
 
-def kernels_for(device_type: str, module: str) -> ModuleType:
+def kernels_for(device_type: str, module: KernelModule) -> ModuleType:
     """Returns our module of Triton kernels, or what a platform registered in its place."""
     platform = _platforms.get(device_type)
     return importlib.import_module(module if platform is None else platform.kernels[module])

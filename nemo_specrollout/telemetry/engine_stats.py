@@ -152,7 +152,14 @@ class StepTrace:
         self._was_idle = True
 
     def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
-        """Records a step whose tokens are sampled now: its requests, the rows to sample from, and all rows."""
+        """Records the step whose tokens are sampled now.
+
+        Args:
+            num_requests: Requests of the step.
+            num_rows: Rows of logits to sample from, which are one for each request and one for each draft token.
+            num_scheduled: Tokens that the model has computed in the step. There are more of them than rows if the step also
+                computes prompts, and then it is no pure decode step.
+        """
         now = time.perf_counter()
         is_decode = num_rows == num_scheduled and not self._was_idle and not self._is_open
         if self._is_open:  # near the context's end vLLM asks for no drafts, so the previous step did not end here

@@ -26,7 +26,7 @@ from nemo_rl.models.generation import configure_generation_config
 from nemo_rl.models.generation.vllm import vllm_worker
 
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.nemo_rl.engine_actors import SpecrolloutVllmWorkerImpl
+from nemo_specrollout.nemo_rl.engine_actors import EngineActor
 from nemo_specrollout.nemo_rl.installation import install
 from nemo_specrollout.nemo_rl.row_seeds import SEEDS_KEY, RowSeeds
 
@@ -118,8 +118,8 @@ def native(base: Path) -> dict[str, Any]:
 
 def ours(base: Path) -> dict[str, Any]:
     return {
-        "plain": answers(SpecrolloutVllmWorkerImpl, generation_config(base, {"enabled": True, "drafters": []})),
-        "drafted": answers(SpecrolloutVllmWorkerImpl, generation_config(base, BLOCK)),
+        "plain": answers(EngineActor, generation_config(base, {"enabled": True, "drafters": []})),
+        "drafted": answers(EngineActor, generation_config(base, BLOCK)),
     }
 
 

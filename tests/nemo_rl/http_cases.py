@@ -17,7 +17,8 @@ import openai
 from engine_cases import generation_config  # also prepares this process
 from nemo_rl.models.generation.vllm import vllm_worker_async
 
-from nemo_specrollout.nemo_rl.engine_actors import SpecrolloutVllmAsyncWorkerImpl
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
+from nemo_specrollout.nemo_rl.engine_actors import AsyncEngineActor
 
 BLOCKS = {
     "plain": {"enabled": True, "drafters": []},
@@ -83,7 +84,7 @@ async def ask_all(worker: Any) -> dict[str, Any]:
     agents = [ask(f"{WORDS} {agent} " * 3, seed=agent) for agent in range(12)]
     found["concurrent"] = await asyncio.gather(*agents)
     found["one_by_one"] = [await ask(f"{WORDS} {agent} " * 3, seed=agent) for agent in reversed(range(12))][::-1]
-    totals = await worker.specrollout_call("specrollout_totals", [])
+    totals = await worker.specrollout_call(WorkerCalls.specrollout_totals.__name__, [])
     found["totals"] = {
         "derived": totals["num_derived_seeds"],
         "proposed": sum(map(sum, dict(totals["proposed"]).values())),
@@ -92,8 +93,8 @@ async def ask_all(worker: Any) -> dict[str, Any]:
 
 
 async def main(which: str, base: Path) -> None:
-    assert SpecrolloutVllmAsyncWorkerImpl.__mro__.index(vllm_worker_async.VllmAsyncGenerationWorkerImpl)
-    worker = SpecrolloutVllmAsyncWorkerImpl(config_of(base, which), bundle_indices=[0], seed=0)
+    assert AsyncEngineActor.__mro__.index(vllm_worker_async.VllmAsyncGenerationWorkerImpl)
+    worker = AsyncEngineActor(config_of(base, which), bundle_indices=[0], seed=0)
     await worker.post_init_async()
     print("ANSWERS " + json.dumps(await ask_all(worker)))
     sys.stdout.flush()

@@ -20,7 +20,7 @@ from engine_cases import generation_config
 from nemo_rl.models.generation.vllm import vllm_worker
 from safetensors.torch import load_file
 
-from nemo_specrollout.nemo_rl.engine_actors import SpecrolloutVllmWorkerImpl
+from nemo_specrollout.nemo_rl.engine_actors import EngineActor
 
 HEAD = Path(os.environ["TINY"]) / "eagle3"
 SPECULATIVE_CONFIG = {"method": "eagle3", "model": str(HEAD), "num_speculative_tokens": 2}
@@ -42,7 +42,7 @@ def refit(worker: Any, sent: dict[str, torch.Tensor]) -> dict[str, bool]:
 def main(which: str, base: Path) -> dict[str, bool]:
     config = generation_config(base, {"enabled": which == "ours"}, SPECULATIVE_CONFIG)
     config["vllm_cfg"]["load_format"] = "dummy"  # as with policy.draft.enabled
-    cls = {"native": vllm_worker.VllmGenerationWorkerImpl, "ours": SpecrolloutVllmWorkerImpl}[which]
+    cls = {"native": vllm_worker.VllmGenerationWorkerImpl, "ours": EngineActor}[which]
     worker = cls(config, bundle_indices=[0], seed=0)
     sent = {name: tensor + 1 for name, tensor in load_file(HEAD / "model.safetensors").items()}
     (found,) = worker.llm.collective_rpc(refit, args=(sent,))

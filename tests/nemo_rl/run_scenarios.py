@@ -2,7 +2,7 @@
 """Runs NeMo-RL's own GRPO several times in one process, so that its imports are paid once.
 
 run_scenarios.py BASE.yaml SCENARIOS.json OUT_DIR; a scenario is a name and its overrides. OUT_DIR/<name>/result.json tells
-how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine's actor after N steps,
+how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine actor after N steps,
 or after N recorded prompt groups where the scenario records them. `"kill"` names another actor by a part of its class name.
 `"environment"` is set while it runs.
 How far the weights move is in OUT_DIR/<name>/weights.jsonl, written by `cpu_host`.
@@ -38,7 +38,7 @@ class Killing:
     @classmethod
     def of(cls, facts: dict[str, Any]) -> "Killing | None":
         after = facts.get("kill_after")
-        return None if after is None else cls(after, facts.get("kill", "Vllm"))
+        return None if after is None else cls(after, facts.get("kill", "EngineActor"))
 
 
 def run_all(base: Path, scenarios: dict[str, Any], out: Path) -> None:
@@ -89,9 +89,9 @@ class _Profile(cProfile.Profile):
 
 
 def _actors_left() -> list[str]:
-    """Names of the engines' actors, and of ours, that are alive when a run is over."""
+    """Names of the engine actors, and of our other actors, that are alive when a run is over."""
     time.sleep(2)  # Ray's own book-keeping of deaths
-    kinds = ("Vllm", "HeadTrainer", "SpecrolloutDrafter", "SpecrolloutExchange")
+    kinds = ("EngineActor", "Vllm", "HeadTrainer", "SpecrolloutDrafter", "SpecrolloutExchange")
     return [actor["Name"] or actor["ActorClassName"] for name in kinds for actor in _alive(name)]
 
 

@@ -8,7 +8,7 @@ import pytest
 from nemo_rl_host import Host
 
 from nemo_specrollout.doctor.patch_point_check import name_of
-from nemo_specrollout.nemo_rl.patch_points import SECTIONS
+from nemo_specrollout.nemo_rl.patch_point_table import POINTS_OF_ALL_RUNS, WORKER_POINTS
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
 
@@ -19,4 +19,4 @@ def test_all_patch_points_are_present(host: Host, tmp_path: Path) -> None:
     assert "768 of 768 tokens equal" in output
     found = {d["name"]: d["found"] for d in json.loads(file.read_text())["diagnoses"]}
     assert found["nemo-rl"].endswith("is newer than v0.7.0")
-    assert {found[name_of(point)] for point in (*SECTIONS["all"], *SECTIONS["engine"])} == {"present"}
+    assert {found[name_of(point)] for point in (*POINTS_OF_ALL_RUNS, *WORKER_POINTS)} == {"present"}

@@ -12,13 +12,12 @@ import torch
 
 from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.generation.engine import compat
-from nemo_specrollout.sampling.platforms import kernels_for
+from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 POSITION_PRIORS = np.linspace(0.8, 0.4, NUM_LEVELS)
 """Acceptance rates assumed for draft positions, which serve as levels where there are no score gaps."""
 SHARED_NOISE_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS) if compat.HAS_SCORE_GAPS else POSITION_PRIORS
 """Acceptance rates assumed for the levels of a drafter that samples with the target's noise."""
-_KERNELS = "nemo_specrollout.generation.drafting.draft_sampling_triton"
 
 
 def sample_with_score_gap(
@@ -46,7 +45,7 @@ def sample_with_score_gap(
     tokens_R = torch.empty(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
     if token_ids_V is None:
         token_ids_V = tokens_R[:0]
-    kernels_for(logits_RV.device.type, _KERNELS).sample_rows(
+    kernels_for(logits_RV.device.type, KernelModule.DRAFT_SAMPLING).sample_rows(
         logits_RV, slots_R, temperature_S, seeds_S, positions_R, tokens_R, levels_RK, column, token_ids_V
     )
     return tokens_R

@@ -18,9 +18,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
-from nemo_specrollout.sampling.platforms import kernels_for
+from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
-_KERNELS = "nemo_specrollout.generation.step.row_sampling_triton"
 _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
 
 
@@ -32,7 +31,7 @@ def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Draf
         graded: Logits that log-probs and ranks are computed from, as vLLM's `compute_topk_scores` does; None for no log-probs.
         drafts: None in a step without drafts.
     """
-    kernels: Any = kernels_for(scored.values_RV.device.type, _KERNELS)
+    kernels: Any = kernels_for(scored.values_RV.device.type, KernelModule.ROW_SAMPLING)
     drawn: Drawn = kernels.draw_rows(scored, keys, graded, drafts)
     return drawn
 
@@ -44,7 +43,11 @@ class RowSampler(Sampler):
     """
 
     def __init__(self, native: Sampler) -> None:
-        vars(self).update(vars(native))
+        # vLLM's runner has made its sampler before we may replace it, and does not keep the constructor's arguments, which
+        # differ between versions. So this object takes over all attributes, among them the device tensors, which thus exist
+        # once only, and calls no constructor of vLLM.
+        for name, value in vars(native).items():
+            setattr(self, name, value)
         self._is_processed_S = np.zeros_like(self.needs_logits_processing)
         sampling: Any = self.sampling_states
         self._add_state = sampling.add_request

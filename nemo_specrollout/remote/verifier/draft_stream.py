@@ -25,9 +25,8 @@ from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.protocol.messages import FrameError
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
 from nemo_specrollout.remote.protocol.verifier_side import PeerState, PolicyModel, StreamRequest, VerifierSide
-from nemo_specrollout.sampling.platforms import kernels_for
+from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
-_KERNELS = "nemo_specrollout.remote.verifier.draft_stream_triton"
 NOWHERE = ""
 """Address of a drafter that has not been placed yet. Nothing is sent to it."""
 
@@ -54,7 +53,7 @@ class DraftStream:
 
     def propose(self, texts: Texts, proposals: Proposals) -> None:
         """Writes up to K draft tokens of each request. A row without a request gets none."""
-        kernels = kernels_for(texts.slots_B.device.type, _KERNELS)
+        kernels = kernels_for(texts.slots_B.device.type, KernelModule.DRAFT_STREAM)
         kernels.align(*texts, self._on_device(), *proposals, self.counts_3)
 
 

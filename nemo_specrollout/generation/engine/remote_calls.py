@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of an engine that other processes call by name: what each takes, what it replies, and who answers.
+
+Ray and vLLM send the name of a method to another process. A caller here never writes that name itself. It passes a method of
+one of these classes, such as `WorkerCalls.specrollout_totals`, so that an editor finds caller and answer, and the type
+checker compares the arguments. The class that answers derives from the table, and defines every method of it.
+
+Every name begins with `specrollout_`, because the methods live in classes of NeMo-RL and vLLM beside their own.
+"""
+
+from collections.abc import Awaitable
+from typing import Any
+
+
+class WorkerCalls:
+    """Calls that a vLLM worker answers, which is vLLM's process for a GPU: `VllmWorkerMixin` in generation/vllm_worker.py.
+
+    `vllm.LLM.collective_rpc` sends them to all ranks of an engine. Arguments and replies are plain values.
+    """
+
+    def specrollout_totals(self) -> dict[str, Any] | None:
+        """Returns `EngineTotals` as a dict; None on a rank whose drafts are not used."""
+        raise NotImplementedError
+
+    def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
+        """Returns `StepEnd` as a dict; None on a rank whose drafts are not used.
+
+        Sample stats are returned for the requests of `seeds`; with None, for all requests that ended.
+        """
+        raise NotImplementedError
+
+    def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
+        """Returns `SampleStats` as a dict for each seed; None for a request that no drafter saw."""
+        raise NotImplementedError
+
+    def specrollout_take_alarms(self) -> list[dict[str, Any]]:
+        """Returns the alarms that the head's canary raised since the last call."""
+        raise NotImplementedError
+
+    def specrollout_weights_updated(self, seconds: float) -> None:
+        """Counts a weight update that kept the engine from steps for `seconds`."""
+        raise NotImplementedError
+
+    def specrollout_policy_is(self, version: int) -> None:
+        """Sets the version of the engine's weights. Each update of the weights increments it."""
+        raise NotImplementedError
+
+    def specrollout_load_head(
+        self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3
+    ) -> None:
+        """Loads the head in `folder`. It drafts from now on.
+
+        Args:
+            folder: A published head.
+            head_version: Version of the policy that the head was trained for; None: the engine's own.
+            expected_length: Tokens a step that the head made on held-out texts, if known.
+            num_positions: Draft positions of that measurement.
+
+        Raises ValueError for a head unlike the one that the engine was started with.
+        """
+        raise NotImplementedError
+
+    def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
+        """Writes captured features to a store. Returns the error, or None: a full disk must not stop an engine.
+
+        `place` has the arguments of `FeatureCapture.store`. This engine must be the only writer there.
+        """
+        raise NotImplementedError
+
+    def specrollout_save_teacher(self, file: str) -> str | None:
+        """Writes the policy's LM head and embedding to `file`. Returns the error, or None.
+
+        All tensor-parallel ranks must be asked.
+        """
+        raise NotImplementedError
+
+    def specrollout_drafter_stats(self) -> dict[str, Any] | None:
+        """Returns `DrafterStats` as a dict; None without remote drafters, and on a rank whose drafts are not used."""
+        raise NotImplementedError
+
+    def specrollout_drafters_at(self, addresses: list[str], secret: str) -> None:
+        """Sets the addresses of the remote drafters ("" for one that is down), and the secret that they share."""
+        raise NotImplementedError
+
+
+class EngineActorCalls:
+    """Calls that an engine actor answers, which is NeMo-RL's Ray actor around an engine: nemo_rl/engine_actors.py.
+
+    NeMo-RL sends arguments by their names only. An asynchronous engine answers some calls with a coroutine, which Ray awaits.
+    Yet no method here is `async`, because one would make Ray run the actors of synchronous engines on an event loop, too.
+    """
+
+    def specrollout_call(self, *, method: str, arguments: list[Any]) -> Any:
+        """Calls a method of `WorkerCalls`, by its name, in all vLLM workers of the engine.
+
+        Returns the reply of the only rank that does not reply None. Arguments and reply are plain values.
+        """
+        raise NotImplementedError
+
+    def specrollout_join_exchange(self, *, actor: Any, engine: int) -> Awaitable[None] | None:
+        """Joins the exchange of requests, which is the Ray actor `actor`, as engine number `engine`."""
+        raise NotImplementedError
+
+    def specrollout_run_ahead(
+        self, *, prompts: list[list[int]], rows: list[Any], seconds: float, after: int
+    ) -> Awaitable[bool] | bool | None:
+        """Decodes rows of the next step, new and begun ones, for about `seconds`.
+
+        Returns whether any is left. A synchronous engine returns None, and begins none of them, if fewer than `after` calls
+        of `generate` have ended. `rows` are `Row`s (nemo_rl/row_seeds.py), and `prompts` has their token ids.
+        """
+        raise NotImplementedError
+
+    def specrollout_end_ahead(self, *, keeps_cache: bool) -> Awaitable[list[bytes]] | list[bytes]:
+        """Leaves no such row in the engine. Returns their texts in the order of the rows, as int32 numbers."""
+        raise NotImplementedError
+
+    def specrollout_texts_ahead(self, *, texts: dict[int, bytes]) -> None:
+        """Gets the texts that engines have made ahead, by seed, for the rows to come."""
+        raise NotImplementedError
+
+    def specrollout_take_kept(self) -> tuple[int, int]:
+        """Returns the tokens of such texts that were right, and all tokens of their responses, since the last call."""
+        raise NotImplementedError
+
+    def specrollout_weights_change(self) -> Awaitable[None]:
+        """Notes that a change of the weights begins or ends. Only asynchronous engines have this call.
+
+        From the first one on, every row is a sample of one policy.
+        """
+        raise NotImplementedError
