@@ -15,6 +15,13 @@ PROTOCOL = 2
 MAX_FRAME_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
 """Largest number of rows of a message, and of tokens in one commit."""
+MAX_OPENS = 4096
+"""Largest number of requests that one `Step` opens."""
+LONGEST_TEXT_BYTES = MAX_FRAME_BYTES - (2 << 20)
+"""Largest text that a request may be opened with. The rest of the frame is left for the other requests of the `Step`."""
+OPENED_BYTES = MAX_FRAME_BYTES // 4
+"""Bytes of text after which a `Step` opens no further request, so that neither side packs or reads a large frame for long.
+The requests that are left over are opened by the steps that follow."""
 LONGEST_TOKEN_S = 60.0
 """Largest valid `Drafts.token_s`. A verifier drops a drafter that is silent for much less."""
 
@@ -105,7 +112,7 @@ class Step(_Tagged, frozen=True):
     """Verifier to drafter, after each step of the engine: opened, closed and continued requests."""
 
     session: Count
-    opens: Annotated[list[Open], msgspec.Meta(max_length=4096)]
+    opens: Annotated[list[Open], msgspec.Meta(max_length=MAX_OPENS)]
     closes: bytes
     """int64: requests that ended."""
     commits: bytes
