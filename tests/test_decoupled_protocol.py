@@ -27,6 +27,8 @@ def run_world(seed: int, faults: Faults, num_verifiers: int, num_drafters: int, 
         actor = rng.choice([*drafters, *drafters, *drafters, *verifiers])
         if rng.random() < disasters:
             actor.restart()
+        elif isinstance(actor, FakeDrafter) and rng.random() < disasters:
+            actor.publish()
         actor.step(network, now_s)
         if isinstance(actor, FakeDrafter):
             actor.check()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between verifiers and drafters: typed, bounded, packed by msgspec, and unable to carry code.
+"""Messages to and from drafters: typed, bounded, packed by msgspec, and unable to carry code.
 
 Values of many requests travel as rows, which are little-endian bytes of one type, so neither side loops over requests. A
 request is named by its session (one process of a verifier) and a number that the session never uses twice.
@@ -138,7 +138,24 @@ class Drafts(_Tagged, frozen=True):
     """int64: requests that the verifier has to open again."""
 
 
-Message = Hello | Welcome | Refuse | Step | Drafts
+class Publish(_Tagged, frozen=True):
+    """Publisher to drafter: asks it to draft with the weights in a folder from now on."""
+
+    folder: Line
+    """Absolute path on the drafter's machine."""
+    version: Count
+    """Version of the weights, a number that the publisher chooses. The answer repeats it."""
+
+
+class Published(_Tagged, frozen=True):
+    """Drafter to publisher: says whether the drafter uses the weights of a `Publish` now."""
+
+    version: Count
+    error: Line
+    """One sentence that says why the drafter keeps its old weights; empty if it uses the new ones."""
+
+
+Message = Hello | Welcome | Refuse | Step | Drafts | Publish | Published
 _decoder = msgspec.msgpack.Decoder(Message)
 encode = msgspec.msgpack.Encoder().encode
 
