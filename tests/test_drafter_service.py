@@ -169,6 +169,8 @@ def test_publish_draft_gives_a_running_drafter_new_weights(
     assert service.status.draft_version == 5
     assert main(["publish-draft", str(config), "--weights", str(new)]) == 2
     assert "name where the drafters listen" in capsys.readouterr().err
+    assert main([*command, "/weights\udcff"]) == 2
+    assert "is not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,14 @@ def publish_draft(parsed: argparse.Namespace) -> int:
     version = int(time.time()) if parsed.version is None else parsed.version
     if not 0 <= version < 2**63:
         raise ConfigError(f"--version: {version} is out of range; it must be at least 0 and below 2^63")
+    folder = str(Path(parsed.weights).absolute())
+    if not _is_utf8(folder):
+        raise ConfigError(f"--weights: {folder!r} is not UTF-8, as messages to drafters have to be; rename the folder")
     secret = shared_secret(addresses)
     from nemo_specrollout.remote.protocol.publishing import publish
 
     # The folder is not looked for here, because it is a path on the drafters' machines.
-    errors = publish(addresses, secret, str(Path(parsed.weights).absolute()), version)
+    errors = publish(addresses, secret, folder, version)
     for address, error in errors.items():
         print(f"{address}: {error}")
     if errors:
@@ -72,6 +75,15 @@ def publish_draft(parsed: argparse.Namespace) -> int:
         )
     print(f"{len(addresses)} drafters draft with version {version}")
     return 0
+
+
+def _is_utf8(text: str) -> bool:
+    """Returns whether `text` can be encoded. Python reads other bytes of the command line as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _remote_drafter(tree: Mapping[str, Any]) -> RemoteDrafterConfig:

@@ -134,7 +134,10 @@ class Peer:
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
     def note_step(self, num_requests: int, now_s: float) -> bool:
-        """Notes a step to the drafter with `num_requests` of our requests; returns whether an answer is overdue."""
+        """Notes that the drafter is sent a step, while it has `num_requests` of our requests.
+
+        Returns whether an answer to an earlier step is overdue.
+        """
         self.told_s = now_s
         self.num_asked += num_requests
         if self.waiting_since_s is None:
@@ -194,7 +197,16 @@ class VerifierSide:
         self._requests[slot] = NO_REQUEST
 
     def follow(self, token_ids_SL: np.ndarray, lengths_S: np.ndarray, now_s: float) -> list[tuple[int, Message]]:
-        """Returns messages with the indices of their drafters: steps with texts (int32; lengths are int64), and greetings."""
+        """Takes the texts as they are now, and returns the messages to send, each with the index of its drafter.
+
+        Args:
+            token_ids_SL: Text of the request in each slot, int32.
+            lengths_S: Length of each text in tokens, int64.
+            now_s: Time of the verifier's clock, in seconds.
+
+        Returns a greeting for each drafter that is away and whose pause is over, and a `Step` for each drafter that is ready
+        and either has requests of ours, also ones that have just ended, or was told nothing for `HEARTBEAT_S`.
+        """
         messages: list[tuple[int, Message]] = [
             (d, self._hello) for d, peer in enumerate(self.peers) if peer.greets(now_s)
         ]
@@ -252,7 +264,7 @@ class VerifierSide:
         self.buffers.close(slots)
 
     def _take_all_back(self, drafter: int) -> None:
-        """Takes all requests away from a drafter, which then owes nothing."""
+        """Takes all requests away from a drafter. No answer of it is waited for any more."""
         self._take_back(self.slots_of(drafter))
         self._closes[drafter] = []
         peer = self.peers[drafter]
