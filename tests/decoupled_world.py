@@ -6,6 +6,7 @@ The clock is simulated, and the engines are small deterministic functions. The p
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.draft_buffers import text_hash
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide, DraftModel
-from nemo_specrollout.remote.protocol.messages import DRAFT_ROW, Open, column, decode, encode
+from nemo_specrollout.remote.protocol.messages import DRAFT_ROW, Open, Publish, Published, column, decode, encode
 from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest, VerifierSide
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.sampling.seeds import combine
@@ -27,10 +28,10 @@ def policy_token(seed: int, text: list[int]) -> int:
     return combine(seed, len(text), *text[-3:]) % VOCAB
 
 
-def draft_token(seed: int, text: list[int], acceptance: float) -> int:
-    """Returns the token that a drafter samples after `text`: the policy's at rate `acceptance`."""
-    agrees = combine(seed, len(text), 7) % 1000 < 1000 * acceptance
-    return policy_token(seed, text) if agrees else combine(seed, len(text)) % VOCAB
+def draft_token(seed: int, text: list[int], version: int, acceptance: float) -> int:
+    """Returns the token that a drafter with weights of `version` samples after `text`: the policy's at rate `acceptance`."""
+    agrees = combine(seed, version, len(text), 7) % 1000 < 1000 * acceptance
+    return policy_token(seed, text) if agrees else combine(seed, version, len(text)) % VOCAB
 
 
 def plain_text(seed: int, prompt: list[int], limit: int) -> list[int]:
@@ -102,6 +103,12 @@ class FakeDrafter:
         num_shadows = self.rng.choice([SHADOWS, SHADOWS, 3])  # 3 are too few for all requests
         self.texts: dict[int, tuple[int, list[int]]] = {}
         self.side = DrafterSide(self, drafter, num_shadows, MAX_AHEAD)
+        self.version = 0
+
+    def publish(self) -> None:
+        """Gives the drafter new weights."""
+        self.side.receive("publisher", Publish("/weights", self.version + 1), 0.0)
+        assert self.side.draft_version == self.version
 
     def check(self) -> None:
         """Checks that the protocol knows the engine's texts, and that its committed texts are the verifier's."""
@@ -120,6 +127,9 @@ class FakeDrafter:
             self.side.drafted(np.array([self._draft(shadow) for shadow in ready.tolist()], DRAFT_ROW), 0.001)
         self.side.forget_silent(now_s)
         for peer, reply in self.side.outgoing():
+            if peer == "publisher":
+                assert reply == Published(self.version, "")
+                continue
             network.send(self.name, peer, encode(reply), now_s)
 
     # As in `DrafterEngine`
@@ -136,10 +146,13 @@ class FakeDrafter:
         assert num_kept <= len(text)
         self.texts[shadow] = (seed, text[:num_kept] + tokens)
 
+    def load_weights(self, folder: Path) -> None:
+        self.version += 1
+
     def _draft(self, shadow: int) -> tuple[int, ...]:
         """Returns a new token of a shadow sequence, as `DRAFT_ROW`."""
         seed, text = self.texts[shadow]
-        token = draft_token(seed, text, ACCEPTANCE)
+        token = draft_token(seed, text, self.version, ACCEPTANCE)
         text.append(token)
         return shadow, len(text) - 1, 0, token, 0
 
@@ -230,8 +243,8 @@ class FakeVerifier:
                 self.num_accepted += 1
 
     def _check(self, request: Request, drafts: list[int]) -> None:
-        """Checks that each draft was made for exactly the text before it."""
+        """Checks that each draft was made for exactly the text before it, by weights of some version."""
         text = list(request.text)
         for draft in drafts:
-            assert draft == draft_token(request.seed, text, ACCEPTANCE)
+            assert draft in {draft_token(request.seed, text, version, ACCEPTANCE) for version in range(40)}
             text.append(draft)

@@ -32,9 +32,10 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
-from nemo_specrollout.remote.protocol import verifier_side
+from nemo_specrollout.remote.protocol import publishing, verifier_side
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT
 from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES
+from nemo_specrollout.remote.protocol.publishing import publish
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
 from nemo_specrollout.remote.protocol.verifier_side import PeerState
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
@@ -50,6 +51,7 @@ PATIENT_S = 600.0
 def patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verifier_side, "ANSWER_DEADLINE_S", PATIENT_S)
+        patch.setattr(publishing, "ANSWERS_WITHIN_S", PATIENT_S)
         yield
 
 
@@ -144,9 +146,9 @@ def roll_out_until(
         assert_equal(rolled_out(engine, requests(8, 4), SAMPLINGS[name]), expected[name])
 
 
-def midway(engine: RolloutEngine) -> Generation:
+def midway(engine: RolloutEngine, name: str = "T=1") -> Generation:
     """Returns a rollout of 32 requests of which each has a few tokens."""
-    under_way = Generation(engine, requests(8, 4))
+    under_way = Generation(engine, requests(8, 4), sampling=SAMPLINGS[name])
     while under_way.num_tokens < 100:
         under_way.advance(seconds=0.0)
     assert not under_way.is_done
@@ -277,6 +279,32 @@ def test_policy_weights_may_change_during_rollouts(
     engine.load_weights(own.items())
     under_way.advance()
     assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
+
+
+@pytest.mark.parametrize("name", ["T=1", "T=0"])
+def test_draft_weights_may_change_during_a_rollout(
+    pool: DrafterPool,
+    similar_model: Path,
+    engine: RolloutEngine,
+    expected: dict[str, list[Rollout]],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    """With the policy's own weights every draft is right. A drafter that refuses a folder goes on with them."""
+    wait_until_ready(engine)
+    under_way = midway(engine, name)
+    assert publish(pool.addresses(), b"", str(STEP_ADDER), 5) == {}
+    under_way.advance()
+    assert_equal(under_way.rollouts, expected[name])
+    refusals = publish(pool.addresses(), b"", str(tmp_path), 6)
+    assert all("is not a checkpoint of the draft model" in refusals[address] for address in pool.addresses())
+    wait_until_ready(engine)
+    before = proposed_and_accepted(engine)
+    roll_out_until(engine, expected, lambda: proposed_and_accepted(engine)[0] > before[0], name)
+    proposed, accepted = proposed_and_accepted(engine) - before
+    assert proposed == accepted
+    assert publish(pool.addresses(), b"", str(similar_model), 7) == {}
+    assert_equal(engine.generate(requests(8, 4), **SAMPLINGS[name]), expected[name])
 
 
 def test_garbage_and_oversized_frames_are_ignored(

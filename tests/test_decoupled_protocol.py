@@ -8,6 +8,9 @@ from decoupled_world import FakeDrafter, FakeVerifier, Faults, Network, Request,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nemo_specrollout.remote.protocol import verifier_side
+from nemo_specrollout.remote.protocol.messages import OPENED_BYTES
+
 pytestmark = pytest.mark.unit
 
 
@@ -24,6 +27,8 @@ def run_world(seed: int, faults: Faults, num_verifiers: int, num_drafters: int, 
         actor = rng.choice([*drafters, *drafters, *drafters, *verifiers])
         if rng.random() < disasters:
             actor.restart()
+        elif isinstance(actor, FakeDrafter) and rng.random() < disasters:
+            actor.publish()
         actor.step(network, now_s)
         if isinstance(actor, FakeDrafter):
             actor.check()
@@ -52,11 +57,20 @@ FAULTS = st.builds(
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 2**32), FAULTS, st.integers(1, 2), st.integers(1, 2), st.sampled_from([0.0, 0.01, 0.1]))
+@given(
+    st.integers(0, 2**32),
+    FAULTS,
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.sampled_from([0.0, 0.01, 0.1]),
+    st.sampled_from([OPENED_BYTES, 24]),  # 24 bytes are a text or two
+)
 def test_output_equals_plain_decoding_in_every_schedule(
-    seed: int, faults: Faults, num_verifiers: int, num_drafters: int, disasters: float
+    seed: int, faults: Faults, num_verifiers: int, num_drafters: int, disasters: float, opened_bytes: int
 ) -> None:
-    assert_plain(run_world(seed, faults, num_verifiers, num_drafters, disasters))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verifier_side, "OPENED_BYTES", opened_bytes)
+        assert_plain(run_world(seed, faults, num_verifiers, num_drafters, disasters))
 
 
 @pytest.mark.parametrize(("faults", "least"), [(Faults(), 0.15), (Faults(loss=0.05), 0.1), (Faults(delay_s=0.02), 0.1)])

@@ -16,6 +16,7 @@ from nemo_specrollout.config.drafter_configs import as_key, is_loopback, secret_
 from nemo_specrollout.nemo_rl.remote_drafters import SpecrolloutDrafter
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec
 from nemo_specrollout.remote.protocol.messages import PROTOCOL, Hello, Welcome
+from nemo_specrollout.remote.protocol.publishing import publish
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
 
 pytestmark = pytest.mark.integration
@@ -43,7 +44,9 @@ def status_when(actor: Any, is_there: Callable[[DrafterReport], bool]) -> Drafte
         time.sleep(0.1)
 
 
-def test_a_killed_drafter_is_started_again_with_the_run_s_secret(start: Callable[..., Any], tiny_model: Path) -> None:
+def test_a_killed_drafter_is_started_again_with_the_run_s_secret_and_takes_new_weights(
+    start: Callable[..., Any], tiny_model: Path
+) -> None:
     secret = secret_of_run()
     actor = start(
         DrafterSpec(model=str(tiny_model), max_model_len=256, max_requests=4, vllm_kwargs=KWARGS), "127.0.0.1", secret
@@ -59,6 +62,8 @@ def test_a_killed_drafter_is_started_again_with_the_run_s_secret(start: Callable
     assert not stranger.wait(0.5)
     stranger.close()
     verifier.close()
+    assert publish([second.address], as_key(secret), str(tiny_model), 3) == {}
+    status_when(actor, lambda status: status.draft_version == 3)
     ray.kill(actor)
 
 

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of a drafter process, driven by hand: its answers, and the messages that it refuses."""
 
+import shutil
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 
 import msgspec
 import numpy as np
 import pytest
+import yaml
 
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.remote.drafter.drafter_service import DrafterService
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterSpec
@@ -119,6 +125,52 @@ def test_strangers_are_refused(service: DrafterService, socket: VerifierSocket) 
 def test_an_address_that_is_taken_raises_config_error(service: DrafterService, tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="cannot listen there"):
         DrafterService(DrafterSpec(model=str(tiny_model), address=service.status.address))
+
+
+@contextmanager
+def running(service: DrafterService) -> Iterator[None]:
+    """Lets the service take turns in another thread, because commands take signals and so need the main one."""
+    ended = Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            if not service.turn():
+                service._socket.wait(0.05)
+
+    thread = Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_publish_draft_gives_a_running_drafter_new_weights(
+    service: DrafterService, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block: dict[str, object] = {"drafters": [{"type": "remote", "model": str(tiny_model), "workers": 1}]}
+    for name in reversed(BLOCK_PATH.split(".")):
+        block = {name: block}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(block))
+    new = tmp_path / "new"
+    shutil.copytree(tiny_model, new)
+    command = ["publish-draft", str(config), "--address", service.status.address, "--weights"]
+    with running(service):
+        assert main([*command, str(tmp_path / "nowhere"), "--version", "4"]) == 2
+        shown = capsys.readouterr()
+        assert "is not a folder on the drafter's machine" in shown.out
+        assert shown.err.count("\n") == 1
+        assert "1 of 1 drafters did not take" in shown.err
+        assert service.status.draft_version == 0
+        assert main([*command, str(new), "--version", "5"]) == 0
+        assert "1 drafters draft with version 5" in capsys.readouterr().out
+    assert service.status.draft_version == 5
+    assert main(["publish-draft", str(config), "--weights", str(new)]) == 2
+    assert "name where the drafters listen" in capsys.readouterr().err
+    assert main([*command, "/weights\udcff"]) == 2
+    assert "is not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

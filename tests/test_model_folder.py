@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 from test_nemo_rl_config import tree
 
 from lab.local.step_rollout import load_tokenizer
-from lab.local.tied_lm_head import with_tied_lm_head
 from nemo_specrollout.cli.check import describe_config
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.heads.features.rollout_files import _encoder, token_ids_of
@@ -29,6 +28,7 @@ from nemo_specrollout.storage.model_folder import (
     stop_token_ids,
     tensor_files,
     tensor_shapes,
+    with_tied_lm_head,
 )
 
 pytestmark = pytest.mark.unit

@@ -117,13 +117,18 @@ def at(address: str, actor: int, *, silence_s: float = 0.0) -> DrafterReport:
     return DrafterReport(address, is_up=True, process=actor, silence_s=silence_s)
 
 
-def test_engines_get_new_addresses_of_drafters_without_waiting() -> None:
+def test_engines_get_new_addresses_of_drafters_without_waiting(capsys: pytest.CaptureFixture[str]) -> None:
     driver = Driver()
     assert driver.look(None, None) == []
     assert driver.look(at(HERE, 1), DrafterReport("", process=2)) == [[HERE, ""]]
     assert driver.look(at(HERE, 1), at(THERE, 2)) == [[HERE, THERE]]
     assert driver.look(at(HERE, 1), at(THERE, 2)) == []
     assert driver.log.alarms == [] and driver.num_restarts == 0
+    shown = capsys.readouterr().out.splitlines()  # `publish-draft` needs them
+    assert shown == [
+        f"  • specrollout drafters listen at {HERE}, not placed yet",
+        f"  • specrollout drafters listen at {HERE}, {THERE}",
+    ]
 
 
 def test_a_drafter_that_was_started_again_has_another_address() -> None:

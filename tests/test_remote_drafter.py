@@ -14,7 +14,10 @@ import torch
 from decoupled_world import MAX_AHEAD, MAX_LEN, VOCAB, FakeDrafter, policy_token
 
 from nemo_specrollout.drafters.base import Proposals, Texts
-from nemo_specrollout.remote.protocol.messages import decode, encode
+from nemo_specrollout.remote.protocol import verifier_side
+from nemo_specrollout.remote.protocol.draft_buffers import COUNT
+from nemo_specrollout.remote.protocol.drafter_side import DrafterSide, DraftModel
+from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES, decode, encode
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
 from nemo_specrollout.remote.protocol.verifier_side import PeerState, PolicyModel, StreamRequest
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream, RemoteDrafter
@@ -27,8 +30,8 @@ NUM_SLOTS, K, PROMPT = 3, 3, [1, 2, 3]
 class Wire:
     """A drafter's socket with the interface of `Network`."""
 
-    def __init__(self) -> None:
-        self.socket = DrafterSocket("tcp://127.0.0.1:0", b"")
+    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
+        self.socket = DrafterSocket(address, b"")
 
     def arrived(self, target: object, now_s: float) -> list[tuple[object, bytes]]:
         return [(peer, encode(message)) for peer, message in self.socket.receive()]
@@ -136,3 +139,49 @@ def test_a_plain_request_is_sent_to_no_drafter(engine: Engine) -> None:
         engine.step()
     assert engine.drafter_text(9)[:5] == engine.texts[1][1][:5]
     assert engine.drafter_text(10) == []
+
+
+NUM_LONG, LONG_TEXT = 256, 16384
+
+
+class DrafterOfLongTexts(FakeDrafter):
+    """A drafter that has room for `NUM_LONG` requests of `LONG_TEXT` tokens."""
+
+    model = DraftModel(VOCAB, "", LONG_TEXT + 64)
+
+    def restart(self) -> None:
+        super().restart()
+        self.side = DrafterSide(self, self.num_starts, NUM_LONG, MAX_AHEAD)
+
+
+def requests_with_drafts(remote: RemoteDrafter, drafter: FakeDrafter, wire: Wire) -> int:
+    """Lets both sides take a step; returns for how many requests the verifier has drafts at hand."""
+    drafter.step(wire, time.monotonic())  # type: ignore[arg-type]
+    remote.token_callback(np.arange(NUM_LONG))([[] for _ in range(NUM_LONG)])
+    return int((remote.stream.table_SX[:, COUNT] > 0).sum())
+
+
+def test_a_restarted_drafter_gets_more_text_than_a_frame_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All texts are told again after a restart, 16.8 MB here."""
+    assert NUM_LONG * LONG_TEXT * 4 >= MAX_FRAME_BYTES
+    monkeypatch.setattr(verifier_side, "ANSWER_DEADLINE_S", 600.0)  # a busy machine may be slow
+    wire = Wire()
+    drafter = DrafterOfLongTexts("d", random.Random(0), {})
+    table_SX = np.zeros((NUM_LONG, DraftStream.columns(MAX_AHEAD)), np.int32)
+    stream = DraftStream(table_SX, lambda: torch.from_numpy(table_SX))
+    remote = RemoteDrafter([wire.socket.address], b"", LONG_TEXT + 64, PolicyModel(VOCAB), stream)
+    text = [1] * LONG_TEXT
+    remote.open([StreamRequest(slot, slot, 1.0, 0, 1.0, LONG_TEXT + 64, text) for slot in range(NUM_LONG)])
+    while requests_with_drafts(remote, drafter, wire) < NUM_LONG:
+        pass
+    address = wire.socket.address
+    wire.socket.close()
+    drafter.restart()
+    wire = Wire(address)
+    peer = remote.side.peers[0]
+    while peer.drafter != drafter.num_starts or requests_with_drafts(remote, drafter, wire) < NUM_LONG:
+        requests_with_drafts(remote, drafter, wire)
+    assert drafter.side.num_open == NUM_LONG
+    assert wire.socket.num_refused == 0
+    remote.set_addresses([""], b"")
+    wire.socket.close()

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drafter's engine: a shadow that was corrected or slept drafts the same tokens as a fresh one."""
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
 from nemo_specrollout.remote.protocol.messages import Open
@@ -126,6 +129,55 @@ def test_randomly_corrected_shadows_draft_as_fresh_ones(engine: DrafterEngine) -
         expected = fresh(engine, shadow, text, 3)
         assert run_ahead(engine, [shadow], 3)[shadow] == expected
     closed(engine, *texts)
+
+
+def changed(model: Path, folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """Returns a copy of a model in `folder`, with its matrices changed."""
+    shutil.copytree(model, folder)
+    tensors = load_file(model / "model.safetensors")
+    matrices = {name: change(tensor) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+    save_file(matrices, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_new_weights_are_used_at_once(engine: DrafterEngine, tiny_model: Path, tmp_path: Path) -> None:
+    """The texts are read again: their KV of the old weights would make other drafts."""
+    other = changed(tiny_model, tmp_path / "other", lambda tensor: tensor * 1.3)
+    for m in (0, 1):
+        opened(engine, m, m, PROMPT)
+    drafts = run_ahead(engine, [0, 1], 4)[0]
+    old = fresh(engine, 0, [*PROMPT, *drafts], 16)
+    engine.load_weights(other)
+    new = run_ahead(engine, [0, 1], 16)[0]
+    assert new == fresh(engine, 0, [*PROMPT, *drafts], 16) != old
+    engine.load_weights(tiny_model)
+    assert fresh(engine, 0, [*PROMPT, *drafts], 16) == old
+    closed(engine, 0, 1)
+
+
+def test_a_folder_that_is_no_checkpoint_of_the_draft_model_changes_nothing(
+    engine: DrafterEngine, tiny_model: Path, tmp_path: Path
+) -> None:
+    old = fresh(engine, 0, PROMPT, 16)
+    (tmp_path / "empty").mkdir()
+    narrow = changed(tiny_model, tmp_path / "narrow", lambda tensor: 2 * tensor[:, 1:].contiguous())
+    cut = changed(tiny_model, tmp_path / "cut", lambda tensor: 2 * tensor)
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-100])
+    other_words = changed(tiny_model, tmp_path / "words", lambda tensor: 2 * tensor)
+    (other_words / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
+    garbled = changed(tiny_model, tmp_path / "garbled", lambda tensor: 2 * tensor)
+    (garbled / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": [1]}')
+    for folder, reason in (
+        (tmp_path / "nowhere", "is not a folder on the drafter's machine"),
+        (tmp_path / "empty", "is not a checkpoint of the draft model: .* has shape none"),
+        (narrow, "is not a checkpoint of the draft model: .* has shape"),
+        (cut, "not a whole safetensors file"),
+        (other_words, "has another tokenizer"),
+        (garbled, "a value has a wrong type"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            engine.load_weights(folder)
+    assert fresh(engine, 0, PROMPT, 16) == old
 
 
 @pytest.mark.parametrize("sampling", [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 0.9)])

@@ -16,13 +16,12 @@ from lab.local import engine_stats
 from lab.local.engine_stats import EngineStats
 from lab.local.random_budgets import is_random, randomise, to_start_with
 from lab.local.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
-from lab.local.tied_lm_head import with_tied_lm_head
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.hosted_engine import HostedEngine, device_facts, engine_facts, start_vllm
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, rollout_extra_args
 from nemo_specrollout.sampling.seeds import request_seed
-from nemo_specrollout.storage.model_folder import stop_token_ids
+from nemo_specrollout.storage.model_folder import stop_token_ids, with_tied_lm_head
 
 if TYPE_CHECKING:
     from lab.local.drafter_pool import DrafterPool

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout serve-drafter`: a remote drafter that the user starts."""
+"""`nemo-specrollout serve-drafter` and `publish-draft`: a remote drafter that the user starts, and new weights for it."""
 
 import argparse
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.command_line import use_threads
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import check_address, shared_secret
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, check_address, shared_secret
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, at
 from nemo_specrollout.config.strict import ConfigError, build
@@ -21,9 +23,7 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
     check_address("--address", parsed.address)
     shared_secret([parsed.address])
     tree = load_config(parsed.config, parsed.overrides)
-    block = build(SpecrolloutConfig, at(tree, BLOCK_PATH) or {}, BLOCK_PATH)
-    if (drafter := block.remote) is None:
-        raise ConfigError(f"{BLOCK_PATH}.drafters: none of type remote; name one, with the folder of its model")
+    drafter = _remote_drafter(tree)
     on_cpu = not Path("/dev/nvidia0").exists()
     if on_cpu:
         use_threads()
@@ -45,10 +45,59 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def publish_draft(parsed: argparse.Namespace) -> int:
+    """Has running drafters load new weights while they draft; returns 0 if all of them did.
+
+    Raises ConfigError if a drafter does not take them. Such a drafter goes on with its old weights.
+    """
+    drafter = _remote_drafter(load_config(parsed.config, parsed.overrides))
+    addresses = list(dict.fromkeys(parsed.address or drafter.addresses))
+    if not addresses:
+        raise ConfigError("--address: none, and the config has no drafters.addresses; name where the drafters listen")
+    for address in addresses:
+        check_address("--address", address, any_port=False)
+    version = int(time.time()) if parsed.version is None else parsed.version
+    if not 0 <= version < 2**63:
+        raise ConfigError(f"--version: {version} is out of range; it must be at least 0 and below 2^63")
+    folder = str(Path(parsed.weights).absolute())
+    if not _is_utf8(folder):
+        raise ConfigError(f"--weights: {folder!r} is not UTF-8, as messages to drafters have to be; rename the folder")
+    secret = shared_secret(addresses)
+    from nemo_specrollout.remote.protocol.publishing import publish
+
+    # The folder is not looked for here, because it is a path on the drafters' machines.
+    errors = publish(addresses, secret, folder, version)
+    for address, error in errors.items():
+        print(f"{address}: {error}")
+    if errors:
+        raise ConfigError(
+            f"--weights: {len(errors)} of {len(addresses)} drafters did not take {parsed.weights} and keep their old weights"
+        )
+    print(f"{len(addresses)} drafters draft with version {version}")
+    return 0
+
+
+def _is_utf8(text: str) -> bool:
+    """Returns whether `text` can be encoded. Python reads other bytes of the command line as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _remote_drafter(tree: Mapping[str, Any]) -> RemoteDrafterConfig:
+    """Returns the drafter of type remote in a config. Raises ConfigError if it has none."""
+    block = build(SpecrolloutConfig, at(tree, BLOCK_PATH) or {}, BLOCK_PATH)
+    if block.remote is None:
+        raise ConfigError(f"{BLOCK_PATH}.drafters: none of type remote; name one, with the folder of its model")
+    return block.remote
+
+
 def _in_words(status: "DrafterReport") -> str:
     share = status.busy_s / status.up_s if status.up_s else 0.0
     return (
         f"{status.num_open} requests; {status.num_drafted:,} tokens drafted in {status.num_steps:,} steps, "
         f"{status.num_corrections:,} corrections; busy {share:.0%} of {status.up_s:.0f} s; "
-        f"{status.num_refused_frames} frames refused"
+        f"{status.num_refused_frames} frames refused; weights of version {status.draft_version}"
     )

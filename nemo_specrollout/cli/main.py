@@ -85,6 +85,26 @@ COMMANDS = (
         in_scratch_folder=True,
     ),
     Command(
+        "publish-draft",
+        "gives running remote drafters new weights",
+        f"{_CLI}.drafter_commands:publish_draft",
+        (
+            *_RUN,
+            flag(
+                "--weights", "DIR", "a checkpoint of the draft model, at this path for each drafter too", required=True
+            ),
+            flag(
+                "--address",
+                "tcp://HOST:PORT",
+                "where a drafter listens, once for each drafter; default: the addresses in CONFIG",
+                action="append",
+                default=[],
+            ),
+            flag("--version", "N", "number of the weights; default: the time, in seconds", type=int),
+        ),
+        extra="engine",
+    ),
+    Command(
         "examples",
         "copies the recipes and the cluster file into a folder",
         f"{_CLI}.examples:copy_examples",

@@ -152,6 +152,8 @@ class RemoteDrafters:
         try:
             engines.call(WorkerCalls.specrollout_drafters_at, addresses, self._secret)
             self._sent = addresses
+            known = [address or "not placed yet" for address in addresses]
+            print(f"  • specrollout drafters listen at {', '.join(known)}", flush=True)
         except Exception as error:
             self._log.alarms.append(f"an engine did not get the addresses of the drafters: {failure_text(error)}")
 

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -13,6 +13,7 @@ from nemo_specrollout.storage.files import read_regular
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+Tensor = TypeVar("Tensor")
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -96,6 +97,21 @@ def tensor_files(folder: Path) -> list[Path]:
     if absent or not files:
         raise ValueError(f"{index}: {absent or 'its weight_map'} is missing; copy the missing file to the folder")
     return files
+
+
+def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Returns a model's tensors, with the embedding also under the LM head's name if the model of `folder` ties the two.
+
+    vLLM 0.29 and later reload each layer by itself, so without the second name the LM head would keep its old weights. A
+    model without an LM head is tied unless its config denies it, because some architectures are tied by default.
+    """
+    found = list(tensors)
+    names = dict(found)
+    config = read_object(folder / "config.json")
+    is_tied = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
+    if is_tied is not False and EMBEDDING in names and LM_HEAD not in names:
+        found.append((LM_HEAD, names[EMBEDDING]))
+    return found
 
 
 def check_model(folder: Path, policy: Path, kind: str = "") -> None:

@@ -224,7 +224,7 @@ def test_mutated_run_directories_lose_nothing(data: st.DataObject) -> None:
 
 ARGUMENTS = st.sampled_from([
     "run", "check", "bench", "explain", "launch", "profile", "ladder", "simulate", "report", "refresh-draft", "rollouts",
-    "serve-drafter", "list", "papers", str(QUICKSTART), "nowhere.yaml", "/", "", "grpo.seed=x", "=",
+    "serve-drafter", "publish-draft", "list", "papers", str(QUICKSTART), "nowhere.yaml", "/", "", "grpo.seed=x", "=",
     "--out", "--device", "H100", "--nodes", "-1", "--dry-run", "--profile", "--ladder", "--trace", "--policy", "--rollouts",
     "--address", "tcp://x", "--batch", "nan", "--help-me", "-h=1", "--",
 ])  # fmt: skip
@@ -233,7 +233,7 @@ ARGUMENTS = st.sampled_from([
 @fuzz(13)
 def test_random_arguments_run_or_are_refused(data: st.DataObject) -> None:
     """Commands that start engines are left out, because valid arguments would start them."""
-    command = data.draw(st.sampled_from(["check", "explain", "simulate", "report", "refresh-draft"]))
+    command = data.draw(st.sampled_from(["check", "explain", "simulate", "report", "refresh-draft", "publish-draft"]))
     arguments = data.draw(st.lists(ARGUMENTS, max_size=5))
     with tempfile.TemporaryDirectory() as folder:
         before = os.getcwd()

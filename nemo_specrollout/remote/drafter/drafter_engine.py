@@ -2,10 +2,13 @@
 """A drafter's engine: vLLM on its V2 model runner, with shadow sequences as its requests."""
 
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.arguments import QUIET_START, set_process_environment
@@ -55,6 +58,8 @@ class DrafterEngine:
             )
         # One token less than vLLM allows, because vLLM frees a request that reaches its limit.
         config = engine.model_config
+        self._folder = model
+        self._shapes = folders.tensor_shapes(folders.tensor_files(model))  # the files may change while the drafter runs
         tokenizer = folders.tokenizer_fingerprint(model)
         self.model = DraftModel(config.get_vocab_size(), tokenizer, config.max_model_len - 1)
 
@@ -86,6 +91,23 @@ class DrafterEngine:
         """Keeps the first `num_kept` tokens of a shadow sequence, and continues it with `tokens`."""
         self._scheduler.correct(shadow, num_kept, tokens)
 
+    def load_weights(self, folder: Path) -> None:
+        """Drafts with the weights in `folder` from now on. The texts of all shadow sequences are read again.
+
+        Raises ValueError or OSError, and keeps the old weights, unless `folder` holds a checkpoint with the tensors of the
+        draft model, in the same shapes. Raises RuntimeError if vLLM cannot take them, for instance for lack of memory.
+        """
+        if not self._shapes:
+            raise ValueError(f"the drafter's model {self._folder} is no folder of safetensors files to compare with")
+        tensors = read_like(folder, self._shapes)
+        if self.model.tokenizer and _tokenizer_of(folder) not in ("", self.model.tokenizer):
+            raise ValueError(
+                f"{folder} has another tokenizer than the draft model; name a checkpoint of the draft model"
+            )
+        weights = folders.with_tied_lm_head(self._folder, tensors)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._scheduler.read_again()
+
     def draft(self, shadows_M: np.ndarray) -> np.ndarray:
         """Returns a token for each of these shadows, as `DRAFT_ROW`; none for a shadow whose text is still being read."""
         self._scheduler.awake = shadows_M.tolist()
@@ -102,3 +124,26 @@ class DrafterEngine:
             process_state.stop(engine)
             del engine
             gc.collect()
+
+
+def read_like(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, torch.Tensor]]:
+    """Returns the tensors of a checkpoint by name. Raises ValueError unless they have exactly these names and shapes."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder on the drafter's machine; name one that the drafter can read")
+    files = folders.tensor_files(folder)
+    if odd := [file.name for file in files if not file.is_file()]:
+        raise ValueError(f"{folder}: {odd[0]} is not a file; copy the folder again")
+    found = folders.tensor_shapes(files)
+    for name in sorted(shapes.keys() | found.keys()):
+        if found.get(name) != shapes.get(name):
+            facts = f"{name} has shape {found.get(name, 'none')}, and the draft model's has {shapes.get(name, 'none')}"
+            raise ValueError(f"{folder} is not a checkpoint of the draft model: {facts}")
+    return [(name, tensor) for file in files for name, tensor in load_file(file).items()]
+
+
+def _tokenizer_of(folder: Path) -> str:
+    """Returns the fingerprint of the tokenizer in `folder`; empty if it has none. Raises ValueError for a broken one."""
+    try:
+        return folders.tokenizer_fingerprint(folder)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"{folder}/tokenizer.json: a value has a wrong type ({error}); copy the file again") from error

@@ -66,6 +66,7 @@ class DrafterService:
         status.num_open = side.num_open
         status.num_refused_frames = self._socket.num_refused
         status.num_corrections = side.num_corrections
+        status.draft_version = side.draft_version
         return len(shadows_M) > 0
 
     def close(self) -> None:

@@ -40,6 +40,8 @@ class DrafterReport:
     num_refused_frames: int = 0
     num_open: int = 0
     """Shadow sequences in use."""
+    draft_version: int = 0
+    """Version of the weights that `publish-draft` gave it last; 0 for those that it was started with."""
     busy_s: float = 0.0
     """Time that the engine spent drafting, in seconds."""
     up_s: float = 0.0

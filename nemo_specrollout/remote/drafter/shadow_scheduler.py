@@ -50,8 +50,12 @@ class ShadowScheduler(Scheduler):
         del request._output_token_ids[num_kept - request.num_prompt_tokens :]
         del request._all_token_ids[num_kept:]
         request.append_output_token_ids(tokens)
-        request.num_computed_tokens = min(request.num_computed_tokens, num_kept)
-        self._changed[request.request_id] = min(num_kept, self._changed.get(request.request_id, num_kept))
+        self._note_change(request, num_kept, num_kept)
+
+    def read_again(self) -> None:
+        """Gives up the KV of all texts, because the weights have changed. A text is read again when its shadow is awake."""
+        for request in self.requests.values():
+            self._note_change(request, request.num_tokens, 0)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedules a step of the awake shadows, and adds the changed texts to vLLM's output."""
@@ -89,6 +93,11 @@ class ShadowScheduler(Scheduler):
         rows = np.array(self._drafted, DRAFT_ROW)
         self._drafted = []
         return rows
+
+    def _note_change(self, request: Any, start: int, most_computed: int) -> None:
+        """Notes that a text differs from index `start` on, and that the KV of its first `most_computed` tokens is valid."""
+        request.num_computed_tokens = min(request.num_computed_tokens, most_computed)
+        self._changed[request.request_id] = min(start, self._changed.get(request.request_id, start))
 
 
 def _shadow_of(request_id: str) -> int:

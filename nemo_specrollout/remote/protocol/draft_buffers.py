@@ -25,10 +25,12 @@ FIRST_RATE = 0.9
 """Assumed share of right drafts (given that all drafts before were right) of a request without history."""
 
 BASE, COUNT, TOKENS = 0, 1, 2
-"""Columns of a draft stream's table (`draft_stream.py`): length of the text, number of tokens that follow, first of them."""
+"""Columns of a draft stream's table (`draft_stream.py`). A row has the length of the text for which the drafts were made, the
+number of draft tokens, and then the tokens themselves."""
 
 KEPT, LATE, STALE, WRONG = 0, 1, 2, 3
-"""Indices in `DraftBuffers.counts` (see `DrafterStats`). Tokens behind a gap or beyond the buffer's end are stale, too."""
+"""Indices in `DraftBuffers.counts`, by what became of a draft token (see `DrafterStats`). A token is also stale if the buffer
+lacks the token before it, or has no room for it."""
 
 ENTRY = np.dtype([("prefix_hash", np.uint64), ("token", np.int32), ("level", np.int8)], align=True)
 """One position of a text: hash of all tokens before it, its token, and the evidence level if the token was drafted."""

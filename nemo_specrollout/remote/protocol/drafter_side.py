@@ -7,6 +7,7 @@ A peer is any key by which the transport knows a verifier.
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from nemo_specrollout.remote.protocol.messages import (
     Hello,
     Message,
     Open,
+    Publish,
+    Published,
     Refuse,
     Step,
     Welcome,
@@ -31,6 +34,8 @@ SESSION_TIMEOUT_S = 120.0
 """Silence after which a verifier is forgotten, in seconds. If it comes back, it opens all of its requests again."""
 MAX_SESSIONS = 1024
 """Largest number of verifiers at a time."""
+LONGEST_REASON = 1000
+"""Characters of an engine's error that are sent to a publisher. A `Line` may have four times as many bytes."""
 NO_SHADOW = -1
 
 
@@ -67,10 +72,12 @@ class DrafterSide:
     """
 
     def __init__(self, engine: Any, drafter: int, num_shadows: int, most_ahead: int) -> None:
-        """`engine` has `model`, `open`, `close_shadow` and `correct` of `DrafterEngine`; `drafter` is random."""
+        """`engine` has the methods of `DrafterEngine` that are called here, and `model`; `drafter` is a random number."""
         self.engine: Any = engine
         self.model: DraftModel = engine.model
         self.num_corrections = 0
+        self.draft_version = 0
+        """Version of the weights that were published last; 0 for those that the drafter was started with."""
         self.shadows = ShadowSequences(num_shadows, most_ahead)
         self._drafter = drafter
         self._num_shadows = num_shadows
@@ -86,9 +93,11 @@ class DrafterSide:
         return self._num_shadows - len(self._free)
 
     def receive(self, peer: Hashable, message: Message, now_s: float) -> None:
-        """Takes a message of a verifier. Messages that no verifier sends are ignored."""
+        """Takes a message of a verifier or a publisher. Messages that only drafters send are ignored."""
         if isinstance(message, Hello):
             self._replies.append((peer, self._greet(peer, message, now_s)))
+        elif isinstance(message, Publish):
+            self._replies.append((peer, self._load_weights(message)))
         elif isinstance(message, Step):
             session = self._sessions.get(message.session)
             if session is None or session.peer != peer:
@@ -145,6 +154,20 @@ class DrafterSide:
         if len(self._sessions) >= MAX_SESSIONS:
             return f"the drafter serves {MAX_SESSIONS} verifiers already, which is the limit"
         return None
+
+    def _load_weights(self, message: Publish) -> Published:
+        """Loads new weights, or says why the old ones stay.
+
+        Tokens that the old weights drafted stay in their shadow sequences, because a verifier compares every draft with the
+        token that the policy samples.
+        """
+        try:
+            self.engine.load_weights(Path(message.folder))
+        except (ValueError, OSError, RuntimeError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            return Published(message.version, reason[:LONGEST_REASON])
+        self.draft_version = message.version
+        return Published(message.version, "")
 
     def _forget(self, session: _Session) -> None:
         for shadow in np.flatnonzero(self._session_of == session.number).tolist():

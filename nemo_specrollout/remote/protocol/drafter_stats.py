@@ -20,7 +20,7 @@ class DrafterStats:
     num_supplied: int = 0
     """Request steps with a draft at hand."""
     num_at_hand: int = 0
-    """Draft tokens at hand in these, up to the number that one step may verify."""
+    """Draft tokens at hand, summed over these request steps. A request counts at most as many as one step may verify."""
     num_kept: int = 0
     """Draft tokens that came in time and for the right text."""
     num_wrong: int = 0

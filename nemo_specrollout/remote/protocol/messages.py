@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between verifiers and drafters: typed, bounded, packed by msgspec, and unable to carry code.
+"""Messages to and from drafters: typed, bounded, packed by msgspec, and unable to carry code.
 
-Values of many requests travel as rows, which are little-endian bytes of one type, so neither side loops over requests. A
-request is named by its session (one process of a verifier) and a number that the session never uses twice.
+Values of many requests travel as rows of one NumPy type, packed as little-endian bytes, because neither side should loop over
+requests in Python. A request is named by its session, which is one process of a verifier, and by a number that the session
+never uses twice.
 """
 
 from typing import Annotated, Any
@@ -15,6 +16,13 @@ PROTOCOL = 2
 MAX_FRAME_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
 """Largest number of rows of a message, and of tokens in one commit."""
+MAX_OPENS = 4096
+"""Largest number of requests that one `Step` opens."""
+LONGEST_TEXT_BYTES = MAX_FRAME_BYTES - (2 << 20)
+"""Largest text that a request may be opened with. The rest of the frame is left for the other requests of the `Step`."""
+OPENED_BYTES = MAX_FRAME_BYTES // 4
+"""Bytes of text after which a `Step` opens no further request, so that neither side packs or reads a large frame for long.
+The requests that are left over are opened by the steps that follow."""
 LONGEST_TOKEN_S = 60.0
 """Largest valid `Drafts.token_s`. A verifier drops a drafter that is silent for much less."""
 
@@ -56,7 +64,7 @@ class _Tagged(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=str.l
 
 
 class Hello(_Tagged, frozen=True):
-    """Verifier to drafter: introduces the verifier, and states what the draft model has to match."""
+    """Introduces a verifier to a drafter, and states what the draft model has to match."""
 
     protocol: Count
     session: Count
@@ -68,7 +76,7 @@ class Hello(_Tagged, frozen=True):
 
 
 class Welcome(_Tagged, frozen=True):
-    """Drafter to verifier: accepts the session."""
+    """Tells a verifier that the drafter accepts its session."""
 
     session: Count
     drafter: Count
@@ -79,14 +87,14 @@ class Welcome(_Tagged, frozen=True):
 
 
 class Refuse(_Tagged, frozen=True):
-    """Drafter to verifier: refuses the session."""
+    """Tells a verifier why the drafter refuses its session."""
 
     session: Count
     reason: Line
 
 
 class Open(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A request that the drafter does not know: its text so far, and how it is sampled."""
+    """Describes a request that the drafter does not know yet, with its text so far and its sampling parameters."""
 
     request: Count
     seed: Count
@@ -96,42 +104,59 @@ class Open(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     limit: Count
     """Longest text that the request can reach, in tokens."""
     window: Count
-    """Draft tokens that the shadow sequence may be ahead of the committed text."""
+    """Number of draft tokens by which the shadow sequence may be ahead of the committed text."""
     tokens: bytes
-    """int32."""
+    """The text so far, as int32 token ids."""
 
 
 class Step(_Tagged, frozen=True):
-    """Verifier to drafter, after each step of the engine: opened, closed and continued requests."""
+    """Tells a drafter which requests were opened, continued and closed in a step of the verifier's engine."""
 
     session: Count
-    opens: Annotated[list[Open], msgspec.Meta(max_length=4096)]
+    opens: Annotated[list[Open], msgspec.Meta(max_length=MAX_OPENS)]
     closes: bytes
-    """int64: requests that ended."""
+    """Numbers of the requests that ended, as int64."""
     commits: bytes
-    """`COMMIT_ROW`."""
+    """One `COMMIT_ROW` for each request that goes on, with or without new tokens."""
     tokens: bytes
-    """int32: the new tokens of all rows, one row after the other."""
+    """The new tokens of all these rows, one row after the other, as int32 token ids."""
 
 
 class Drafts(_Tagged, frozen=True):
-    """Drafter to verifier, after each step of the drafter's engine and in answer to each `Step`."""
+    """Brings draft tokens to a verifier, after each step of the drafter's engine and in answer to each `Step`."""
 
     session: Count
     drafter: Count
     number: Count
-    """Counts the messages of the session. A gap tells the verifier that one was lost."""
+    """Number of this message in the session. A gap in the numbers tells the verifier that a message was lost."""
     token_s: float
     """Seconds that the drafter takes to draft one token for each of its requests."""
     num_shadows: Count
     """Shadow sequences in use, of all verifiers together."""
     drafts: bytes
-    """`DRAFT_ROW`."""
+    """One `DRAFT_ROW` for each draft token."""
     lacking: bytes
-    """int64: requests that the verifier has to open again."""
+    """Numbers of the requests that the verifier has to open again, as int64."""
 
 
-Message = Hello | Welcome | Refuse | Step | Drafts
+class Publish(_Tagged, frozen=True):
+    """Asks a drafter to draft with the weights in a folder from now on. The sender is a publisher, such as `publish-draft`."""
+
+    folder: Line
+    """Absolute path on the drafter's machine."""
+    version: Count
+    """Version of the weights, a number that the publisher chooses. The answer repeats it."""
+
+
+class Published(_Tagged, frozen=True):
+    """Tells a publisher whether the drafter uses the weights of its `Publish` now."""
+
+    version: Count
+    error: Line
+    """One sentence that says why the drafter keeps its old weights; empty if it uses the new ones."""
+
+
+Message = Hello | Welcome | Refuse | Step | Drafts | Publish | Published
 _decoder = msgspec.msgpack.Decoder(Message)
 encode = msgspec.msgpack.Encoder().encode
 

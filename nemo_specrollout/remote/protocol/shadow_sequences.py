@@ -13,9 +13,11 @@ from nemo_specrollout.remote.protocol.messages import COMMIT_ROW, DRAFT_ROW
 Correction = tuple[int, int, list[int]]
 """Shadow, number of tokens that it keeps, and the tokens that follow these."""
 UNCHANGED = -1
+"""Outcome of a commit whose tokens the shadow sequence has already, so that nothing has to be corrected."""
 LACKING = -2
-"""Outcomes of a commit in which the shadow sequence stays, or cannot be brought to the verifier's text."""
+"""Outcome of a commit that does not continue the shadow sequence's text, so that the request has to be opened again."""
 NOT_STOPPED = -1
+"""Value of `stopped` in a shadow sequence whose drafts do not end the text."""
 
 _SHADOW = np.dtype(
     [
@@ -88,7 +90,10 @@ class ShadowSequences:
 
 @njit(void(int64[:], _COMMITS, int32[:], _SHADOWS, RINGS, int64, int64[:]), cache=True)
 def _commit(shadows_N, rows_N, tokens, states, rings, most_ahead, kept_N):  # type: ignore[no-untyped-def]
-    """Writes how many tokens each shadow sequence keeps before a correction, or `UNCHANGED`, or `LACKING`."""
+    """Writes to `kept_N` what each row does to its shadow sequence.
+
+    That is the number of tokens that the sequence keeps before it is corrected, or `UNCHANGED`, or `LACKING`.
+    """
     size = rings.shape[1]
     stop = 0
     mask = size - 1

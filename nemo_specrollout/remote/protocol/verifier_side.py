@@ -4,6 +4,7 @@
 Shapes: S request slots, b and t some of them, L longest sequence.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ import numpy as np
 from nemo_specrollout.remote.protocol.draft_buffers import NO_REQUEST, SLOT_BITS, SLOT_MASK, DraftBuffers
 from nemo_specrollout.remote.protocol.messages import (
     DRAFT_ROW,
+    LONGEST_TEXT_BYTES,
+    MAX_OPENS,
+    OPENED_BYTES,
     PROTOCOL,
     Drafts,
     Hello,
@@ -38,6 +42,9 @@ LONGEST_PAUSE_S = 30.0
 HEARTBEAT_S = 0.2
 """Seconds between messages to a drafter without requests of ours. Its answers say that it lives, and how full it is."""
 NO_DRAFTER = -1
+TOKEN_BYTES = np.dtype(np.int32).itemsize
+
+logger = logging.getLogger(__name__)
 
 
 class PeerState(Enum):
@@ -127,7 +134,10 @@ class Peer:
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
     def note_step(self, num_requests: int, now_s: float) -> bool:
-        """Notes a step to the drafter with `num_requests` of our requests; returns whether an answer is overdue."""
+        """Notes that the drafter is sent a step, while it has `num_requests` of our requests.
+
+        Returns whether an answer to an earlier step is overdue.
+        """
         self.told_s = now_s
         self.num_asked += num_requests
         if self.waiting_since_s is None:
@@ -168,6 +178,7 @@ class VerifierSide:
         self._requests = np.full(num_slots, NO_REQUEST, np.int64)
         self._num_requests = 0
         self._closes: list[list[int]] = [[] for _ in range(num_drafters)]
+        self._has_told_of_a_long_text = False
 
     def open(self, request: StreamRequest) -> None:
         slot = request.slot
@@ -186,7 +197,16 @@ class VerifierSide:
         self._requests[slot] = NO_REQUEST
 
     def follow(self, token_ids_SL: np.ndarray, lengths_S: np.ndarray, now_s: float) -> list[tuple[int, Message]]:
-        """Returns messages with the indices of their drafters: steps with texts (int32; lengths are int64), and greetings."""
+        """Takes the texts as they are now, and returns the messages to send, each with the index of its drafter.
+
+        Args:
+            token_ids_SL: Text of the request in each slot, int32.
+            lengths_S: Length of each text in tokens, int64.
+            now_s: Time of the verifier's clock, in seconds.
+
+        Returns a greeting for each drafter that is away and whose pause is over, and a `Step` for each drafter that is ready
+        and either has requests of ours, also ones that have just ended, or was told nothing for `HEARTBEAT_S`.
+        """
         messages: list[tuple[int, Message]] = [
             (d, self._hello) for d, peer in enumerate(self.peers) if peer.greets(now_s)
         ]
@@ -195,7 +215,7 @@ class VerifierSide:
             slots_b = self.slots_of(drafter)
             is_due = len(slots_b) > 0 or bool(self._closes[drafter]) or now_s - peer.told_s > HEARTBEAT_S
             if peer.state is PeerState.READY and is_due:
-                messages.append((drafter, self._step(drafter, slots_b, token_ids_SL, lengths_S[slots_b])))
+                messages.append((drafter, self._step(drafter, slots_b, token_ids_SL, lengths_S)))
                 if peer.note_step(len(slots_b), now_s):
                     self.fail(drafter, "left a step unanswered", now_s)
         return messages
@@ -244,7 +264,7 @@ class VerifierSide:
         self.buffers.close(slots)
 
     def _take_all_back(self, drafter: int) -> None:
-        """Takes all requests away from a drafter, which then owes nothing."""
+        """Takes all requests away from a drafter. No answer of it is waited for any more."""
         self._take_back(self.slots_of(drafter))
         self._closes[drafter] = []
         peer = self.peers[drafter]
@@ -259,32 +279,70 @@ class VerifierSide:
         waiting = np.flatnonzero((self._drafter_of == NO_DRAFTER) & (self._requests != NO_REQUEST)).tolist()
         if not waiting:
             return
-        num_ours = np.bincount(self._drafter_of[self._drafter_of != NO_DRAFTER], minlength=len(self.peers))
+        num_ours = np.bincount(self._drafter_of[self._drafter_of != NO_DRAFTER], minlength=len(self.peers)).tolist()
+        with_room = {
+            drafter: load
+            for drafter, peer in enumerate(self.peers)
+            if peer.state is PeerState.READY
+            and (load := max(num_ours[drafter], peer.num_open_there)) < peer.num_shadows
+        }
         for slot in waiting:
-            loads = {
-                drafter: load
-                for drafter, peer in enumerate(self.peers)
-                if peer.state is PeerState.READY
-                and (load := max(int(num_ours[drafter]), peer.num_open_there)) < peer.num_shadows
-                and lengths_S[slot] < peer.max_model_len
-            }
-            if not loads:
+            if not with_room:
                 return
-            drafter = min(loads, key=loads.__getitem__)
+            fitting = [drafter for drafter in with_room if self._fits(drafter, int(lengths_S[slot]))]
+            if not fitting:
+                continue  # a later request may be shorter
+            drafter = min(fitting, key=with_room.__getitem__)
             self._drafter_of[slot] = drafter
             num_ours[drafter] += 1
+            with_room[drafter] = max(with_room[drafter], num_ours[drafter])
+            if with_room[drafter] >= self.peers[drafter].num_shadows:
+                del with_room[drafter]
 
-    def _step(self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray) -> Step:
+    def _fits(self, drafter: int, length: int) -> bool:
+        """Returns whether a text of `length` tokens can be opened at a drafter. Says once that no message holds a text."""
+        if length * TOKEN_BYTES <= LONGEST_TEXT_BYTES:
+            return length < self.peers[drafter].max_model_len
+        if not self._has_told_of_a_long_text:
+            self._has_told_of_a_long_text = True
+            logger.warning(
+                "A request of %d tokens gets no remote drafts, because a text of more than %d tokens does not fit into a "
+                "message to a drafter. The same holds for later requests of that length, of which nothing is said.",
+                length,
+                LONGEST_TEXT_BYTES // TOKEN_BYTES,
+            )
+        return False
+
+    def _step(self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_S: np.ndarray) -> Step:
+        """Returns the next step for a drafter: commits of the requests that it was told, and openings of some others."""
         is_told_b = self._is_told[slots_b]
-        opens = [
-            self._open_message(int(slots_b[i]), token_ids_SL[slots_b[i], : lengths_b[i]])
-            for i in np.flatnonzero(~is_told_b)
-        ]
         slots_t = slots_b[is_told_b]
-        rows_t, tokens = self.buffers.commit(slots_t, token_ids_SL, lengths_b[is_told_b])
+        rows_t, tokens = self.buffers.commit(slots_t, token_ids_SL, lengths_S[slots_t])
+        opens = self._openings(drafter, slots_b[~is_told_b].tolist(), token_ids_SL, lengths_S)
         closes = np.array(self._closes[drafter], np.int64).tobytes()
         self._closes[drafter] = []
         return Step(self.session, opens, closes, rows_t.tobytes(), tokens.tobytes())
+
+    def _openings(
+        self, drafter: int, slots: Sequence[int], token_ids_SL: np.ndarray, lengths_S: np.ndarray
+    ) -> list[Open]:
+        """Returns openings of the first of these slots, as many as one step holds. The others wait for the next step.
+
+        A request whose text has become too long for the drafter since it was assigned is taken away from it.
+        """
+        opens: list[Open] = []
+        num_bytes = 0
+        for slot in slots:
+            length = int(lengths_S[slot])
+            if not self._fits(drafter, length):
+                self._closes[drafter].append(int(self._requests[slot]))
+                self._take_back(np.array([slot]))
+                continue
+            num_bytes += length * TOKEN_BYTES
+            if opens and (num_bytes > OPENED_BYTES or len(opens) == MAX_OPENS):
+                break
+            opens.append(self._open_message(slot, token_ids_SL[slot, :length]))
+        return opens
 
     def _open_message(self, slot: int, text: np.ndarray) -> Open:
         r = self._opened[slot]

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives running drafters new weights. It is the only part of the protocol that waits, because a user waits for the answers."""
+
+import time
+from collections.abc import Sequence
+
+from nemo_specrollout.remote.protocol.messages import FrameError, Publish, Published
+from nemo_specrollout.remote.protocol.transport import VerifierSocket
+
+ANSWERS_WITHIN_S = 120.0
+"""Longest time from the request to the last answer, in seconds. A drafter reads its weights from a disk in that time."""
+
+
+def publish(addresses: Sequence[str], secret: bytes, folder: str, version: int) -> dict[str, str]:
+    """Asks the drafters at `addresses` to load the weights in `folder`, and waits for their answers.
+
+    Args:
+        addresses: ZeroMQ addresses of the drafters, each once.
+        secret: The key that the drafters were started with.
+        folder: Absolute path of a checkpoint, which each drafter opens on its own machine.
+        version: Number of the weights, at least 0 and below 2^63.
+
+    Returns, by address, the reason why a drafter keeps its old weights. It is empty if all drafters use the new ones.
+    """
+    sockets = {address: VerifierSocket(address, secret) for address in addresses}
+    try:
+        for socket in sockets.values():
+            socket.send(Publish(folder, version))
+        deadline_s = time.monotonic() + ANSWERS_WITHIN_S
+        errors = {address: _error_of(socket, version, deadline_s) for address, socket in sockets.items()}
+    finally:
+        for socket in sockets.values():
+            socket.close()
+    return {address: error for address, error in errors.items() if error}
+
+
+def _error_of(socket: VerifierSocket, version: int, deadline_s: float) -> str:
+    """Waits for the answer of one drafter; returns its error, which is empty after a success."""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        socket.wait(left_s)
+        try:
+            for message in socket.receive():
+                if isinstance(message, Published) and message.version == version:
+                    return message.error
+        except FrameError as error:
+            return f"the answer is no drafter's: {error}"
+    return f"no answer within {ANSWERS_WITHIN_S:.0f} s; check the address, the secret and allowed_hosts"
