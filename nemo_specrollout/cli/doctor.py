@@ -116,6 +116,9 @@ def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
         yield CONFIG.ok(name, text)
     for kind, text in subject.notes:
         yield Diagnosis(CONFIG.title, kind, State.WARN if kind == "warning" else State.OK, text)
+    for trap in subject.traps:
+        state = State.OK if trap.is_avoided else State.WARN
+        yield Diagnosis(CONFIG.title, trap.state, state, str(trap))
     for text in subject.errors:
         yield CONFIG.fail("error", text, _CHANGE_IT)
 
