@@ -94,6 +94,53 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
         assert found <= known, found - known
 
 
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PATH = r"\.?[\w*{][\w.,*{}-]*(/[\w.,*{}-]+)*/?"
+"""A path, in which `{a,b}` and `*` stand for several files."""
+FILE_ENDINGS = (".py", ".md", ".yaml", ".yml", ".toml", ".lock", ".sh", ".json")
+ELSEWHERE = ("DIR/", ".venv/", "__pycache__/", "/")
+"""Beginnings of paths that are no files of the repository."""
+
+
+def paths_in(text: str) -> list[str]:
+    """Returns each word of the inline code of a page that looks like a file or a folder, with braces written out."""
+    found = []
+    for word in " ".join(re.findall(r"`([^`\n]+)`", text)).split():
+        is_path = re.fullmatch(PATH, word) and ("/" in word or word.endswith(FILE_ENDINGS))
+        if is_path and not word.startswith(ELSEWHERE):
+            before, _, rest = word.partition("{")
+            choices, _, after = rest.partition("}")
+            found += [before + choice + after for choice in choices.split(",")]
+    return found
+
+
+def is_in_the_repository(path: str) -> bool:
+    """Returns whether a path names something, counted from the root or from the product's folder."""
+    return any(any(folder.glob(path.rstrip("/"))) for folder in (ROOT, ROOT / "nemo_specrollout"))
+
+
+def test_files_and_folders_that_contributing_names_exist() -> None:
+    paths = paths_in(CONTRIBUTING.read_text())
+    assert {"config/known_traps.py", "tests/upstream", "lab/vllm_on_cpu/kernels/", "config/nemo_rl_*.py"} <= set(paths)
+    assert [path for path in paths if not is_in_the_repository(path)] == []
+
+
+def test_missing_files_are_found_in_code_of_every_kind() -> None:
+    text = (
+        "`config/none.py`, `run lab/none/ -s`, `generation/{engine/compat,none}.py`, `none_*.py`, `DIR/none`, `a word`"
+    )
+    missing = ["config/none.py", "lab/none/", "generation/none.py", "none_*.py"]
+    assert [path for path in paths_in(text) if not is_in_the_repository(path)] == missing
+
+
+def test_names_of_the_code_that_contributing_names_exist() -> None:
+    code = "\n".join(p.read_text() for folder in ("nemo_specrollout", "tests") for p in (ROOT / folder).rglob("*.py"))
+    known = set(re.findall(r"\w+", code))
+    for name in re.findall(r"`(_?[A-Z][A-Za-z_.]+[a-z_A-Z]|[a-z]+(?:_[a-z]+)+)`", CONTRIBUTING.read_text()):
+        is_variable = re.fullmatch(r"\w+_(SRC|PYTHON)|DIR|CONFIG", name)
+        assert is_variable or set(name.split(".")) <= known, name
+
+
 def test_every_page_is_in_the_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text()
     assert [p for p in PAGES if str(p.relative_to(ROOT / "docs")) not in menu] == []

@@ -3,6 +3,9 @@
 
 import errno
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ from nemo_specrollout.cli.doctor import diagnose_config
 from nemo_specrollout.doctor import environment
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, State, run_child
 from nemo_specrollout.doctor.environment import NEEDED, devices, diagnose_versions, found_versions
+from nemo_specrollout.doctor.model_cache import cache_folder, model_cache
 from nemo_specrollout.doctor.patch_point_check import diagnose_vllm
 from nemo_specrollout.doctor.self_test import (
     CAUSES,
@@ -130,6 +134,67 @@ def test_limits_of_the_machine_are_diagnosed(tmp_path: Path, monkeypatch: pytest
     assert gone.state is State.FAIL and gone.found == os.strerror(errno.ENOENT)
 
 
+def test_a_ray_address_without_a_listener_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        for joined in (address, f"ray://{address}"):
+            found = environment.ray_address({"RAY_ADDRESS": joined})
+            assert found.state is State.WARN and "Unset RAY_ADDRESS" in found.to_do, "it may be somebody else's"
+    for wrong in (address, "nonsense", "127.0.0.1:99999"):
+        found = environment.ray_address({"RAY_ADDRESS": wrong})
+        assert found.state is State.FAIL and wrong in found.found
+    for harmless in ({}, {"RAY_ADDRESS": ""}, {"RAY_ADDRESS": "auto"}, {"RAY_ADDRESS": "local"}):
+        assert environment.ray_address(harmless).state is State.OK
+
+
+def test_the_machine_has_a_line_for_ray_and_the_model_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    variables = {"RAY_ADDRESS": "nonsense", "HF_HOME": str(tmp_path / "file")}
+    found = {d.name: d.state for d in environment.diagnose_machine(variables)}
+    assert found["RAY_ADDRESS"] is State.FAIL and found["Hugging Face cache"] is State.WARN
+
+
+def test_a_model_cache_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "sealed").mkdir(mode=0o500)
+    states = {}
+    for name in ("new", "file", "sealed"):
+        found = model_cache(environment.MACHINE, {"HF_HOME": str(tmp_path / name)})
+        states[name] = found.state
+        assert str(tmp_path / name / "hub") in found.found
+    assert states["new"] is State.OK and states["file"] is State.WARN
+    assert states["sealed"] is (State.OK if os.geteuid() == 0 else State.WARN), "root may write everywhere"
+    offline = model_cache(environment.MACHINE, {"HF_HOME": str(tmp_path / "file"), "HF_HUB_OFFLINE": "1"})
+    assert offline.state is State.OK and "HF_HUB_OFFLINE is set" in offline.found
+
+
+def test_the_model_cache_is_where_its_library_looks(tmp_path: Path) -> None:
+    for variables in ({"HF_HOME": "/a"}, {"HF_HUB_CACHE": "/b"}, {"XDG_CACHE_HOME": "/c"}):
+        asked = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
+        others = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "HUGGING"))}
+        done = subprocess.run(
+            [sys.executable, "-c", asked], env={**others, **variables}, capture_output=True, text=True, check=True
+        )
+        assert str(cache_folder(variables)) == done.stdout.strip()
+
+
+def test_a_model_that_is_not_downloaded_fails_if_downloads_are_off(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CLEAN)
+    head = "policy.generation.specrollout.drafters=[{type: eagle3, model: some/head}]"
+
+    def failed(**variables: str) -> list[str]:
+        given = {"HF_HUB_CACHE": str(tmp_path / "hub"), **variables}
+        found = diagnose_config(tmp_path / "config.yaml", [head], given)
+        return [d.found for d in found if d.state is State.FAIL]
+
+    assert failed() == [], "the run downloads it"
+    policy, drafter = failed(HF_HUB_OFFLINE="1")
+    assert "policy.model_name: a/name is not in" in policy and "drafter eagle3: some/head is not in" in drafter
+    (tmp_path / "hub" / "models--a--name" / "snapshots" / "0123").mkdir(parents=True)
+    (only,) = failed(TRANSFORMERS_OFFLINE="true")
+    assert "some/head" in only and "TRANSFORMERS_OFFLINE is set" in only
+
+
 def test_an_unusable_gpu_fails_unless_vllm_is_for_a_cpu() -> None:
     line, without = "NVIDIA H100, 81559 MiB, 580.1", Outcome({"cuda": "12.9", "gpus": []}, "", (), 1.0)
     found = {d.name: d for d in devices(without, [line], cpu_build=False)}
@@ -175,9 +240,9 @@ def test_a_known_cause_in_a_log_names_its_fix(sign: str, to_do: str) -> None:
 )
 def test_a_config_that_cannot_run_fails_with_checks_message(tmp_path: Path, override: str, words: str) -> None:
     (tmp_path / "config.yaml").write_text(CLEAN)
-    failed = [d for d in diagnose_config(tmp_path / "config.yaml", [override]) if d.state is State.FAIL]
+    failed = [d for d in diagnose_config(tmp_path / "config.yaml", [override], {}) if d.state is State.FAIL]
     assert [words in d.found for d in failed] == [True]
-    assert State.FAIL not in {d.state for d in diagnose_config(tmp_path / "config.yaml", [])}
+    assert State.FAIL not in {d.state for d in diagnose_config(tmp_path / "config.yaml", [], {})}
 
 
 def test_a_nemo_rl_config_and_a_missing_file_fail(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 
 from lab.cli.describe import describe_local
-from lab.cli.known_traps import known_traps
 from lab.cli.placement import Plan
 from lab.cli.prepare import check_trainer, place_drafter, prepare_local
 from lab.cli.simulate import comparison_table, of_run
@@ -24,6 +23,7 @@ from nemo_specrollout.cli.command_line import EXIT_BAD_INPUT
 from nemo_specrollout.cli.terminal import complain, log_console
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
+from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
@@ -78,8 +78,8 @@ def _section(console: Console, title: str, lines: Iterable[str]) -> None:
 
 def _trap_lines(subject: Subject) -> Iterator[str]:
     """Yields the notes on this config, then the known traps of the installed versions."""
-    traps = list(known_traps(subject.tree))
-    for kind, text in [*subject.notes, *traps]:
+    traps = known_traps(subject.tree)
+    for kind, text in [*subject.notes, *((trap.state, str(trap)) for trap in traps)]:
         yield f"{kind:<12} {text}"
     if not traps:
         yield "none that is known meets this config"

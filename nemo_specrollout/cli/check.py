@@ -12,6 +12,7 @@ from nemo_specrollout.cli.command_line import EXIT_BAD_INPUT
 from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.cli.terminal import complain
 from nemo_specrollout.config.block import OFF, SpecrolloutConfig
+from nemo_specrollout.config.known_traps import MetTrap, known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config, values_of
 from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
@@ -40,12 +41,18 @@ class Subject:
         """Kind and sentence of each warning and note."""
         return [(finding.kind, str(finding)) for finding in self.findings if finding.kind != "error"]
 
+    @property
+    def traps(self) -> list[MetTrap]:
+        """Known faults of vLLM and NeMo-RL that the config meets; none of a config that cannot run."""
+        return [] if self.errors else known_traps(self.tree)
+
 
 def check(parsed: argparse.Namespace) -> int:
     """Prints what the config means on this machine, and its errors, one a line; returns 0 if it can run."""
     subject = describe_config(read_nemo_rl_config(parsed.config, parsed.overrides))
     unknown = ((finding.kind, str(finding)) for finding in unknown_overrides(parsed.config, parsed.overrides))
-    for name, text in [*subject.lines, *subject.notes, *unknown]:
+    traps = ((trap.state, str(trap)) for trap in subject.traps)
+    for name, text in [*subject.lines, *subject.notes, *unknown, *traps]:
         print(f"{name:<12} {text}")
     for error in subject.errors:
         complain(error)

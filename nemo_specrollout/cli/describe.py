@@ -13,7 +13,7 @@ from nemo_specrollout.config.drafter_configs import (
     RemoteDrafterConfig,
     is_loopback,
 )
-from nemo_specrollout.config.model_families import families_of, table
+from nemo_specrollout.config.model_families import families_of, options_of
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_config, malformed, script_of
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
@@ -199,23 +199,18 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
     engine = engine_in_words(at(tree, VLLM_KWARGS, {}), on_gpu=True, is_eager=is_eager)
     device = f"{config.remote.gpus:g} GPU" if config.remote is not None and config.remote.gpus else "no GPU"
     place = f"in Ray actors of 1 CPU and {device} each, which Ray places and the run watches"
-    lines = [*describe_speculation(config, native, place), *_describe_policy(tree), ("engine", engine)]
+    lines = [*describe_speculation(config, native, place), *_describe_family(tree), ("engine", engine)]
     if config.fastest_of_n is not None and (engines := num_engines(tree)) > 1:
         alike = len({frozenset(d.type for d in kind) for kind in config.drafters_of_engines[:engines]}) == 1
         lines.append(("fastest_of_n", describe_racing(config.fastest_of_n, alike=alike)))
     return lines
 
 
-def _describe_policy(tree: Tree) -> list[tuple[str, str]]:
-    """Returns what drafts mean for the policy's families and for options, from the table, and who chooses drafts and why."""
+def _describe_family(tree: Tree) -> list[tuple[str, str]]:
+    """Returns what drafts mean for the model's families and the options of the run, and why the host chooses drafts."""
     config = model_config(tree) or {}
     families = families_of(str(at(tree, "policy.model_name")), config)
-    options = [
-        row
-        for row in table()["options"]
-        if any(str(at(tree, path)).lower().startswith(value) for path, value in row.get("fields", {}).items())
-    ]
-    rows = [("family", row) for row in families] + [("option", row) for row in options]
+    rows = [("family", row) for row in families] + [("option", row) for row in options_of(tree)]
     lines = [(kind, f"{row['name']}: {row['drafts']} (tested: {row['tested']})") for kind, row in rows]
     if not families:
         lines.append(

@@ -3,9 +3,10 @@
 
 import argparse
 import json
+import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import cache
@@ -24,6 +25,7 @@ from nemo_specrollout.cli.terminal import log_console, scratch_folder
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.doctor import actors, environment, patch_point_check, self_test
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, State, in_one_line
+from nemo_specrollout.doctor.model_cache import missing_models
 from nemo_specrollout.installed.versions import vllm_version
 from nemo_specrollout.storage.files import write_atomically
 
@@ -102,8 +104,11 @@ def _guarded(section: Section, source: Source) -> Iterator[Diagnosis]:
         yield section.fail("doctor", in_one_line(error), to_do)
 
 
-def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
-    """Yields a diagnosis for each line and each error that `check` prints about a config."""
+def diagnose_config(path: Path, overrides: list[str], variables: Mapping[str, str] = os.environ) -> Iterator[Diagnosis]:
+    """Yields a diagnosis for each line and each error that `check` prints about a config, and for each missing model.
+
+    `variables` are the environment variables of the run. They may forbid downloads.
+    """
     try:
         subject = describe_config(read_nemo_rl_config(path, overrides))
     except ConfigError as error:
@@ -116,8 +121,13 @@ def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
         yield CONFIG.ok(name, text)
     for kind, text in subject.notes:
         yield Diagnosis(CONFIG.title, kind, State.WARN if kind == "warning" else State.OK, text)
+    for trap in subject.traps:
+        state = State.OK if trap.is_avoided else State.WARN
+        yield Diagnosis(CONFIG.title, trap.state, state, str(trap))
     for text in subject.errors:
         yield CONFIG.fail("error", text, _CHANGE_IT)
+    if not subject.errors:
+        yield from missing_models(CONFIG, subject.tree, variables)
 
 
 def _show(console: Console, section: str, diagnoses: list[Diagnosis]) -> None:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of policies, and what drafts mean for them; without transformers. The table is `model_families.yaml`."""
+"""Families of models and options of a run, and what drafts mean for them. The tables are `model_families.yaml`.
+
+Models are told apart by their names or their config.json alone, so transformers is not needed.
+"""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from nemo_specrollout.config.nemo_rl_tree import Tree, at
 
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
 _STATELESS = ("attention", "moe", "mlp", "dense", "sparse")
@@ -16,17 +21,48 @@ _STATE_SIZES = ("ssm_state_size", "mamba_d_state", "state_size", "linear_num_val
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
+Row = dict[str, Any]
+"""A row of the tables: `name` and what is said of it, `drafts` and `tested`; the keys by which it is found."""
+
+
 @cache
-def table() -> dict[str, list[dict[str, Any]]]:
-    """Returns the rows of `families` and `options`."""
+def _tables() -> dict[str, list[Row]]:
+    """Returns the rows of the tables `families` and `options`."""
     return OmegaConf.to_container(OmegaConf.load(Path(__file__).with_suffix(".yaml")))  # type: ignore[return-value]
 
 
-def families_of(model: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows of a policy's families, by its config.json if that is known, else by its name; none if unknown."""
+def all_families() -> list[Row]:
+    """Returns the rows of all families."""
+    return _tables()["families"]
+
+
+def all_options() -> list[Row]:
+    """Returns the rows of all options."""
+    return _tables()["options"]
+
+
+def families_of(model: str, config: Mapping[str, Any]) -> list[Row]:
+    """Returns the rows of a model's families, by its config.json if that is known, else by its name; none if unknown.
+
+    A dense model has no special layers, so it is dense only if it belongs to no other family.
+    """
     names = [str(block.get("model_type", "")) for block in _blocks(config)] if config else [model]
-    rows = [row for row in table()["families"] if any(re.search(row["match"], name.lower()) for name in names)]
+    rows = [row for row in all_families() if any(re.search(row["match"], name.lower()) for name in names)]
     return [row for row in rows if row["name"] != "dense" or len(rows) == 1]
+
+
+def options_of(tree: Tree) -> list[Row]:
+    """Returns the rows of the options that are on in a config."""
+    return [row for row in all_options() if any(_begins(at(tree, path), value) for path, value in _fields(row))]
+
+
+def _fields(row: Row) -> Iterable[tuple[str, str]]:
+    """Returns paths in a config, and the beginnings of the values that turn an option on."""
+    return row.get("fields", {}).items()
+
+
+def _begins(value: Any, beginning: str) -> bool:
+    return str(value).lower().startswith(beginning)
 
 
 def recurrent_layers(config: Mapping[str, Any]) -> str | None:

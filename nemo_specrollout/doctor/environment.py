@@ -5,6 +5,7 @@ import os
 import platform
 import resource
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, Section, Tell, answer, run_child
+from nemo_specrollout.doctor.model_cache import model_cache
 from nemo_specrollout.installed import versions
 
 VERSIONS = Section("versions")
@@ -35,6 +37,7 @@ FEWEST_FILES = 1024
 LITTLE_DISK = GIB
 TOO_LITTLE_DISK = GIB >> 4
 """Free bytes of the temporary folder below which a warning is due, and below which runs fail."""
+_RAY_TIMEOUT_S = 3.0
 
 
 def found_versions() -> dict[str, str]:
@@ -151,11 +154,13 @@ def _ask_torch(order: Any, tell: Tell) -> None:
         torch.ones(8, device="cuda").sum().item()  # fails if the driver is too old, or a GPU is broken
 
 
-def diagnose_machine() -> Iterator[Diagnosis]:
+def diagnose_machine(environment: Mapping[str, str] = os.environ) -> Iterator[Diagnosis]:
     """Yields one diagnosis for each limit of the system that breaks engines, Ray or downloads."""
     yield shared_memory(Path("/dev/shm"))
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield temporary_folder()
+    yield ray_address(environment)
+    yield model_cache(MACHINE, environment)
 
 
 def shared_memory(folder: Path) -> Diagnosis:
@@ -193,6 +198,29 @@ def temporary_folder() -> Diagnosis:
     if free < TOO_LITTLE_DISK:
         return MACHINE.fail(name, text, to_do)
     return MACHINE.warn(name, text, to_do) if free < LITTLE_DISK else MACHINE.ok(name, text)
+
+
+def ray_address(environment: Mapping[str, str]) -> Diagnosis:
+    """Checks that RAY_ADDRESS, if it is set, does not lead a run to a cluster that is dead or somebody else's.
+
+    A run joins the cluster at that address instead of starting one of its own. Nothing is asked of the cluster. It is only
+    found out whether something listens there.
+    """
+    name = "RAY_ADDRESS"
+    address = environment.get(name, "")
+    if address in ("", "local"):
+        return MACHINE.ok(name, f"{address or 'not set'}; a run starts its own cluster, or joins that of its machine")
+    if address == "auto":
+        return MACHINE.ok(name, "auto; a run joins the cluster of its machine, which must have been started")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _RAY_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        to_do = "Unset RAY_ADDRESS, or start Ray there, because a run would wait for it."
+        return MACHINE.fail(name, f"{address}: {reason}", to_do)
+    to_do = "Unset RAY_ADDRESS, unless that is the cluster on which the run shall be."
+    return MACHINE.warn(name, f"{address}: something listens there, so a run joins that cluster", to_do)
 
 
 if __name__ == "__main__":

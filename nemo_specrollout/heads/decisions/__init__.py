@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of a draft head: when to refresh it, whether to publish it, and alarms about its drafts."""
+"""Decisions about a draft head: when it is refreshed, whether it is published, and when its drafts raise an alarm."""

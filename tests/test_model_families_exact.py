@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exactness for each family of policies, and what vLLM returns beside tokens: equal with drafts and without."""
+"""Exactness for each model family, and what vLLM returns beside tokens: equal with drafts and without."""
 
 from collections.abc import Callable
 from functools import partial
@@ -46,7 +46,7 @@ def requests(num_samples: int = 2) -> list[RolloutRequest]:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns a function that makes a family's policy when it is first asked for."""
+    """Returns a function that makes a model of a family when it is first asked for."""
     root = tmp_path_factory.mktemp("policies")
 
     def make(family: str) -> Path:
@@ -106,7 +106,7 @@ def test_a_head_for_a_policy_without_its_interface_is_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_policies_of_users_are_exact_for_each_family(
+def test_budgets_of_users_are_exact_for_each_family(
     family: str, name: str, folder_of: Callable[[str], Path], start_engine: Start
 ) -> None:
     folder = folder_of(family)

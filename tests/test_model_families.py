@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of policies and options: its page, and what `check` says of NeMo-RL's own recipes."""
+"""The tables of model families and options: their page, and what `check` says of NeMo-RL's own recipes."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from test_nemo_rl_config import CLEAN
 
 from lab.cli.main import main as lab_main
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config.model_families import families_of, recurrent_layers, table
+from nemo_specrollout.config.model_families import all_families, all_options, families_of, recurrent_layers
 from nemo_specrollout.generation.engine.arguments import host_choice
 
 pytestmark = pytest.mark.unit
 
-PAGE = ROOT / "docs" / "reference" / "policies.md"
+PAGE = ROOT / "docs" / "reference" / "model-families.md"
 NAMES = {
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": ["hybrid, Mamba", "mixture of experts"],
     "nvidia/NVIDIA-Nemotron-Nano-12B-v2": ["hybrid, Mamba"],
@@ -77,9 +77,9 @@ def test_arguments_decide_who_chooses_the_drafts(arguments: dict[str, Any], word
 
 def test_the_page_shows_the_table() -> None:
     page = PAGE.read_text()
-    for row in table()["families"]:
+    for row in all_families():
         assert f"| {row['name']} | {row['models']} | {row['drafts']} | {row['tested']} |" in page
-    for row in table()["options"]:
+    for row in all_options():
         assert f"| {row['name']} | {row['drafts']} | {row['tested']} |" in page
 
 

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known faults of vLLM and NeMo-RL versions, the configs that meet them, and what helps; without torch.
+
+Each fault was read in the code of its package or seen in a run. docs/upstream/ has a proposal to mend most of them. A fault
+that `check` can find in the installed files themselves is a finding (`nemo_rl_config.py`) and not listed here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
+from nemo_specrollout.config.nemo_rl_tree import (
+    GENERATION,
+    VLLM_CFG,
+    Tree,
+    at,
+    block_is_on,
+    drafter_types,
+    is_on,
+    native_drafts,
+    runtime_of,
+)
+from nemo_specrollout.installed.versions import nemo_rl_version, version_numbers, vllm_version
+
+VLLM = "vllm"
+NEMO_RL = "nemo-rl"
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KnownTrap:
+    """A known fault of a package."""
+
+    package: str
+    """`VLLM` or `NEMO_RL`."""
+    affects: Callable[[Tree], bool]
+    """Tells whether a config runs into the fault."""
+    symptom: str
+    """What happens, and when, without a full stop."""
+    remedy: str
+    """What this package does about it, or what the user can do, without a full stop."""
+    since: Version | None = None
+    """First version with the fault; None if all supported versions before `before` have it."""
+    before: Version | None = None
+    """First version without the fault; None if there is none yet."""
+    is_ours: bool = True
+    """Whether this package avoids the fault while the block is on. Else only the user can avoid it."""
+
+    def is_in(self, version: str | None) -> bool:
+        """Returns whether a version has the fault. It may have it if the package is not installed here (None)."""
+        if version is None:
+            return True
+        numbers = version_numbers(version)
+        if numbers is None:
+            return self.before is None
+        is_too_old = self.since is not None and numbers < self.since
+        is_mended = self.before is not None and numbers >= self.before
+        return not is_too_old and not is_mended
+
+    @property
+    def versions(self) -> str:
+        """The package and its versions with the fault, such as `vllm before 0.29.0`."""
+        low = "" if self.since is None else f" from {_in_words(self.since)}"
+        high = "" if self.before is None else f" before {_in_words(self.before)}"
+        return f"{self.package}{low}{high}"
+
+
+@dataclass(frozen=True)
+class MetTrap:
+    """A known fault that a config meets with the packages that are installed here."""
+
+    trap: KnownTrap
+    version: str | None
+    """Version here; None if the package is not installed here, because the run may be elsewhere."""
+    is_avoided: bool
+    """Whether this package avoids the fault in this run."""
+
+    @property
+    def state(self) -> str:
+        """`avoided` or `not avoided`."""
+        return "avoided" if self.is_avoided else "not avoided"
+
+    def __str__(self) -> str:
+        here = "not installed here" if self.version is None else f"here {self.version}"
+        remedy = self.trap.remedy
+        if self.trap.is_ours and not self.is_avoided:
+            remedy = f"nothing avoids this, because the block is off (with it, {remedy})"
+        return f"{self.trap.versions}, {here}: {self.trap.symptom}; {remedy}"
+
+
+def known_traps(tree: Tree) -> list[MetTrap]:
+    """Returns the faults that a config meets, of the versions here, and of any version of a package that is not here.
+
+    Raises ConfigError for a tree whose drafters cannot be read.
+    """
+    here = {VLLM: vllm_version(), NEMO_RL: nemo_rl_version()}
+    return [
+        MetTrap(trap, here[trap.package], trap.is_ours and block_is_on(tree))
+        for trap in TRAPS
+        if trap.is_in(here[trap.package]) and trap.affects(tree)
+    ]
+
+
+def _in_words(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def _samples_drafts(tree: Tree) -> bool:
+    """Returns whether drafts are sampled by a model, at a temperature above 0."""
+    is_sampled = at(tree, f"{GENERATION}.temperature", 1.0) != 0
+    return is_sampled and not {"eagle", *MODEL_DRAFTERS}.isdisjoint(drafter_types(tree))
+
+
+def _has_eagle3_head(tree: Tree) -> bool:
+    return "eagle3" in drafter_types(tree)
+
+
+def _has_native_head(tree: Tree) -> bool:
+    """Returns whether vLLM's own `speculative_config` drafts with a head that NeMo-RL trains or loads."""
+    return bool(native_drafts(tree)) and (_head_is_trained(tree) or "mtp" in drafter_types(tree))
+
+
+def _serves_http(tree: Tree) -> bool:
+    """Returns whether NeMo-RL's engines serve HTTP, which a local run's engines never do."""
+    return runtime_of(tree) == "nemo_rl" and bool(at(tree, f"{VLLM_CFG}.expose_http_server"))
+
+
+_head_is_trained = is_on("policy.draft.enabled")
+
+TRAPS = (
+    KnownTrap(
+        VLLM,
+        _samples_drafts,
+        "the V2 model runner draws a draft and the token that replaces it from the same noise, so if drafts are sampled, "
+        "samples are not the policy's",
+        "a draft is accepted only if it is the token that the policy samples, so that shared noise is correct",
+        before=(0, 29, 0),
+    ),
+    KnownTrap(
+        VLLM,
+        _has_eagle3_head,
+        "if a head's config names no layers, vLLM guesses which of the policy's states the head reads, and takes two of "
+        "them for a policy of four layers, which ends in a crash or in wrong rows without an error",
+        "`refresh-draft` writes the layers into the config, and for policies of fewer than seven layers a head without "
+        "them is refused",
+    ),
+    KnownTrap(
+        VLLM,
+        _has_eagle3_head,
+        "an engine takes over the context length of a head that is shorter than the policy's and whose RoPE is of type "
+        "yarn, dynamic or longrope, so that responses end early",
+        "compare max_position_embeddings of the head's config with max_model_len",
+        since=(0, 33, 0),
+        is_ours=False,
+    ),
+    KnownTrap(
+        VLLM,
+        _serves_http,
+        "NeMo-RL's HTTP server imports vllm.entrypoints.chat_utils and vllm.entrypoints.openai.engine.protocol, which are "
+        "in vllm.renderers and vllm.entrypoints.serve there, so the server does not start",
+        "install the vLLM that NeMo-RL pins, or a NeMo-RL that imports the new names",
+        since=(0, 32, 0),
+        is_ours=False,
+    ),
+    KnownTrap(
+        NEMO_RL,
+        _head_is_trained,
+        "the drafter shares the policy's lm_head, and each refit of a head with the policy's whole vocabulary overwrites it "
+        "in the engine, which shows as a Generation KL Error of 0.08 instead of 0.0000 and not as an error",
+        "the two are separated before anything is loaded, and the log-prob gap is watched",
+    ),
+    KnownTrap(
+        NEMO_RL,
+        _has_native_head,
+        "it looks for the drafter where only vLLM's V1 model runner has it, so on V2 a refit leaves the draft head as it "
+        "was, with a warning, and native heads (mtp) that are loaded from disk end the run",
+        "its worker extension is shown the drafter of V2",
+    ),
+)
+"""Faults of versions that this package works with, because `check` refuses all others."""

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache of Hugging Face: whether models can be downloaded to it, and whether a config's models are there already."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from nemo_specrollout.config.nemo_rl_tree import SPECULATIVE_CONFIG, Tree, at, named_drafters, native_drafts
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Section
+
+_NAME = "Hugging Face cache"
+_OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_TRUE = ("1", "true", "yes", "on")
+"""Values that the library huggingface_hub takes for true, in lower case."""
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""Owner and name of a model on the Hub. A path of two parts that is no folder here matches, too, and is looked for there."""
+_GIB = 1 << 30
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Returns the folder of downloaded models, by the rules of the library huggingface_hub."""
+    caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = Path(environment.get("HF_HOME") or caches / "huggingface")
+    named = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+    return Path(named or home / "hub").expanduser().absolute()
+
+
+def offline_variable(environment: Mapping[str, str]) -> str | None:
+    """Returns the name of the environment variable that forbids downloads; None if none does."""
+    return next((name for name in _OFFLINE_VARIABLES if environment.get(name, "").lower() in _TRUE), None)
+
+
+def model_cache(section: Section, environment: Mapping[str, str]) -> Diagnosis:
+    """Checks that models can be downloaded to the cache, unless downloads are off."""
+    folder = cache_folder(environment)
+    if (variable := offline_variable(environment)) is not None:
+        return section.ok(_NAME, f"{folder}; {variable} is set, so nothing is downloaded")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        to_do = "Set HF_HOME to a writable folder, or name models by local folders."
+        return section.warn(_NAME, f"{folder}: {existing} is not a folder", to_do)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        to_do = "Set HF_HOME to a writable folder, or name models by local folders."
+        return section.warn(_NAME, f"{folder}: {existing} is not writable", to_do)
+    free = shutil.disk_usage(existing).free / _GIB
+    return section.ok(_NAME, f"{folder}, writable, {free:.1f} GiB free")
+
+
+def missing_models(section: Section, tree: Tree, environment: Mapping[str, str]) -> Iterator[Diagnosis]:
+    """Yields a failure for each model of the Hub that a config names, if it is not downloaded and downloads are off.
+
+    Without such a variable in the environment the run downloads what is missing, so nothing is said.
+    """
+    variable = offline_variable(environment)
+    if variable is None:
+        return
+    folder = cache_folder(environment)
+    for path, name in _hub_models(tree):
+        if not is_downloaded(folder, name):
+            to_do = f"Unset {variable}, or download it where there is a network: `hf download {name}`."
+            yield section.fail("model", f"{path}: {name} is not in {folder}, and {variable} is set", to_do)
+
+
+def is_downloaded(folder: Path, name: str) -> bool:
+    """Returns whether the cache in `folder` has a version of the model `name`, such as `Qwen/Qwen3-8B`."""
+    snapshots = folder / f"models--{name.replace('/', '--')}" / "snapshots"
+    return snapshots.is_dir() and any(snapshots.iterdir())
+
+
+def _hub_models(tree: Tree) -> Iterator[tuple[str, str]]:
+    """Yields the path in the config and the name of each model that is no folder here, each name once."""
+    named = [(path, at(tree, path)) for path in ("policy.model_name", "policy.tokenizer.name")]
+    if native_drafts(tree):
+        path = f"{SPECULATIVE_CONFIG}.model"
+        named.append((path, at(tree, path)))
+    else:
+        named += [(f"drafter {drafter.get('type')}", drafter.get("model")) for drafter in named_drafters(tree)]
+    seen = set[str]()
+    for path, name in named:
+        is_new = isinstance(name, str) and name not in seen
+        if is_new and _HUB_NAME.fullmatch(name) and not Path(name).is_dir():
+            seen.add(name)
+            yield path, name

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known faults of vLLM and NeMo-RL that a config meets, and what `check` and `doctor` say of them."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from test_nemo_rl_config import CLEAN, EAGLE3, NATIVE, tree
+
+from nemo_specrollout.cli.doctor import diagnose_config
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.config import known_traps
+from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.known_traps import TRAPS, MetTrap
+from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG
+from nemo_specrollout.doctor.diagnosis import State
+from nemo_specrollout.installed.versions import VLLM_RANGE
+
+pytestmark = pytest.mark.unit
+
+TRAINED = (EAGLE3, "policy.draft.enabled=true")
+MTP = NATIVE.format("method: mtp")
+HEAD = f"{BLOCK_PATH}.drafters=[{{type: eagle3, model: a/head}}]"
+HTTP = f"{VLLM_CFG}.expose_http_server=true"
+OFF = f"{BLOCK_PATH}.enabled=false"
+GREEDY = f"{GENERATION}.temperature=0"
+NOISE = "from the same noise"
+LAYERS = "names no layers"
+CONTEXT = "context length of a head"
+SERVER = "HTTP server imports"
+LM_HEAD = "shares the policy's lm_head"
+OLD_HEAD = "leaves the draft head as it was"
+NOWHERE = {"vllm": None, "nemo_rl": None}
+Meet = Callable[..., list[MetTrap]]
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> Meet:
+    def of(*overrides: str, vllm: str | None = "0.32.0", nemo_rl: str | None = "0.6.0") -> list[MetTrap]:
+        """Returns the traps of the clean config with `overrides` if exactly these packages are installed."""
+        monkeypatch.setattr(known_traps, "vllm_version", lambda: vllm)
+        monkeypatch.setattr(known_traps, "nemo_rl_version", lambda: nemo_rl)
+        return known_traps.known_traps(tree(*overrides))
+
+    return of
+
+
+def test_a_config_with_text_drafters_meets_none(met: Meet) -> None:
+    for version in (None, "0.25.1", "0.32.0", "0.33.0"):
+        assert met(vllm=version) == []
+
+
+MEETS = [
+    (NOISE, (EAGLE3,), "0.25.1"),
+    (NOISE, (HEAD,), "0.28.0"),
+    (LAYERS, (EAGLE3,), "0.25.1"),
+    (LAYERS, (HEAD, GREEDY), "0.33.0"),
+    (CONTEXT, (HEAD,), "0.33.0"),
+    (SERVER, (HTTP,), "0.32.0"),
+    (LM_HEAD, TRAINED, "0.32.0"),
+    (OLD_HEAD, TRAINED, "0.32.0"),
+    (OLD_HEAD, (MTP,), "0.32.0"),
+]
+
+
+@pytest.mark.parametrize(("symptom", "overrides", "vllm"), MEETS)
+def test_a_config_meets_a_trap(met: Meet, symptom: str, overrides: tuple[str, ...], vllm: str) -> None:
+    assert [symptom in str(trap) for trap in met(*overrides, vllm=vllm)].count(True) == 1
+
+
+MEETS_NOT = [
+    (NOISE, (EAGLE3,), "0.29.0"),
+    (NOISE, (EAGLE3, GREEDY), "0.25.1"),
+    (NOISE, (HEAD, OFF), "0.25.1"),
+    (LAYERS, (MTP,), "0.32.0"),
+    (CONTEXT, (HEAD,), "0.32.0"),
+    (CONTEXT, (MTP,), "0.33.0"),
+    (SERVER, (HTTP,), "0.31.0"),
+    (SERVER, (HTTP, "runtime=local"), "0.32.0"),
+    (LM_HEAD, (EAGLE3,), "0.32.0"),
+    (OLD_HEAD, (EAGLE3,), "0.32.0"),
+    (OLD_HEAD, (EAGLE3.replace("tokens: 3", "tokens: 0"), TRAINED[1]), "0.32.0"),
+]
+
+
+@pytest.mark.parametrize(("symptom", "overrides", "vllm"), MEETS_NOT)
+def test_a_config_does_not_meet_a_trap(met: Meet, symptom: str, overrides: tuple[str, ...], vllm: str) -> None:
+    assert not any(symptom in str(trap) for trap in met(*overrides, vllm=vllm))
+
+
+def test_every_trap_is_met_and_not_met_by_a_case_above() -> None:
+    for cases in (MEETS, MEETS_NOT):
+        symptoms = {symptom for symptom, _, _ in cases}
+        assert len(symptoms) == len(TRAPS)
+        for trap in TRAPS:
+            assert any(symptom in trap.symptom for symptom in symptoms), trap
+
+
+def test_a_sentence_names_the_versions_with_the_fault(met: Meet) -> None:
+    assert met(EAGLE3, vllm="0.25.1")[0].trap.versions == "vllm before 0.29.0"
+    assert str(met(EAGLE3, vllm="0.25.1")[0]).startswith("vllm before 0.29.0, here 0.25.1: the V2 model runner")
+    texts = [str(trap) for trap in met(*TRAINED, HTTP, **NOWHERE)]
+    assert len(texts) == len(TRAPS), "a run elsewhere may have any version"
+    assert "vllm from 0.32.0, not installed here: " in " ".join(texts)
+    assert "nemo-rl, not installed here: " in " ".join(texts)
+
+
+def test_the_block_avoids_what_it_can(met: Meet) -> None:
+    on = met(*TRAINED, HTTP)
+    assert {trap.state for trap in on if trap.trap.is_ours} == {"avoided"}
+    assert [trap.state for trap in on if not trap.trap.is_ours] == ["not avoided"]
+    off = met(*TRAINED, HTTP, OFF)
+    assert {trap.state for trap in off} == {"not avoided"}
+    assert {"because the block is off" in str(trap) for trap in off if trap.trap.is_ours} == {True}
+    assert [str(trap) for trap in on if not trap.trap.is_ours] == [str(trap) for trap in off if not trap.trap.is_ours]
+
+
+def test_traps_are_those_of_supported_versions() -> None:
+    first, first_too_new = VLLM_RANGE
+    for trap in TRAPS:
+        if trap.package == known_traps.VLLM:
+            assert trap.before is None or first < trap.before
+            assert trap.since is None or first < trap.since < first_too_new
+
+
+def written(folder: Path, *overrides: str) -> Path:
+    config = folder / "run.yaml"
+    config.write_text(
+        OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(CLEAN), OmegaConf.from_dotlist(list(overrides))))
+    )
+    return config
+
+
+def test_check_tells_the_traps_of_a_config(met: Meet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    met(vllm="0.28.0")
+    assert main(["check", str(written(tmp_path, HEAD))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:13].strip() for line in lines if NOISE in line or LAYERS in line] == ["avoided", "avoided"]
+    assert main(["check", str(written(tmp_path))]) == 0
+    assert "avoided" not in capsys.readouterr().out
+
+
+def test_check_of_a_config_that_cannot_run_tells_errors_only(
+    met: Meet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    met(vllm="0.28.0")
+    config = written(tmp_path, HEAD, f"{GENERATION}.vllm_kwargs.speculative_config.num_speculative_tokens=many")
+    assert main(["check", str(config)]) == 2
+    printed = capsys.readouterr()
+    assert "avoided" not in printed.out and "num_speculative_tokens" in printed.err
+
+
+def test_doctor_warns_of_what_is_not_avoided(met: Meet, tmp_path: Path) -> None:
+    met()
+    states = {d.name: d.state for d in diagnose_config(written(tmp_path, HEAD, HTTP), [])}
+    assert states["avoided"] is State.OK and states["not avoided"] is State.WARN
+
+
+def test_traps_need_neither_torch_nor_vllm() -> None:
+    code = "import sys, nemo_specrollout.config.known_traps; assert not {'torch', 'vllm'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
