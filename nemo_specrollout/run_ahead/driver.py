@@ -64,12 +64,16 @@ class RunAhead:
 
     @contextmanager
     def weights_change(self) -> Iterator[None]:
-        """Encloses a change of weights while asynchronous engines decode. Rows under way begin again, so none is mixed."""
-        self._ask("weights_change")
+        """Encloses a change of weights while asynchronous engines decode.
+
+        Rows that overlap with the change begin again, so that none is mixed. An engine whose rows wait for the end of a
+        change must be told of it, also when another engine or the change itself has failed.
+        """
         try:
+            self._ask("weights_change_begins")
             yield
         finally:
-            self._ask("weights_change")
+            self._ask("weights_change_ends")
 
     def begin(self, version: int, prompts: Sequence[Sequence[int]], rows: Sequence[Row], after: int) -> None:
         """Lets engines decode the rows of a coming policy version. A synchronous one first ends `after` calls of generate.
@@ -115,9 +119,14 @@ class RunAhead:
         return {PREFIX + name: value for name, value in figures.items()}, ahead_alarms(num_made, num_kept)
 
     def _ask(self, method: str, **arguments: Any) -> list[Any]:
-        """Returns each engine's reply."""
+        """Calls all engines, waits until each of them has replied or failed, and returns the replies.
+
+        Raises the error of the first engine that has failed.
+        """
         engines = range(self._engines.num_engines)
-        return list(ray.get([self._engines.start(engine, method, **arguments) for engine in engines]))
+        calls = [self._engines.start(engine, method, **arguments) for engine in engines]
+        ray.wait(calls, num_returns=len(calls))
+        return list(ray.get(calls))
 
     def _run(self, work: Sequence[tuple[Sequence[Any], Sequence[Row]]], after: int) -> None:
         started = time.perf_counter()
