@@ -146,11 +146,11 @@ def test_a_run_may_start_from_a_ladder(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_wrong_ladder_ends_a_run_before_its_engines_start(tmp_path: Path) -> None:
     block = effective_config(tree(f"{LADDER}={tmp_path / 'none.json'}"))
     assert block is not None
-    with pytest.raises(ConfigError, match="fastest_of_n.ladder: .*none.json is not a ladder"):
+    with pytest.raises(ConfigError, match=r"fastest_of_n\.ladder: .*none\.json is not a ladder"):
         _check_block(block, {"model_name": "a/name", "generation": {"vllm_cfg": {}}})
     config = dict[str, Any]()
     put_run(config, block, RunFacts(1, 0, 3, "heads"))
-    with pytest.raises(ConfigError, match="fastest_of_n.ladder: .*none.json is not a ladder"):
+    with pytest.raises(ConfigError, match=r"fastest_of_n\.ladder: .*none\.json is not a ladder"):
         Supervisor(block, config, StepLog())
 
 

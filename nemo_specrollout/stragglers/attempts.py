@@ -90,7 +90,10 @@ class Response:
         return attempt.name
 
     def begin(self, engine: int) -> Request:
-        """Returns the request that the engine gets: its attempt begins after what is known of the response now."""
+        """Returns the request to send to the engine, with the part of the response that is known now as its prefix.
+
+        More may be known than when the attempt was opened, because another engine may have gone on in the meantime.
+        """
         self.attempts[engine].position = len(self.tokens)
         return replace(self.request, prefix_token_ids=tuple(self.tokens))
 

@@ -21,7 +21,7 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 from nemo_specrollout.stragglers.turns import ExchangeFailed, ExchangeReply, Starts, TurnOrders, TurnResult
 
 POLL_S = 1.0
-"""Seconds after which an idle engine's call returns; the engine then asks again."""
+"""Seconds after which the call of an engine without orders returns. The engine then asks again, so that it is heard of."""
 PAUSE_PATIENCE_S = 30.0
 """Seconds for which a pause waits for the engines' turns before it says which engines have not ended them."""
 SILENCE_S = 300.0
@@ -37,10 +37,14 @@ class _Member:
     num_turns: int = 0
     """Turns whose results are missing."""
     heard_s: float = field(default_factory=time.monotonic)
+    """Time of its latest call, by the monotonic clock."""
 
 
 class PollingFleet:
-    """The fleet of a coordinator that cannot call its engines: they fetch orders, and hand in one result for each turn."""
+    """The fleet of a coordinator that cannot call its engines. Owns what they have not fetched and what they have handed in.
+
+    Engines fetch their orders, and hand in one result for each turn. `EngineFleet` says what the coordinator asks of it.
+    """
 
     def __init__(self, methods: Sequence[int]) -> None:
         self.methods = list(methods)
@@ -50,7 +54,7 @@ class PollingFleet:
         """Results that were not read."""
 
     def join(self, engine: int, capacity: int) -> None:
-        """Adds an engine that decodes `capacity` requests at a time and has no turn."""
+        """Adds an engine that decodes `capacity` requests at a time. The fleet's capacity is its smallest engine's."""
         self.capacity = min(capacity, self.capacity or capacity)
         self.members[engine] = _Member()
 
@@ -59,7 +63,7 @@ class PollingFleet:
         if self.members.pop(engine, None) is not None:
             self.inbox.append((engine, None))
 
-    # For the coordinator: see `EngineFleet`
+    # For the coordinator
 
     def send(self, engine: int, orders: TurnOrders) -> None:
         member = self.members[engine]
