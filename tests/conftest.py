@@ -47,7 +47,7 @@ TINY_ROLLOUTS = {
 
 LONGEST = (
     "test_kernels.py",
-    "test_policy_families.py",
+    "test_model_families_exact.py",
     "test_run.py",
     "test_model_drafters.py",
     "test_decoupled.py",

@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.local.speed_table_file import SpeedRow, SpeedTableFile, started_table, table_file
 from lab.simulation.dealing import in_shards, longest_first
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.generation.engine.requests import ShardRequest
 from nemo_specrollout.stragglers.decisions.request_estimates import HALF_TOKENS, SPREAD, LengthEstimator, RequestSpeeds
 from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedRow, SpeedTableFile, started_table, table_file
 from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN, TailDecision
 from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation, expected_first
+from nemo_specrollout.stragglers.exchange import StragglerExchange
+from nemo_specrollout.stragglers.turns import TurnResult, TurnWork
 
 pytestmark = pytest.mark.unit
 
@@ -299,6 +302,25 @@ def test_a_ladder_file_round_trips(tmp_path: Path) -> None:
     path.write_text(SpeedTableFile("a CPU", "a policy", 1e-4, (rung,)).to_json())
     ladder = started_table(["plain", "suffix"], SpeedTableFile.read(path, "ladder"))
     assert ladder.tokens_per_s(1, 4) == pytest.approx(90) and ladder.prefill_s(1000) == pytest.approx(0.1)
+
+
+def test_an_exchange_starts_from_a_ladder_and_hands_out_what_it_learns() -> None:
+    """So a run in NeMo-RL goes on where an earlier one has stopped."""
+    rung = SpeedRow(ANY_TASK, "suffix", (1, 4), (200.0, 90.0), (5.0, 5.0))
+    ladder = SpeedTableFile("H200", "a policy", 1e-4, (rung,))
+    exchange = StragglerExchange(["suffix", "plain"], FastestOfNConfig(), 64, ladder)
+    assert exchange.speed_table("H200", "a policy") == ladder
+    exchange.join(0, 4)
+    prompt = tuple(range(10))
+    ((name, _),) = exchange.add(0, [ShardRequest(prompt, 0, (0, 0), b"")])
+    for _ in range(2):
+        made = TurnResult({name: ([7] * 100, [-1.0] * 100)}, work=TurnWork(1.0, 1.0, 100), steady=(name,))
+        exchange.exchange(0, made)
+    learned = exchange.speed_table("H200", "a policy")
+    assert learned is not None and 100 < learned.rungs[0].tokens_per_s[0] < 200 and learned.rungs[0].method == "suffix"
+    again = StragglerExchange(["suffix", "plain"], FastestOfNConfig(), 64, learned)
+    assert again.speed_table("H200", "a policy") == learned
+    assert StragglerExchange(["suffix"], FastestOfNConfig(), 64).speed_table("H200", "a policy") is None
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,12 @@ from nemo_specrollout.config.nemo_rl_tree import SPECULATIVE_CONFIG as SPECULATI
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.installed import versions
-from nemo_specrollout.nemo_rl.installation import with_absolute_paths
+from nemo_specrollout.nemo_rl.installation import _check_block, with_absolute_paths
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of, put_run
+from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.nemo_rl.supervisor import Supervisor
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedRow, SpeedTableFile
 
 pytestmark = pytest.mark.unit
 
@@ -105,9 +109,11 @@ def test_actors_in_other_folders_find_the_drafters(tmp_path: Path, monkeypatch: 
     (tmp_path / "draft").mkdir()
     monkeypatch.chdir(tmp_path)
     drafters = "[{type: suffix}, {type: remote, model: draft, workers: 1}]"
-    block = effective_config(tree(f"{BLOCK_PATH}.drafters={drafters}"))
+    racing = f"{BLOCK_PATH}.fastest_of_n={{ladder: speeds.json}}"
+    block = effective_config(tree(f"{BLOCK_PATH}.drafters={drafters}", racing))
     assert block is not None
     found = with_absolute_paths(block)
+    assert found.fastest_of_n is not None and found.fastest_of_n.ladder == str(tmp_path / "speeds.json")
     assert found.remote is not None and found.remote.model == str(tmp_path / "draft")
     assert found.drafters[0] == block.drafters[0] and with_absolute_paths(SpecrolloutConfig()) == SpecrolloutConfig()
 
@@ -117,11 +123,35 @@ def test_a_disabled_block_is_none(override: str) -> None:
     assert effective_config(tree(override)) is None
 
 
-def test_a_ladder_is_refused() -> None:
-    refused = found(f"{BLOCK_PATH}.fastest_of_n={{ladder: speeds.json}}")["error"]
-    assert any(
-        s.startswith(f'{BLOCK_PATH}.fastest_of_n.ladder: "speeds.json"; works only in local runs') for s in refused
-    )
+LADDER = f"{BLOCK_PATH}.fastest_of_n.ladder"
+
+
+def test_a_run_may_start_from_a_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(CLEAN)
+    rung = SpeedRow(ANY_TASK, "suffix+ngram", (1, 4), (200.0, 90.0), (5.0, 5.0))
+    ladder = tmp_path / "ladder.json"
+    ladder.write_text(SpeedTableFile("H200", "a/name", 1e-4, (rung,)).to_json())
+    assert main(["check", str(tmp_path / "config.yaml"), f"{LADDER}={ladder}"]) == 0
+    assert f"decode speeds start from {ladder}" in capsys.readouterr().out
+    ladder.write_text(ladder.read_text().replace("0.0001", "-1"))
+    wrong = "is not a ladder (prefill_s_per_token: -1.0 is out of range; it must be above 0.0); create one with"
+    assert main(["check", str(tmp_path / "config.yaml"), f"{LADDER}={ladder}"]) == 2
+    assert f"nemo-specrollout: {LADDER}: {ladder} {wrong}" in capsys.readouterr().err
+    assert main(["check", str(tmp_path / "config.yaml"), f"{LADDER}={tmp_path / 'none.json'}"]) == 2
+    assert f"{LADDER}: {tmp_path / 'none.json'} is not a ladder (No such file" in capsys.readouterr().err
+    off = [f"{LADDER}={ladder}", f"{BLOCK_PATH}.fastest_of_n.enabled=false"]
+    assert main(["check", str(tmp_path / "config.yaml"), *off]) == 0
+
+
+def test_a_wrong_ladder_ends_a_run_before_its_engines_start(tmp_path: Path) -> None:
+    block = effective_config(tree(f"{LADDER}={tmp_path / 'none.json'}"))
+    assert block is not None
+    with pytest.raises(ConfigError, match=r"fastest_of_n\.ladder: .*none\.json is not a ladder"):
+        _check_block(block, {"model_name": "a/name", "generation": {"vllm_cfg": {}}})
+    config = dict[str, Any]()
+    put_run(config, block, RunFacts(1, 0, 3, "heads"))
+    with pytest.raises(ConfigError, match=r"fastest_of_n\.ladder: .*none\.json is not a ladder"):
+        Supervisor(block, config, StepLog())
 
 
 def test_a_disabled_block_has_no_findings() -> None:

@@ -387,6 +387,16 @@ def test_a_run_that_goes_on_keeps_its_record(tmp_path: Path) -> None:
     assert summary["steps"] == 2 and summary["largest_logprob_gap"] == 0.03
 
 
+def test_files_of_a_step_lie_beside_the_records(tmp_path: Path) -> None:
+    log = StepLog()
+    record = RunRecord(tmp_path, {})
+    for text in ("one", "two"):
+        log.files["ladder.json"] = text
+        record.add(1, {}, log.take())
+    record.add(2, {}, log.take())
+    assert (record.folder / "ladder.json").read_text() == "two"
+
+
 @pytest.mark.parametrize("block", ["grpo.async_grpo", "ppo.async_ppo"])
 def test_causes_name_what_the_run_has(block: str) -> None:
     algorithm, _, name = block.partition(".")

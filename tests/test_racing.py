@@ -15,7 +15,6 @@ from test_equality import assert_equal, requests
 
 from lab.local.coordinator import DealingCoordinator
 from lab.local.engine import RolloutEngine
-from lab.local.speed_table_file import table_file
 from lab.local.timeline import Timeline
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
@@ -23,6 +22,7 @@ from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.stragglers.attempts import AttemptOutcome, Response
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
 from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.speed_table_file import table_file
 from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 from nemo_specrollout.stragglers.turn_engine import TurnEngine
 from nemo_specrollout.stragglers.turns import TurnOrders

@@ -64,7 +64,7 @@ OTHER_TIERS = (
     Tier(
         "families",
         "kinds of policies and of heads that draft blocks, each in an engine of its own",
-        ("test_policy_families.py", "test_block_drafters.py", "test_llama.py"),
+        ("test_model_families_exact.py", "test_block_drafters.py", "test_llama.py"),
         (*_ENGINE, "lab/vllm_on_cpu/"),
     ),
     Tier(
@@ -76,7 +76,9 @@ OTHER_TIERS = (
             "test_drafter_actor.py",
             "test_drafter_service.py",
             "test_exchange.py",
+            "test_exchange_pause.py",
             "test_racing.py",
+            "test_run_ahead_driver.py",
             "test_shadow_sequences.py",
             "test_stream_exchange.py",
         ),

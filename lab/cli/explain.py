@@ -13,7 +13,6 @@ from lab.cli.placement import Plan
 from lab.cli.prepare import check_trainer, place_drafter, prepare_local
 from lab.cli.simulate import comparison_table, of_run
 from lab.cli.tables import new_table
-from lab.local.speed_table_file import SpeedTableFile, methods_of
 from lab.simulation.compare import TAIL, Comparison, as_configured, drafted, onset
 from lab.simulation.data_sheets import device_named
 from lab.simulation.scenario import Scenario
@@ -21,13 +20,14 @@ from lab.simulation.setting import Fleet
 from nemo_specrollout.cli.check import Subject, describe_config
 from nemo_specrollout.cli.command_line import EXIT_BAD_INPUT
 from nemo_specrollout.cli.terminal import complain, log_console
-from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
 from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, PLAIN
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, PLAIN, draft_method
+from nemo_specrollout.stragglers.decisions.speed_table_file import FIELD, SpeedTableFile
 from nemo_specrollout.stragglers.decisions.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
 
 PLAN_FLAGS = ("batch", "devices", "acceptance")
@@ -132,7 +132,7 @@ def _ladder_lines(tree: Tree, block: SpecrolloutConfig, path: Path | None) -> It
     """Yields the measured decode speeds of the engines' draft methods, from the given ladder or the config's own."""
     field, racing = "--ladder", block.fastest_of_n
     if path is None and racing is not None and racing.ladder is not None:
-        field, path = f"{BLOCK_PATH}.fastest_of_n.ladder", Path(racing.ladder)
+        field, path = FIELD, Path(racing.ladder)
     if path is None:
         return
     file = SpeedTableFile.read(path, field)
@@ -145,10 +145,16 @@ def _ladder_lines(tree: Tree, block: SpecrolloutConfig, path: Path | None) -> It
         if rung.task == ANY_TASK
     }
     plain = rungs.get(PLAIN, {})
-    for method in methods_of(block):
+    for method in _methods_of(block):
         shared = [batch for batch in rungs.get(method, {}) if batch in plain]
         speeds = ", ".join(f"{batch}: {rungs[method][batch] / plain[batch]:.2f}x" for batch in shared)
         yield f"{method}: {speeds or 'not measured beside plain'}"
+
+
+def _methods_of(block: SpecrolloutConfig) -> list[str]:
+    """Returns the names of the draft methods of a block's engines, each once."""
+    kinds = range(len(block.drafters_of_engines))
+    return list(dict.fromkeys(draft_method(block.of_engine(kind)) for kind in kinds))
 
 
 def _drafters_line(block: SpecrolloutConfig) -> str:
@@ -177,7 +183,7 @@ def _racing_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iter
     if racing is None or not racing.enabled:
         yield "off: no request moves or races; the block fastest_of_n turns it on"
         return
-    yield from _race_conditions(racing, methods_of(block))
+    yield from _race_conditions(racing, _methods_of(block))
     if expected is None:
         yield "when it begins: unknown without a prediction, see above"
         return

@@ -15,7 +15,6 @@ from lab.cli.prepare import prepare
 from lab.cli.tables import new_table
 from lab.local.json_child import JsonChild
 from lab.local.run_config import RunConfig
-from lab.local.speed_table_file import SpeedRow, SpeedTableFile
 from lab.placement.cost_tables import CostCurve, CostTables
 from nemo_specrollout.cli.command_line import check_out, use_threads
 from nemo_specrollout.cli.terminal import log_console, progress_bar
@@ -25,6 +24,7 @@ from nemo_specrollout.config.strict import ConfigError, nearest, raise_first_mis
 from nemo_specrollout.installed.versions import this_machine
 from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedRow, SpeedTableFile
 
 Measured = Mapping[str, Sequence[float]]
 

@@ -14,7 +14,6 @@ from lab.local.chat_templates import check_chat_template
 from lab.local.model_folder_check import check_model_folder, check_trainable, has_mtp_layers
 from lab.local.run_config import RunConfig, check_prompt, read_run_config
 from lab.local.run_sections import PROCESSED_LOGPROBS
-from lab.local.speed_table_file import SpeedTableFile
 from lab.placement.cost_tables import CostTables
 from lab.placement.planner import choose, placed
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
@@ -33,6 +32,7 @@ from nemo_specrollout.heads.head.block_heads import misfit_of_block_drafter
 from nemo_specrollout.heads.head.head_facts import check_head
 from nemo_specrollout.installed.versions import unsupported_version, vllm_version
 from nemo_specrollout.storage import model_folder
+from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 _LONGEST_NAME = 255
 """Longest file name, in bytes."""
@@ -89,13 +89,12 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
         if data is not config.data or data.dataset_name != "free_text":  # which `run` refuses for want of a reward
             check_chat_template(policy, data, "data")
     _check_drafters(block, policy, model_config, config.policy.generation.vllm_cfg.max_model_len)
-    refresh, racing = block.draft_refresh, block.fastest_of_n
+    refresh = block.draft_refresh
     if refresh is not None and refresh.trainer_gpus:
         text = f"{refresh.trainer_gpus}; the local runner trains on a CPU: set it to 0"
         raise ConfigError(f"{BLOCK_PATH}.draft_refresh.trainer_gpus: {text}")
     _check_engine(config)
-    if racing is not None and racing.enabled and racing.ladder is not None:
-        SpeedTableFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
+    ladder_of(block)
     if block.enabled and (finding := next(runner_findings(tree), None)) is not None:
         raise ConfigError(str(finding))
     return Prepared(tree, config, ignored, model_config)

@@ -13,12 +13,12 @@ import torch
 from lab.local.coordinator import DealingCoordinator
 from lab.local.fleet import RolloutFleet
 from lab.local.run_config import RunConfig
-from lab.local.speed_table_file import SpeedTableFile
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
 from nemo_specrollout.generation.engine.requests import TOKEN_BYTES, as_bytes, num_kept
 from nemo_specrollout.reports.records import ahead_alarms, ahead_figures
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
 from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile
 
 
 class _EvenTurns(DealingCoordinator):

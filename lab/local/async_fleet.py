@@ -19,11 +19,11 @@ from lab.local.coordinator import DealingCoordinator
 from lab.local.fleet import RolloutFleet
 from lab.local.run_config import RunConfig
 from lab.local.run_sections import AsyncGrpoConfig
-from lab.local.speed_table_file import SpeedTableFile
 from lab.local.statistics import stock_stats
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
 from lab.local.timeline import Timeline
 from nemo_specrollout.stragglers.attempts import Response
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile
 
 _LOOK_S = 0.005
 """Seconds between two looks of a waiting thread."""

@@ -13,17 +13,17 @@ from lab.local.coordinator import DealingCoordinator
 from lab.local.engine_stats import EngineStats
 from lab.local.rollout_pool import DEAD, RolloutPool
 from lab.local.run_config import RunConfig
-from lab.local.speed_table_file import SpeedTableFile, started_table, table_file
 from lab.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
 from lab.local.step_rollout import Prompts, RolloutSource, StepRollout, check_tokens
 from lab.local.timeline import Timeline
 from lab.simulation.dealing import in_shards
-from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig
+from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.installed.versions import this_machine
 from nemo_specrollout.stragglers.attempts import AttemptOutcome
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
 from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.speed_table_file import FIELD, SpeedTableFile, started_table, table_file
 from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class RolloutFleet(RolloutSource):
         racing = generation.specrollout.fastest_of_n or FastestOfNConfig(enabled=False)
         file = known
         if file is None and racing.ladder is not None:
-            file = SpeedTableFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
+            file = SpeedTableFile.read(Path(racing.ladder), FIELD)
         asynchronous = config.grpo.async_grpo
         recomputes = asynchronous.recompute_kv_cache_after_weight_updates or not asynchronous.in_flight_weight_updates
         self.pool = RolloutPool(

@@ -17,15 +17,15 @@ from typing import IO, Any
 import yaml
 
 from lab.local.sealed_folder import DamagedFolder, check_seal
-from lab.local.speed_table_file import SpeedTableFile
 from nemo_specrollout.config.strict import ConfigError, differences
 from nemo_specrollout.installed.versions import checkout_commit, installed_versions
 from nemo_specrollout.reports.records import FORMAT, METRICS, RUN, SUMMARY, read_lines, read_object_or_nothing
 from nemo_specrollout.storage.files import sync_folder, write_atomically
+from nemo_specrollout.stragglers.decisions.speed_table_file import LADDER, SpeedTableFile
 
 NUM_CHECKPOINTS = 2
 """Checkpoints that are kept."""
-LOCK, LADDER = "run.lock", "ladder.json"
+LOCK = "run.lock"
 LINES = (METRICS, "samples.jsonl", "trace.jsonl", "timeline.jsonl")
 PAGES = ("report.html", "picture.png")
 _MAY_CHANGE = {"grpo.max_num_steps", "logger.log_dir"}

@@ -14,7 +14,6 @@ from typing import Any
 
 from lab.local.rollout_pool import RolloutPool
 from lab.local.run_config import RunConfig
-from lab.local.speed_table_file import SpeedRow, SpeedTableFile
 from lab.local.statistics import draft_counts
 from lab.local.tasks import Task
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
@@ -22,6 +21,7 @@ from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.installed.versions import this_machine
 from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, SIZES
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedRow, SpeedTableFile
 from nemo_specrollout.stragglers.turn_engine import FEW_ATTEMPTS
 from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult, TurnWork
 

@@ -12,11 +12,11 @@ import torch
 
 from lab.local.engine import Generation, RolloutEngine
 from lab.local.run_config import RunConfig, check_prompt
-from lab.local.speed_table_file import SpeedTableFile
 from lab.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
 from lab.local.tasks import Task, task_name
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.storage.model_folder import stop_token_ids
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile
 
 if TYPE_CHECKING:
     from nemo_specrollout.heads.features.features import SequenceFeatures

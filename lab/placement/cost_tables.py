@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lab.placement.measured_file import MeasuredFile, check_columns
+from nemo_specrollout.config.measured_file import MeasuredFile, check_columns
 from nemo_specrollout.config.strict import ConfigError, bounded, choice
 
 FORMAT = 1

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lab.placement.cost_tables import CostCurve
-from lab.placement.measured_file import check_columns
 from lab.simulation.data_sheets import Device, ModelShape
+from nemo_specrollout.config.measured_file import check_columns
 from nemo_specrollout.config.strict import bounded
 
 Rows = np.ndarray | float

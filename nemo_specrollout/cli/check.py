@@ -20,6 +20,7 @@ from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_KWARGS, Findin
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.arguments import with_specrollout
 from nemo_specrollout.heads.head.block_heads import drafter_misfits
+from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def describe_config(tree: dict[str, Any]) -> Subject:
         block = effective_config(tree) or OFF
         policy, length = (at(tree, f"policy.{n}") for n in ("model_name", "generation.vllm_cfg.max_model_len"))
         findings += map(Finding.error, drafter_misfits(block, str(policy), length))
-        findings += [*_refused_arguments(tree, block), *_tokenizer_faults(tree)]
+        findings += [*_refused_arguments(tree, block), *_tokenizer_faults(tree), *_ladder_faults(block)]
     return Subject(tree, describe_nemo_rl(tree), block, findings)
 
 
@@ -85,6 +86,14 @@ def _refused_arguments(tree: Tree, block: SpecrolloutConfig) -> Iterator[Finding
         with_specrollout(at(tree, VLLM_KWARGS, {}), block, "cuda")
     except ValueError as error:
         yield Finding.error(error, f"{GENERATION}.")
+
+
+def _ladder_faults(block: SpecrolloutConfig) -> Iterator[Finding]:
+    """Yields the error about a file of decode speeds that a run could not start from."""
+    try:
+        ladder_of(block)
+    except ConfigError as error:
+        yield Finding.error(error)
 
 
 def _tokenizer_faults(tree: Tree) -> Iterator[Finding]:

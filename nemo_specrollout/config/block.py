@@ -79,7 +79,8 @@ class FastestOfNConfig:
     methods: tuple[tuple[str, ...], ...] = ()
     """Drafter types of each engine; engine i has entry i, modulo their number. Empty: every engine has all drafters."""
     ladder: str | None = None
-    """In local runs, a file that `specrollout-lab ladder` wrote with initial decode speeds; null: they are learned."""
+    """File with the decode speeds to start from: the `ladder.json` of an earlier run, or one that `specrollout-lab ladder`
+    wrote. null: they are learned from nothing."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the options allow neither moves nor races."""

@@ -81,11 +81,6 @@ _RULES = (
         "note",
     ),
     Rule(
-        f"{BLOCK_PATH}.fastest_of_n.ladder",
-        is_set,
-        "works only in local runs: NeMo-RL's engines learn their speeds while they decode; remove it",
-    ),
-    Rule(
         f"{BLOCK_PATH}.verify.requests_per_step",
         bool,
         "without effect: only the local runner decodes requests again",

@@ -231,16 +231,25 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         app.add_middleware(SeedHeader)
         return super()._setup_vllm_openai_api_server(app, *args, **kwargs)
 
-    async def specrollout_weights_change(self) -> None:
-        """Notes that a change of the weights begins or ends. From the first one on, every row is a sample of one policy."""
+    async def specrollout_weights_change_begins(self) -> None:
+        """Notes that a change of the weights begins. From the first one on, every row is a sample of one policy."""
         self._one_policy = self._one_policy or OnePolicyStream(self._generate)
-        self._one_policy.weights_change()
+        self._one_policy.change_begins()
+
+    async def specrollout_weights_change_ends(self) -> None:
+        """Notes that the change of the weights has ended, so that rows which wait for its end begin."""
+        if self._one_policy is not None:
+            self._one_policy.change_ends()
 
     async def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
         """Joins the exchange of requests as engine number `engine`."""
         stream = StreamEngine(self._generate, int(self.llm.vllm_config.scheduler_config.max_num_seqs))
         self._racing = StreamShard(engine, stream, partial(ask_exchange_async, actor, engine))
         await self._racing.begin()
+
+    async def specrollout_leave_exchange(self) -> None:
+        """Stops the requests of the exchange. The engine decodes its own requests alone from now on."""
+        await self._racing.leave("it ended no turn before new weights came")
 
     async def specrollout_run_ahead(
         self, prompts: list[list[int]], rows: list[Row], seconds: float, after: int

@@ -29,6 +29,7 @@ from nemo_specrollout.nemo_rl.patch_point_table import (
 from nemo_specrollout.nemo_rl.patch_points import PatchPoint, check_patch_points
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
+from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.engine_actors"
 ACTORS = {
@@ -108,13 +109,17 @@ def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:
         model = str(getattr(drafter, "model", None) or "")
         has_folder = model and Path(model).is_dir()
         drafters.append(replace(drafter, **{"model": str(Path(model).absolute())}) if has_folder else drafter)
-    return replace(block, drafters=tuple(drafters))
+    racing = block.fastest_of_n
+    if racing is not None and racing.ladder is not None:
+        racing = replace(racing, ladder=str(Path(racing.ladder).absolute()))
+    return replace(block, drafters=tuple(drafters), fastest_of_n=racing)
 
 
 def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
     """Raises ConfigError for errors that an engine or an actor would find minutes later."""
     for reason in drafter_misfits(block, policy["model_name"], policy["generation"]["vllm_cfg"].get("max_model_len")):
         raise ConfigError(reason)
+    ladder_of(block)
     if block.remote is not None and block.remote.workers:
         drafter_spec(block.remote, policy["generation"]["vllm_cfg"])
         secret_of_run()

@@ -34,7 +34,7 @@ _PHASE_TIMERS = {
 
 
 class RunRecord:
-    """Owns `run.json`, `metrics.jsonl`, `samples.jsonl` and `summary.json` of a run.
+    """Owns `run.json`, `metrics.jsonl`, `samples.jsonl` and `summary.json` of a run, and files such as `ladder.json`.
 
     A line of the JSON-lines files is a training step. If a resumed run repeats a step, the later line counts. A step's line
     is written when its timers are known, which NeMo-RL logs last.
@@ -52,7 +52,7 @@ class RunRecord:
         self._open: dict[str, Any] | None = None
 
     def add(self, step: int, metrics: Mapping[str, Any], log: StepLog) -> None:
-        """Begins a step's line with its metrics, entries and alarms, and appends its samples.
+        """Begins a step's line with its metrics, entries and alarms, appends its samples, and writes its files.
 
         A metric below another name, such as `tail/moves`, is left out: an entry has it.
         """
@@ -62,6 +62,8 @@ class RunRecord:
         self._open = {"step": step, **figures, **log.entries, **({"alarms": log.alarms} if log.alarms else {})}
         if log.samples:
             self._append("samples.jsonl", {"step": step, "samples": log.samples})
+        for name, text in log.files.items():
+            write_atomically(self.folder / name, text)
 
     def finish_step(self, timers: Mapping[str, Any] | None = None) -> None:
         """Writes the step that `add` began, with NeMo-RL's `timers` in seconds, and rewrites the summary."""

@@ -18,6 +18,8 @@ class StepLog:
     """Sentences that are kept and shown."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Sample stats, which go into the step's line of `samples.jsonl`."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Texts of whole files by name, which replace those that lie beside the records."""
     source: Callable[[], Callable[[], dict[str, float]] | None] | None = None
     """Weak reference to a function that returns the step's figures, for loops of NeMo-RL that never request them."""
 
@@ -31,6 +33,7 @@ class StepLog:
         self.entries = {}
         self.alarms = []
         self.samples = []
+        self.files = {}
         return taken
 
 

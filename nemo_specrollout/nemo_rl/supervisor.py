@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervises the engines of a run: their metrics, draft heads, remote drafters, and the requests that they exchange."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +13,7 @@ import ray
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
+from nemo_specrollout.installed.versions import this_machine
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, start_head_refresh
 from nemo_specrollout.nemo_rl.metrics import (
     acceptance_counts,
@@ -22,17 +24,20 @@ from nemo_specrollout.nemo_rl.metrics import (
     step_metrics,
     weight_updates,
 )
-from nemo_specrollout.nemo_rl.ray_calls import EngineClient, answer_of, engine_environment
+from nemo_specrollout.nemo_rl.ray_calls import PATIENCE_S, EngineClient, answer_of, engine_environment
 from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters, start_drafters, stats_between
 from nemo_specrollout.nemo_rl.run_facts import RunFacts
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.records import PREFIX
 from nemo_specrollout.stragglers.decisions.speed_table import draft_method
-from nemo_specrollout.stragglers.exchange import StragglerExchange
+from nemo_specrollout.stragglers.decisions.speed_table_file import LADDER, SpeedTableFile, ladder_of
+from nemo_specrollout.stragglers.exchange import PAUSE_PATIENCE_S, SILENCE_S, StragglerExchange
 from nemo_specrollout.stragglers.turns import ExchangeFailed
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import StepEnd
+
+logger = logging.getLogger(__name__)
 
 THREADS_OF_ENGINE = 4
 """Threads of the exchange's actor for each engine: one waits for orders, the others bring requests."""
@@ -43,44 +48,116 @@ class SpecrolloutExchange(StragglerExchange):
     """The exchange as an actor. It ends with the driver, which made it; the engines go on without it."""
 
 
+class EngineStillDecodes(RuntimeError):
+    """An engine does not stop its requests, so it must not get new weights. The message is one sentence."""
+
+
 class ExchangeDriver:
     """Driver's end of the exchange; owns the actor. If it is lost, the run goes on without moves and races."""
 
-    def __init__(self, block: SpecrolloutConfig, num_engines: int, max_new_tokens: int, log: StepLog) -> None:
-        """Starts the actor."""
-        config = block.fastest_of_n
-        assert config is not None
-        methods = [draft_method(block.of_engine(engine)) for engine in range(num_engines)]
-        actor: Any = SpecrolloutExchange
-        actor = actor.options(max_concurrency=THREADS_OF_ENGINE * (num_engines + 1), runtime_env=engine_environment())
-        self.actor = actor.remote(methods, config, max_new_tokens)
+    def __init__(self, actor: Any, workers: EngineClient, log: StepLog) -> None:
+        """`actor` is the exchange that `start_exchange` has started, and `workers` calls the engines that share it."""
+        self.actor = actor
+        self._workers = workers
         self._log = log
         self._is_lost = False
 
     @contextmanager
-    def between(self, first: str, last: str) -> Iterator[None]:
-        self._call(first)
+    def rollout(self) -> Iterator[None]:
+        """Encloses a rollout of synchronous engines."""
+        self._call("begin")
         try:
             yield
         finally:
-            self._call(last)
+            self._call("end")
+
+    @contextmanager
+    def paused(
+        self, patience_s: float = PAUSE_PATIENCE_S, silence_s: float = SILENCE_S, leave_s: float = PATIENCE_S
+    ) -> Iterator[None]:
+        """Encloses a refit of asynchronous engines. All turns have ended when it begins, so no engine works for others.
+
+        Reports which engines it waits for, every `patience_s` seconds. An engine that ends no turn for `silence_s` seconds
+        leaves the exchange for good. Raises EngineStillDecodes if it cannot even do that within `leave_s` seconds.
+        """
+        try:
+            for engine, waited_s in self._silent_engines(patience_s, silence_s):
+                self._remove(engine, waited_s, leave_s)
+            yield
+        finally:
+            self._call("resume")
+
+    def _silent_engines(self, patience_s: float, silence_s: float) -> Iterator[tuple[int, float]]:
+        """Pauses the exchange, and waits until no engine has a turn.
+
+        Yields each engine whose turns have not ended after `silence_s` seconds, with the seconds. The caller removes it.
+        """
+        started_s = time.monotonic()
+        while busy := self._call("pause", patience_s):
+            waited_s = time.monotonic() - started_s
+            logger.warning(
+                "specrollout: new weights wait for engines that still take turns for others, for %.0f s by now: %s",
+                waited_s,
+                ", ".join(map(str, busy)),
+            )
+            if waited_s >= silence_s:
+                yield from ((engine, waited_s) for engine in busy)
+
+    def _remove(self, engine: int, waited_s: float, leave_s: float) -> None:
+        """Makes an engine stop the requests of the exchange and decode its own alone, unless it has died."""
+        self._call("leave", engine)
+        try:
+            ray.get(self._workers.start(engine, EngineActorCalls.specrollout_leave_exchange), timeout=leave_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise EngineStillDecodes(
+                f"engine {engine} has not ended its turn of decoding for {waited_s:.0f} s and does not stop its requests, so "
+                "it cannot get new weights: look for its last lines in Ray's logs, and start the run again, which resumes"
+            ) from error
+        except ray.exceptions.RayActorError:
+            pass  # NeMo-RL's own calls notice that the engine has died
+        self._log.alarms.append(
+            f"engine {engine} ended no turn for {waited_s:.0f} s, so its requests no longer move or race"
+        )
 
     def figures(self) -> Mapping[str, float]:
         """Returns the figures since the previous call, by name. There are none if the actor is lost."""
         return self._call("take_figures") or {}
 
+    def speed_table(self, policy: str) -> SpeedTableFile | None:
+        """Returns the decode speeds that this run knows by now; None before any is known, and if the actor is lost."""
+        table: SpeedTableFile | None = self._call("speed_table", _device(), policy)
+        return table
+
     def close(self) -> None:
         ray.kill(self.actor)
 
-    def _call(self, method: str) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         if self._is_lost:
             return None
         try:
-            return answer_of(getattr(self.actor, method).remote())
+            return answer_of(getattr(self.actor, method).remote(*arguments))
         except ExchangeFailed as error:
             self._is_lost = True
             self._log.alarms.append(f"the exchange of requests failed, so no request moves or races any more: {error}")
             return None
+
+
+def start_exchange(
+    block: SpecrolloutConfig, num_engines: int, max_new_tokens: int, ladder: SpeedTableFile | None
+) -> Any:
+    """Starts the exchange's actor, whose decode speeds begin as `ladder` has them. Returns its handle."""
+    config = block.fastest_of_n
+    assert config is not None
+    methods = [draft_method(block.of_engine(engine)) for engine in range(num_engines)]
+    actor: Any = SpecrolloutExchange
+    actor = actor.options(max_concurrency=THREADS_OF_ENGINE * (num_engines + 1), runtime_env=engine_environment())
+    return actor.remote(methods, config, max_new_tokens, ladder)
+
+
+def _device() -> str:
+    """Returns the kinds of GPU in Ray's cluster, or this machine in words if there are none."""
+    kinds = [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
+    return ", ".join(sorted(kinds)) or this_machine()
 
 
 class Supervisor:
@@ -92,7 +169,11 @@ class Supervisor:
     """
 
     def __init__(self, block: SpecrolloutConfig, generation_config: Any, log: StepLog) -> None:
-        """`generation_config` is NeMo-RL's. Raises ConfigError if the remote drafters cannot start."""
+        """`generation_config` is NeMo-RL's.
+
+        Raises ConfigError if the file of decode speeds is not valid, or the remote drafters cannot start.
+        """
+        self._ladder = ladder_of(block)
         self._block = block
         self._config = generation_config
         self._log = log
@@ -119,9 +200,9 @@ class Supervisor:
         racing = self._block.fastest_of_n
         if racing is None or not racing.enabled or num_engines < 2:
             return
-        self._exchange = ExchangeDriver(self._block, num_engines, self._config["max_new_tokens"], self._log)
+        actor = start_exchange(self._block, num_engines, self._config["max_new_tokens"], self._ladder)
+        self._exchange = ExchangeDriver(actor, self._workers, self._log)
         start = self._workers.start
-        actor = self._exchange.actor
         engines = range(num_engines)
         join = EngineActorCalls.specrollout_join_exchange
         ray.get([start(engine, join, actor=actor, engine=engine) for engine in engines])
@@ -140,12 +221,12 @@ class Supervisor:
             exchange.close()
 
     def rollout(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._exchange is None else self._exchange.between("begin", "end")
+        return nullcontext() if self._exchange is None else self._exchange.rollout()
 
     def new_weights(self) -> AbstractContextManager[None]:
         """Encloses a refit. Synchronous engines need nothing: they have no requests outside of a rollout."""
         is_async = self._config["vllm_cfg"]["async_engine"]
-        return self._exchange.between("pause", "resume") if self._exchange is not None and is_async else nullcontext()
+        return self._exchange.paused() if self._exchange is not None and is_async else nullcontext()
 
     def policy_updated(self, version: int) -> None:
         """Tells the engines, the trainer and the drafters that the engines have the weights of `version`."""
@@ -198,6 +279,8 @@ class Supervisor:
         if self._exchange is not None:
             log.entries["tail"] = self._exchange.figures()
             metrics |= metrics_below("tail", log.entries["tail"])
+            if (table := self._exchange.speed_table(self._config["model_name"])) is not None:
+                log.files[LADDER] = table.to_json()
         return metrics
 
     def _refreshed(self, refresh: HeadRefresh, version: int, done: EngineTotals) -> dict[str, float]:

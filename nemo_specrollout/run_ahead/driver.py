@@ -21,7 +21,7 @@ from nemo_specrollout.reports.records import PREFIX, ahead_alarms, ahead_figures
 
 Parameters = ParamSpec("Parameters")
 SLICE_S = 0.1
-"""Seconds for which a synchronous engine decodes ahead before it looks at its other calls."""
+"""Seconds for which a synchronous engine decodes ahead at a time. Its other calls wait for the end of a slice."""
 
 
 class Engines(Protocol):
@@ -49,19 +49,21 @@ class Row(Protocol):
 
 @dataclass
 class _Made:
-    """Texts for the rows of a policy version."""
+    """What was made ahead for the rows of one policy version."""
 
     version: int
     texts: dict[int, bytes] = field(default_factory=dict)
-    """Text of each seed, as int32 numbers."""
+    """The longest text that was made under each seed, as int32 numbers."""
     seconds: float = 0.0
+    """Wall time for which engines have decoded these rows."""
 
 
 class RunAhead:
     """Lets the engines decode rows while they have nothing else to do. Owns the thread that asks them, and the texts.
 
-    States: idle, running. `begin` starts an idle one; `end` stops the engines within a slice and keeps the texts. A run that
-    begins again for the same policy version goes on where its texts end.
+    It is idle until `begin`. Then it runs until `end`, which stops the engines within a slice, keeps their texts and sends
+    them to all engines. If `begin` comes again for the same policy version, as after an interruption, the rows bring their
+    texts as drafts, so that they are soon where they were, and each row keeps the longer one of its texts.
     """
 
     def __init__(self, engines: Engines) -> None:
@@ -73,17 +75,22 @@ class RunAhead:
 
     @contextmanager
     def weights_change(self) -> Iterator[None]:
-        """Encloses a change of weights while asynchronous engines decode. Rows under way begin again, so none is mixed."""
-        self._ask(EngineActorCalls.specrollout_weights_change)
+        """Encloses a change of weights while asynchronous engines decode.
+
+        Rows that overlap with the change begin again, so that none is mixed. An engine whose rows wait for the end of a
+        change must be told of it, also when another engine or the change itself has failed.
+        """
         try:
+            self._ask(EngineActorCalls.specrollout_weights_change_begins)
             yield
         finally:
-            self._ask(EngineActorCalls.specrollout_weights_change)
+            self._ask(EngineActorCalls.specrollout_weights_change_ends)
 
     def begin(self, version: int, prompts: Sequence[Sequence[int]], rows: Sequence[Row], after: int) -> None:
-        """Lets engines decode the rows of a coming policy version. A synchronous one first ends `after` calls of generate.
+        """Lets engines decode the rows of a coming policy version, each engine its share of them.
 
-        `prompts` has the token ids of each row's prompt.
+        `prompts` has the token ids of each row's prompt. A synchronous engine begins when it has ended `after` calls of
+        `generate` since the start of the run, so that it does not decode ahead before its part of the current rollout.
         """
         self.end(keeps_cache=True)
         if version != self._made.version:
@@ -98,9 +105,10 @@ class RunAhead:
         self._thread.start()
 
     def end(self, *, keeps_cache: bool = False) -> None:
-        """Stops the engines, which forget all else, and gives each of them all texts. Does nothing if they are not at work.
+        """Stops the engines and gives each of them the texts of all. Does nothing if they are not at work.
 
-        With `keeps_cache` they keep cached prefixes, which are right until the weights change.
+        The engines drop the prefixes that they have cached, because the next weights must not read them. With `keeps_cache`
+        they keep them, which is right as long as the weights stay.
         """
         thread = self._thread
         self._thread = None
@@ -111,14 +119,25 @@ class RunAhead:
         at_work = [engine for engine, rows in enumerate(self._shards) if rows]
         end = EngineActorCalls.specrollout_end_ahead
         replies = [self._engines.start(engine, end, keeps_cache=keeps_cache) for engine in at_work]
-        for rows, texts in zip(filter(None, self._shards), ray.get(replies), strict=True):
-            made, pairs = self._made.texts, zip(rows, texts, strict=bool(texts))  # no texts: the engine was never free
-            made |= {row.seed: max(text, made.get(row.seed, b""), key=len) for row, text in pairs if text}
+        for engine, texts in zip(at_work, ray.get(replies), strict=True):
+            if texts:  # an engine that was never free has begun no row
+                self._keep(self._shards[engine], texts)
         texts_once: Any = ray.put(self._made.texts)  # stored once for all engines
         self._ask(EngineActorCalls.specrollout_texts_ahead, texts=texts_once)
 
+    def _keep(self, rows: Sequence[Row], texts: Sequence[bytes]) -> None:
+        """Keeps the text of each row, unless a longer one of the same row is known."""
+        made = self._made.texts
+        for row, text in zip(rows, texts, strict=True):
+            if text and len(text) >= len(made.get(row.seed, b"")):
+                made[row.seed] = text
+
     def figures(self, version: int) -> tuple[dict[str, float], list[str]]:
-        """Returns metrics and alarms of the texts for the step of a policy version, the last one or the one before."""
+        """Returns the metrics and alarms of the texts that were made for the step of a policy version.
+
+        Texts are known of the last two versions for which any were made. For another version the figures are 0. Asks the
+        engines how much of these texts was right, and counts it for this step only.
+        """
         made = next((made for made in (self._made, self._made_before) if made.version == version), _Made(version))
         num_made = sum(map(len, made.texts.values())) // TOKEN_BYTES
         num_kept, num_tokens = map(sum, zip(*self._ask(EngineActorCalls.specrollout_take_kept), strict=True))
@@ -131,11 +150,21 @@ class RunAhead:
         *arguments: Parameters.args,
         **named: Parameters.kwargs,
     ) -> list[Any]:
-        """Calls a method of every engine actor. Returns each engine's reply."""
+        """Calls a method of every engine actor, waits until each of them has replied or failed, and returns the replies.
+
+        Raises the error of the first engine that has failed.
+        """
         engines = range(self._engines.num_engines)
-        return list(ray.get([self._engines.start(engine, method, *arguments, **named) for engine in engines]))
+        calls = [self._engines.start(engine, method, *arguments, **named) for engine in engines]
+        ray.wait(calls, num_returns=len(calls))
+        return list(ray.get(calls))
 
     def _run(self, work: Sequence[tuple[Sequence[Any], Sequence[Row]]], after: int) -> None:
+        """Asks each engine for slice after slice, until its rows have ended or `end` is called. Runs in the thread.
+
+        `work` has the prompts and the rows of each engine. Its first call brings them, and further calls only go on. An
+        engine that replies None has not taken them yet, so the next call brings them again.
+        """
         started = time.perf_counter()
         calls = {self._advance(engine, after, *shard): engine for engine, shard in enumerate(work) if shard[1]}
         while calls and not self._stop.is_set():
@@ -151,6 +180,7 @@ class RunAhead:
         self._made.seconds += time.perf_counter() - started
 
     def _advance(self, engine: int, after: int, prompts: Sequence[Any] = (), rows: Sequence[Row] = ()) -> Any:
+        """Begins a slice of an engine, with more rows. Returns Ray's reference to the reply."""
         run_ahead = EngineActorCalls.specrollout_run_ahead
         return self._engines.start(
             engine, run_ahead, prompts=list(prompts), rows=list(rows), seconds=SLICE_S, after=after

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a coming step in an idle engine (`run_ahead`): by turns in a synchronous one, as tasks in another."""
+"""Requests of a coming step in an idle engine (`run_ahead`).
+
+A synchronous engine decodes them by turns, between its other calls. An asynchronous engine decodes them as tasks.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -12,8 +15,9 @@ from nemo_specrollout.stragglers.turn_engine import TurnEngine
 from nemo_specrollout.stragglers.turns import TurnOrders
 
 MAX_TRIES = 50
-"""Attempts to make vLLM drop its cached prefixes, which the next weights must not read."""
+"""Attempts to make vLLM drop its cached prefixes, which the next weights must not read. It refuses amid a step."""
 RETRY_S = 0.02
+"""Seconds between two such attempts in an asynchronous engine."""
 
 
 class StaleCache(RuntimeError):
@@ -21,7 +25,7 @@ class StaleCache(RuntimeError):
 
 
 class AheadTurns:
-    """Decodes requests in a synchronous engine, a while at a time. Owns their texts so far."""
+    """Decodes requests in a synchronous engine, a while at a time. Owns their texts so far, in the order of the requests."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -38,7 +42,10 @@ class AheadTurns:
         return self._turns.is_busy
 
     def end(self, *, keeps_cache: bool) -> list[bytes]:
-        """Leaves no request in the engine, and no cached prefix unless it `keeps_cache`. Returns the texts."""
+        """Stops all requests and returns their texts as int32 numbers, in the order in which the requests began.
+
+        Also makes the engine drop its cached prefixes, unless it `keeps_cache`. Raises StaleCache if it does not drop them.
+        """
         self._turns.stop_all()
         for _ in range(MAX_TRIES):
             if keeps_cache or self._llm.reset_prefix_cache() is not False:
@@ -52,7 +59,7 @@ class AheadTurns:
 
 
 class AheadTasks:
-    """Decodes requests in an asynchronous engine. Owns a task for each, and their texts so far."""
+    """Decodes requests in an asynchronous engine. Owns a task for each, and their texts so far in the same order."""
 
     def __init__(self, llm: Any, generate: Callable[..., AsyncGenerator[Any, None]]) -> None:
         """`generate` is vLLM's own method of `llm`."""
@@ -72,7 +79,10 @@ class AheadTasks:
         return bool(left)
 
     async def end(self, *, keeps_cache: bool) -> list[bytes]:
-        """Leaves no request in the engine, and no cached prefix unless it `keeps_cache`. Returns the texts."""
+        """Stops all requests and returns their texts as int32 numbers, in the order in which the requests began.
+
+        Also makes the engine drop its cached prefixes, unless it `keeps_cache`. Raises StaleCache if it does not drop them.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -6,32 +6,43 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, as_bytes
-
-_LOOK_S = 0.005
-"""Seconds between two looks whether a change has ended."""
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, longest_known_text
 
 
 class OnePolicyStream:
     """Makes requests begin again when weights have changed. Their text so far is drafts, so most of it is verified at once.
 
-    Owns the count of changes. A change begins before the first new tensor arrives and ends after the last one, and both
-    count. So a request that overlaps with any part of a change begins again, even if it has just ended.
+    Owns the count of changes, and knows whether one is under way. A change begins before the first new tensor arrives and
+    ends after the last one. Belongs to one event loop.
+
+    Invariant: vLLM decodes a request whose output is yielded between two changes, and during none. A request that comes
+    during a change waits until the change has ended. A request that is under way when a change begins starts again after
+    it, even if vLLM has just finished it.
     """
 
     def __init__(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> None:
         """`generate` is vLLM's own method."""
         self._generate = generate
         self._num_changes = 0
+        self._settled = asyncio.Event()
+        """Set while no change is under way."""
+        self._settled.set()
 
-    def weights_change(self) -> None:
-        """Notes that a change of the weights begins or ends."""
+    def change_begins(self) -> None:
+        """Notes that new weights are coming. Every request under way has to begin again."""
         self._num_changes += 1
+        self._settled.clear()
+
+    def change_ends(self) -> None:
+        """Notes that all new weights have come, or that the change has failed. Requests that wait go on."""
+        self._settled.set()
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
         """Replaces `AsyncLLM.generate` for a request that carries our identity. Yields the last output only."""
         attempt = 0
         while True:
+            while not self._settled.is_set():  # another change may begin before this task runs
+                await self._settled.wait()
             begun_at = self._num_changes
             latest = None
             async with aclosing(self._generate(prompt, params, request_id=f"{request_id}-{attempt}")) as outputs:
@@ -44,15 +55,17 @@ class OnePolicyStream:
                     yield latest
                 return
             attempt += 1
-            while self._num_changes % 2:
-                await asyncio.sleep(_LOOK_S)
             params = _with_drafts(params, [] if latest is None else latest.outputs[0].token_ids)
 
 
 def _with_drafts(params: Any, text: list[int]) -> Any:
-    """Returns sampling parameters that bring `text` as drafts. No prefix that older weights have cached is read."""
+    """Returns sampling parameters with `text` as drafts, and with the drafts beyond it that they had before.
+
+    No prefix that older weights have cached is read.
+    """
     params = params.clone()
-    identity = {**params.extra_args[EXTRA_ARGS_KEY], "ahead": as_bytes(text)}
-    params.extra_args = {**params.extra_args, EXTRA_ARGS_KEY: identity}
+    identity = params.extra_args[EXTRA_ARGS_KEY]
+    drafts = longest_known_text(text, identity.get("ahead", b""))
+    params.extra_args = {**params.extra_args, EXTRA_ARGS_KEY: {**identity, "ahead": drafts}}
     params.skip_reading_prefix_cache = True
     return params

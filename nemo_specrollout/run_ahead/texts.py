@@ -27,13 +27,16 @@ class TextsAhead:
         return self._texts.get(seed, b"")
 
     def compare(self, seed: int, response: Sequence[int] | np.ndarray) -> None:
-        """Counts with how many tokens the text of this seed and the tokens of its response both begin."""
+        """Counts how much of a text was right: the tokens up to the first one in which the response differs from it.
+
+        `response` has the token ids of the response that the request of this seed has got. A seed without a text is left out.
+        """
         if text := self.of(seed):
             self._num_kept += num_kept(text, response)
             self._num_tokens += len(response)
 
     def take_kept(self) -> tuple[int, int]:
-        """Returns the tokens in common beginnings and all tokens of these responses, since the last call."""
+        """Returns two numbers since the last call: the tokens that were right, and all tokens of the same responses."""
         counts = (self._num_kept, self._num_tokens)
         self._num_kept = self._num_tokens = 0
         return counts

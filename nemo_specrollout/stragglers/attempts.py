@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, as_bytes
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, longest_known_text
 from nemo_specrollout.stragglers.turns import Request
 
 
@@ -65,9 +65,12 @@ class Response:
         return Rollout(self.tokens, self.logprobs, self.finish_reason)
 
     def begin_again(self) -> None:
-        """Makes the known part a draft. Open attempts make the response from its beginning."""
+        """Makes the known part a draft, in front of what an older draft has beyond it.
+
+        Open attempts make the response from its beginning.
+        """
         assert isinstance(self.request, RolloutRequest)
-        self.request = replace(self.request, ahead=as_bytes(self.tokens))
+        self.request = replace(self.request, ahead=longest_known_text(self.tokens, self.request.ahead))
         self.tokens = []
         self.logprobs = []
         self.policy_spans = []
@@ -87,7 +90,10 @@ class Response:
         return attempt.name
 
     def begin(self, engine: int) -> Request:
-        """Returns the request that the engine gets: its attempt begins after what is known of the response now."""
+        """Returns the request to send to the engine, with the part of the response that is known now as its prefix.
+
+        More may be known than when the attempt was opened, because another engine may have gone on in the meantime.
+        """
         self.attempts[engine].position = len(self.tokens)
         return replace(self.request, prefix_token_ids=tuple(self.tokens))
 

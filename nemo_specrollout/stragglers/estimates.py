@@ -17,7 +17,10 @@ from nemo_specrollout.stragglers.turns import TurnWork
 
 
 class DecodeSpeeds:
-    """Decode speed of each draft method, and of each request relative to a typical one."""
+    """Learns from turns how fast each draft method decodes, and each request relative to a typical one.
+
+    Owns the estimates of the requests under way. The table of speeds belongs to the caller and outlives them.
+    """
 
     def __init__(self, table: DecodeSpeedTable) -> None:
         self.table = table
@@ -26,6 +29,7 @@ class DecodeSpeeds:
         self._tasks: dict[int, str] = {}
 
     def begin(self, keys: Sequence[int], task: str) -> None:
+        """Begins to estimate the speeds of requests of one task, from what is known of the task."""
         task_speed_M = np.array([self.table.task_speed(task, m) for m in range(len(self.table.methods))])
         self._rows |= zip(keys, self._speeds.begin(len(keys), task_speed_M), strict=True)
         self._tasks |= dict.fromkeys(keys, task)

@@ -16,14 +16,14 @@ from nemo_specrollout.generation.engine.requests import Rollout, ShardRequest
 from nemo_specrollout.stragglers.attempts import tail_counts
 from nemo_specrollout.stragglers.coordinator import Coordinator
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
-from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile, started_table, table_file
 from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 from nemo_specrollout.stragglers.turns import ExchangeFailed, ExchangeReply, Starts, TurnOrders, TurnResult
 
 POLL_S = 1.0
-"""Seconds after which an idle engine's call returns; the engine then asks again."""
+"""Seconds after which the call of an engine without orders returns. The engine then asks again, so that it is heard of."""
 PAUSE_PATIENCE_S = 30.0
-"""Longest time for which a pause waits for the engines' turns."""
+"""Seconds for which a pause waits for the engines' turns before it says which engines have not ended them."""
 SILENCE_S = 300.0
 """Seconds without a result after which an engine that has turns is given up."""
 
@@ -37,10 +37,14 @@ class _Member:
     num_turns: int = 0
     """Turns whose results are missing."""
     heard_s: float = field(default_factory=time.monotonic)
+    """Time of its latest call, by the monotonic clock."""
 
 
 class PollingFleet:
-    """The fleet of a coordinator that cannot call its engines: they fetch orders, and hand in one result for each turn."""
+    """The fleet of a coordinator that cannot call its engines. Owns what they have not fetched and what they have handed in.
+
+    Engines fetch their orders, and hand in one result for each turn. `EngineFleet` says what the coordinator asks of it.
+    """
 
     def __init__(self, methods: Sequence[int]) -> None:
         self.methods = list(methods)
@@ -50,7 +54,7 @@ class PollingFleet:
         """Results that were not read."""
 
     def join(self, engine: int, capacity: int) -> None:
-        """Adds an engine that decodes `capacity` requests at a time and has no turn."""
+        """Adds an engine that decodes `capacity` requests at a time. The fleet's capacity is its smallest engine's."""
         self.capacity = min(capacity, self.capacity or capacity)
         self.members[engine] = _Member()
 
@@ -59,7 +63,7 @@ class PollingFleet:
         if self.members.pop(engine, None) is not None:
             self.inbox.append((engine, None))
 
-    # For the coordinator: see `EngineFleet`
+    # For the coordinator
 
     def send(self, engine: int, orders: TurnOrders) -> None:
         member = self.members[engine]
@@ -89,10 +93,16 @@ class StragglerExchange:
     Invariant: after an error every call raises ExchangeFailed, so that each engine finishes its own requests alone.
     """
 
-    def __init__(self, methods: Sequence[str], config: FastestOfNConfig, max_new_tokens: int) -> None:
-        """`methods` is the name of each engine's draft method."""
+    def __init__(
+        self,
+        methods: Sequence[str],
+        config: FastestOfNConfig,
+        max_new_tokens: int,
+        ladder: SpeedTableFile | None = None,
+    ) -> None:
+        """`methods` is the name of each engine's draft method, and `ladder` has the decode speeds to start from."""
         names = list(dict.fromkeys(methods))
-        table = DecodeSpeedTable(names)
+        table = self._speeds = started_table(names, ladder)
         self._fleet = PollingFleet([names.index(name) for name in methods])
         self._coordinator = Coordinator(self._fleet, FastestOfN(config, table), table, LengthEstimator(max_new_tokens))
         self._changed = threading.Condition()
@@ -180,14 +190,19 @@ class StragglerExchange:
 
     # For the driver
 
-    def pause(self) -> bool:
-        """Ends races and begins nothing until `resume`, because new weights are coming. Returns whether all turns ended."""
+    def pause(self, patience_s: float = PAUSE_PATIENCE_S) -> tuple[int, ...]:
+        """Ends races and begins nothing until `resume`, because new weights are coming.
+
+        Waits at most `patience_s` seconds for the turns that the engines still have, and returns the engines that then have
+        some left. Such an engine may still decode requests that others have already ended, with the old weights and with
+        their cached prefixes. So the weights must not change before a further call, which waits on, returns none.
+        """
         with self._guarded():
             self._coordinator.decide_races()
             self._is_paused = True
             self._changed.notify_all()
-            members = self._fleet.members
-            return self._changed.wait_for(lambda: not any(m.num_turns for m in members.values()), PAUSE_PATIENCE_S)
+            self._changed.wait_for(lambda: not self._engines_with_turns(), patience_s)
+            return self._engines_with_turns()
 
     def resume(self) -> None:
         """Begins requests again: all engines have the new weights."""
@@ -202,6 +217,14 @@ class StragglerExchange:
             totals = self._totals
             self._totals = {}
             return {**tail_counts(()), **totals}
+
+    def speed_table(self, device: str, policy: str) -> SpeedTableFile | None:
+        """Returns the decode speeds as they are known now, for a later run to start from; None if none was measured yet.
+
+        `device` and `policy` say in words for what the speeds hold.
+        """
+        with self._guarded():
+            return table_file(self._speeds, device, policy, [0.0] * len(self._speeds.methods))
 
     # Inside
 
@@ -218,6 +241,9 @@ class StragglerExchange:
                 self._failure = f"{type(error).__name__}: {error}"
                 self._changed.notify_all()
                 raise ExchangeFailed(self._failure) from error
+
+    def _engines_with_turns(self) -> tuple[int, ...]:
+        return tuple(engine for engine, member in self._fleet.members.items() if member.num_turns)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

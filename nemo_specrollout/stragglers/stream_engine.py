@@ -64,6 +64,8 @@ class StreamEngine:
         self.capacity = capacity
         self._generate = generate
         self._attempts: dict[int, _Streamed] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Tasks of stopped attempts that vLLM has not let go yet."""
         self._num_requests = 0
         self._early_stops: deque[int] = deque(maxlen=MAX_EARLY_STOPS)
         self._reported_s = time.perf_counter()
@@ -90,13 +92,18 @@ class StreamEngine:
             attempt.task = asyncio.create_task(self._consume(attempt))
 
     async def stop_all(self) -> None:
+        """Stops all attempts. None is left in vLLM afterwards, not even one that was being stopped before."""
         await self._stop(list(self._attempts))
+        if self._ending:
+            await asyncio.wait(self._ending)
 
     async def _stop(self, names: Sequence[int]) -> None:
         """Cancels attempts: vLLM aborts a request when its outputs are no longer consumed."""
         stopped = [self._attempts.pop(name) for name in names if name in self._attempts]
         for attempt in stopped:
             attempt.task.cancel()
+            self._ending.add(attempt.task)
+            attempt.task.add_done_callback(self._ending.discard)
         await asyncio.gather(*(attempt.task for attempt in stopped), return_exceptions=True)
 
     async def _consume(self, attempt: _Streamed) -> None:
@@ -189,6 +196,11 @@ class StreamShard:
             await self._go_alone(error)
         else:
             self._loop = asyncio.create_task(self._take_turns())
+
+    async def leave(self, reason: str) -> None:
+        """Leaves the exchange for good: stops all attempts, and makes the engine's own requests alone from their beginning."""
+        await self._go_alone(ExchangeFailed(reason))
+        await self._engine.stop_all()  # a turn or an earlier failure may have begun to stop attempts
 
     async def generate(
         self, prompt: Any, params: Any, request_id: str, native: Callable[[], AsyncIterator[Any]]

@@ -15,7 +15,7 @@ from nemo_specrollout.stragglers.turns import ExchangeFailed, Request, Starts, T
 FEW_ATTEMPTS = 4
 """With at most this number of attempts, a turn ends as soon as one of them does: others may be racing for it."""
 FIRST_STEPS = 2
-"""Steps until an engine that schedules asynchronously reports its first step."""
+"""Most steps that are counted as a prefill. An engine that schedules asynchronously reports a step when it ends the next."""
 Ask = Callable[..., Callable[[], Any]]
 """Calls a method of the exchange, by its name, for one engine. Returns a function that waits for the answer.
 
@@ -87,7 +87,7 @@ class TurnEngine:
     def _begin(self, starts: Starts) -> tuple[float, int, int]:
         """Begins attempts and takes the steps of their prefill.
 
-        Returns the seconds of these steps, their number, and the number of tokens that they computed completely.
+        Returns the seconds of these steps, their number, and the tokens of the texts whose prefill has ended with them.
         """
         if not starts:
             return 0.0, 0, 0

@@ -19,12 +19,12 @@ from lab.local.async_fleet import Trajectories, TrajectoryCollector
 from lab.local.coordinator import DealingCoordinator
 from lab.local.engine import RolloutEngine
 from lab.local.run_sections import AsyncGrpoConfig
-from lab.local.speed_table_file import SpeedTableFile
 from lab.local.step_rollout import StepPrompts
 from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
 from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile
 
 pytestmark = pytest.mark.integration
 

@@ -16,13 +16,13 @@ from lab.cli.measure import ladder_table
 from lab.local.fleet import RolloutFleet
 from lab.local.run_config import read_run_config
 from lab.local.speed_table_bench import Stream, batches_up_to, methods_of
-from lab.local.speed_table_file import SpeedRow, SpeedTableFile, started_table, table_file
 from lab.local.step_rollout import StepPrompts
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DraftModelDrafterConfig, Eagle3DrafterConfig, NgramDrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, MEMORY_S, DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedRow, SpeedTableFile, started_table, table_file
 from nemo_specrollout.stragglers.turns import TurnResult
 
 BLOCK = "policy.generation.specrollout"

@@ -123,9 +123,20 @@ class EngineActorCalls:
         """Returns the tokens of such texts that were right, and all tokens of their responses, since the last call."""
         raise NotImplementedError
 
-    def specrollout_weights_change(self) -> Awaitable[None]:
-        """Notes that a change of the weights begins or ends. Only asynchronous engines have this call.
+    def specrollout_weights_change_begins(self) -> Awaitable[None]:
+        """Notes that a change of the weights begins. Only asynchronous engines have this call.
 
         From the first one on, every row is a sample of one policy.
+        """
+        raise NotImplementedError
+
+    def specrollout_weights_change_ends(self) -> Awaitable[None]:
+        """Notes that the change of the weights has ended, so that rows which wait for its end begin."""
+        raise NotImplementedError
+
+    def specrollout_leave_exchange(self) -> Awaitable[None]:
+        """Stops the requests of the exchange. Only asynchronous engines have this call.
+
+        The engine decodes its own requests alone from now on.
         """
         raise NotImplementedError

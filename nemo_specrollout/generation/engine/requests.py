@@ -153,6 +153,15 @@ def as_bytes(token_ids: Sequence[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
 
+def longest_known_text(text: Sequence[int], older: bytes) -> bytes:
+    """Returns a text as drafts, followed by the part of an older text that lies beyond its end.
+
+    `text` is what newer weights have made so far, and `older` is what was known of the same response before, as int32
+    numbers. So a request that has to begin again early in its response still brings everything that was ever made of it.
+    """
+    return as_bytes(text) + older[TOKEN_BYTES * len(text) :]
+
+
 def resolve_identity(request_id: str, params: Any, prompt_token_ids: list[int], engine_seed: int) -> RequestIdentity:
     """Returns the identity of a request, from the first of these sources that it has:
 

@@ -66,7 +66,7 @@ class LengthEstimator:
 SPREAD = 0.35
 """Prior standard deviation of the logarithm of a request's relative speed."""
 HALF_TOKENS = 48.0
-"""Typical tokens after which a request's own measurement weighs half."""
+"""Tokens of a typical request in the time measured, after which a request's own measurement weighs half."""
 SHARED_SPEED = 0.5
 """Share of a request's deviation under one method that is expected under another method."""
 ALL = slice(None)
@@ -122,4 +122,5 @@ class RequestSpeeds:
 
 
 def _belief(typical_RM: np.ndarray) -> np.ndarray:
+    """Returns how much a request's own measurement weighs, from 0 for no tokens to 1 for very many; float64 [R, M]."""
     return typical_RM / (typical_RM + HALF_TOKENS)

@@ -18,7 +18,7 @@ from nemo_specrollout.stragglers.decisions.tail_forecast import TailForecast, Ta
 NUM_LAST = 4
 """Requests of an engine that are considered for a move or a race: those that end last."""
 MAX_CHANGES = 64
-"""Maximum number of changes in a decision; the last plan may exceed it."""
+"""Attempts started or stopped in a decision, after which no further plan is made. The last plan may exceed it."""
 MAX_UNIMPROVABLE = 16
 """Engines without a worthwhile change, after which the policy looks at no more engines."""
 LEAST_CHANCE = 0.05
@@ -110,7 +110,7 @@ class FastestOfN:
         )
 
     def _worthwhile(self, forecast: TailForecast, engine: int, plans: Iterable[_Plan]) -> _Plan | None:
-        """Returns the best plan if it gains enough."""
+        """Returns the plan that gains most, or None if it gains less than `min_gain` or the delay of an order."""
         end_s = forecast.end_s(engine)
         least_s = max(self.config.min_gain * end_s, forecast.seen.handover_s)
         best = max(plans, key=lambda p: end_s - p.end_s - (RACE_PREMIUM * end_s if p.is_race else 0.0), default=None)
@@ -127,7 +127,10 @@ class FastestOfN:
             yield _Plan((request,), engine, target, True, forecast.end_after_race(request, engine, target))
 
     def _bundles(self, forecast: TailForecast, engine: int) -> Iterator[_Plan]:
-        """Yields moves of the last 2, 4, 8, ... requests. If many end together, moving a single one changes little."""
+        """Yields plans to move the 2, 4, 8, ... requests that end last.
+
+        If many requests end together, the engine's end hardly changes when a single one of them leaves.
+        """
         if not self.config.moving:
             return
         movable = [r for r in forecast.by_end(engine) if len(forecast.engines_of(r)) == 1]

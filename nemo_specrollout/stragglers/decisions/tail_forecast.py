@@ -123,13 +123,13 @@ class TailForecast:
         return sorted(attempts, key=lambda attempt: -self._attempt_end_s(*attempt))
 
     def end_s(self, engine: int) -> float:
-        """Returns when an engine runs out of requests."""
+        """Returns when an engine ends its last request, in seconds from now; 0 if it has none."""
         if engine not in self._ends_s:
             self._ends_s[engine] = self._last_end_s(engine, self._alone_s[engine])
         return self._ends_s[engine]
 
     def chance(self, request: int, engine: int) -> float:
-        """Returns P(this racer ends first) against the best other racer."""
+        """Returns the probability that this racer ends before the fastest of the others; 1 if there is no other."""
         rivals = [e for e in self.engines_of(request) if e != engine]
         if not rivals:
             return 1.0
@@ -206,7 +206,11 @@ class TailForecast:
         return (self.seen.remaining_R[request_A] + lag_A) / speed_A
 
     def _with(self, requests: tuple[int, ...], engine: int) -> dict[int, float]:
-        """Returns an engine's seconds alone with more requests. All requests wait for the prefill of the new ones."""
+        """Returns the seconds that each of an engine's requests would take alone, if these requests joined them.
+
+        All requests wait for the prefill of the new ones, and the new ones also for the order to begin. Both last as long in
+        a full batch as in an empty one, so they are divided by the slowdown that `drain` multiplies with.
+        """
         known = self._alone_s[engine]
         new_R = np.array(requests)
         slowdown = float(self._slowdowns_for(engine, len(known) + len(requests))[-1])

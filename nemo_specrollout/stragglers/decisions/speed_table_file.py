@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode-speed table in a file: a run starts from one, and writes one. Names the methods that a run can have."""
+"""The decode-speed table in a file, the draft ladder: a run starts from one, and writes what it has learned as another."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-from lab.placement.measured_file import MeasuredFile, check_columns
-from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.measured_file import MeasuredFile, check_columns
 from nemo_specrollout.config.strict import bounded
-from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, MEMORY_S, DecodeSpeedTable, draft_method
+from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, MEMORY_S, DecodeSpeedTable
 
 FORMAT = 1
+FIELD = f"{BLOCK_PATH}.fastest_of_n.ladder"
+"""Field of a config that names such a file."""
+LADDER = "ladder.json"
+"""Name of the file that a run writes."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class SpeedRow:
     weights_s: tuple[float, ...] = bounded(above=0.0)
     """Request seconds behind each measurement."""
     acceptance: float = bounded(0.0, low=0.0, high=1.0)
-    """Share of verified draft tokens that were accepted. For information only."""
+    """Share of verified draft tokens that were accepted; 0 if it was not measured. For information only."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the lists differ in length, are empty or not ascending."""
@@ -37,7 +42,7 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class SpeedTableFile(MeasuredFile):
-    """A decode-speed table in a file, which `specrollout-lab ladder` writes."""
+    """A decode-speed table in a file. `specrollout-lab ladder` writes one, and so does each run with several engines."""
 
     KIND: ClassVar = "ladder"
     device: str
@@ -46,6 +51,17 @@ class SpeedTableFile(MeasuredFile):
     rungs: tuple[SpeedRow, ...] = ()
     """Measurements by task; the fastest method with one request first."""
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
+
+
+def ladder_of(block: SpecrolloutConfig) -> SpeedTableFile | None:
+    """Reads the file from which the decode speeds of a run start; None if the block names none, or has nothing to decide.
+
+    Raises ConfigError with the field, the file and the fix if the file cannot be read or is not valid.
+    """
+    racing = block.fastest_of_n
+    if not block.enabled or racing is None or not racing.enabled or racing.ladder is None:
+        return None
+    return SpeedTableFile.read(Path(racing.ladder), FIELD)
 
 
 def started_table(methods: Sequence[str], file: SpeedTableFile | None) -> DecodeSpeedTable:
@@ -63,7 +79,10 @@ def started_table(methods: Sequence[str], file: SpeedTableFile | None) -> Decode
 
 
 def table_file(table: DecodeSpeedTable, device: str, policy: str, acceptance: Sequence[float]) -> SpeedTableFile | None:
-    """Returns all measurements as a file, with the acceptance of each method; None if there are none."""
+    """Returns all measurements as a file, with the acceptance of each method; None if there are none.
+
+    `device` and `policy` say in words for what they hold.
+    """
     if not table.prefill.seconds or not table.rates:
         return None
     tasks = sorted(
@@ -76,9 +95,3 @@ def table_file(table: DecodeSpeedTable, device: str, policy: str, acceptance: Se
             batches, ratios, seconds = zip(*((b, m.ratio, m.seconds) for b, m in means), strict=True)
             rows.append(SpeedRow(task, table.methods[method], batches, ratios, seconds, acceptance[method]))
     return SpeedTableFile(device, policy, 1.0 / table.prefill.ratio, tuple(rows))
-
-
-def methods_of(block: SpecrolloutConfig) -> list[str]:
-    """Returns the names of the draft methods of a block's engines, each once."""
-    kinds = range(len(block.drafters_of_engines))
-    return list(dict.fromkeys(draft_method(block.of_engine(kind)) for kind in kinds))
