@@ -11,7 +11,7 @@ _END = object()
 
 
 class PeekingLoader(StatefulDataLoader):
-    """NeMo-RL's data loader, which can show its next batch early. Its state is as if it had not."""
+    """NeMo-RL's data loader, which can show its next batch early. That leaves `state_dict` as it was."""
 
     _latest: ClassVar["ref[PeekingLoader] | None"] = None
     _next: Any = None

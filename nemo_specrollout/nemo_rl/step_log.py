@@ -24,7 +24,7 @@ class StepLog:
     """Weak reference to a function that returns the step's figures, for loops of NeMo-RL that never request them."""
 
     def take(self, *, request_figures: bool = False) -> "StepLog":
-        """Returns and clears the log. `request_figures` gets figures that nothing has logged yet from `source`."""
+        """Returns and clears the log. With `request_figures`, `source` is asked for the figures if nothing has logged them."""
         request = self.source() if request_figures and self.source is not None else None
         if request is not None and not self.figures:
             self.figures = request()

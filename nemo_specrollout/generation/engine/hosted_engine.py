@@ -62,6 +62,7 @@ def engine_facts(llm: Any) -> dict[str, str | bool]:
 
 
 def _host_choice(worker: Any) -> str | None:
+    """Returns why the host chooses a step's drafts (`VllmWorkerMixin`); None if it does not, or the worker is vLLM's own."""
     return getattr(worker, "specrollout_host_chooses", None)
 
 
