@@ -246,5 +246,5 @@ class FakeVerifier:
         """Checks that each draft was made for exactly the text before it, by weights of some version."""
         text = list(request.text)
         for draft in drafts:
-            assert draft in {draft_token(request.seed, text, version, ACCEPTANCE) for version in range(40)}
+            assert any(draft == draft_token(request.seed, text, version, ACCEPTANCE) for version in range(40))
             text.append(draft)

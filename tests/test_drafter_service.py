@@ -165,7 +165,7 @@ def test_publish_draft_gives_a_running_drafter_new_weights(
         assert "1 of 1 drafters did not take" in shown.err
         assert service.status.draft_version == 0
         assert main([*command, str(new), "--version", "5"]) == 0
-        assert "1 drafters draft with version 5" in capsys.readouterr().out
+        assert "version 5 is in use at 1 of 1 drafters" in capsys.readouterr().out
     assert service.status.draft_version == 5
     assert main(["publish-draft", str(config), "--weights", str(new)]) == 2
     assert "name where the drafters listen" in capsys.readouterr().err

@@ -71,9 +71,10 @@ def publish_draft(parsed: argparse.Namespace) -> int:
         print(f"{address}: {error}")
     if errors:
         raise ConfigError(
-            f"--weights: {len(errors)} of {len(addresses)} drafters did not take {parsed.weights} and keep their old weights"
+            f"--weights: {len(errors)} of {len(addresses)} drafters did not take {parsed.weights}, for the reasons above; a "
+            "drafter that refuses it goes on with its old weights"
         )
-    print(f"{len(addresses)} drafters draft with version {version}")
+    print(f"version {version} is in use at {len(addresses)} of {len(addresses)} drafters")
     return 0
 
 

@@ -44,4 +44,4 @@ def _error_of(socket: VerifierSocket, version: int, deadline_s: float) -> str:
                     return message.error
         except FrameError as error:
             return f"the answer is no drafter's: {error}"
-    return f"no answer within {ANSWERS_WITHIN_S:.0f} s; check the address, the secret and allowed_hosts"
+    return f"no answer within {ANSWERS_WITHIN_S:.0f} s; check the address, the secret and allowed_hosts, unless it still loads"
