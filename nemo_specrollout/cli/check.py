@@ -16,7 +16,7 @@ from nemo_specrollout.config.known_traps import MetTrap, known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config, values_of
 from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
-from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_KWARGS, Finding, Tree, at, runtime_of
+from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG, VLLM_KWARGS, Finding, Tree, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.arguments import with_specrollout
 from nemo_specrollout.heads.head.block_heads import drafter_misfits
@@ -74,9 +74,12 @@ def describe_config(tree: dict[str, Any]) -> Subject:
     block = OFF
     if not any(finding.kind == "error" for finding in findings):
         block = effective_config(tree) or OFF
-        policy, length = (at(tree, f"policy.{n}") for n in ("model_name", "generation.vllm_cfg.max_model_len"))
-        findings += map(Finding.error, drafter_misfits(block, str(policy), length))
-        findings += [*_refused_arguments(tree, block), *_tokenizer_faults(tree), *_ladder_faults(block)]
+        policy = str(at(tree, "policy.model_name"))
+        length = at(tree, f"{VLLM_CFG}.max_model_len")
+        findings += [Finding.error(sentence) for sentence in drafter_misfits(block, policy, length)]
+        findings += _refused_arguments(tree, block)
+        findings += _tokenizer_faults(tree)
+        findings += _ladder_faults(block)
     return Subject(tree, describe_nemo_rl(tree), block, findings)
 
 

@@ -84,8 +84,8 @@ def _sections(
     yield patch_point_check.PATCH_POINTS, patch_point_check.diagnose_patch_points
     if parsed.config is not None:
         yield CONFIG, lambda: diagnose_config(parsed.config, parsed.overrides)
-    why = "--no-self-test" if parsed.no_self_test else "vLLM is not installed" if vllm_version() is None else ""
-    if why:
+    if parsed.no_self_test or vllm_version() is None:
+        why = "--no-self-test" if parsed.no_self_test else "vLLM is not installed"
         to_do = "Run doctor where vLLM is installed, without --no-self-test."
         yield self_test.SELF_TEST, lambda: [self_test.SELF_TEST.warn("engine", f"not tried: {why}", to_do)]
         return

@@ -382,7 +382,10 @@ def _folders(tree: Tree) -> Iterator[Finding]:
     """Yields an error about each model in a folder here that cannot be loaded, and a note about each folder elsewhere."""
     policy = str(at(tree, "policy.model_name"))
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else {}
-    named = [("policy.model_name", policy, ""), (f"{SPECULATIVE_CONFIG}.model", *map(native.get, ("model", "method")))]
+    named = [
+        ("policy.model_name", policy, ""),
+        (f"{SPECULATIVE_CONFIG}.model", native.get("model"), native.get("method")),
+    ]
     named += [(f"{BLOCK_PATH}.drafters", d.get("model"), d.get("type")) for d in named_drafters(tree)]
     for path, name, kind in named:
         if isinstance(name, str) and name and Path(name).is_dir():

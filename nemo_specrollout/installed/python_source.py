@@ -122,12 +122,18 @@ class Signature:
             *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
         ]
         named = [(a.arg, default) for a, default in pairs if a.arg not in ("self", "cls")]
-        own = list(_own_nodes(node))
-        yields = any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own)
-        returns = any(isinstance(n, ast.Return) and ast.unparse(n) not in ("return", "return None") for n in own)
-        kind = "stream" if yields else "value" if returns else "nothing"
         prefix = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
-        return cls(tuple(n for n, _ in named), tuple(n for n, default in named if default is None), prefix + kind)
+        required = tuple(name for name, default in named if default is None)
+        return cls(tuple(name for name, _ in named), required, prefix + _result_of(node))
+
+
+def _result_of(node: Function) -> str:
+    """Returns the kind of a function's result: `stream`, `value` or `nothing`."""
+    own = list(_own_nodes(node))
+    if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own):
+        return "stream"
+    returns = any(isinstance(n, ast.Return) and ast.unparse(n) not in ("return", "return None") for n in own)
+    return "value" if returns else "nothing"
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:

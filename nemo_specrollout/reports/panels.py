@@ -146,7 +146,10 @@ def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
         ax.plot(x, means, color=BLUE, linewidth=2.4)
     known = np.flatnonzero(np.isfinite(means))
     # The first and the last mean have labels, away from the line: below it if it rises towards the neighbour.
-    neighbours = {known[0]: known[:2][-1], known[-1]: known[-2:][0]} if len(known) else {}
+    neighbours = {}
+    if len(known):
+        second, last_but_one = (known[1], known[-2]) if len(known) > 1 else (known[0], known[0])
+        neighbours = {known[0]: second, known[-1]: last_but_one}
     for i, neighbour in neighbours.items():
         offset, va = ((0, -7), "top") if means[neighbour] > means[i] else ((0, 6), "bottom")
         ax.annotate(
@@ -211,7 +214,7 @@ def draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]
         labels.append((rates[-1], name, colour))
         for j in range(0, len(rates), stride):
             n = proposed[j]
-            count = f"{n}" if n < 1000 else f"{n / 1000:.3g}k" if n < 999_500 else f"{n / 1e6:.3g}M"
+            count = in_short(n)
             ax.annotate(
                 count,
                 (j + 1, 0),
@@ -264,3 +267,12 @@ def light(colour: str) -> str:
 def dark(colour: str) -> str:
     """Returns a darker colour for text, which needs more contrast than a filled shape."""
     return to_hex(tuple(0.75 * c for c in to_rgb(colour)))  # type: ignore[arg-type]
+
+
+def in_short(count: int) -> str:
+    """Returns a count in three digits, such as `12.3k`."""
+    if count < 1000:
+        return str(count)
+    if count < 999_500:
+        return f"{count / 1000:.3g}k"
+    return f"{count / 1e6:.3g}M"

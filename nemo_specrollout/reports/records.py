@@ -193,14 +193,26 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 def acceptance_totals(steps: Sequence[Record]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Returns proposed and accepted draft tokens by position, int64, summed over steps, for each drafter that proposed any."""
-    totals: dict[str, np.ndarray] = {}
+    proposed: dict[str, np.ndarray] = {}
+    accepted: dict[str, np.ndarray] = {}
+    none_K = np.zeros(0, np.int64)
     for step in steps:
         for name, counts in (step.get("acceptance") or {}).items():
-            pair = np.array([counts["proposed"], counts["accepted"]], np.int64)
-            old = totals.get(name, np.zeros((2, 0), np.int64))
-            width = max(old.shape[1], pair.shape[1])
-            totals[name] = sum(np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in (old, pair))  # type: ignore[assignment]
-    return {n: (t[0][t[0] > 0], t[1][t[0] > 0]) for n, t in totals.items() if t[0].any()}
+            proposed[name] = _sum_by_position(proposed.get(name, none_K), counts["proposed"])
+            accepted[name] = _sum_by_position(accepted.get(name, none_K), counts["accepted"])
+    totals = {}
+    for name, proposed_K in proposed.items():
+        was_proposed_K = proposed_K > 0
+        if was_proposed_K.any():
+            totals[name] = (proposed_K[was_proposed_K], accepted[name][was_proposed_K])
+    return totals
+
+
+def _sum_by_position(total_K: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Returns the sum of counts by position, of which either may have fewer positions, int64."""
+    counts_K = np.array(counts, np.int64)
+    width = max(len(total_K), len(counts_K))
+    return np.pad(total_K, (0, width - len(total_K))) + np.pad(counts_K, (0, width - len(counts_K)))
 
 
 def accepted_shares(steps: Sequence[Record], drafters: Collection[str]) -> np.ndarray:

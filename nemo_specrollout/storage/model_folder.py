@@ -66,7 +66,9 @@ def stop_token_ids(folder: Path) -> list[int]:
     generation = _read(folder / "generation_config.json")
     for block, name in ((generation, "generation_config"), (config, "config"), (text_config(config), "config")):
         found = block.get("eos_token_id")
-        named = [] if found is None else found if isinstance(found, list) else [found]
+        if found is None:
+            continue
+        named = found if isinstance(found, list) else [found]
         if not all(type(i) is int and i >= 0 for i in named):
             raise ValueError(f"{folder}/{name}.json: eos_token_id is {found!r}; it must be a token id, or a list")
         ids = ids or named
@@ -115,20 +117,30 @@ def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> li
 
 
 def check_model(folder: Path, policy: Path, kind: str = "") -> None:
-    """Raises ValueError for a model that vLLM cannot load, or not use as a drafter of this kind for a policy."""
+    """Raises ValueError for a model that vLLM cannot load, or that cannot draft for a policy as a drafter of this kind."""
     try:
-        size = text_config(read_object(folder / "config.json")).get("vocab_size")
+        size = _vocab_size(folder)
         _ = stop_token_ids(folder)
         tensor_shapes(tensor_files(folder))
         if kind not in ("draft_model", "remote") or not policy.is_dir():
             return
-        wanted = text_config(read_object(policy / "config.json")).get("vocab_size")
-        tokens = {tokenizer_fingerprint(f) for f in (folder, policy)} if kind == "remote" else {""}
+        wanted = _vocab_size(policy)
+        knows_the_tokens = size == wanted
+        if kind == "remote":
+            own, other = tokenizer_fingerprint(folder), tokenizer_fingerprint(policy)
+            # A remote drafter sends token ids, so it may have another number of embedding rows. The rows beyond the
+            # tokenizer's tokens are padding. Only if a folder has no vocabulary do the rows have to tell.
+            knows_the_tokens = own == other if own and other else knows_the_tokens
     except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{folder}: a value of its JSON files has a wrong type ({error}); copy them again") from error
-    if size != wanted if "" in tokens else len(tokens) > 1:  # rows beyond the tokenizer's tokens are padding
+    if not knows_the_tokens:
         fault = "has another tokenizer" if size == wanted else f"knows {size} tokens, the policy {wanted}"
         raise ValueError(f"{folder} {fault}; name a model of the policy's family, or remote if padding differs")
+
+
+def _vocab_size(folder: Path) -> Any:
+    """Returns `vocab_size` of a model's config.json, as it is written there."""
+    return text_config(read_object(folder / "config.json")).get("vocab_size")
 
 
 def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:

@@ -102,12 +102,12 @@ class Alarm:
 
 @dataclass
 class _Evidence:
-    """Drafts since they last looked healthy."""
+    """What speaks for a collapse, summed since the drafts last looked healthy."""
 
     score: float = 0.0
     """Log likelihood ratio of a collapse to health, at least 0."""
     carried: float = 0.0
-    """Score at the last event."""
+    """Score at the last event. It counts in full afterwards, however few requests follow."""
     num_requests: int = 0
     """Largest number of requests in a step since the last event."""
     num_drafted: float = 0.0
@@ -127,7 +127,10 @@ class Level:
         return float(self.drafted_K.sum()) >= ENOUGH_DRAFTED
 
     def rates(self, num_positions: int) -> np.ndarray:
-        """Returns the rates at the first positions, float64 [num_positions]. Unseen positions continue the decline."""
+        """Returns the rates at the first positions, float64 [num_positions].
+
+        Rates of positions that were not seen yet continue the mean decline of those that were.
+        """
         rates_K = np.clip(self.accepted_K / np.maximum(self.drafted_K, 1.0), MIN_RATE, MAX_RATE)[self.drafted_K >= 1.0]
         step = float(rates_K[-1] ** (1 / len(rates_K))) if len(rates_K) else MIN_RATE
         missing = num_positions - len(rates_K)
@@ -207,6 +210,12 @@ class Canary:
         return self._decline(health)
 
     def _collapse(self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth) -> Alarm | None:
+        """Adds a step to the evidence. Returns an alarm if it is enough.
+
+        Since the last event, the score grows by at most `THRESHOLD / MIN_REQUESTS` for each request of the largest step. So it
+        takes a step of `MIN_REQUESTS` requests to reach the threshold from zero, because the last few requests of a rollout
+        may just be hard to draft for.
+        """
         evidence = self._evidence
         rates_K = self.level.rates(len(drafted_K))
         most = evidence.carried + THRESHOLD / MIN_REQUESTS * evidence.num_requests
@@ -256,7 +265,11 @@ def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K:
 
 
 def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
-    """Returns the rates by position of a drafter with the same acceptance at all, and `acceptance_length` tokens a step."""
+    """Returns the rates by position of a drafter that makes `acceptance_length` tokens a step, float64 [num_positions].
+
+    Each of its drafts is accepted with the same probability p, if all drafts before are. So the rate at position k is
+    p ** (k + 1), and p solves 1 + p + p ** 2 + ... + p ** num_positions = acceptance_length.
+    """
     roots = np.roots([*np.ones(num_positions), 1.0 - acceptance_length])
     rate = max(0.0, *roots[np.isreal(roots)].real)
     return np.clip(rate ** np.arange(1, num_positions + 1), MIN_RATE, MAX_RATE)

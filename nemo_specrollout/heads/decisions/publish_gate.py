@@ -76,11 +76,12 @@ class PublishGate:
         difference, bound = lower_bound(candidate_N - reference_N, weights_N, groups_N, self.confidence)
         published = bound >= -self.tolerance
         against = "drafting nothing" if is_first else "the head in service"
-        means = (float(np.average(values, weights=weights_N)) for values in (candidate_N, reference_N))
+        candidate = float(np.average(candidate_N, weights=weights_N))
+        reference = float(np.average(reference_N, weights=weights_N))
         required = f" (1 plus the required gain of {MIN_FIRST_GAIN})" if is_first else ""
         reason = (
-            f"{'published' if published else 'refused'}: held-out acceptance length {next(means):.3f}, {against} "
-            f"{next(means):.3f}{required}; the difference is at least {bound:+.3f} at confidence {self.confidence} "
+            f"{'published' if published else 'refused'}: held-out acceptance length {candidate:.3f}, {against} "
+            f"{reference:.3f}{required}; the difference is at least {bound:+.3f} at confidence {self.confidence} "
             f"over {num_samples} prompts, {0.0 - self.tolerance:+.3f} needed"
         )
         return GateDecision(published, difference, bound, num_samples, reason)

@@ -190,7 +190,8 @@ def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
     masks = _as_batch(record["token_loss_mask"])
     lengths = record.get("input_lengths") or [len(row) for row in rows]
     lengths = lengths if isinstance(lengths, list) else [lengths]
-    if not len(rows) == len(masks) == len(lengths) or [*map(len, rows)] != [*map(len, masks)]:
+    has_equal_rows = [len(row) for row in rows] == [len(mask) for mask in masks]
+    if not has_equal_rows or len(rows) != len(lengths):
         raise ValueError(
             f"{where}: token_ids, token_loss_mask and input_lengths differ in length; write the line again"
         )

@@ -66,8 +66,10 @@ def measure_acceptance(
 ) -> Acceptance:
     """Returns the expected acceptance of `num_drafts` drafts after each generated token of `sequences`."""
     assert num_drafts >= 1 and temperature >= 0.0
-    sums_N3K = [_measure(head, features, num_drafts, temperature) for features in sequences]
-    return Acceptance(*np.array(sums_N3K).reshape(-1, 3, num_drafts).swapaxes(0, 1))
+    acceptance = Acceptance(*(np.zeros((len(sequences), num_drafts)) for _ in range(3)))
+    for n, features in enumerate(sequences):
+        _measure(head, features, temperature, acceptance, n)
+    return acceptance
 
 
 def probabilities(logits_RV: Tensor, temperature: float) -> Tensor:
@@ -151,11 +153,14 @@ def _draft_pass(
     return states
 
 
-def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, temperature: float) -> np.ndarray:
-    """Returns the sums of a sequence, float [3, K]. The start in row t is token t+1; its k-th draft is for token t+2+k."""
+def _measure(head: DraftHead, features: SequenceFeatures, temperature: float, acceptance: Acceptance, n: int) -> None:
+    """Adds the sums of a sequence to row `n` of `acceptance`.
+
+    The start in row t is token t+1, and its k-th draft is for token t+2+k.
+    """
+    num_drafts = acceptance.count_NK.shape[1]
     num_rows = features.num_tokens - 1
     chunk = max(1, min(MAX_CHUNK_ROWS, CHUNK_ELEMENTS // len(head.teacher_VH)))
-    sums_3K = np.zeros((3, num_drafts))
     survival_C = policy_CD = torch.empty(0)
     for start, k, logits_CD in draft_logits(head, features, num_drafts, chunk):
         stop = start + len(logits_CD)
@@ -172,8 +177,9 @@ def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, tempe
         judges = slice(begin - start + k, end - start + k)
         accepted_R = overlap(policy_CD[judges], probabilities(logits_CD[rows], temperature))
         survival_C[rows] *= accepted_R
-        sums_3K[:, k] += end - begin, float(accepted_R.sum()), float(survival_C[rows].sum())
-    return sums_3K
+        acceptance.count_NK[n, k] += end - begin
+        acceptance.accepted_NK[n, k] += float(accepted_R.sum())
+        acceptance.survived_NK[n, k] += float(survival_C[rows].sum())
 
 
 def _ratio(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:

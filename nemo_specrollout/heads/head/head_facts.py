@@ -95,10 +95,13 @@ def read_head_facts(folder: Path) -> HeadFacts:
     ids = config.get(LAYER_IDS_FIELD) or eagle.get(LAYER_IDS_FIELD) or []
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
         raise ValueError(f"{where}: {LAYER_IDS_FIELD} is {ids!r}; it must be a list of layer numbers")
-    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    flags = {name: bool(config.get(name, name == "norm_before_residual" and not is_flat)) for name in names}
     vocab_size = size_in(layer, "vocab_size", where)
-    flags |= {"norm_before_fc": bool(eagle.get("norm_before_fc", flags["norm_before_fc"]))}
+    flags = {
+        "norm_before_residual": bool(config.get("norm_before_residual", not is_flat)),
+        "norm_before_fc": bool(eagle.get("norm_before_fc", config.get("norm_before_fc", False))),
+        "fc_norm": bool(config.get("fc_norm", False)),
+        "norm_output": bool(config.get("norm_output", False)),
+    }
     shapes = {_speculators_name(n): shape for n, shape in tensor_shapes(_tensor_files(folder)).items()}
     hidden_size = size_in(layer, "hidden_size", where)
     drafted = size_in(config, "draft_vocab_size", where, vocab_size)
@@ -150,10 +153,12 @@ def nested_layer_ids(eagle_config: Mapping[str, Any] | None, num_layers: int) ->
 
     SpecForge has the same default, and writes it as the layers whose outputs these are.
     """
-    ids = (eagle_config or {}).get(LAYER_IDS_FIELD) or ()
+    ids = tuple((eagle_config or {}).get(LAYER_IDS_FIELD) or ())
     default = (2, num_layers // 2, num_layers - 3)
-    is_default = not ids or tuple(i + 1 for i in ids) == default
-    return tuple(ids) if not is_default else default if num_layers >= 7 else ()
+    default_outputs = tuple(i - 1 for i in default)
+    if ids and ids != default_outputs:
+        return ids
+    return default if num_layers >= 7 else ()
 
 
 def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int, where: str) -> None:
