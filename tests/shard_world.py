@@ -48,13 +48,13 @@ class ThreadLink:
     _event: tuple[int, Callable[[], None]] = (0, lambda: None)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
-    def __call__(self, method: str, *arguments: Any) -> Callable[[], Any]:
-        self.num_exchanges += method == "exchange"
+    def __call__(self, method: Callable[..., object], *arguments: Any) -> Callable[[], Any]:
+        self.num_exchanges += method is StragglerExchange.exchange
         if self.num_exchanges == self._event[0]:
             self._event[1]()
         if self.num_exchanges > self.dies_after:
             raise ExchangeFailed("it died")
-        return self._pool.submit(getattr(self.exchange_, method), self.worker, *arguments).result
+        return self._pool.submit(method, self.exchange_, self.worker, *arguments).result
 
     def when_exchanged(self, number: int, event: Callable[[], None]) -> None:
         """Has `event` called at the exchange of that number."""
@@ -128,11 +128,11 @@ class LoopLink:
     worker: int
     dies_after: int = 1 << 60
 
-    async def __call__(self, method: str, *arguments: Any) -> Any:
-        self.dies_after -= method == "exchange"
-        if self.dies_after < 0 and method == "exchange":
+    async def __call__(self, method: Callable[..., object], *arguments: Any) -> Any:
+        self.dies_after -= method is StragglerExchange.exchange
+        if self.dies_after < 0 and method is StragglerExchange.exchange:
             raise ExchangeFailed("it died")
-        return await asyncio.to_thread(getattr(self.exchange_, method), self.worker, *arguments)
+        return await asyncio.to_thread(method, self.exchange_, self.worker, *arguments)
 
 
 def sharded(

@@ -226,8 +226,8 @@ def kills_at(number: int, ask: Ask, kill: Callable[[], None]) -> Ask:
     """Returns `ask` with a kill before the exchange of that number."""
     numbers = itertools.count(1)
 
-    def asks(method: str, *arguments: Any) -> Callable[[], Any]:
-        if method == "exchange" and next(numbers) == number:
+    def asks(method: Callable[..., object], *arguments: Any) -> Callable[[], Any]:
+        if method is StragglerExchange.exchange and next(numbers) == number:
             kill()
         return ask(method, *arguments)
 
@@ -259,7 +259,7 @@ def test_an_exchange_in_an_actor(
         assert [r.failure for r in rollouts] == [None, None]
         answer_of(actor.end.remote())
         with pytest.raises(ExchangeFailed, match="engine 0 is not part of the rollout"):
-            ask_exchange(actor, 0, "exchange", None)()
+            ask_exchange(actor, 0, StragglerExchange.exchange, None)()
         ray.kill(actor)
 
 

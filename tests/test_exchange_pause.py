@@ -17,6 +17,7 @@ from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange_async
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.nemo_rl.supervisor import EngineStillDecodes, ExchangeDriver, SpecrolloutExchange
+from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.stream_engine import StreamEngine, StreamShard
 
 pytestmark = pytest.mark.integration
@@ -74,8 +75,8 @@ class Engines:
         """Returns the number of requests of the exchange that the engine decodes."""
         return self._num_decoding[engine]
 
-    async def _ask(self, engine: int, exchange: Any, method: str, *arguments: Any) -> Any:
-        if method == "exchange":
+    async def _ask(self, engine: int, exchange: Any, method: Callable[..., object], *arguments: Any) -> Any:
+        if method.__name__ == StragglerExchange.exchange.__name__:  # the actor has a copy of the class
             await self._speaks[engine].wait()
         return await ask_exchange_async(exchange, engine, method, *arguments)
 

@@ -155,8 +155,8 @@ def test_cancelled_requests_are_stopped(engines: list[RolloutEngine], expected: 
 class SlowLink(LoopLink):
     """A link on which requests and answers are slow."""
 
-    async def __call__(self, method: str, *arguments: Any) -> Any:
-        if method != "add":
+    async def __call__(self, method: Callable[..., object], *arguments: Any) -> Any:
+        if method is not StragglerExchange.add:
             return await super().__call__(method, *arguments)
         await asyncio.sleep(0.03)
         starts = await super().__call__(method, *arguments)

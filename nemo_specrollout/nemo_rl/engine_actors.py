@@ -27,6 +27,7 @@ from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, ROOTS_KEY, SEEDS_KEY,
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.run_ahead.early_requests import AheadTasks, AheadTurns
 from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
+from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.stream_engine import StreamEngine, StreamShard
 from nemo_specrollout.stragglers.turn_engine import roll_out_shard
 from nemo_specrollout.stragglers.turns import ExchangeFailed
@@ -63,7 +64,7 @@ class ShardRacing:
         requests = shard_requests(self._engine, prompts, params)
         if requests is None:
             with suppress(ExchangeFailed):
-                self._ask("leave")()
+                self._ask(StragglerExchange.leave)()
             return native()
         try:
             made = roll_out_shard(self._hosted, self._ask, requests)

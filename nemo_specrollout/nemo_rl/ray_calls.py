@@ -15,6 +15,7 @@ import ray
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
+from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turns import ExchangeFailed
 
 ENGINE_ACTOR = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
@@ -199,12 +200,16 @@ def ray_errors_as_exchange_failed() -> Iterator[None]:
         raise ExchangeFailed(f"{type(error).__name__}: {first_line}") from error
 
 
-def ask_exchange(actor: Any, engine: int, method: str, *arguments: Any) -> Callable[[], Any]:
+ExchangeMethod = Callable[Concatenate[StragglerExchange, int, ...], object]
+"""A method of the exchange that takes the number of an engine first."""
+
+
+def ask_exchange(actor: Any, engine: int, method: ExchangeMethod, *arguments: Any) -> Callable[[], Any]:
     """Calls a method of the exchange for an engine. Returns a function that waits for the answer or raises ExchangeFailed."""
-    return partial(answer_of, getattr(actor, method).remote(engine, *arguments))
+    return partial(answer_of, getattr(actor, method.__name__).remote(engine, *arguments))
 
 
-async def ask_exchange_async(actor: Any, engine: int, method: str, *arguments: Any) -> Any:
+async def ask_exchange_async(actor: Any, engine: int, method: ExchangeMethod, *arguments: Any) -> Any:
     """Calls a method of the exchange for an engine, and returns the answer. Raises ExchangeFailed."""
     with ray_errors_as_exchange_failed():
-        return await asyncio.wait_for(getattr(actor, method).remote(engine, *arguments), PATIENCE_S)
+        return await asyncio.wait_for(getattr(actor, method.__name__).remote(engine, *arguments), PATIENCE_S)

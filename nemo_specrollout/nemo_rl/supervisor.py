@@ -3,11 +3,11 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, Concatenate
 
 import ray
 
@@ -65,11 +65,11 @@ class ExchangeDriver:
     @contextmanager
     def rollout(self) -> Iterator[None]:
         """Encloses a rollout of synchronous engines."""
-        self._call("begin")
+        self._call(StragglerExchange.begin)
         try:
             yield
         finally:
-            self._call("end")
+            self._call(StragglerExchange.end)
 
     @contextmanager
     def paused(
@@ -85,7 +85,7 @@ class ExchangeDriver:
                 self._remove(engine, waited_s, leave_s)
             yield
         finally:
-            self._call("resume")
+            self._call(StragglerExchange.resume)
 
     def _silent_engines(self, patience_s: float, silence_s: float) -> Iterator[tuple[int, float]]:
         """Pauses the exchange, and waits until no engine has a turn.
@@ -93,7 +93,7 @@ class ExchangeDriver:
         Yields each engine whose turns have not ended after `silence_s` seconds, with the seconds. The caller removes it.
         """
         started_s = time.monotonic()
-        while busy := self._call("pause", patience_s):
+        while busy := self._call(StragglerExchange.pause, patience_s):
             waited_s = time.monotonic() - started_s
             logger.warning(
                 "specrollout: new weights wait for engines that still take turns for others, for %.0f s by now: %s",
@@ -105,7 +105,7 @@ class ExchangeDriver:
 
     def _remove(self, engine: int, waited_s: float, leave_s: float) -> None:
         """Makes an engine stop the requests of the exchange and decode its own alone, unless it has died."""
-        self._call("leave", engine)
+        self._call(StragglerExchange.leave, engine)
         try:
             ray.get(self._workers.start(engine, EngineActorCalls.specrollout_leave_exchange), timeout=leave_s)
         except ray.exceptions.GetTimeoutError as error:
@@ -121,21 +121,22 @@ class ExchangeDriver:
 
     def figures(self) -> Mapping[str, float]:
         """Returns the figures since the previous call, by name. There are none if the actor is lost."""
-        return self._call("take_figures") or {}
+        return self._call(StragglerExchange.take_figures) or {}
 
     def speed_table(self, policy: str) -> SpeedTableFile | None:
         """Returns the decode speeds that this run knows by now; None before any is known, and if the actor is lost."""
-        table: SpeedTableFile | None = self._call("speed_table", _device(), policy)
+        table: SpeedTableFile | None = self._call(StragglerExchange.speed_table, _device(), policy)
         return table
 
     def close(self) -> None:
         ray.kill(self.actor)
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: Callable[Concatenate[StragglerExchange, ...], object], *arguments: Any) -> Any:
+        """Calls a method of the exchange. Returns its answer; None if the exchange is lost, now or earlier."""
         if self._is_lost:
             return None
         try:
-            return answer_of(getattr(self.actor, method).remote(*arguments))
+            return answer_of(getattr(self.actor, method.__name__).remote(*arguments))
         except ExchangeFailed as error:
             self._is_lost = True
             self._log.alarms.append(f"the exchange of requests failed, so no request moves or races any more: {error}")

@@ -22,6 +22,7 @@ from nemo_specrollout.generation.engine.vllm_requests import (
     text_and_params,
 )
 from nemo_specrollout.stragglers.attempts import covered
+from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turn_engine import FEW_ATTEMPTS, num_text_tokens
 from nemo_specrollout.stragglers.turns import ExchangeFailed, Starts, TurnOrders, TurnResult, TurnWork
 
@@ -32,6 +33,7 @@ MAX_EARLY_STOPS = 256
 Generate = Callable[[Any, Any, str], AsyncIterator[Any]]
 """`AsyncLLM.generate`: prompt, sampling parameters and request id to vLLM's outputs."""
 Ask = Callable[..., Coroutine[Any, Any, Any]]
+"""Calls a method of `StragglerExchange` for this engine. Takes the method and its arguments after the engine."""
 """Calls a method of the exchange, by its name, for one engine. Raises ExchangeFailed if the exchange is lost."""
 
 
@@ -191,7 +193,7 @@ class StreamShard:
 
     async def begin(self) -> None:
         try:
-            await self._ask("join", self._engine.capacity)
+            await self._ask(StragglerExchange.join, self._engine.capacity)
         except ExchangeFailed as error:
             await self._go_alone(error)
         else:
@@ -221,7 +223,7 @@ class StreamShard:
         """Returns the response, or None if the exchange is lost or an engine refused the request."""
         number = request.home[1]
         self._waiting[number] = asyncio.get_running_loop().create_future()
-        adding = asyncio.ensure_future(self._ask("add", [request]))
+        adding = asyncio.ensure_future(self._ask(StragglerExchange.add, [request]))
         try:
             self._engine.begin(await asyncio.shield(adding))
             return await self._waiting[number]
@@ -236,7 +238,7 @@ class StreamShard:
 
     async def _cancel(self, number: int, adding: asyncio.Future[Starts]) -> None:
         await adding
-        await self._ask("cancel", [number])
+        await self._ask(StragglerExchange.cancel, [number])
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def quietly() -> None:
@@ -250,7 +252,7 @@ class StreamShard:
     async def _take_turns(self) -> None:
         turns = deque[TurnOrders]()
         result = None
-        receiving = asyncio.create_task(self._ask("exchange", None))
+        receiving = asyncio.create_task(self._ask(StragglerExchange.exchange, None))
         try:
             while True:
                 if turns:
@@ -261,7 +263,7 @@ class StreamShard:
                     if future is not None and not future.done():
                         future.set_result(rollout)
                 turns.extend(reply.orders)
-                receiving = asyncio.create_task(self._ask("exchange", result))
+                receiving = asyncio.create_task(self._ask(StragglerExchange.exchange, result))
                 result = None
         except Exception as error:  # an error of the engine, too: a native request will raise it again
             await self._go_alone(error)
@@ -278,7 +280,7 @@ class StreamShard:
         )
         if self._loop is not None and self._loop is not asyncio.current_task():
             self._loop.cancel()
-        self._in_background(self._ask("leave"))
+        self._in_background(self._ask(StragglerExchange.leave))
         await self._engine.stop_all()
         for future in self._waiting.values():
             if not future.done():

@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
 from nemo_specrollout.generation.engine.requests import Rollout, ShardRequest
+from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turns import ExchangeFailed, Request, Starts, Tokens, TurnOrders, TurnResult, TurnWork
 
 FEW_ATTEMPTS = 4
@@ -17,6 +18,8 @@ FEW_ATTEMPTS = 4
 FIRST_STEPS = 2
 """Most steps that are counted as a prefill. An engine that schedules asynchronously reports a step when it ends the next."""
 Ask = Callable[..., Callable[[], Any]]
+"""Begins to call a method of `StragglerExchange` for this engine. Takes the method and its arguments after the engine, and
+returns a function that waits for the answer."""
 """Calls a method of the exchange, by its name, for one engine. Returns a function that waits for the answer.
 
 Both raise ExchangeFailed if the exchange is lost."""
@@ -168,8 +171,8 @@ def roll_out_shard(stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequ
     turns = deque[TurnOrders]()
     result = None
     try:
-        ask("join", stepped.max_num_seqs, requests)()
-        receive = ask("exchange", None)
+        ask(StragglerExchange.join, stepped.max_num_seqs, requests)()
+        receive = ask(StragglerExchange.exchange, None)
         while True:
             if turns:
                 result = engine.turn(turns.popleft())
@@ -178,13 +181,13 @@ def roll_out_shard(stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequ
             if reply.is_over:
                 return [rollouts[number] for number in range(len(requests))]
             turns.extend(reply.orders)
-            receive = ask("exchange", result)
+            receive = ask(StragglerExchange.exchange, result)
             result = None
     except ExchangeFailed:
         raise
     except BaseException:
         with suppress(ExchangeFailed):
-            ask("leave")()
+            ask(StragglerExchange.leave)()
         raise
     finally:
         engine.stop_all()
