@@ -44,6 +44,8 @@ class RowSampler(Sampler):
     """
 
     def __init__(self, native: Sampler) -> None:
+        # vLLM's constructor would allocate the states of all requests a second time, from arguments that only the runner
+        # knows and that differ between versions. So this object takes over all attributes of the sampler that vLLM has made.
         vars(self).update(vars(native))
         self._is_processed_S = np.zeros_like(self.needs_logits_processing)
         sampling: Any = self.sampling_states
