@@ -44,8 +44,8 @@ TINY_ROLLOUTS = {
 
 
 LONGEST = (
-    "kernels", "run", "model_drafters", "decoupled", "rollout_pool", "racing", "doctor_cli", "equality", "stream_exchange",
-    "exchange", "drafter_actor", "worker",
+    "kernels", "run", "model_drafters", "served_heads", "decoupled", "rollout_pool", "racing", "doctor_cli", "equality",
+    "stream_exchange", "exchange", "drafter_actor", "worker",
 )  # fmt: skip
 """Modules that take longest. They begin first, so that no process waits for another at the end."""
 
