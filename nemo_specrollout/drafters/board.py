@@ -208,7 +208,8 @@ class DraftBoard:
 
     def use_kernels(self, kernels: ModuleType) -> None:
         """Uses a module of kernels, which takes the tables in a form of its own."""
-        self._kernels, self.memory = kernels, kernels.memory_of(self.tables)
+        self._kernels = kernels
+        self.memory = kernels.memory_of(self.tables)
 
     def proposals_of(self, drafter: int) -> Proposals:
         """Returns the buffers that a drafter writes its proposals of this step to."""

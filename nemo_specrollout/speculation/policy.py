@@ -217,13 +217,26 @@ class AutoPolicy(SpeculationPolicy):
         self._rest_clock = LookClock(REST_SHARE)
         self._submitted_Q = np.zeros(1)
         """Draft tokens of a request that were submitted last, by bin of survival."""
-        self._depth = self._num_requests = self._num_new = 0
-        self._to_look_at = self._enough = ENOUGH
-        """Requests, summed over steps, that are left of a look, and after which it is judged."""
-        self._planned = self._judged = self._num_refused = 0
-        self._rests, self._has_changed = False, True
-        """`_has_changed` says that the size of the batch has another bit length than a step before, or that at least half of
-        its requests are new."""
+        self._depth = 0
+        """Tokens that the model drafts for each request; 0 if it only reads."""
+        self._num_requests = 0
+        """Requests of the latest step."""
+        self._num_new = 0
+        """Requests that have arrived since that step."""
+        self._to_look_at = ENOUGH
+        """Requests, summed over steps, for which a look at the model still has to draft."""
+        self._enough = ENOUGH
+        """Requests, summed over steps, after which the evidence of a look is trusted to stop the model."""
+        self._planned = 0
+        """Steps for which the planned depth still holds."""
+        self._judged = 0
+        """Steps until the model is judged again."""
+        self._num_refused = 0
+        """Steps in a row that verified no drafts."""
+        self._rests = False
+        """Whether the drafters without weights rest."""
+        self._has_changed = True
+        """Whether the batch's size has another bit length than a step before, or at least half of its requests are new."""
 
     def observe(self, spread_FQ: np.ndarray) -> None:
         self._forecast.observe(spread_FQ[: self._deepest + 1])
@@ -236,7 +249,8 @@ class AutoPolicy(SpeculationPolicy):
         costs = self.costs
         drafting = self.costs.drafting
         count_1Q = num_requests * self._submitted_Q[None, :]
-        draft_s, read_s = 0.0, 0.0
+        draft_s = 0.0
+        read_s = 0.0
         if drafting is not None and self._depth > 0:
             draft_s = drafting.seconds(num_requests, self._depth)
             read_s = drafting.row_s
@@ -255,7 +269,8 @@ class AutoPolicy(SpeculationPolicy):
         self._has_changed = has_changed
         self._sizes.count(num_requests)
         if self.costs is not None:
-            self._clock.earn(step_s := self.costs.plain_s(num_requests))
+            step_s = self.costs.plain_s(num_requests)
+            self._clock.earn(step_s)
             self._rest_clock.earn(step_s)
         self._depth = self._planned_depth(num_requests, num_followed, has_changed) if self.costs and num_followed else 0
         return self._depth
@@ -269,7 +284,8 @@ class AutoPolicy(SpeculationPolicy):
         look_s = self.costs.drafting.seconds(num_requests, 1) * (1 + to_look_at / num_new)
         if self._clock.pays(look_s, keeps=2 * num_new < num_requests):
             self.model_changed()
-            self._to_look_at = self._enough = to_look_at
+            self._to_look_at = to_look_at
+            self._enough = to_look_at
 
     def ends_step(self, num_requests: int, num_followed: int) -> bool:
         if self._has_changed or num_followed or self.costs is None:

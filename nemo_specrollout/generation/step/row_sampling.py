@@ -21,7 +21,8 @@ from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits,
 from nemo_specrollout.sampling.platforms import kernels_for
 
 _KERNELS = "nemo_specrollout.generation.step.row_sampling_triton"
-_RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
+_RAW = "raw_logprobs"
+_PROCESSED = "processed_logprobs"
 
 
 def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None) -> Drawn:

@@ -72,7 +72,10 @@ class FeatureCapture(Participant):
         self._num_hidden = runner.model_config.get_hidden_size()
         self._ids_S = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=self._device)
         self._id_of_slot = np.zeros(runner.max_num_reqs, np.int32)
-        self._num_opened = self._num_rows = 0
+        self._num_opened = 0
+        """Requests that were captured so far. The count after a request is its identity in the buffer."""
+        self._num_rows = 0
+        """Rows of the buffer that are in use."""
         self._under_way: dict[int, _Sequence] = {}
         self._ended: set[int] = set()
         self._done: deque[SequenceFeatures] = deque()
