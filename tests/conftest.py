@@ -50,6 +50,7 @@ LONGEST = (
     "test_model_families_exact.py",
     "test_run.py",
     "test_model_drafters.py",
+    "test_served_heads.py",
     "test_decoupled.py",
     "test_rollout_pool.py",
     "test_request_kinds.py",

@@ -1,24 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rolls out eight requests in a tensor-parallel engine, and prints their tokens as a line of JSON.
 
-Usage: parallel_engine.py MODEL RANKS BLOCK, with the block as JSON. The budget
-`random` stands for the policies of `lab.local.random_budgets`.
+Usage: parallel_engine.py MODEL RANKS BLOCK [host], with the block as JSON. The budget `random` stands for the policies of
+`lab.local.random_budgets`. With `host`, the host chooses the drafts of each step, as it must before vLLM 0.32. The line then
+has the drafts that each rank kept in each step, and how many objects the ranks told each other.
 """
 
 import json
 import sys
+from dataclasses import replace
+from typing import Any
 
 from vllm import LLM, SamplingParams
 
 from lab.local.random_budgets import randomise
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
-from nemo_specrollout.generation.engine.arguments import with_specrollout
+from nemo_specrollout.generation.engine.arguments import NEWEST_VLLM, with_specrollout
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import RolloutRequest, rollout_extra_args
 
 
-def main(model: str, ranks: int, block: SpecrolloutConfig, *, at_random: bool) -> None:
+def note_kept_drafts(worker: Any) -> None:
+    """Makes a worker note how many drafts of each request its host keeps in each step, and count the objects that are told."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    budget = worker.specrollout_host_budget
+    trimmed = budget.trimmed
+    broadcast_object = group.broadcast_object
+    worker.kept_drafts = []
+    worker.num_told = 0
+
+    def noting(scheduled: Any) -> Any:
+        result = trimmed(scheduled)
+        asked, kept = (
+            {name: len(tokens) for name, tokens in each.scheduled_spec_decode_tokens.items()}
+            for each in (scheduled, result)
+        )
+        if asked:
+            worker.kept_drafts.append([asked, kept])
+        return result
+
+    def telling(*args: Any, **options: Any) -> Any:
+        worker.num_told += 1
+        return broadcast_object(*args, **options)
+
+    budget.trimmed = noting
+    group.broadcast_object = telling
+
+
+def kept_drafts_of(worker: Any) -> Any:
+    """Returns the drafts of each request that were scheduled, and those that were kept, in each step with drafts.
+
+    The second result is the number of objects that the ranks told each other.
+    """
+    return worker.kept_drafts, worker.num_told
+
+
+def main(model: str, ranks: int, block: SpecrolloutConfig, *, at_random: bool, host_chooses: bool) -> None:
     llm = LLM(
         model=model,
         distributed_executor_backend="mp" if ranks > 1 else "uni",
@@ -28,8 +68,10 @@ def main(model: str, ranks: int, block: SpecrolloutConfig, *, at_random: bool) -
         max_num_seqs=16,
         skip_tokenizer_init=True,
         tensor_parallel_size=ranks,
-        **with_specrollout({}, block, "cpu"),
+        **with_specrollout({}, block, "cpu", replace(NEWEST_VLLM, chooses_on_device=not host_chooses)),
     )
+    if host_chooses:
+        llm.collective_rpc(note_kept_drafts)
     if at_random:
         llm.collective_rpc(randomise)
     params = [
@@ -45,15 +87,13 @@ def main(model: str, ranks: int, block: SpecrolloutConfig, *, at_random: bool) -
     outputs = llm.generate([{"prompt_token_ids": [5 + i, 6, 7]} for i in range(8)], params, use_tqdm=False)
     totals = llm.collective_rpc(WorkerCalls.specrollout_totals.__name__)
     reporting = [t for t in totals if t is not None]
-    print(
-        json.dumps(
-            {"tokens": [list(o.outputs[0].token_ids) for o in outputs], "ranks": len(totals), "totals": reporting}
-        )
-    )
+    tokens = [list(o.outputs[0].token_ids) for o in outputs]
+    kept = llm.collective_rpc(kept_drafts_of) if host_chooses else None
+    print(json.dumps({"tokens": tokens, "ranks": len(totals), "totals": reporting, "kept_drafts": kept}))
 
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[3])
     at_random = given.get("budget") == {"policy": "random"}
     block = build(SpecrolloutConfig, given | ({"budget": {"policy": "fixed", "k": 8}} if at_random else {}), BLOCK_PATH)
-    main(sys.argv[1], int(sys.argv[2]), block, at_random=at_random)
+    main(sys.argv[1], int(sys.argv[2]), block, at_random=at_random, host_chooses="host" in sys.argv[4:])

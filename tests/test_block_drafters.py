@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from block_policy import save_block_policy, save_dflash, save_dspark
+from model_drafters import LONG, assert_same_drafts, recorded, worker_of
 from safetensors.torch import load_file
 from test_equality import NGRAM, assert_equal, requests
-from test_model_drafters import LONG, assert_same_drafts, recorded, worker_of
 
 from lab.local.engine import RolloutEngine
 from lab.local.random_budgets import RANDOM

@@ -15,7 +15,9 @@ from torch import tensor
 
 from nemo_specrollout.config.drafter_configs import DRAFTERS, LookupDrafterConfig, TextDrafterConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Proposals, Texts
-from nemo_specrollout.drafters.text import build_text_drafter
+from nemo_specrollout.drafters.device_index import MAX_LISTED
+from nemo_specrollout.drafters.text import LookupDrafter, build_text_drafter
+from nemo_specrollout.drafters.unread import UnreadTokens
 from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
 from nemo_specrollout.generation.engine.transfers import to_device
 
@@ -191,3 +193,109 @@ def test_a_row_without_a_request_is_skipped(name: str) -> None:
     world.open(0, [1, 2, 3, 1, 2], group=0)
     world.propose(-1, 0)
     assert world.propose(-1, 0)[0] == [] or not has_index(name)
+
+
+# What an index has yet to read
+
+
+class LongTexts:
+    """A drafter with an index, and requests whose texts are long when they arrive. Each step samples a token of each."""
+
+    MOST_SAMPLED = 9
+    """Tokens that a request may sample in a step, as far as the host knows."""
+
+    def __init__(self, name: str, num_requests: int, length: int, most_steps: int) -> None:
+        device, longest = torch.device("cpu"), length + most_steps
+        drafter = build_text_drafter(DRAFTERS[name](num_slots=1 << 16), num_requests, longest, VOCABULARY, device)
+        assert isinstance(drafter, LookupDrafter)
+        self.drafter = drafter
+        self.slots_B = np.arange(num_requests)
+        tokens = np.random.default_rng(0).integers(0, VOCABULARY, (num_requests, longest), dtype=np.int32)
+        self.texts = Texts(
+            torch.from_numpy(self.slots_B),
+            torch.full((num_requests,), length, dtype=torch.int32),
+            torch.from_numpy(tokens),
+        )
+        opened = [NewRequest(s, RequestIdentity(s, 0), length, range(length), longest) for s in range(num_requests)]
+        drafter.open(self.texts.slots_B, opened, partial(to_device, device=device))
+
+    def step(self, *, is_read: bool = True) -> int:
+        """Samples a token of each request. Returns the new tokens of a text that the index was allowed to read."""
+        self.texts.total_len_S.add_(1)
+        if not is_read:
+            self.drafter.unread.skip(self.slots_B, self.MOST_SAMPLED)
+            return 0
+        lookup, max_new = self.drafter.lookup(0), self.drafter.unread.read(self.slots_B, self.MOST_SAMPLED)
+        lookup.index.learn(self.texts, lookup.salts_S, lookup.learned_S, max_new)
+        return max_new
+
+    def num_behind(self) -> int:
+        """Returns the tokens of all texts that the index has not read."""
+        return int((self.texts.total_len_S - self.drafter.lookup(0).learned_S).sum())
+
+
+def test_long_texts_that_arrive_together_are_read_as_fast_as_an_index_reads() -> None:
+    """32 prompts of 1,000 tokens with 16 samples each. Their prefixes are cached, so all of them arrive in one step."""
+    num_requests, length, most_steps = 512, 1000, 60
+    texts = LongTexts("ngram", num_requests, length, most_steps)
+    num_steps = 0
+    while num_steps == 0 or texts.num_behind():
+        before = texts.num_behind() + num_requests
+        texts.step()
+        assert texts.num_behind() == max(before - MAX_LISTED, 0), "an index reads what it can"
+        num_steps += 1
+    assert num_steps == -(-num_requests * length // (MAX_LISTED - num_requests))
+    while texts.step() > texts.MOST_SAMPLED:  # the host cannot know at once that nothing is left
+        assert not texts.num_behind()
+        num_steps += 1
+    assert num_steps < most_steps and texts.step() == texts.MOST_SAMPLED
+
+
+def test_texts_that_need_no_reading_leave_nothing_behind() -> None:
+    """The suffix drafter never reads prompts."""
+    texts = LongTexts("suffix", num_requests=512, length=1000, most_steps=3)
+    assert [texts.step() for _ in range(3)] == [texts.MOST_SAMPLED] * 3 and not texts.num_behind()
+
+
+def test_what_was_sampled_while_drafters_rested_is_read_afterwards() -> None:
+    texts = LongTexts("suffix", num_requests=300, length=10, most_steps=120)
+    for _ in range(100):
+        texts.step(is_read=False)
+    assert texts.num_behind() == 100 * 300
+    texts.step()
+    assert texts.num_behind() == 101 * 300 - MAX_LISTED
+    texts.step()
+    assert not texts.num_behind()
+
+
+@given(st.data())
+def test_the_bound_of_unread_tokens_holds_and_ends(data: st.DataObject) -> None:
+    """Compares with an index that reads exactly, for requests that come, go, and are absent from some steps."""
+    num_slots, most_sampled = 6, 4
+    unread, behind_S = UnreadTokens(num_slots), np.zeros(num_slots, np.int64)
+    is_open_S = np.zeros(num_slots, bool)
+    for _ in range(data.draw(st.integers(1, 12))):
+        closed = [s for s in range(num_slots) if is_open_S[s] and data.draw(st.booleans())]
+        unread.close(closed)
+        is_open_S[closed] = False
+        opened = [s for s in range(num_slots) if not is_open_S[s] and data.draw(st.booleans())]
+        lengths = [data.draw(st.integers(0, MAX_LISTED)) for _ in opened]
+        unread.open(opened, lengths)
+        is_open_S[opened] = True
+        behind_S[opened] = lengths
+        slots_B = np.array(data.draw(st.permutations(np.flatnonzero(is_open_S).tolist())), np.int64)
+        slots_B = slots_B[: data.draw(st.integers(0, num_slots))]
+        behind_S[slots_B] += np.array([data.draw(st.integers(0, most_sampled)) for _ in slots_B], np.int64)
+        if data.draw(st.booleans()):
+            unread.skip(slots_B, most_sampled)
+            continue
+        max_new, room = unread.read(slots_B, most_sampled), MAX_LISTED
+        assert max_new >= behind_S[slots_B].max(initial=0)
+        for s in slots_B:
+            num_read = min(behind_S[s], room)
+            behind_S[s] -= num_read
+            room -= num_read
+    everyone_B = np.flatnonzero(is_open_S)
+    for _ in range(num_slots + 1):
+        unread.read(everyone_B, most_sampled)
+    assert unread.read(everyone_B, most_sampled) == most_sampled

@@ -49,8 +49,7 @@ def budget_with(rates_BK: list[list[float]], most: int = 9, returns_experts: boo
     return budget
 
 
-def test_drafts_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_specrollout.generation.step.host_budget.agreed", lambda decision: decision)
+def test_drafts_beyond_the_budget_are_left_out() -> None:
     scheduled = Scheduled()
     trimmed = budget_with([[0.9, 0.8, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).trimmed(scheduled)
     assert trimmed.scheduled_spec_decode_tokens == {"a": [-1, -1]}
@@ -69,8 +68,7 @@ def test_steps_without_drafts_or_with_masks_stay_as_they_are() -> None:
         assert budget.trimmed(scheduled) is scheduled
 
 
-def test_steps_whose_experts_are_returned_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_specrollout.generation.step.host_budget.agreed", lambda decision: decision)
+def test_steps_whose_experts_are_returned_stay_as_they_are() -> None:
     scheduled = Scheduled()
     assert budget_with([[0.0] * 3] * 3, returns_experts=True).trimmed(scheduled) is scheduled
 

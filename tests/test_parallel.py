@@ -31,8 +31,8 @@ PLAIN = '{"drafters": []}'
 
 
 @functools.cache
-def engine(model: Path, ranks: int, block: str) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "tests" / "parallel_engine.py"), str(model), str(ranks), block]
+def engine(model: Path, ranks: int, block: str, *options: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tests" / "parallel_engine.py"), str(model), str(ranks), block, *options]
     done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"tokens"')))
@@ -88,3 +88,17 @@ def test_two_tensor_parallel_ranks_hold_a_part_of_the_head_each(two_heads: Path,
     block = {"drafters": drafters, "budget": RANDOM if policy == "random" else {"policy": policy}}
     count = "accepted" if policy == "random" else "proposed"  # by measured times few drafts may pay
     assert same_tokens(two_heads, block, count)[0] > 0, "the head had no part in it, so that nothing was shown"
+
+
+@pytest.mark.parametrize("policy", ["random", "auto"])
+def test_two_ranks_whose_hosts_choose_keep_the_same_drafts(two_heads: Path, head: Path, policy: str) -> None:
+    """Each rank has its own clock, but they only tell each other the costs from time to time, and no step's decision."""
+    drafters = [{"type": "eagle3", "model": str(head)}, {"type": "ngram"}]
+    block = {"drafters": drafters, "budget": RANDOM if policy == "random" else {"policy": policy}}
+    two = engine(two_heads, 2, json.dumps(block), "host")
+    assert two["tokens"] == engine(two_heads, 1, PLAIN)["tokens"]
+    (first, num_told), (second, _) = two["kept_drafts"]
+    assert first and first == second
+    if policy == "random":  # the other policy drafts in as many steps as pay on this machine
+        assert num_told < len(first) / 2
+    assert any(asked != kept for asked, kept in first), "nothing was left out, so nothing was shown"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import STEP_ADDER
+from model_drafters import recorded
 from safetensors.torch import load_file, save_file
 from test_equality import requests
-from test_model_drafters import recorded
 
 from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, DraftRefreshConfig, SpecrolloutConfig

@@ -28,6 +28,7 @@ from nemo_specrollout.config.drafter_configs import (
     NgramDrafterConfig,
     SuffixDrafterConfig,
 )
+from nemo_specrollout.drafters.device_index import MAX_LISTED
 from nemo_specrollout.generation.engine import arguments
 from nemo_specrollout.generation.engine.arguments import with_specrollout
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
@@ -474,7 +475,7 @@ def test_drafts_are_accounted_for_across_drafting_pauses(
 
 def test_requests_may_decline_speculation(engine: RolloutEngine, accounted: Accounted) -> None:
     plain = [RolloutRequest(r.prompt_token_ids, r.prompt_index, r.sample_index, speculate=False) for r in requests()]
-    before = engine.stats(first_step=1 << 60)
+    before = engine.stats(first_step=None)
     again = engine.generate(plain, ignore_eos=True, stop_token_ids=[], max_tokens=LENGTH)
     after = engine.stats()
     assert before is not None and after is not None
@@ -486,7 +487,7 @@ def test_requests_may_decline_speculation(engine: RolloutEngine, accounted: Acco
 
 
 def test_turns_change_no_token_and_gaps_count_for_no_step(engine: RolloutEngine, accounted: Accounted) -> None:
-    before = engine.stats(first_step=1 << 60)
+    before = engine.stats(first_step=None)
     sampling = {"ignore_eos": True, "stop_token_ids": [], "max_tokens": LENGTH}
     generation, turns = Generation(engine, requests(), sampling=sampling), 0
     while not generation.is_done:
@@ -507,3 +508,28 @@ def test_an_interrupted_generation_leaves_nothing_behind(engine: RolloutEngine) 
         engine.generate(requests(), interrupt)
     assert not engine._llm.llm_engine.has_unfinished_requests()
     assert engine.generate(requests(1, 1))[0].token_ids
+
+
+# What the text drafters have read.
+
+
+def test_long_prompts_that_arrive_together_are_read_within_a_few_steps(
+    start_engine: Callable[..., RolloutEngine], tiny_model: Path
+) -> None:
+    """Samples of a cached prompt arrive in one step, with more tokens than an index reads in a step."""
+    engine = start_engine(tiny_model, FIXED, block_size=32)
+    num_samples = 60
+    prompt = np.random.default_rng(0).integers(20, 60, 14 * 32 + 1).tolist()  # all but its last token is cached
+    engine.generate([RolloutRequest(prompt, 0, 0)], ignore_eos=True, stop_token_ids=[], max_tokens=1)
+    samples = [RolloutRequest(prompt, 0, 1 + s) for s in range(num_samples)]
+    generation = Generation(engine, samples, sampling={"ignore_eos": True, "stop_token_ids": [], "max_tokens": 30})
+    router = worker_of(engine).specrollout_router
+    ngram = router._drafters[1].lookup(1)
+    states = worker_of(engine).model_runner.req_states
+    num_behind = []
+    for _ in range(4):
+        generation.advance(0.0)
+        num_behind.append(int((states.total_len.gpu - ngram.learned_S).sum()))
+    assert num_behind[0] == num_samples * (len(prompt) + 1) - MAX_LISTED
+    assert num_behind[1:] == [0, 0, 0]
+    generation.advance()

@@ -136,7 +136,7 @@ class ForcedEngine:
     def measure(self, requests: Sequence[RolloutRequest]) -> dict[str, float]:
         """Returns the figures of the decode steps in which all requests ran."""
         engine, batch = self.engine, len(requests)
-        before = engine.stats(1 << 60)
+        before = engine.stats(first_step=None)
         engine.generate(requests)
         assert before is not None
         stats = engine.stats(before.num_steps)

@@ -139,7 +139,7 @@ def timed(
 
 def verified(engine: RolloutEngine) -> tuple[int, int]:
     """Returns the draft tokens that the engine has verified and accepted since its start."""
-    stats = engine.stats(first_step=1 << 60)
+    stats = engine.stats(first_step=None)
     return (0, 0) if stats is None else (stats.num_proposed, stats.num_accepted)
 
 

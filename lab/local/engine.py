@@ -140,7 +140,7 @@ class RolloutEngine(HostedEngine):
 
     def capture_seconds(self) -> float:
         """Returns the seconds of engine time that the capture of features has taken in all."""
-        stats = self.stats(1 << 60)
+        stats = self.stats(first_step=None)
         return 0.0 if stats is None else stats.capture_s
 
     def take_alarms(self) -> list[dict[str, Any]]:
@@ -159,8 +159,11 @@ class RolloutEngine(HostedEngine):
         """Returns the names of the attention backends, vLLM's platform class, and its device."""
         return device_facts(self._llm)
 
-    def stats(self, first_step: int = 0) -> EngineStats | None:
-        """Returns counters, and the engine's steps from `first_step` on; None for an engine without our worker."""
+    def stats(self, first_step: int | None = 0) -> EngineStats | None:
+        """Returns counters, and the engine's steps from `first_step` on; None for an engine without our worker.
+
+        With None as the first step, there are only counters.
+        """
         return self._run(engine_stats.stats_of, first_step)
 
     def run_in_worker(self, function: Callable[[Any], Any]) -> Any:

@@ -51,10 +51,11 @@ class EngineStats:
 # Functions that an engine runs in its worker.
 
 
-def stats_of(worker: Any, first_step: int) -> EngineStats:
-    """Returns the engine's counters, and its steps from `first_step` on."""
+def stats_of(worker: Any, first_step: int | None) -> EngineStats:
+    """Returns the engine's counters, and its steps from `first_step` on; None: no steps."""
     accounts, router = worker.specrollout_accounts, worker.specrollout_router
-    num_steps, trace = accounts.trace.num_steps, accounts.trace.since(first_step)
+    num_steps = accounts.trace.num_steps
+    trace = accounts.trace.since(num_steps if first_step is None else first_step)
     if router is None:
         return EngineStats(num_steps, trace)
     plain_step_s = accounts.plain_step_s()

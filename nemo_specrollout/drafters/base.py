@@ -31,9 +31,12 @@ class Proposals(NamedTuple):
     levels_BK: "torch.Tensor"
     """Evidence level of each draft token, int8."""
     found_B: "torch.Tensor"
-    """Number of draft tokens of each row, int32. Tokens and levels beyond it are undefined."""
+    """Number of draft tokens of each row, int32. Tokens and levels beyond it are undefined. `NOT_FOLLOWED` in a row whose
+    request a drafter with weights does not follow."""
 
 
+NOT_FOLLOWED = -1
+"""Stands for the number of draft tokens of a request that a drafter with weights does not follow, and so never drafts for."""
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
 """Assumed acceptance rate of each evidence level before anything is observed.
 

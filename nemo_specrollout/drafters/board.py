@@ -8,8 +8,9 @@ the reference drafter; without one, E is NUM_LEVELS.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,64 +27,72 @@ from nemo_specrollout.drafters.base import (
 from nemo_specrollout.drafters.device_index import Lookup
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
-Int8 = Annotated[torch.Tensor, torch.int8]
-Int32 = Annotated[torch.Tensor, torch.int32]
-Int64 = Annotated[torch.Tensor, torch.int64]
-Float = Annotated[torch.Tensor, torch.float32]
-
 
 class Tables(NamedTuple):
-    """Tensors of a draft board, on the engine's device. The end of a field's name is its shape."""
+    """Tensors of a draft board, on the engine's device. The end of a field's name is its shape, and `empty_tables` allocates
+    it with its type.
 
-    tokens_DBK: Int32
-    """Tokens that the drafters proposed in this step. The drafters write the first three tensors."""
-    levels_DBK: Int8
-    """Evidence levels of those tokens."""
-    found_DB: Int32
-    """Numbers of those tokens."""
-    tokens_SDK: Int32
-    """Tokens of the open proposals: those whose outcome is not known."""
-    evidence_SDK: Int8
+    A proposal is *open* until it is known of each of its tokens whether the policy samples it.
+    """
+
+    tokens_DBK: torch.Tensor
+    """Tokens that each drafter proposes for each row in this step. The drafters write this tensor and the next two."""
+    levels_DBK: torch.Tensor
+    """Evidence level of each of those tokens."""
+    found_DB: torch.Tensor
+    """How many tokens each drafter proposes for each row, or `NOT_FOLLOWED`."""
+    tokens_SDK: torch.Tensor
+    """Tokens of the open proposals."""
+    evidence_SDK: torch.Tensor
     """Kind of evidence of each token: NUM_LEVELS * relation + level."""
-    length_SD: Int32
+    length_SD: torch.Tensor
     """Number of tokens of each open proposal, 0 if none is open."""
-    base_SD: Int32
+    base_SD: torch.Tensor
     """Length of the text that each open proposal continues."""
-    checked_SD: Int32
+    checked_SD: torch.Tensor
     """Number of tokens of each open proposal that the text has confirmed."""
-    chosen_S: Int32
-    """Drafter whose tokens were submitted."""
-    submitted_S: Int32
+    chosen_S: torch.Tensor
+    """Drafter whose tokens were submitted, which means that the next step may verify them."""
+    submitted_S: torch.Tensor
     """Number of submitted tokens."""
-    limit_S: Int32
-    """Length up to which each request is drafted, tokens."""
-    drafts_BK: Int64
-    """Submitted tokens, which the next step verifies. 0 beyond them."""
-    rates_SK: Float
-    """Rate of each request's submitted tokens. 0 beyond them."""
-    spread_FQ: Int32
-    """Draft tokens of the latest choice, by bin of survival; the last column counts requests. Row f below K + 1: those that
-    would be submitted if the model drafted f tokens, which is known for requests for which it did. If it drafted d > 0,
-    depths of up to 2 * d + 1 are foreseen, and not counted in the last column. The last row: all that were submitted."""
-    alone_token_S: Int32
+    limit_S: torch.Tensor
+    """Length of its text, in tokens, up to which each request is drafted."""
+    drafts_BK: torch.Tensor
+    """Submitted tokens of each row, followed by zeros."""
+    rates_SK: torch.Tensor
+    """Rate of each of a request's submitted tokens, followed by zeros."""
+    spread_FQ: torch.Tensor
+    """How sure the draft tokens of the latest choice are: numbers of tokens by their survival, over all requests, int32.
+
+    The columns 0 to NUM_BINS - 1 are bins of survival between 0 and 1, and the last column counts requests. The last row
+    counts the tokens that were submitted. Each row f up to K counts the tokens that would have been submitted if the model
+    had drafted f tokens, so that the host can choose how deep the model drafts next.
+
+    Row 0 is known for every request, because the text drafters propose anyway. If the model drafted d > 0 tokens for a
+    request, the rows 1 to d are known for it too. The rows d + 1 to 2 * d + 1 are foreseen: their further tokens are assumed
+    to have the rate of the model's last one. They count such tokens as well, but their last column leaves the request out,
+    so that the host can tell what was foreseen from what is known."""
+    alone_token_S: torch.Tensor
     """First token of the best proposal without the model, while the model has drafts; -1 if there is none."""
-    alone_rate_S: Float
+    alone_rate_S: torch.Tensor
     """Rate of that token."""
-    evidence_DE2: Float
+    evidence_DE2: torch.Tensor
     """Hits and trials of each kind of evidence."""
-    factor_SD2: Float
+    factor_SD2: torch.Tensor
     """Hits, and hits that the evidence predicted, of each request's recent draft tokens."""
-    factor_weight_D2: Float
-    """Regression of hits on factors, both less their expectation: sum of products, and sum of squared factors."""
-    calibration_D2: Float
-    """Hits, and predicted hits, of each drafter's tokens that were verified. A proposal that looks best promises too much."""
-    alone_2: Float
+    factor_weight_D2: torch.Tensor
+    """A regression that says how far factors are to be believed: of hits on factors, with both measured from what is expected
+    of them. It has the sum of their products, and the sum of the squared factors."""
+    calibration_D2: torch.Tensor
+    """Hits, and predicted hits, of each drafter's tokens that were verified. Fewer come true than were predicted, because
+    the proposal that looks best of several is often one that was rated too high."""
+    alone_2: torch.Tensor
     """Hits, and predicted hits, of `alone_token_S`."""
-    verified_DK2: Int64
+    verified_DK2: torch.Tensor
     """Verified and accepted draft tokens by drafter and position."""
-    request_S2: Int32
+    request_S2: torch.Tensor
     """Verified and accepted draft tokens of each request."""
-    steps_TD2: Int32
+    steps_TD2: torch.Tensor
     """Verified and accepted draft tokens of each of the last T steps."""
 
 
@@ -95,6 +104,43 @@ class BoardShape:
     """Request slots of the engine (S)."""
     num_positions: int
     """Positions of a draft (K)."""
+
+
+def empty_tables(shape: BoardShape, num_drafters: int, num_kinds: int, device: torch.device) -> Tables:
+    """Returns tables of zeros for a board of `num_drafters` drafters and `num_kinds` kinds of evidence."""
+    zeros = partial(_zeros, device=device)
+    num_slots = shape.num_slots
+    num_positions = shape.num_positions
+    return Tables(
+        tokens_DBK=zeros(num_drafters, num_slots, num_positions, dtype=torch.int32),
+        levels_DBK=zeros(num_drafters, num_slots, num_positions, dtype=torch.int8),
+        found_DB=zeros(num_drafters, num_slots, dtype=torch.int32),
+        tokens_SDK=zeros(num_slots, num_drafters, num_positions, dtype=torch.int32),
+        evidence_SDK=zeros(num_slots, num_drafters, num_positions, dtype=torch.int8),
+        length_SD=zeros(num_slots, num_drafters, dtype=torch.int32),
+        base_SD=zeros(num_slots, num_drafters, dtype=torch.int32),
+        checked_SD=zeros(num_slots, num_drafters, dtype=torch.int32),
+        chosen_S=zeros(num_slots, dtype=torch.int32),
+        submitted_S=zeros(num_slots, dtype=torch.int32),
+        limit_S=zeros(num_slots, dtype=torch.int32),
+        drafts_BK=zeros(num_slots, num_positions, dtype=torch.int64),
+        rates_SK=zeros(num_slots, num_positions, dtype=torch.float32),
+        spread_FQ=zeros(num_positions + 2, NUM_BINS + 1, dtype=torch.int32),
+        alone_token_S=zeros(num_slots, dtype=torch.int32),
+        alone_rate_S=zeros(num_slots, dtype=torch.float32),
+        evidence_DE2=zeros(num_drafters, num_kinds, 2, dtype=torch.float32),
+        factor_SD2=zeros(num_slots, num_drafters, 2, dtype=torch.float32),
+        factor_weight_D2=zeros(num_drafters, 2, dtype=torch.float32),
+        calibration_D2=zeros(num_drafters, 2, dtype=torch.float32),
+        alone_2=zeros(2, dtype=torch.float32),
+        verified_DK2=zeros(num_drafters, num_positions, 2, dtype=torch.int64),
+        request_S2=zeros(num_slots, 2, dtype=torch.int32),
+        steps_TD2=zeros(TRACED_STEPS, num_drafters, 2, dtype=torch.int32),
+    )
+
+
+def _zeros(*sizes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(sizes, dtype=dtype, device=device)
 
 
 class DraftBoard:
@@ -154,26 +200,15 @@ class DraftBoard:
         self.reference = -1 if len(names) == 1 else self.model if reference is None else reference
         num_relations = 1 if self.reference < 0 else NUM_RELATIONS
         self._priors_DE = torch.from_numpy(np.tile(priors_DE, num_relations)).float().to(device)
-        sizes = {
-            "S": shape.num_slots,
-            "B": shape.num_slots,
-            "D": len(names),
-            "K": shape.num_positions,
-            "E": num_relations * NUM_LEVELS,
-            "T": TRACED_STEPS,
-            "F": shape.num_positions + 2,
-            "Q": NUM_BINS + 1,
-            "2": 2,
-        }
-        fields = [(name.rsplit("_", 1)[1], kind.__metadata__[0]) for name, kind in Tables.__annotations__.items()]
-        self.tables = Tables(*(torch.zeros([sizes[s] for s in dims], dtype=d, device=device) for dims, d in fields))
+        self.tables = empty_tables(shape, len(names), num_relations * NUM_LEVELS, device)
         for drafter in range(len(names)):
             self.forget_drafter(drafter)
         self.use_kernels(kernels_for(device.type, KernelModule.STEP))
 
     def use_kernels(self, kernels: ModuleType) -> None:
         """Uses a module of kernels, which takes the tables in a form of its own."""
-        self._kernels, self.memory = kernels, kernels.memory_of(self.tables)
+        self._kernels = kernels
+        self.memory = kernels.memory_of(self.tables)
 
     def proposals_of(self, drafter: int) -> Proposals:
         """Returns the buffers that a drafter writes its proposals of this step to."""

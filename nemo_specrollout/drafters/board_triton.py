@@ -40,7 +40,7 @@ class Sums(NamedTuple):
     finished: Any
     """Number of programs that have finished, int32."""
     weight_BW: Any
-    """Each row's addition to `factor_weight_D2`, then to `calibration_D2` and `alone_2`, float32. Rows without a request
+    """What each row adds to `factor_weight_D2`, then to `calibration_D2`, then to `alone_2`, float32. Rows without a request
     add 0."""
 
 

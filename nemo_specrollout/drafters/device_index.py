@@ -58,14 +58,16 @@ MAX_LEAD = 16
 NO_RANK = 1 << 20
 FREE = -1 << 20
 OWN = -1 << 21
-"""Ranks outside the range of real ones: of no slot, of a free slot, and of the key's own slot."""
+"""Numbers that stand for a rank and lie outside the range of real ones. They order the slots of a bucket when one is chosen
+for a key: the key's own slot comes before a free one, a free one before any that is taken, and no slot at all comes last."""
 
 COUNT_MASK = (1 << 32) - 1
 """Bits of a candidate that hold the count."""
 MAX_COUNT = 16
 """The count at which all counts of a context are halved."""
 MAX_LISTED = 1 << 14
-"""Text positions of all rows together that are learned in a step. Later rows wait for the next step."""
+"""Text positions that an index learns in a step, all rows together. What later rows have beyond it waits for the next step
+(`unread.py`)."""
 FEWEST_SLOTS = 1 << 10
 """Contexts that the smallest index holds."""
 MAX_SLOTS = 1 << 24
@@ -131,7 +133,8 @@ class ContextIndex:
         below `floor`. `texts` and `salts_S` are as for `learn`. Buffers in `out` stay as they are beyond the tokens found.
         """
         assert len(level_rates) == NUM_LEVELS
-        self._kernels.walk(Lookup(self, salts_S, salts_S), texts, level_rates, floor, out)
+        without_learning = Lookup(self, salts_S, learned_S=salts_S)  # a walk reads no numbers of learned tokens
+        self._kernels.walk(without_learning, texts, level_rates, floor, out)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 
 Learning takes two launches. In the first, programs list the keys of all new contexts in the order in which a CPU counts them.
 In the second, each program owns a part of the buckets, and counts the listed contexts of its part in order. No two programs
-write the same bucket, so `index_numba.py` makes the same tables bit for bit.
+write the same bucket, so the laboratory's kernels for a CPU make the same tables bit for bit.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions. N positions listed at a time, J tokens
 before each of them, M context lengths 1..M (some unused). E listed keys read at a time, R rows read at a time. P tokens of a
@@ -84,7 +84,7 @@ def _term(token, factor):  # type: ignore[no-untyped-def]
 def _claim(words, key, bucket_mask):  # type: ignore[no-untyped-def]
     """Returns the slot of a key, which gains ranks, and whether the slot was its own before.
 
-    As in `index_numba.py`, the smallest cost * 8 + i of the slots i tells both the cost and the slot.
+    The cost of slot i is `OWN`, `FREE` or its rank. The smallest cost * 8 + i tells both the lowest cost and its slot.
     """
     i_I = tl.arange(0, _BUCKET_SLOTS)
     line = (key & bucket_mask) * _BUCKET_SLOTS

@@ -22,10 +22,14 @@ from nemo_specrollout.drafters.ahead import AheadText
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders, slots_for
 from nemo_specrollout.drafters.participant import Drafter, Put
+from nemo_specrollout.drafters.unread import UnreadTokens
 
 
 class LookupDrafter(Drafter):
-    """Proposes what followed the last tokens of a request earlier, in texts of its salt. Owns the index of contexts."""
+    """Proposes what followed the last tokens of a request earlier, in texts of its salt.
+
+    Owns the index of contexts, and `unread`, which bounds how many tokens the index has yet to read.
+    """
 
     shortest_context: int
     """Length of the shortest context that is counted, in tokens."""
@@ -35,6 +39,7 @@ class LookupDrafter(Drafter):
         self.index = ContextIndex(config.num_slots or slots_for(num_slots, max_model_len, orders), orders, device)
         self._salts_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._learned_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.unread = UnreadTokens(num_slots)
 
     @abstractmethod
     def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
@@ -44,6 +49,11 @@ class LookupDrafter(Drafter):
         salts, learned = zip(*(self.start_of(r.identity, r.num_tokens) for r in requests), strict=True)
         self._salts_S[slots] = put(salts, np.int64)
         self._learned_S[slots] = put(learned, np.int32)
+        num_unread = [r.num_tokens - start for r, start in zip(requests, learned, strict=True)]
+        self.unread.open([r.slot for r in requests], num_unread)
+
+    def close(self, slots: Sequence[int]) -> None:
+        self.unread.close(slots)
 
     def lookup(self, drafter: int) -> Lookup:
         return Lookup(self.index, self._salts_S, self._learned_S, drafter)

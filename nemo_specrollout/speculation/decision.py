@@ -40,10 +40,13 @@ def best_steps(
 ) -> Steps:
     """Returns the steps with the most tokens a second for each depth, by the number of draft tokens that they verify.
 
-    Between two bins and two sizes of CUDA graphs the rate only rises or only falls, so only their ends are weighed.
+    Few numbers of drafts have to be weighed. Drafts are verified in the order of their survival, so each further draft adds
+    as many tokens as the one before until a bin is used up, and about as many seconds until a larger CUDA graph is needed.
+    If tokens and seconds both grow linearly, their ratio rises all the way or falls all the way. So the best number is one
+    at which a bin is used up or a CUDA graph is full.
 
     Args:
-        count_FQ: draft tokens of the batch by bin of survival, float64.
+        count_FQ: draft tokens of the batch, by depth from 0 on and by bin of survival, float64.
         num_requests: requests of the batch.
         costs: predicted seconds.
         margin: share by which drafts must exceed the tokens a second of no drafts.
@@ -73,7 +76,7 @@ def best_steps(
 
 
 class Choice(NamedTuple):
-    """The best use of a model in a step."""
+    """How a step best uses the model."""
 
     depth: int
     """Draft tokens for each request; 0 if the model only reads."""

@@ -37,8 +37,8 @@ PATIENCE = 4
 class SpeculationPolicy(ABC):
     """Decides for an engine how deep its model drafts, how many draft tokens it verifies, and when its drafters rest.
 
-    The calls of a step, in their order: `requests_arrived`, `num_drafts` for the drafts that the step verifies,
-    `plan` for the drafts of the next step, `observe` for what was proposed, and `ends_step`.
+    A step first calls `requests_arrived`, then `num_drafts` for the drafts that it verifies, `plan` for the drafts of the
+    next step, `observe` for what was proposed, and at last `ends_step`.
     """
 
     most_drafts: int
@@ -73,11 +73,19 @@ class SpeculationPolicy(ABC):
 
 
 class FixedPolicy(SpeculationPolicy):
-    """Always drafts and verifies up to `k` tokens of each request, like a fixed `num_speculative_tokens`."""
+    """Drafts up to `k` tokens of each request in every step, and verifies as many of them as were submitted a step before.
+
+    With a drafter that always finds `k` tokens this is vLLM's own fixed `num_speculative_tokens`. Other drafters find more
+    tokens in one step than in the next, and the host learns the number of submitted tokens a step late, because it does not
+    wait for the device. On a GPU, a step therefore verifies at most as many drafts as the step before had submitted, and
+    those are the likeliest ones. So after a rise some drafts go unverified for one step, and after a fall some rows are
+    computed for no draft. On a CPU the number is never late. No token depends on it.
+    """
 
     def __init__(self, k: int, num_positions: int) -> None:
         self.most_drafts = min(k, num_positions)
         self._num_submitted = 0
+        """Draft tokens that were submitted, by the latest histogram that has reached the host."""
 
     def observe(self, spread_FQ: np.ndarray) -> None:
         self._num_submitted = int(spread_FQ[-1, :-1].sum())
@@ -90,7 +98,10 @@ class FixedPolicy(SpeculationPolicy):
 
 
 class LookClock:
-    """Pays for looks at drafts that a decision would leave out, with a share of the engine's time."""
+    """Pays for looks at drafts that a decision would leave out, with a share of the engine's time.
+
+    Owns the seconds that were saved for looks, and the cost of the dearest look that was asked for.
+    """
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -98,11 +109,18 @@ class LookClock:
         self._dearest_s = np.inf
 
     def earn(self, seconds: float) -> None:
-        """Adds a step of `seconds`. No more is saved than two of the dearest looks have cost."""
+        """Saves a share of a step that took `seconds`.
+
+        The savings never exceed twice the cost of the dearest look. Otherwise a long time without looks would later pay for
+        many of them in a row. Before the first look there is no such limit.
+        """
         self._saved_s = min(self._saved_s + self._share * seconds, 2.0 * self._dearest_s)
 
     def pays(self, cost_s: float, keeps: bool = False) -> bool:
-        """Returns whether a look of `cost_s` can be paid, and pays it. `keeps`: enough must be left for the dearest look."""
+        """Returns whether the savings pay for a look of `cost_s` seconds, and takes its cost from them if they do.
+
+        With `keeps`, the look is only paid for if enough is left afterwards for another one at the cost of the dearest.
+        """
         self._dearest_s = max(self._dearest_s, cost_s) if np.isfinite(self._dearest_s) else cost_s
         is_paid = cost_s + keeps * self._dearest_s <= self._saved_s
         self._saved_s -= cost_s * is_paid
@@ -110,9 +128,10 @@ class LookClock:
 
 
 class BatchSizes:
-    """The sizes of an engine's batches, by their bit length. Owns decayed counts of steps.
+    """The sizes of an engine's batches. Owns the number of steps for each bit length of a size, in which old steps fade.
 
-    Until it has seen smaller batches, it assumes as many steps for each: then lengths are exponential.
+    It begins with one step for each bit length. So until smaller batches were seen, it assumes that a batch of 64 takes as
+    long to shrink to 32 as one of 32 to shrink to 16, as it does when the lengths of responses are exponentially distributed.
     """
 
     def __init__(self) -> None:
@@ -133,8 +152,9 @@ class BatchSizes:
 class Forecast:
     """The drafts that a request can expect, by depth of drafting. Owns means over the latest requests.
 
-    A deeper draft is known only from steps that went as deep. So the mean of depth 0 is kept, and how each depth changes
-    it. What the board foresees of a depth counts for less than what was drafted.
+    What a depth yields is known only from steps in which the model drafted as deep, and those are other steps for each depth.
+    So a mean is kept of what depth 0 yields, and of the change from each depth to the next. What the board merely foresees of
+    a depth counts for less than what was drafted.
     """
 
     def __init__(self, num_positions: int) -> None:
@@ -180,9 +200,10 @@ class Forecast:
 class AutoPolicy(SpeculationPolicy):
     """Chooses what makes the most tokens a second, by measured seconds and by what the draft board expects of drafts.
 
-    States of the model: it follows all new requests, or lies dormant. It becomes dormant when it will probably win less
-    until the running requests end than reading takes. A look wakes it: it follows the requests that arrive, and drafts for
-    some steps, which `LookClock` must be able to pay. Drafters without weights rest, and are looked at, in the same way.
+    The model either follows all new requests, or lies dormant. It becomes dormant when the time that its drafts will probably
+    win until the running requests end is shorter than the time in which it reads their texts. A look wakes it, as soon as
+    `LookClock` can pay for that. It then follows the requests that arrive, and drafts for some steps. Drafters without
+    weights rest, and are looked at, in the same way.
     """
 
     def __init__(self, margin: float, num_positions: int, deepest: int) -> None:
@@ -196,12 +217,26 @@ class AutoPolicy(SpeculationPolicy):
         self._rest_clock = LookClock(REST_SHARE)
         self._submitted_Q = np.zeros(1)
         """Draft tokens of a request that were submitted last, by bin of survival."""
-        self._depth = self._num_requests = self._num_new = 0
-        self._to_look_at = self._enough = ENOUGH
-        """Requests, summed over steps, that are left of a look, and after which it is judged."""
-        self._planned = self._judged = self._num_refused = 0
-        self._rests, self._has_changed = False, True
-        """The latter: the batch has another bit length than a step before, or at least half of its requests are new."""
+        self._depth = 0
+        """Tokens that the model drafts for each request; 0 if it only reads."""
+        self._num_requests = 0
+        """Requests of the latest step."""
+        self._num_new = 0
+        """Requests that have arrived since that step."""
+        self._to_look_at = ENOUGH
+        """Requests, summed over steps, for which a look at the model still has to draft."""
+        self._enough = ENOUGH
+        """Requests, summed over steps, after which the evidence of a look is trusted to stop the model."""
+        self._planned = 0
+        """Steps for which the planned depth still holds."""
+        self._judged = 0
+        """Steps until the model is judged again."""
+        self._num_refused = 0
+        """Steps in a row that verified no drafts."""
+        self._rests = False
+        """Whether the drafters without weights rest."""
+        self._has_changed = True
+        """Whether the batch's size has another bit length than a step before, or at least half of its requests are new."""
 
     def observe(self, spread_FQ: np.ndarray) -> None:
         self._forecast.observe(spread_FQ[: self._deepest + 1])
@@ -214,7 +249,8 @@ class AutoPolicy(SpeculationPolicy):
         costs = self.costs
         drafting = self.costs.drafting
         count_1Q = num_requests * self._submitted_Q[None, :]
-        draft_s, read_s = 0.0, 0.0
+        draft_s = 0.0
+        read_s = 0.0
         if drafting is not None and self._depth > 0:
             draft_s = drafting.seconds(num_requests, self._depth)
             read_s = drafting.row_s
@@ -233,7 +269,8 @@ class AutoPolicy(SpeculationPolicy):
         self._has_changed = has_changed
         self._sizes.count(num_requests)
         if self.costs is not None:
-            self._clock.earn(step_s := self.costs.plain_s(num_requests))
+            step_s = self.costs.plain_s(num_requests)
+            self._clock.earn(step_s)
             self._rest_clock.earn(step_s)
         self._depth = self._planned_depth(num_requests, num_followed, has_changed) if self.costs and num_followed else 0
         return self._depth
@@ -247,7 +284,8 @@ class AutoPolicy(SpeculationPolicy):
         look_s = self.costs.drafting.seconds(num_requests, 1) * (1 + to_look_at / num_new)
         if self._clock.pays(look_s, keeps=2 * num_new < num_requests):
             self.model_changed()
-            self._to_look_at = self._enough = to_look_at
+            self._to_look_at = to_look_at
+            self._enough = to_look_at
 
     def ends_step(self, num_requests: int, num_followed: int) -> bool:
         if self._has_changed or num_followed or self.costs is None:
@@ -295,7 +333,7 @@ class AutoPolicy(SpeculationPolicy):
         return best_depth(self._forecast.counts(num_requests, num_followed), num_requests, self.costs, self._margin)
 
     def _judge(self, num_requests: int) -> None:
-        """Lets the model lie dormant if it will win nothing until the requests end."""
+        """Lets the model lie dormant if it will win no time until the requests end. Too little evidence decides nothing."""
         sizes = self._sizes.until_the_end(num_requests)
         won_s = sum(share * self._best(size, size).won_s for size, share in sizes)
         self.is_dormant = self._forecast.num_seen >= self._enough and won_s <= 0.0

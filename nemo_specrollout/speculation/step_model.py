@@ -2,7 +2,7 @@
 """The step model: predicts the seconds of an engine step from measured ones.
 
 One regression serves steps with and without drafts, another one serves drafting with weights. Both are Kalman filters, because
-contexts grow and machines slow down. A stall makes a step longer, but nothing makes a step shorter than it is. So only
+contexts grow and machines slow down. A stall makes a step longer than it need be, but nothing makes a step shorter. So only
 samples above the prediction are clipped.
 
 Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers of drafts.
@@ -61,7 +61,7 @@ class StepCosts(NamedTuple):
     draft_row_s: float = 0.0
     """Seconds by which a draft's row is dearer than a request's row; negative if it is cheaper."""
     verify_s: float = 0.0
-    """Constant seconds of a step that verifies drafts."""
+    """Seconds that a step takes longer if it verifies any drafts, however many."""
     text_s: float = 0.0
     """Seconds in which the drafters without weights propose."""
     drafting: DraftCosts | None = None
@@ -84,7 +84,10 @@ class StepCosts(NamedTuple):
 
 
 def padded_rows(most_rows: int, graph_sizes: np.ndarray) -> np.ndarray:
-    """Returns the rows that steps compute, by their number of rows from 0 to `most_rows`. CUDA graphs pad a step."""
+    """Returns how many rows a step computes, float64, by its own number of rows from 0 to `most_rows`.
+
+    With CUDA graphs a step is padded to the rows of the smallest graph that holds it. A step beyond the largest graph is not.
+    """
     rows_R = np.arange(most_rows + 1.0)
     if not len(graph_sizes):
         return rows_R
@@ -92,17 +95,23 @@ def padded_rows(most_rows: int, graph_sizes: np.ndarray) -> np.ndarray:
 
 
 class Regression:
-    """A linear model whose coefficients drift: a Kalman filter. Owns the coefficients and their covariance.
+    """A linear model of seconds whose coefficients may drift, which a Kalman filter follows.
 
-    Coefficients are in seconds. Their prior is relative to the first sample. It begins again at a sample below a quarter
-    of the prediction, because the first sample was a stall then.
+    Owns the coefficients, in seconds, and their covariance.
+
+    How long steps take on this machine is not known before the first sample, so the prior is scaled by it. If a later sample
+    takes less than a quarter of its prediction, the first one must have been a stall. The model then begins again with the
+    later sample as the first one.
     """
 
     def __init__(self, mean_X: np.ndarray, deviation_X: np.ndarray) -> None:
         """Takes the prior means and standard deviations of the coefficients, in units of the first sample."""
         self._mean_X = mean_X
         self._prior_XX = np.diag(deviation_X**2)
-        self.is_known, self._scale_s = False, 0.0
+        self.is_known = False
+        """Whether there was a sample."""
+        self._scale_s = 0.0
+        """Unit of the prior, in seconds; known from the first sample."""
         self.coefficients_X = mean_X
         self.covariance_XX = self._prior_XX
 
@@ -110,7 +119,8 @@ class Regression:
         """Learns from a step of these terms. `noise` is the standard deviation of its seconds, as a share of them."""
         expected_s = float(terms_X @ self.coefficients_X)
         if not self.is_known or 4.0 * seconds < expected_s:
-            self.is_known, self._scale_s = True, max(seconds / max(float(terms_X @ self._mean_X), 1e-9), 1e-9)
+            self.is_known = True
+            self._scale_s = max(seconds / max(float(terms_X @ self._mean_X), 1e-9), 1e-9)
             self.coefficients_X = self._scale_s * self._mean_X
             self.covariance_XX = self._prior_XX
             expected_s = float(terms_X @ self.coefficients_X)
@@ -127,7 +137,8 @@ class StepModel:
 
     def __init__(self, max_rows: int, graph_sizes: Sequence[int] = (), least_depth: int = 1) -> None:
         """Takes the most rows of a step, the rows of the CUDA graphs, and the fewest tokens that a model drafts."""
-        self._least_depth, max_rows = least_depth, max(max_rows, 2)  # a slope needs two knots
+        max_rows = max(max_rows, 2)  # a slope needs two knots
+        self._least_depth = least_depth
         self._graph_sizes = np.unique(np.array(graph_sizes, np.float64))
         self._knots_J = np.unique(np.round(2.0 ** np.arange(0, np.log2(max_rows) + 0.5, 0.5)))
         self._knots_J[-1] = max_rows
@@ -139,8 +150,10 @@ class StepModel:
         self._steps = Regression(mean_X, deviation_X)
         # Terms: 1, rows, further passes, sampled tokens, nothing sampled.
         self._drafting = Regression(np.array([0.4, 0.1, 0.4, 0.1, -0.05]), np.array([0.4, 0.1, 0.4, 0.1, 0.2]))
-        self._unit = self._unit_drafting = 1.0
-        """Rows of the first sample: the unit of the terms of rows."""
+        self._unit = 1.0
+        """Rows of the first step that was observed. The terms of a step count rows in this unit."""
+        self._unit_drafting = 1.0
+        """Rows of the first drafting that was observed, which are the same for the terms of drafting."""
         self._sizes_seen: set[tuple[int, bool]] = set()
 
     def observe(self, num_requests: int, num_rows: int, seconds: float, has_drafters: bool = True) -> None:

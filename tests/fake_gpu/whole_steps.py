@@ -30,6 +30,7 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.drafting.model_drafter import ModelDrafter
 from nemo_specrollout.generation.step.step_accounts import StepAccounts
 from nemo_specrollout.generation.step.verification import EqualityVerifier, VerificationBudget
+from nemo_specrollout.heads.serving import feature_capture
 from nemo_specrollout.heads.serving.feature_capture import FeatureCapture
 from nemo_specrollout.heads.serving.head_monitor import CHECK_STEPS, HeadMonitor
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
@@ -92,6 +93,16 @@ def test_no_part_of_a_step_waits(gpu: FakeGpu, case: tuple[str, str, bool]) -> N
         step.live()
     assert ("_best_of_block" in gpu.done) == (sampling == "shared_noise")
     assert ("_align" in gpu.done) == (kind == REMOTE_DRAFTER)
+
+
+def test_the_time_of_a_capture_is_the_device_s(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the simulated device's events comes 1 ms after the one before. The latest capture is not counted yet."""
+    monkeypatch.setattr(feature_capture, "CAPTURE_TIME_SHARE", 1e9)
+    step = WholeStep("eagle3", "", False)
+    with gpu.step():
+        step.live()
+    capture = step.drafting.capture
+    assert capture is not None and capture.seconds == pytest.approx(1e-3 * (CHECK_STEPS + 1))
 
 
 PARTS = {

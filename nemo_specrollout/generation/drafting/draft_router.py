@@ -20,7 +20,7 @@ from nemo_specrollout.drafters.ahead import AHEAD_PRIORS, AheadText
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.participant import Drafter, DraftStep, Participant
-from nemo_specrollout.drafters.text import build_text_drafter
+from nemo_specrollout.drafters.text import LookupDrafter, build_text_drafter
 from nemo_specrollout.generation.drafting.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
 from nemo_specrollout.generation.drafting.model_drafter import ModelDrafter
 from nemo_specrollout.generation.drafting.remote_participant import RemoteParticipant, remote_drafter
@@ -73,7 +73,7 @@ class DraftRouter:
         """True if the next steps need no drafts."""
         self.is_idle = False
         """True if the drafters rested in the latest step."""
-        self._step = self._most_new = 0
+        self._step = 0
         self.host_s = 0.0
         """Seconds of host work since the start, without a drafter with weights."""
         _replace_speculator(runner, self)
@@ -102,6 +102,7 @@ class DraftRouter:
         lookups = [drafter.lookup(i) for i, drafter in enumerate(drafters)]
         self._lookups = [lookup for lookup in lookups if lookup is not None]
         self._asked = [i for i, lookup in enumerate(lookups) if lookup is None]
+        self._unread = [drafter.unread for drafter in drafters if isinstance(drafter, LookupDrafter)]
 
     def warm_up(self) -> None:
         """Takes a step of no request, so that none of its kernels is compiled in a rollout."""
@@ -125,7 +126,6 @@ class DraftRouter:
             participant.open(slots_N, requests, put)
         for r in requests:
             self.samples.open(r.slot, r.identity.seed, r.prompt_length, r.num_tokens)
-        self._most_new = max(self._most_new, *(r.num_tokens for r in requests))
 
     def close(self, slots: list[int]) -> None:
         """Stops drafting for the requests in `slots`, which have ended or are preempted."""
@@ -174,15 +174,16 @@ class DraftRouter:
             participant.observe(step)
         board = self.board
         num_followed = self._num_followed(batch.idx_mapping_np)
-        self._most_new += board.num_positions + 1
         self.is_paused = self.policy.ends_step(batch.num_reqs, num_followed)
         was_idle = self.is_idle
         self.is_idle = options.get("num_speculative_tokens") == 0 and num_followed == 0
         texts = Texts(batch.idx_mapping, self._states.total_len.gpu, self._states.all_token_ids.gpu)
         if not self.is_idle or not was_idle:
-            most_new = 0 if self.is_idle else self._most_new
-            self._most_new -= most_new
-            board.observe(texts, num_sampled_B, num_rejected_B, self._step, self._lookups, most_new)
+            max_new = 0 if self.is_idle else self._most_to_read(batch.idx_mapping_np)
+            board.observe(texts, num_sampled_B, num_rejected_B, self._step, self._lookups, max_new)
+        if self.is_idle:
+            for unread in self._unread:
+                unread.skip(batch.idx_mapping_np, board.num_positions + 1)
         if self.is_idle and not was_idle:
             board.tables.rates_SK.zero_()
         native_s = 0.0 if self.is_idle else self._draft(texts)
@@ -204,6 +205,11 @@ class DraftRouter:
         self._spread.refresh()
         self.policy.observe(self._spread.values)
         return native_s
+
+    def _most_to_read(self, slots_B: np.ndarray) -> int:
+        """Returns an upper bound of the new tokens of a text that the indexes read in this step."""
+        most_sampled = self.board.num_positions + 1
+        return max((unread.read(slots_B, most_sampled) for unread in self._unread), default=0)
 
     def _num_followed(self, slots_B: np.ndarray) -> int:
         """Returns the number of requests whose text a drafter must read in every step."""

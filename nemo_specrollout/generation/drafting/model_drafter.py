@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import BlockDrafterConfig
-from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
+from nemo_specrollout.drafters.base import NOT_FOLLOWED, NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.drafters.participant import Drafter, DraftStep, Put
 from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
@@ -65,10 +65,10 @@ class ModelDrafter(Drafter):
         num_slots = board.tables.limit_S.shape[0]
         num_positions = board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
-        self._lowest = -num_positions - 1
-        self._unfollowed_S = torch.full((num_slots,), self._lowest, dtype=torch.int32, device=runner.device)
-        """0 for a request that is followed, else a number so far below 0 that no depth makes it positive."""
+        self._is_followed_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
+        """Whether the speculator follows the request in each slot."""
         self._is_followed = np.zeros(num_slots, np.bool_)
+        """The same, for the host."""
         self._policy = policy
         self._timer = StageTimer(runner.device)
         self.depth = 0
@@ -93,7 +93,7 @@ class ModelDrafter(Drafter):
         self._was_dormant = self.is_dormant
         follows_N = [self.is_allowed and not self.is_dormant and r.identity.speculate for r in requests]
         self._is_followed[[r.slot for r in requests]] = follows_N
-        self._unfollowed_S[slots] = put([0 if follows else self._lowest for follows in follows_N], np.int32)
+        self._is_followed_S[slots] = put(follows_N, np.bool_)
 
     def forbid(self) -> None:
         """Stops all drafting: the speculator follows no request any more."""
@@ -134,7 +134,7 @@ class ModelDrafter(Drafter):
         num_requests = batch.num_reqs
         depth = self.depth
         if not self.num_followed(batch.idx_mapping_np):
-            found_B[:num_requests] = -1
+            found_B[:num_requests] = NOT_FOLLOWED
             return
         if compat.CHOOSES_ON_DEVICE:
             options["num_speculative_tokens"] = depth
@@ -149,11 +149,12 @@ class ModelDrafter(Drafter):
         out.tokens_BK[:num_requests] = drafts_BK
         if not self._has_score_gaps:
             out.levels_BK[:num_requests] = self._positions_K
-        found_B[:num_requests] = (num_sampled_B > 0) * depth + self._unfollowed_S[batch.idx_mapping]
+        drafted_B = (num_sampled_B > 0) * depth  # nothing is drafted amid a prompt
+        found_B[:num_requests] = torch.where(self._is_followed_S[batch.idx_mapping], drafted_B, NOT_FOLLOWED)
 
     def _stop_following(self) -> None:
         self._is_followed[:] = False
-        self._unfollowed_S.fill_(self._lowest)
+        self._is_followed_S.fill_(False)
 
 
 # Patch points of vLLM's speculators: their drafts get the target's noise, and they draft only on demand.

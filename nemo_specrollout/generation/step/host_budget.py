@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.generation.engine.transfers import HostCopy, agreed
+from nemo_specrollout.generation.engine.transfers import HostCopy
 from nemo_specrollout.speculation.decision import likeliest
 
 
@@ -18,6 +18,10 @@ class HostBudget:
 
     The scheduler treats drafts that were left out as rejected. The host chooses the number for each request from acceptance
     rates that are a step old. Draft tokens stay on the device.
+
+    All tensor-parallel ranks must leave out the same drafts. They need no message for that, because they decide from the
+    same values: the rates and the histogram of survival are the first rank's (`copy_first_rank`), so are the costs
+    (`agreed`), and neither the policy nor `likeliest` reads a clock.
     """
 
     def __init__(self, runner: Any, router: Any) -> None:
@@ -45,9 +49,9 @@ class HostBudget:
         rates_BK = self._known_rates.values[[self._slot_of[name] for name in names]]
         caps_B = np.array([len(drafts.get(name, ())) for name in names], np.int64)
         num_drafts = self._router.num_drafts(len(names), int(caps_B.sum()))
-        counts_B = agreed(likeliest(rates_BK, caps_B, num_drafts))
         if self._keeps_all:
             return scheduled
+        counts_B = likeliest(rates_BK, caps_B, num_drafts)
         kept = {name: drafts[name][:n] for name, n in zip(names, counts_B.tolist(), strict=True) if n}
         lengths = {
             name: length - len(drafts.get(name, ())) + len(kept.get(name, ()))

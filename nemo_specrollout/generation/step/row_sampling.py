@@ -20,7 +20,8 @@ from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
-_RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
+_RAW = "raw_logprobs"
+_PROCESSED = "processed_logprobs"
 
 
 def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None) -> Drawn:

@@ -11,23 +11,29 @@ from vllm.v1.outputs import LogprobsTensors
 
 
 class Logits(NamedTuple):
-    """Logits of rows, in float32 or bfloat16. If `divides`, each row must be divided by its temperature when it is read."""
+    """Logits of a step's rows."""
 
     values_RV: torch.Tensor
+    """Values in float32 or bfloat16."""
     divides: bool
+    """Whether each row must be divided by its temperature when it is read."""
 
 
 class RowKeys(NamedTuple):
-    """Keys of each row's noise: its request's slot (negative: none), temperature and seed, and its position."""
+    """What determines the noise of each row."""
 
     slots_R: torch.Tensor
+    """Request slot of each row; negative in a row without a request."""
     temperature_S: torch.Tensor
+    """Temperature of each request, float32; 0 for greedy sampling, which has no noise."""
     seeds_S: torch.Tensor
+    """Seed of each request, int64."""
     positions_R: torch.Tensor
+    """Position of the last token that each row has read, int64."""
 
 
 class Drafts(NamedTuple):
-    """The drafts of a step, in the form that `accept_by_equality` takes."""
+    """The drafts of a step, in the form that `accept_by_equality` takes, which explains the fields."""
 
     inputs_R: torch.Tensor
     starts_B1: torch.Tensor
@@ -35,9 +41,13 @@ class Drafts(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The sampled tokens of all rows, int64, with log-probs of one column; and the results of `accept_by_equality`."""
+    """The results of sampling a step's rows."""
 
     tokens_R: torch.Tensor
+    """The token that was sampled in each row, int64."""
     logprobs: LogprobsTensors | None
+    """Log-prob and rank of those tokens, in a single column; None if they were not asked for."""
     emitted_BK: torch.Tensor | None
+    """First result of `accept_by_equality`; None in a step without drafts."""
     counts_B: torch.Tensor | None
+    """Second result of `accept_by_equality`; None in a step without drafts."""

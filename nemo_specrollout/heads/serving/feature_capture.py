@@ -22,6 +22,7 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from nemo_specrollout.drafters.participant import DraftStep, Participant, Put
 from nemo_specrollout.generation.engine.requests import NewRequest
+from nemo_specrollout.generation.engine.transfers import StageTimer
 from nemo_specrollout.heads.features.feature_store import FeatureSource, FeatureStore
 from nemo_specrollout.heads.features.features import SequenceFeatures
 from nemo_specrollout.heads.serving.head_loading import aux_layer_ids
@@ -52,9 +53,9 @@ class _Sequence:
 class FeatureCapture(Participant):
     """Collects `SequenceFeatures` of a share of the requests. Owns the buffer on the device, and the sequences until taken.
 
-    Requests are chosen by their seeds. None are chosen while capturing has taken more than its share of the time. Sequences
-    that are not taken are dropped beyond a limit, oldest first. A sequence is cut where the weights change, so each has one
-    version.
+    Requests are chosen by their seeds. None are chosen while capturing has taken more than its share of the engine's time.
+    On a GPU that time is the device's own, because the host only launches the work and goes on. Sequences that are not taken
+    are dropped beyond a limit, oldest first. A sequence is cut where the weights change, so each has one version.
     """
 
     def __init__(self, runner: Any, share: float) -> None:
@@ -71,17 +72,21 @@ class FeatureCapture(Participant):
         self._num_hidden = runner.model_config.get_hidden_size()
         self._ids_S = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=self._device)
         self._id_of_slot = np.zeros(runner.max_num_reqs, np.int32)
-        self._num_opened = self._num_rows = 0
+        self._num_opened = 0
+        """Requests that were captured so far. The count after a request is its identity in the buffer."""
+        self._num_rows = 0
+        """Rows of the buffer that are in use."""
         self._under_way: dict[int, _Sequence] = {}
         self._ended: set[int] = set()
         self._done: deque[SequenceFeatures] = deque()
         self._done_bytes = 0
         self._started = time.perf_counter()
+        self._timer = StageTimer(self._device)
         self._store: FeatureStore | None = None
         self.version = 0
         """Version of the engine's weights."""
         self.seconds = 0.0
-        """Seconds of engine time that capturing has taken."""
+        """Seconds of the device that capturing has taken, as far as the device has completed it."""
         self.woke_up()
 
     def woke_up(self) -> None:
@@ -96,6 +101,7 @@ class FeatureCapture(Participant):
 
     def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
         """Chooses which of the requests that took slots are captured."""
+        self._count_seconds()
         is_in_time = self.seconds <= CAPTURE_TIME_SHARE * (time.perf_counter() - self._started)
         for request in requests:
             is_captured = is_in_time and combine(request.identity.seed, 1) < self._share * 2.0**64
@@ -117,7 +123,8 @@ class FeatureCapture(Participant):
         num_most = int(batch.num_scheduled_tokens[captured_B].sum())
         if num_most == 0:
             return
-        started = time.perf_counter()
+        self._count_seconds()
+        self._timer.start()
         if self._num_rows + num_most > self._capacity:
             with gpu_sync_allowed():
                 self._flush()
@@ -131,7 +138,11 @@ class FeatureCapture(Participant):
         parts = [*(aux_hidden or []), final_hidden_RH]
         torch.cat([part[kept_M] for part in parts], dim=1, out=self._hidden_NF[new])
         self._num_rows += num_most
-        self.seconds += time.perf_counter() - started
+        self._timer.stop(None)
+
+    def _count_seconds(self) -> None:
+        """Adds the seconds of the captures that the device has completed. Does not wait for the others."""
+        self.seconds += sum(seconds for _, seconds in self._timer.finished())
 
     def _owners(self, batch: Any, num_rejected_B: torch.Tensor) -> torch.Tensor:
         """Returns the captured request of each row of the forward pass, int32 [R]; 0 for none."""
