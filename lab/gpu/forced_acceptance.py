@@ -21,7 +21,6 @@ import torch
 from lab.gpu.geometries import VOCAB_SIZE, model_folder
 from lab.gpu.gpu_speed import PROMPT_LENGTH, plain_step_ms, random_requests, start_random
 from lab.gpu.gpu_stage import GIB, QUICK_GRAPHS, SEED, STOCK, Findings, block
-from lab.gpu.prediction import predicted
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.participant import Drafter, Put
@@ -178,7 +177,7 @@ def _measure(findings: Findings, geometry: str, kv_cache_bytes: int, extent: Ext
         options["compilation_config"] = {} if extent.is_compiled else quick
     requests = random_requests(max(extent.batches), extent.length)
     with model_folder(geometry) as folder:
-        _measure_ours(findings, extent, geometry, ForcedEngine(folder, options), requests)
+        _measure_ours(findings, extent, ForcedEngine(folder, options), requests)
         gc.collect()  # the weights must be gone before they are loaded again
         torch.cuda.empty_cache()
         if findings.seconds_left > extent.stock_s / 2:
@@ -189,15 +188,13 @@ def _measure(findings: Findings, geometry: str, kv_cache_bytes: int, extent: Ext
             engine.close()
 
 
-def _measure_ours(
-    findings: Findings, extent: Extent, geometry: str, forced: ForcedEngine, requests: Sequence[RolloutRequest]
-) -> None:
+def _measure_ours(findings: Findings, extent: Extent, forced: ForcedEngine, requests: Sequence[RolloutRequest]) -> None:
     plain = _plain(findings, forced, requests, extent)
     for rate in extent.rates:
         forced.oracle.force(rate)
         for batch in extent.batches:
             if findings.seconds_left > extent.stock_s:
-                _cell(findings, forced, extent.fixed, (geometry, rate, batch), requests[:batch], plain[batch])
+                _cell(findings, forced, extent.fixed, rate, requests[:batch], plain[batch])
     forced.engine.close()
 
 
@@ -222,13 +219,12 @@ def _cell(
     findings: Findings,
     forced: ForcedEngine,
     fixed: Sequence[int],
-    cell: tuple[str, float, int],
+    rate: float,
     requests: Sequence[RolloutRequest],
     plain_tokens_per_s: float,
 ) -> None:
     """Notes the automatic budget and these fixed numbers of drafts, for one rate and number of requests."""
-    geometry, rate, batch = cell
-    name = f"{batch} requests, p {rate:g}"
+    name = f"{len(requests)} requests, p {rate:g}"
     forced.use_budget(AUTO)
     forced.measure(requests)  # learns acceptance and step times
     auto = _noted(findings, f"{name}, auto", forced.measure(requests), plain_tokens_per_s)
@@ -247,14 +243,7 @@ def _cell(
         "best fixed": best,
         "its over plain": gains[best],
     }
-    findings.note(name, {**row, **_predicted(geometry, rate, batch)}, AGAINST_FIXED)
-
-
-def _predicted(geometry: str, rate: float, batch: int) -> dict[str, float]:
-    """Returns the speed-up that the simulator predicted before any run; empty for a rehearsal's geometry."""
-    if geometry.startswith("tiny"):
-        return {}
-    return {"predicted over plain": predicted(geometry, rate, batch).over_plain}
+    findings.note(name, row, AGAINST_FIXED)
 
 
 def _noted(findings: Findings, name: str, figures: dict[str, float], plain_tokens_per_s: float) -> dict[str, float]:
