@@ -204,7 +204,7 @@ def _policy_tensors(model: Path) -> Any:
 def main() -> None:
     """Runs both drills, writes `fault_drill.json` and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run directory, recorded with draft_refresh.trigger: never")
+    parser.add_argument("run", type=Path, help="run directory, recorded with logger.record_for_replay: true")
     parser.add_argument("--head", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--refreshes", type=int, default=100)

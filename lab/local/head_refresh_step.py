@@ -42,7 +42,7 @@ class LocalRefresher:
         if published is not None:
             source.load_head(published.folder)
         refresh = block.draft_refresh
-        self._records = refresh.trigger == "never"
+        self._records = config.logger.record_for_replay
         self._store = FeatureStore(
             self._folder.features(), refresh.store_bytes, self._online.source, refresh.held_out_share
         )
@@ -53,7 +53,7 @@ class LocalRefresher:
     def policy_moves(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Keeps the policy's LM head, the teacher of the features just captured. Call it before the policy is trained.
 
-        With trigger `never`, the LM heads of all policies are written for a replay (`lab/heads/drift.py`).
+        With `logger.record_for_replay`, the LM heads of all policies are written for `lab/heads/drift.py`.
         """
         self._policy_tensors = {name: t for name, t in tensors if name in (EMBEDDING, LM_HEAD)}
         if self._records:
@@ -66,6 +66,8 @@ class LocalRefresher:
         figures = {"head_age": step - self._head_version, "capture_s": self._captured_s - before}
         if not stats.num_request_steps:  # the end of an asynchronous run
             return {**RefreshRecord("no engine has anything left to do", 0.0).known(), **figures}
+        if self._records:
+            return {**RefreshRecord("skipped: the run is recorded for a replay", 0.0).known(), **figures}
         decision = self._online.decide(self._facts(step, stats, step_s))
         if not decision.refresh:
             return {**RefreshRecord(decision.reason, decision.gain_s).known(), **figures}

@@ -249,6 +249,9 @@ class LoggerConfig:
 
     log_dir: str
     """The run directory, with config, metrics, summary and report."""
+    record_for_replay: bool = False
+    """True: with `draft_refresh`, the head is never refreshed. The captured features of all policies stay, and their LM heads
+    are written beside them, so that `lab/heads/drift.py` can replay the run with any trigger."""
 
 
 @dataclass(frozen=True)

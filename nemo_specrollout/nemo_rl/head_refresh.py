@@ -112,7 +112,7 @@ class HeadRefresh:
         if self._starts_later:
             self._starts_later, self._trainer = False, self._start()
         self._read_answer()
-        if self._trainer is not None and self._config.trigger != "never":
+        if self._trainer is not None:
             self._folder.forget_old(version)
             self._tell("save_teacher", [[str(self._folder.teacher(version))]])  # of the first engine
         head = self._to_load

@@ -180,7 +180,7 @@ policy:
         - {{type: remote, model: {STEP_ADDER}, workers: 1}}
       budget: {{policy: fixed, k: 3}}
       draft_refresh:
-        {{trigger: every_step, max_time_share: 1.0, held_out_share: 0.5, rollout_capture_share: 1.0}}
+        {{trigger: interval, interval: 1, max_time_share: 1.0, held_out_share: 0.5, rollout_capture_share: 1.0}}
       fastest_of_n: {{enabled: true, methods: [[suffix, remote], [eagle3]], min_gain: 0.0}}
 cluster: {{rollout_workers: 2}}
 logger: {{log_dir: {tmp_path / "run"}}}
