@@ -144,7 +144,9 @@ def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int, column
     The trace is read between bursts of steps, because the engine adds the time between two steps to the second one. Raises
     ConfigError if the engine never runs `batch` requests at once.
     """
-    num_steps, found, before = spec.num_steps + _WARM_UP, list[float](), engine.stats(1 << 60)
+    num_steps = spec.num_steps + _WARM_UP
+    found: list[float] = []
+    before = engine.counters()
     ids = _submit(engine, spec, batch, num_steps)
     for _ in range(_MAX_BURSTS):
         for _ in range(num_steps):

@@ -50,7 +50,7 @@ def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
     for batch in batches if drafters is not None else ():
         requests = [replace(r, exact_length=LENGTH) for r in task_requests(-(-batch // SAMPLES), SAMPLES)[:batch]]
         engine.generate(requests)
-        before = engine.stats()
+        before = engine.counters()
         kernel_seconds.clear()
         engine.generate(requests)
         after = engine.stats(before.num_steps) if before else None

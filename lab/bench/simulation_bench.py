@@ -167,7 +167,7 @@ class SimulationBench:
         steps, rollouts, requests = {}, {}, {}
         for kind in (PLAIN, FIXED):
             pool, case = self.pools[kind], Case(kind, num_workers, size)
-            before = pool.ask_each("stats", 1 << 60)
+            before = pool.ask_each("counters")
             requests[kind] = self._requests(size)
             rollouts[kind], _ = self._coordinators[case].roll_out(requests[kind])
             pool.finish_turns()

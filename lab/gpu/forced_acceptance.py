@@ -134,8 +134,9 @@ class ForcedEngine:
 
     def measure(self, requests: Sequence[RolloutRequest]) -> dict[str, float]:
         """Returns the figures of the decode steps in which all requests ran."""
-        engine, batch = self.engine, len(requests)
-        before = engine.stats(1 << 60)
+        engine = self.engine
+        batch = len(requests)
+        before = engine.counters()
         engine.generate(requests)
         assert before is not None
         stats = engine.stats(before.num_steps)

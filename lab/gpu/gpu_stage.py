@@ -139,8 +139,8 @@ def timed(
 
 def verified(engine: RolloutEngine) -> tuple[int, int]:
     """Returns the draft tokens that the engine has verified and accepted since its start."""
-    stats = engine.stats(first_step=1 << 60)
-    return (0, 0) if stats is None else (stats.num_proposed, stats.num_accepted)
+    counters = engine.counters()
+    return (0, 0) if counters is None else (counters.num_proposed, counters.num_accepted)
 
 
 def divergence(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple[int, int]:

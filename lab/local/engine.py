@@ -137,8 +137,8 @@ class RolloutEngine(HostedEngine):
 
     def capture_seconds(self) -> float:
         """Returns the seconds of engine time that the capture of features has taken in all."""
-        stats = self.stats(1 << 60)
-        return 0.0 if stats is None else stats.capture_s
+        counters = self.counters()
+        return 0.0 if counters is None else counters.capture_s
 
     def take_alarms(self) -> list[dict[str, Any]]:
         """Returns the alarms that the canary of a drafter with weights raised since the last call."""
@@ -159,6 +159,10 @@ class RolloutEngine(HostedEngine):
     def stats(self, first_step: int = 0) -> EngineStats | None:
         """Returns counters, and the engine's steps from `first_step` on; None for an engine without our worker."""
         return self._run(engine_stats.stats_of, first_step)
+
+    def counters(self) -> EngineStats | None:
+        """Returns counters without steps; None for an engine without our worker."""
+        return self._run(engine_stats.counters_of)
 
     def run_in_worker(self, function: Callable[[Any], Any]) -> Any:
         """Returns `function(worker)`, for tools that look inside an engine."""

@@ -70,6 +70,11 @@ def stats_of(worker: Any, first_step: int) -> EngineStats:
     )
 
 
+def counters_of(worker: Any) -> EngineStats:
+    """Returns the engine's counters without its steps."""
+    return stats_of(worker, worker.specrollout_accounts.trace.num_steps)
+
+
 def stand_still(worker: Any, seconds: float) -> None:
     """Leaves `seconds`, in which the engine waited for its caller, out of the next step's time."""
     worker.specrollout_accounts.trace.stood_still(seconds)

@@ -92,7 +92,7 @@ class RolloutFleet(RolloutSource):
     def begin_counting(self) -> None:
         """Begins an interval for `measure` or `worked`."""
         self._restarts = list(self.pool.num_restarts)
-        self._before = self.pool.ask_each("stats", 1 << 60)
+        self._before = self.pool.ask_each("counters")
 
     def worked(self) -> RolloutStats:
         """Returns the statistics of the interval where rollouts overlap: its seconds are the engines' own."""

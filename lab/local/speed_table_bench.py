@@ -107,9 +107,9 @@ class SpeedTableBench:
         """Measures each method and batch size for `slice_s` seconds a round. `on_slice` gets the name of the slice."""
         self._slices(0, WARM_UP_ROUNDS, slice_s, on_slice)
         self._decoded, self._prefilled = {pair: (0, 0.0) for pair in self._decoded}, (0, 0.0)
-        self._before = self.pool.ask_each("stats", 1 << 60)
+        self._before = self.pool.ask_each("counters")
         self._slices(WARM_UP_ROUNDS, num_rounds, slice_s, on_slice)
-        self._after = self.pool.ask_each("stats", 1 << 60)
+        self._after = self.pool.ask_each("counters")
 
     def ladder(self, task: str) -> SpeedTableFile:
         """Returns the measurements, for `task` and for any task, because a local run has only one task."""

@@ -105,7 +105,8 @@ class MeasuredRollout:
         at_a_time: int | None = None,
     ) -> None:
         self._engine = engine
-        self._before, self._num_steps = engine.stats(first_step=1 << 60), engine.num_steps
+        self._before = engine.counters()
+        self._num_steps = engine.num_steps
         self._turn_since: float | None = None
         started = time.perf_counter()
         self._generation = Generation(engine, requests, on_finished, at_a_time=at_a_time)
