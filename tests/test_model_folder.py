@@ -12,8 +12,8 @@ from conftest import STEP_ADDER
 from safetensors.numpy import save_file
 from test_nemo_rl_config import tree
 
+from lab.local.engine_weights import with_tied_lm_head
 from lab.local.step_rollout import load_tokenizer
-from lab.local.tied_lm_head import with_tied_lm_head
 from nemo_specrollout.cli.check import describe_config
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.heads.features.rollout_files import _encoder, token_ids_of

@@ -52,19 +52,36 @@ def _has_native_head(tree: Tree) -> bool:
 
 
 TRAPS = (
-    KnownTrap(VLLM, _samples_drafts, "the V2 model runner draws a draft and the token that replaces it from the same noise: "
-              "if drafts are sampled, samples are not the policy's",
-              "a draft is accepted only if it is the token that the policy samples, so that shared noise is correct",
-              before=(0, 29, 0)),
-    KnownTrap(VLLM, lambda t: "eagle3" in drafter_types(t), "if a head's config names no layers, vLLM guesses which of the "
-              "policy's states the head reads, and two of them for a policy of four layers: a crash, or wrong rows without "
-              "an error", "`refresh-draft` writes the layers into the config; for policies of fewer than seven layers a head "
-              "without them is refused"),
-    KnownTrap(NEMO_RL, _head_is_trained, "the drafter shares the policy's lm_head, and each refit of a head with the policy's "
-              "whole vocabulary overwrites it in the engine: Generation KL Error 0.08 instead of 0.0000, without an error",
-              "the two are separated before anything is loaded, and the log-prob gap is watched"),
-    KnownTrap(NEMO_RL, _has_native_head, "it looks for the drafter where only vLLM's V1 model runner has it: on V2 a refit "
-              "leaves the draft head as it was, with a warning, and native heads (mtp) that are loaded from disk end the run",
-              "its worker extension is shown the drafter of V2"),
-)  # fmt: skip
+    KnownTrap(
+        VLLM,
+        _samples_drafts,
+        "the V2 model runner draws a draft and the token that replaces it from the same noise: "
+        "if drafts are sampled, samples are not the policy's",
+        "a draft is accepted only if it is the token that the policy samples, so that shared noise is correct",
+        before=(0, 29, 0),
+    ),
+    KnownTrap(
+        VLLM,
+        lambda t: "eagle3" in drafter_types(t),
+        "if a head's config names no layers, vLLM guesses which of the "
+        "policy's states the head reads, and two of them for a policy of four layers: a crash, or wrong rows without "
+        "an error",
+        "`refresh-draft` writes the layers into the config; for policies of fewer than seven layers a head "
+        "without them is refused",
+    ),
+    KnownTrap(
+        NEMO_RL,
+        _head_is_trained,
+        "the drafter shares the policy's lm_head, and each refit of a head with the policy's "
+        "whole vocabulary overwrites it in the engine: Generation KL Error 0.08 instead of 0.0000, without an error",
+        "the two are separated before anything is loaded, and the log-prob gap is watched",
+    ),
+    KnownTrap(
+        NEMO_RL,
+        _has_native_head,
+        "it looks for the drafter where only vLLM's V1 model runner has it: on V2 a refit "
+        "leaves the draft head as it was, with a warning, and native heads (mtp) that are loaded from disk end the run",
+        "its worker extension is shown the drafter of V2",
+    ),
+)
 """Faults of versions that specrollout works with; `check` refuses all others."""

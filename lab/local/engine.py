@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lab.local import engine_stats
+from lab.local import engine_stats, engine_weights
 from lab.local.engine_stats import EngineStats
 from lab.local.random_budgets import is_random, randomise, to_start_with
 from lab.local.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
-from lab.local.tied_lm_head import with_tied_lm_head
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.hosted_engine import HostedEngine, device_facts, engine_facts, start_vllm
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, rollout_extra_args
@@ -42,7 +41,9 @@ class RolloutEngine(HostedEngine):
 
         Raises ConfigError if vLLM refuses the configuration.
         """
-        self._model, self._generation, self._seed = model, generation, seed
+        self._model = model
+        self._generation = generation
+        self._seed = seed
         self._stop_token_ids = stop_token_ids(model)
         self._has_our_worker = generation.specrollout.enabled
         self.runs_ahead = generation.specrollout.runs_ahead
@@ -64,7 +65,8 @@ class RolloutEngine(HostedEngine):
 
     def _start(self, overrides: Mapping[str, Any]) -> Any:
         """Returns vLLM, started. Raises ConfigError."""
-        generation, block = self._generation, self._generation.specrollout
+        generation = self._generation
+        block = self._generation.specrollout
         _check_config(self._model)
         arguments = {
             "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
@@ -109,9 +111,9 @@ class RolloutEngine(HostedEngine):
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces the weights, by Hugging Face names, and clears the prefix cache."""
-        tensors = with_tied_lm_head(self._model, tensors)
+        tensors = engine_weights.with_tied_lm_head(self._model, tensors)
         if self._has_our_worker:
-            self._run(engine_stats.reload, tensors)
+            self._run(engine_weights.reload, tensors)
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self._llm.reset_prefix_cache()
@@ -199,7 +201,9 @@ class RolloutEngine(HostedEngine):
         return [*request.prompt_token_ids, *request.prefix_token_ids], params
 
     def _sampling(self, request: RolloutRequest) -> dict[str, Any]:
-        generation, length, is_ours = self._generation, request.exact_length, self._has_our_worker
+        generation = self._generation
+        length = request.exact_length
+        is_ours = self._has_our_worker
         return {
             "temperature": generation.temperature,
             "top_p": generation.top_p,
@@ -243,7 +247,9 @@ class Generation:
         at_a_time: int | None = None,
     ) -> None:
         """Submits the requests, at most `at_a_time` at once. For the other arguments see `RolloutEngine.generate`."""
-        self._engine, self._on_finished, self._sampling = engine, on_finished, sampling
+        self._engine = engine
+        self._on_finished = on_finished
+        self._sampling = sampling
         self._waiting = list(requests[at_a_time:]) if at_a_time else []
         self._ids = engine.submit(requests[:at_a_time], sampling)
         self._done: dict[str, Rollout] = {}

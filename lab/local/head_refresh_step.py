@@ -28,7 +28,8 @@ class LocalRefresher:
     def __init__(self, config: RunConfig, source: RolloutSource, run: Path) -> None:
         block = config.policy.generation.specrollout
         assert block.draft_refresh is not None and block.head is not None
-        self._source, self._num_drafts = source, block.num_speculative_tokens
+        self._source = source
+        self._num_drafts = block.num_speculative_tokens
         self._num_steps = config.grpo.max_num_steps
         self._folder = HeadFolder(run / "heads")
         self._online = OnlineRefresh(
@@ -62,7 +63,8 @@ class LocalRefresher:
     def after_step(self, step: int, stats: RolloutStats, step_s: float) -> dict[str, Any]:
         """Stores the captured features and refreshes the head if that is due; returns its record and `head_age`."""
         self._store.keep(self._source.take_features())
-        before, self._captured_s = self._captured_s, self._source.capture_seconds()
+        before = self._captured_s
+        self._captured_s = self._source.capture_seconds()
         figures = {"head_age": step - self._head_version, "capture_s": self._captured_s - before}
         if not stats.num_request_steps:  # the end of an asynchronous run
             return {**RefreshRecord("no engine has anything left to do", 0.0).known(), **figures}

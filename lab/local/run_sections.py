@@ -237,10 +237,13 @@ class DataConfig:
         raise_first_mistake(
             path,
             (has_tasks and not names, "tasks", "empty; name a task of reasoning_gym, such as [{name: chain_sum}]"),
-            (names and not has_tasks, "tasks",
-             f"{names} with dataset_name {self.dataset_name}; set it to reasoning_gym"),
+            (
+                names and not has_tasks,
+                "tasks",
+                f"{names} with dataset_name {self.dataset_name}; set it to reasoning_gym",
+            ),
             (len(set(names)) < len(names), "tasks", f"{names}; name each task once"),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
