@@ -178,7 +178,8 @@ def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: i
 
 def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:
     """Returns the seconds in which a drafter drafts one token for each of `batch` shadows."""
-    longest, text = engine.model.max_model_len, np.array(spec.prompt, np.int32).tobytes()
+    longest = engine.model.max_model_len
+    text = np.array(spec.prompt, np.int32).tobytes()
     for shadow in range(batch):
         engine.open(shadow, Open(shadow, shadow, 1.0, 0, 1.0, longest, 1, text))
     seconds = _drafting_s(engine, batch, spec.num_steps + _WARM_UP, longest - len(spec.prompt) - 1)

@@ -68,7 +68,8 @@ class OracleDrafter(Drafter):
 
     def __init__(self, num_slots: int, longest: int, device: torch.device) -> None:
         """Knows no text yet; `longest` is the number of tokens of the longest."""
-        self._device, self._longest = device, longest
+        self._device = device
+        self._longest = longest
         self._text_of_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._columns_K = torch.arange(MAX_DRAFTS, device=device)
         self._number_of: dict[int, int] = {}
@@ -97,7 +98,8 @@ class OracleDrafter(Drafter):
 
     def propose(self, texts: Texts, out: Proposals) -> None:
         slots_B = texts.slots_B.long()
-        num_requests, text_of_B = len(slots_B), self._text_of_S[slots_B]
+        num_requests = len(slots_B)
+        text_of_B = self._text_of_S[slots_B]
         start_B = texts.total_len_S[slots_B].long().clamp_(max=self._longest)
         out.tokens_BK[:num_requests] = self._drafts_NL[text_of_B[:, None], start_B[:, None] + self._columns_K]
         out.levels_BK[:num_requests] = NUM_LEVELS - 1
@@ -143,14 +145,20 @@ class ForcedEngine:
         assert stats is not None
         column = stats.trace.column
         is_full_S = (column("is_decode") > 0) & (column("num_requests") == batch)
-        seconds, num_steps = column("seconds")[is_full_S].sum(), max(int(is_full_S.sum()), 1)
-        rows, accepted = column("num_rows")[is_full_S].sum(), column("accepted_suffix")[is_full_S].sum()
-        tried, right = stats.proposed[0][0] - before.proposed[0][0], stats.accepted[0][0] - before.accepted[0][0]
+        seconds = column("seconds")[is_full_S].sum()
+        num_steps = max(int(is_full_S.sum()), 1)
+        rows = column("num_rows")[is_full_S].sum()
+        accepted = column("accepted_suffix")[is_full_S].sum()
+        tried = stats.proposed[0][0] - before.proposed[0][0]
+        right = stats.accepted[0][0] - before.accepted[0][0]
         return {
-            "ms a step": 1e3 * seconds / num_steps, "rows": rows / num_steps, "drafts": rows / num_steps / batch - 1,
-            "tokens a second": (batch * num_steps + accepted) / seconds, "first drafts": tried,
+            "ms a step": 1e3 * seconds / num_steps,
+            "rows": rows / num_steps,
+            "drafts": rows / num_steps / batch - 1,
+            "tokens a second": (batch * num_steps + accepted) / seconds,
+            "first drafts": tried,
             "right": right / max(tried, 1),
-        }  # fmt: skip
+        }
 
 
 def speed(findings: Findings) -> None:
@@ -171,8 +179,11 @@ def speed_experts(findings: Findings) -> None:
 def _measure(findings: Findings, geometry: str, kv_cache_bytes: int, extent: Extent = Extent()) -> None:
     """Notes plain steps, then cells of rate and number of requests, then steps of stock vLLM, as far as the time allows."""
     extent = findings.size(extent, TINY)
-    options: dict[str, Any] = {"max_num_seqs": max(extent.batches), "length": PROMPT_LENGTH + extent.length,
-                               "kv_cache_memory_bytes": kv_cache_bytes}  # fmt: skip
+    options: dict[str, Any] = {
+        "max_num_seqs": max(extent.batches),
+        "length": PROMPT_LENGTH + extent.length,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+    }
     if torch.cuda.is_available():
         quick = {**QUICK_GRAPHS, "cudagraph_capture_sizes": CAPTURE_SIZES}
         options["compilation_config"] = {} if extent.is_compiled else quick

@@ -96,7 +96,8 @@ def replay(
 
     `num_steps` is the number of optimizer steps of each refresh, and `head` the folder of the first head.
     """
-    recorded, unused = recording.config.policy, HeadFolder(recording.folder / "replay")
+    recorded = recording.config.policy
+    unused = HeadFolder(recording.folder / "replay")
     block = SpecrolloutConfig(
         drafters=(Eagle3DrafterConfig(model=str(head)),), num_speculative_tokens=num_drafts, draft_refresh=config
     )
@@ -195,9 +196,13 @@ def main() -> None:
     for name, lines in curves.items():
         s = summary(lines)
         table.add_row(
-            name, f"{s['acceptance_length']:.3f}", f"{s['acceptance_length_last_quarter']:.3f}", str(s["refreshes"]),
-            str(s["published"]), f"{s['training_s']:.0f} s",
-        )  # fmt: skip
+            name,
+            f"{s['acceptance_length']:.3f}",
+            f"{s['acceptance_length_last_quarter']:.3f}",
+            str(s["refreshes"]),
+            str(s["published"]),
+            f"{s['training_s']:.0f} s",
+        )
     Console(highlight=False).print(table)
 
 
