@@ -25,7 +25,7 @@ ROUTED_HEAD = [
 # A candidate can only be judged on eight held-out prompts, which the third step completes; any that is judged passes.
 REFRESHED_HEAD = [
     *ROUTED_HEAD,
-    "policy.generation.specrollout.draft_refresh={trigger: every_step, max_train_seconds: 2, max_time_share: 1.0, "
+    "policy.generation.specrollout.draft_refresh={trigger: interval, interval: 1, max_train_seconds: 2, max_time_share: 1.0, "
     "rollout_capture_share: 1.0, held_out_share: 0.75, tolerance: 5.0, learning_rate: 0.001}",
 ]
 # Two drafters, which Ray places; drafts as many as are there by then.

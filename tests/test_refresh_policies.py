@@ -178,11 +178,19 @@ def test_only_a_worse_candidate_lowers_the_learning_rate() -> None:
     assert rate.share == 1.0
 
 
-def test_fixed_intervals_and_never() -> None:
+def test_fixed_intervals() -> None:
     assert decide_for(every(3), 4) == [False, False, True, True]
-    assert not any(decide_for(RefreshSchedule(DraftRefreshConfig(trigger="never", max_time_share=1.0)), 4))
-    every_step = RefreshSchedule(DraftRefreshConfig(trigger="every_step"))
-    assert all(decide_for(every_step, 4)) and not any(decide_for(every_step, 4, steps_to_come=0))
+    assert all(decide_for(every(1), 4)) and not any(decide_for(every(1), 4, steps_to_come=0))
+
+
+@pytest.mark.parametrize(
+    ("trigger", "instead"),
+    [("every_step", "write trigger: interval, with interval: 1"), ("never", "remove draft_refresh")],
+)
+def test_a_trigger_of_earlier_versions_is_refused_with_what_to_use_instead(trigger: str, instead: str) -> None:
+    sentence = f"^draft_refresh.trigger: '{trigger}' is no longer available; {instead}"
+    with pytest.raises(ConfigError, match=sentence):
+        build(DraftRefreshConfig, {"trigger": trigger}, "draft_refresh")
 
 
 def test_the_config_block_is_strict() -> None:

@@ -123,7 +123,7 @@ def test_features_of_a_rollout_equal_those_of_a_forward_pass(
 
     monkeypatch.setattr(feature_capture, "CAPTURE_TIME_SHARE", 1.0)
 
-    refresh = DraftRefreshConfig(trigger="never", rollout_capture_share=0.5)
+    refresh = DraftRefreshConfig(rollout_capture_share=0.5)
     block = SpecrolloutConfig(drafters=(head, NGRAM), budget=RANDOM, draft_refresh=refresh)
     engine = start_engine(STEP_ADDER, block, 128)
     asked = requests(6, 4, first=50)
@@ -150,7 +150,7 @@ def test_samples_that_share_their_prompts_kv_give_features(
     from nemo_specrollout.heads.serving import feature_capture
 
     monkeypatch.setattr(feature_capture, "CAPTURE_TIME_SHARE", 1.0)
-    refresh = DraftRefreshConfig(trigger="never", rollout_capture_share=1.0)
+    refresh = DraftRefreshConfig(rollout_capture_share=1.0)
     block = SpecrolloutConfig(drafters=(head,), draft_refresh=refresh)
     engine = start_engine(STEP_ADDER, block, 64, block_size=32)
     asked = [replace(r, prompt_token_ids=list(r.prompt_token_ids) * 6) for r in requests(2, 4, first=80)]

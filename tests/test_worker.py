@@ -475,7 +475,7 @@ def test_drafts_are_accounted_for_across_drafting_pauses(
 
 def test_requests_may_decline_speculation(engine: RolloutEngine, accounted: Accounted) -> None:
     plain = [RolloutRequest(r.prompt_token_ids, r.prompt_index, r.sample_index, speculate=False) for r in requests()]
-    before = engine.stats(first_step=None)
+    before = engine.counters()
     again = engine.generate(plain, ignore_eos=True, stop_token_ids=[], max_tokens=LENGTH)
     after = engine.stats()
     assert before is not None and after is not None
@@ -487,7 +487,7 @@ def test_requests_may_decline_speculation(engine: RolloutEngine, accounted: Acco
 
 
 def test_turns_change_no_token_and_gaps_count_for_no_step(engine: RolloutEngine, accounted: Accounted) -> None:
-    before = engine.stats(first_step=None)
+    before = engine.counters()
     sampling = {"ignore_eos": True, "stop_token_ids": [], "max_tokens": LENGTH}
     generation, turns = Generation(engine, requests(), sampling=sampling), 0
     while not generation.is_done:

@@ -74,7 +74,8 @@ def acceptance_table(rows: list[dict[str, Any]]) -> Table:
 
 def _ways_of_ours(config: RunConfig) -> dict[str, GenerationConfig]:
     """Under our sampler: plain first, which the others are compared with."""
-    generation, k = config.policy.generation, config.bench.acceptance_k
+    generation = config.policy.generation
+    k = config.bench.acceptance_k
     block = generation.specrollout
     drafter = block.model_drafter
     assert drafter is not None
@@ -107,7 +108,8 @@ def _ways_of_vllm(config: RunConfig) -> dict[str, GenerationConfig]:
 def _ours(engine: RolloutEngine) -> dict[str, Any]:
     stats = engine.stats()
     assert stats is not None
-    proposed, accepted = stats.proposed[0], stats.accepted[0]
+    proposed = stats.proposed[0]
+    accepted = stats.accepted[0]
     return _figures([a / p for a, p in zip(accepted, proposed, strict=True) if p])
 
 
@@ -121,7 +123,8 @@ def _upper_bound(config: RunConfig, requests: list[RolloutRequest], rollouts: li
     from nemo_specrollout.heads.head.acceptance import measure_acceptance
     from nemo_specrollout.heads.head.head import load_eagle3_head
 
-    model, drafter = Path(config.policy.model_name), config.policy.generation.specrollout.model_drafter
+    model = Path(config.policy.model_name)
+    drafter = config.policy.generation.specrollout.model_drafter
     assert isinstance(drafter, FolderDrafterConfig)
     head = load_eagle3_head(Path(drafter.model), model)
     texts = [

@@ -135,7 +135,8 @@ class AheadBench:
 
     def rows(self, rate: float, weights: Iterator[Weights], start: dict[str, Tokens]) -> Iterator[dict[str, Any]]:
         """Yields the rows of a learning rate; `start` has the texts of the weights at the start, and gets them first."""
-        held, texts = [next(weights)], [start]
+        held = [next(weights)]
+        texts = [start]
         start |= {} if start else self.decode(held[0], {})
         for number in (1, 2):
             held.append(next(weights))
@@ -143,7 +144,8 @@ class AheadBench:
         for older, newer in PAIRS:
             size = size_of_update(held[older], held[newer])
             for kind in self.requests:
-                truths, drafts = texts[newer][kind], texts[older][kind]
+                truths = texts[newer][kind]
+                drafts = texts[older][kind]
                 prefixes = list(map(common, truths, drafts))
                 for length in self.lengths if kind == "free text" else [None]:
                     about = {
@@ -199,9 +201,19 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     ):
         table.add_column(name, justify="left" if name == "text" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(f"{row['rate']:.0e}", f"{row['older']} to {row['newer']}", f"{row['norm']:.1e}", f"{row['changed']:.1%}",
-                      row["kind"], str(row["length"] or "own"), f"{row['tokens']:,}", f"{row['identical']:.0%}",
-                      f"{row['in_prefix']:.0%}", f"{row['at_position']:.0%}", f"{row['tokens_per_step']:.1f}")  # fmt: skip
+        table.add_row(
+            f"{row['rate']:.0e}",
+            f"{row['older']} to {row['newer']}",
+            f"{row['norm']:.1e}",
+            f"{row['changed']:.1%}",
+            row["kind"],
+            str(row["length"] or "own"),
+            f"{row['tokens']:,}",
+            f"{row['identical']:.0%}",
+            f"{row['in_prefix']:.0%}",
+            f"{row['at_position']:.0%}",
+            f"{row['tokens_per_step']:.1f}",
+        )
     return table
 
 

@@ -60,8 +60,10 @@ class AheadSpeed:
     """Owns the engines."""
 
     def __init__(self, config: RunConfig) -> None:
-        model, generation = Path(config.policy.model_name), config.policy.generation
-        self._config, self._step = config, 0
+        model = Path(config.policy.model_name)
+        generation = config.policy.generation
+        self._config = config
+        self._step = 0
         self._task = build_task(config.data, load_tokenizer(model))
         self._engines = {
             way: RolloutEngine(model, replace(generation, specrollout=block), config.grpo.seed)
@@ -102,14 +104,16 @@ class AheadSpeed:
 
 def drained_s(costs: StepCosts, lengths: Sequence[int], most: int) -> float:
     """Returns the predicted seconds of responses whose steps verify up to `most` drafts of each request, all right."""
-    left, seconds = np.array(lengths), 0.0
+    left = np.array(lengths)
+    seconds = 0.0
     while len(left):
         num_requests = len(left)
         options = [np.minimum(left, k + 1) for k in range(most + 1)]
         drafts = np.array([int(tokens.sum()) - num_requests for tokens in options])
         rate = np.array([tokens.sum() for tokens in options]) / costs.seconds(num_requests, drafts)
         best = int(np.where(drafts <= costs.most_drafts(num_requests), rate, 0.0).argmax())
-        tokens, step_s = options[best], float(costs.seconds(num_requests, drafts[best : best + 1])[0])
+        tokens = options[best]
+        step_s = float(costs.seconds(num_requests, drafts[best : best + 1])[0])
         seconds += step_s
         left = (left - tokens)[left > tokens]
     return seconds
@@ -145,7 +149,8 @@ def main() -> int:
     bench = AheadSpeed(config)
     rows = []
     for batch in map(int, options.batches.split(",")):
-        rounds, possible = [], []
+        rounds = []
+        possible = []
         for _ in track(range(WARM_UP_ROUNDS + options.rounds), f"batch {batch}", transient=True):
             rounds.append(bench.round(batch))
             possible.append(bench.possible([len(r.token_ids) for r in rounds[-1][PLAIN].rollouts]))
@@ -165,9 +170,17 @@ def main() -> int:
     ):
         table.add_column(name, justify="right")
     for r in rows:
-        table.add_row(str(r["batch"]), f"{r['tokens']:,.0f}", f"{r['seconds'][PLAIN]:.1f}", f"{r['text']:.2f}x",
-                      f"{r['ahead']:.2f}x", f"{r['possible']:.2f}x", f"{r['ahead'] / r['possible']:.0%}",
-                      f"{r['idle']:.2f}", str(r["equal"]))  # fmt: skip
+        table.add_row(
+            str(r["batch"]),
+            f"{r['tokens']:,.0f}",
+            f"{r['seconds'][PLAIN]:.1f}",
+            f"{r['text']:.2f}x",
+            f"{r['ahead']:.2f}x",
+            f"{r['possible']:.2f}x",
+            f"{r['ahead'] / r['possible']:.0%}",
+            f"{r['idle']:.2f}",
+            str(r["equal"]),
+        )
     log_console().print(table)
     facts = {"config": str(options.config), "overrides": options.overrides, "rounds": options.rounds, "rows": rows}
     write_facts(options.out / "ahead_speed.json", facts)

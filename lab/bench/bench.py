@@ -45,7 +45,9 @@ class BenchReport:
     """Writes `bench*.json` and pictures and prints the tables, each as soon as it is known: a bench takes long."""
 
     def __init__(self, config: RunConfig, console: Console) -> None:
-        self._config, self.console, self._out = config, console, Path(config.logger.log_dir)
+        self._config = config
+        self.console = console
+        self._out = Path(config.logger.log_dir)
         self._out.mkdir(parents=True, exist_ok=True)
         _set_aside(self._out)
         self.rows: list[Figures] = []
@@ -164,7 +166,8 @@ def measure_useless_drafters(config: RunConfig, console: Console) -> list[Figure
     plain = plain_row(config)
     block = replace(plain.generation.specrollout, drafters=(RandomDrafterConfig(),), budget=BudgetConfig("auto"))
     useless = BenchRow("useless", OURS, replace(plain.generation, specrollout=block))
-    rows, batches = [], config.bench.useless_batches
+    rows = []
+    batches = config.bench.useless_batches
     with started(config, [plain, useless]) as entrants, counted(console, len(batches)) as count:
         for batch in batches:
             num_rounds = config.bench.num_rounds * (USELESS_ROUNDS_OF_FEW if batch < FEW else USELESS_ROUNDS)

@@ -39,8 +39,10 @@ def _save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None])
 
 
 def _draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
-    at, speedup = np.arange(len(rows)), series(rows, "speedup_vs_plain")
-    low, high = series(rows, "speedup_low"), series(rows, "speedup_high")
+    at = np.arange(len(rows))
+    speedup = series(rows, "speedup_vs_plain")
+    low = series(rows, "speedup_low")
+    high = series(rows, "speedup_high")
     ax.barh(at, np.nan_to_num(speedup), 0.66, color=[_bench_colour(r) for r in rows])
     whiskers = np.isfinite(low) & np.isfinite(high)
     ax.hlines(at[whiskers], low[whiskers], high[whiskers], color=INK, linewidth=1.2)
@@ -48,9 +50,15 @@ def _draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
     right = np.nanmax([1.0, *speedup, *high])
     for i, row in enumerate(rows):
         text = f"{speedup[i]:.2f}x" if np.isfinite(speedup[i]) else "not measured"
-        ax.annotate(text, (np.nanmax([0, speedup[i], high[i]]), i), (5, 0), textcoords="offset points", va="center",
-                    fontweight="bold" if row.get("mode") == "ours" else "normal",
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
+        ax.annotate(
+            text,
+            (np.nanmax([0, speedup[i], high[i]]), i),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            fontweight="bold" if row.get("mode") == "ours" else "normal",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )
         equal, colour = _equality(row)
         ax.annotate(equal, (1.0, i), xycoords=ax.get_yaxis_transform(), va="center", ha="right", color=colour)
     ax.set(xlim=(0, right * 1.4), ylim=(len(rows) - 0.4, -0.6), xlabel="speedup of the rollout over plain decoding (x)")
@@ -85,7 +93,8 @@ def _draw_running(ax: Axes, rows: Sequence[Record]) -> None:
 
 def _equality(row: Record) -> tuple[str, str]:
     """Returns text and colour for a row's equality with plain decoding."""
-    equal, total = number(row, "tokens_equal"), number(row, "tokens_total")
+    equal = number(row, "tokens_equal")
+    total = number(row, "tokens_total")
     if not math.isfinite(equal + total):
         return "other samples" if "tokens_equal" in row else "", GREY
     return f"{equal:,.0f} of {total:,.0f}", INK if equal == total else RED

@@ -28,7 +28,8 @@ def figures_of(groups: Sequence[Sequence[Entrant]]) -> list[Figures]:
 
     Each group of entrants took turns, and has a `plain` of its own, which its other rows are compared with.
     """
-    rows, speedups = [], {}
+    rows = []
+    speedups = {}
     for number, entrants in enumerate(groups):
         plain = next(e for e in entrants if e.row.kind == PLAIN)
         for entrant in entrants:
@@ -49,7 +50,8 @@ def figures_of(groups: Sequence[Sequence[Entrant]]) -> list[Figures]:
 def row_figures(entrant: Entrant, plain: Entrant) -> Figures:
     """A row of `bench.json`."""
     stats = [r.stats for r in entrant.rounds]
-    seconds, tokens = sum(s.seconds for s in stats), sum(s.num_tokens for s in stats)
+    seconds = sum(s.seconds for s in stats)
+    tokens = sum(s.num_tokens for s in stats)
     has_plain_tokens = entrant.row.has_plain_tokens
     # An engine without our worker shows its request steps only from outside.
     counted = (r if entrant.row.is_vllms_own else r.stats for r in entrant.rounds)
@@ -121,9 +123,7 @@ def _token_s(stats: RolloutStats) -> float:
 
 def _spread(name: str, ratios: Sequence[float], median_name: str = "") -> Figures:
     """Median and extremes."""
-    return {
-        median_name or name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)
-    }  # fmt: skip
+    return {median_name or name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
 
 
 def _by_running(rounds: Sequence[BinnedStats], plain: Sequence[BinnedStats]) -> list[Figures]:
@@ -133,16 +133,19 @@ def _by_running(rounds: Sequence[BinnedStats], plain: Sequence[BinnedStats]) -> 
     """
     found = []
     for i, label in enumerate(LABELS):
-        seconds, tokens = sum(r.seconds_N[i] for r in rounds), sum(r.tokens_N[i] for r in rounds)
+        seconds = sum(r.seconds_N[i] for r in rounds)
+        tokens = sum(r.tokens_N[i] for r in rounds)
         pairs = [
             (p, r) for p, r in zip(plain, rounds, strict=True) if min(p.tokens_N[i], r.tokens_N[i]) >= FEWEST_TOKENS
         ]
         ratios = [(p.seconds_N[i] / p.tokens_N[i]) / (r.seconds_N[i] / r.tokens_N[i]) for p, r in pairs]
-        found.append({
-            "running": label,
-            "seconds": float(seconds),
-            "tokens": int(tokens),
-            "tokens_per_s": float(tokens / seconds) if tokens else None,
-            "speedup_vs_plain": float(statistics.median(ratios)) if ratios else None,
-        })  # fmt: skip
+        found.append(
+            {
+                "running": label,
+                "seconds": float(seconds),
+                "tokens": int(tokens),
+                "tokens_per_s": float(tokens / seconds) if tokens else None,
+                "speedup_vs_plain": float(statistics.median(ratios)) if ratios else None,
+            }
+        )
     return found

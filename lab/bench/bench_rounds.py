@@ -35,7 +35,9 @@ class Entrant:
     def take(self) -> "Entrant":
         """Returns the measurements so far and starts again from none."""
         measured = replace(self)
-        self.rounds, self.tokens_equal, self.tokens_total = [], 0, 0
+        self.rounds = []
+        self.tokens_equal = 0
+        self.tokens_total = 0
         return measured
 
     def took(self, found: BinnedStats, plain: BinnedStats, *, keep: bool) -> None:
@@ -51,7 +53,8 @@ class Entrant:
 @contextmanager
 def started(config: RunConfig, rows: Sequence[BenchRow]) -> Iterator[list[Entrant]]:
     """An engine for each row, closed in the end."""
-    model, entrants = Path(config.policy.model_name), []
+    model = Path(config.policy.model_name)
+    entrants = []
     try:
         with Progress() as bar:
             for row in bar.track(rows, description="starting engines"):

@@ -42,7 +42,8 @@ class BenchRow:
 
 def bench_rows(config: RunConfig) -> list[BenchRow]:
     """The rows that a config asks for. Raises ConfigError for the beginning of a name that no row has."""
-    rows, wanted = list(_all_rows(config)), config.bench.rows
+    rows = list(_all_rows(config))
+    wanted = config.bench.rows
     for prefix in wanted:
         if not any(row.name.startswith(prefix) for row in rows):
             names = ", ".join(row.name for row in rows)
@@ -71,7 +72,8 @@ def _all_rows(config: RunConfig) -> Iterator[BenchRow]:
     block = replace(ours.specrollout, enabled=True, draft_refresh=None)  # no head learns in a bench
     off = SpecrolloutConfig(enabled=False)
     stock = BenchRow(STOCK, STOCK, replace(ours, vllm_kwargs=_without_speculation(ours), specrollout=off))
-    plain, drafter = plain_row(config), block.model_drafter
+    plain = plain_row(config)
+    drafter = block.model_drafter
     yield from (stock, plain)
     for k in config.bench.fixed_k:
         lookup = {**_LOOKUP, "num_speculative_tokens": k}

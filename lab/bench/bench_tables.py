@@ -22,9 +22,15 @@ def rollout_table(rows: Sequence[Figures]) -> Table:
         spread = _spread(row["speedup_vs_plain"], row["speedup_low"], row["speedup_high"])
         equal = "-" if row["tokens_equal"] is None else f"{row['tokens_equal']}/{row['tokens_total']}"
         table.add_row(
-            row["mode"], f"{row['seconds']:.1f}", f"{row['tokens_per_s']:.0f}", str(row["engine_steps"]),
-            f"{row['acceptance_length']:.2f}", spread, equal, style="bold" if row["mode"] == OURS else None,
-        )  # fmt: skip
+            row["mode"],
+            f"{row['seconds']:.1f}",
+            f"{row['tokens_per_s']:.0f}",
+            str(row["engine_steps"]),
+            f"{row['acceptance_length']:.2f}",
+            spread,
+            equal,
+            style="bold" if row["mode"] == OURS else None,
+        )
     return table
 
 
@@ -76,7 +82,9 @@ def sentences(rows: Sequence[Figures], entrants: Sequence[Entrant]) -> list[str]
         for label, row in best_by_running(rows).items()
     )
     found = [f"best by running requests, speed over plain: {'; '.join(winners)}"]
-    ours, plain, best = named(OURS, entrants), named(PLAIN, entrants), best_fixed(rows)
+    ours = named(OURS, entrants)
+    plain = named(PLAIN, entrants)
+    best = best_fixed(rows)
     if best is not None:
         found.append(f"best fixed row, per token: {best['mode']}, {best['speedup_vs_plain']:.2f} over plain")
         for row in (r for r in rows if "best_fixed" in r):

@@ -144,7 +144,9 @@ def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int, column
     The trace is read between bursts of steps, because the engine adds the time between two steps to the second one. Raises
     ConfigError if the engine never runs `batch` requests at once.
     """
-    num_steps, found, before = spec.num_steps + _WARM_UP, list[float](), engine.stats(first_step=None)
+    num_steps = spec.num_steps + _WARM_UP
+    found: list[float] = []
+    before = engine.counters()
     ids = _submit(engine, spec, batch, num_steps)
     for _ in range(_MAX_BURSTS):
         for _ in range(num_steps):
@@ -176,7 +178,8 @@ def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: i
 
 def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:
     """Returns the seconds in which a drafter drafts one token for each of `batch` shadows."""
-    longest, text = engine.model.max_model_len, np.array(spec.prompt, np.int32).tobytes()
+    longest = engine.model.max_model_len
+    text = np.array(spec.prompt, np.int32).tobytes()
     for shadow in range(batch):
         engine.open(shadow, Open(shadow, shadow, 1.0, 0, 1.0, longest, 1, text))
     seconds = _drafting_s(engine, batch, spec.num_steps + _WARM_UP, longest - len(spec.prompt) - 1)

@@ -86,9 +86,16 @@ def run(way: Way, config: Path, folder: Path, overrides: Sequence[str]) -> Seque
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(way.trainer_threads)}
     command = [
-        sys.executable, "-m", "lab.cli.main", "run", str(config), *_ALL, *way.changes,
-        f"logger.log_dir={folder / 'run'}", *overrides,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "lab.cli.main",
+        "run",
+        str(config),
+        *_ALL,
+        *way.changes,
+        f"logger.log_dir={folder / 'run'}",
+        *overrides,
+    ]
     with (folder / "output.txt").open("w", encoding="utf-8") as output:
         subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=True)
     return read_lines(folder / "run" / "metrics.jsonl")
@@ -187,10 +194,16 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     )
     for row in rows:
         table.add_row(
-            row["way"], f"{row['step_s']:.1f} s", f"{row['generation_s']:.1f} s", f"{row['train_s']:.1f} s",
-            f"{row['idle_share']:.0%}", f"{row['acceptance_length']:.2f}", f"{row['reward']:.3f}", f"{row['gap']:.1e}",
+            row["way"],
+            f"{row['step_s']:.1f} s",
+            f"{row['generation_s']:.1f} s",
+            f"{row['train_s']:.1f} s",
+            f"{row['idle_share']:.0%}",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['reward']:.3f}",
+            f"{row['gap']:.1e}",
             f"{row['age']:.1f}",
-        )  # fmt: skip
+        )
     return table
 
 

@@ -43,14 +43,16 @@ def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
     kernel_seconds = _timed_kernels()
     from lab.gpu.gpu_stage import POLICY, STOCK, block, start_engine, task_requests
 
-    drafters, before_mb, started = WAYS[way], _memory_mb(), time.perf_counter()
+    drafters = WAYS[way]
+    before_mb = _memory_mb()
+    started = time.perf_counter()
     specrollout = STOCK if drafters is None else block(*drafters, budget=BudgetConfig("fixed", k=NUM_DRAFTS))
     engine = start_engine(POLICY, specrollout, eager=True, max_num_seqs=max(batches), kv_cache_memory_bytes=1 << 30)
     figures = {"start_s": time.perf_counter() - started, "memory_mb": _memory_mb() - before_mb}
     for batch in batches if drafters is not None else ():
         requests = [replace(r, exact_length=LENGTH) for r in task_requests(-(-batch // SAMPLES), SAMPLES)[:batch]]
         engine.generate(requests)
-        before = engine.stats()
+        before = engine.counters()
         kernel_seconds.clear()
         engine.generate(requests)
         after = engine.stats(before.num_steps) if before else None
@@ -58,7 +60,8 @@ def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
         column = after.trace.column
         is_decode = (column("is_decode") > 0) & (column("num_requests") == batch)
         figures[f"step_ms_{batch}"] = 1e3 * float(np.median(column("seconds")[is_decode]))
-        ours_s, on_device_s = column("host_s"), np.array(kernel_seconds or np.zeros(len(is_decode)))
+        ours_s = column("host_s")
+        on_device_s = np.array(kernel_seconds or np.zeros(len(is_decode)))
         figures[f"ours_ms_{batch}"] = 1e3 * float(np.median(ours_s[is_decode]))
         figures[f"host_ms_{batch}"] = 1e3 * float(np.median((ours_s - on_device_s)[is_decode]))
     return figures
@@ -66,7 +69,8 @@ def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
 
 def _timed_kernels() -> list[float]:
     """Makes the kernels of the draft board on a CPU time themselves. Returns the list of the seconds of each step."""
-    observe, choose = own_kernels.observe, own_kernels.choose
+    observe = own_kernels.observe
+    choose = own_kernels.choose
     step_s: list[float] = []
     observed_s = 0.0
 

@@ -39,10 +39,13 @@ from nemo_specrollout.storage.files import write_atomically
 if TYPE_CHECKING:
     from lab.local.engine import RolloutEngine
 
-MAX_DRAFTS, COUPLED_KS, PROMPT = 12, (2, 4, 8, 12), 20
+MAX_DRAFTS = 12
+COUPLED_KS = (2, 4, 8, 12)
+PROMPT = 20
 MAX_TOKEN_ID = 500  # of a prompt
 LONG_PROBLEM = 8  # terms to add
-PROFILED, PROFILED_STEPS = (1, 4, 16, 64), 20
+PROFILED = (1, 4, 16, 64)
+PROFILED_STEPS = 20
 _KV_BYTES = 512 << 20
 Prompts = tuple[tuple[int, ...], ...]
 
@@ -118,9 +121,12 @@ def roll_out(way: Way, work: Work) -> Timed:
     """In a child: the same requests for every way."""
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
-    engine, length = _engines[way], work.tokens if work.is_exact else None
+    engine = _engines[way]
+    length = work.tokens if work.is_exact else None
     requests = [RolloutRequest(list(p), i, 0, exact_length=length) for i, p in enumerate(work.prompts)]
-    before, steps, started = _counts(engine), engine.num_steps, time.perf_counter()
+    before = _counts(engine)
+    steps = engine.num_steps
+    started = time.perf_counter()
     rollouts = engine.generate(requests)
     seconds = time.perf_counter() - started
     return Timed(seconds, engine.num_steps - steps, [r.token_ids for r in rollouts], before, _counts(engine))
@@ -152,7 +158,8 @@ class Bench:
     """Owns a process for each number of threads, and what was measured."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
-        self.folder, self.tokens = folder, tokens
+        self.folder = folder
+        self.tokens = tokens
         self.ways: dict[tuple[int, Way], ProcessPoolExecutor] = {}
         self._children = {threads: _child(threads) for threads in sorted({1, os.cpu_count() or 1})}
         for threads, child in self._children.items():
@@ -203,12 +210,18 @@ def rows_of(batch: int, found: dict[tuple[int, Way], list[Timed]]) -> list[dict[
     plain_s = min(_median_s(t) for (_, way), t in found.items() if way.mode == "plain")
     return [
         {
-            "batch": batch, "way": str(way), "mode": way.mode, "threads": threads, "seconds": _median_s(timed),
-            "over_plain": plain_s / _median_s(timed), "steps": statistics.median(t.num_steps for t in timed),
-            "equal": all(t.token_ids == expected for t in timed), **_drafter_stats(timed),
+            "batch": batch,
+            "way": str(way),
+            "mode": way.mode,
+            "threads": threads,
+            "seconds": _median_s(timed),
+            "over_plain": plain_s / _median_s(timed),
+            "steps": statistics.median(t.num_steps for t in timed),
+            "equal": all(t.token_ids == expected for t in timed),
+            **_drafter_stats(timed),
         }
         for (threads, way), timed in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def _median_s(timed: Sequence[Timed]) -> float:
@@ -217,7 +230,8 @@ def _median_s(timed: Sequence[Timed]) -> float:
 
 def _drafter_stats(timed: Sequence[Timed]) -> dict[str, Any]:
     """Drafts verified and accepted, and how well a drafter kept up."""
-    before, after = timed[0].before, timed[-1].after
+    before = timed[0].before
+    after = timed[-1].after
     counts = {name: after[name] - before[name] for name in ("proposed", "accepted")}
     if after["supply"] is None:
         return counts
@@ -302,8 +316,15 @@ def _table(rows: list[dict[str, Any]], acceptance: float, planned: Sequence[Opti
     for row in sorted(rows, key=lambda r: r["seconds"]):
         occupancy = row.get("occupancy")
         threads = "1+1" if row["mode"] == "decoupled" else str(row["threads"])
-        table.add_row(row["way"], threads, f"{row['seconds']:.3f}", f"{row['steps']:.0f}", f"{row['over_plain']:.2f}",
-                      "-" if occupancy is None else f"{occupancy:.2f}", "yes" if row["equal"] else "NO")  # fmt: skip
+        table.add_row(
+            row["way"],
+            threads,
+            f"{row['seconds']:.3f}",
+            f"{row['steps']:.0f}",
+            f"{row['over_plain']:.2f}",
+            "-" if occupancy is None else f"{occupancy:.2f}",
+            "yes" if row["equal"] else "NO",
+        )
     for option in planned:
         size = f"{option.verifier_size}+{option.drafter_size}" if option.drafter_size else str(option.verifier_size)
         table.add_row(f"plan: {option.mode} {option.k}", size, "", "", f"{option.speedup:.2f}", "", "")

@@ -40,7 +40,8 @@ def batches_of(config: RunConfig) -> list[tuple[str, list[RolloutRequest]]]:
     tasks = config.workloads
     unknown: Any = [replace(config.data.tasks[0], name=name, options={}) for name in UNKNOWN]
     data: dict[str, DataConfig] = {**tasks, "unknown": replace(config.data, tasks=tuple(unknown))}
-    tokenizer, found = load_tokenizer(Path(config.policy.model_name)), []
+    tokenizer = load_tokenizer(Path(config.policy.model_name))
+    found = []
     for step, name in enumerate(("mixed", "free_text", "mixed", "repetitive", "unknown", "mixed")):
         chosen = replace(config, data=data[name])
         found.append((name, step_prompts(chosen, step, build_task(chosen.data, tokenizer)).requests))
@@ -54,10 +55,12 @@ def record(config: RunConfig) -> Record:
 
     def watch(worker: Any) -> None:
         router = worker.specrollout_router
-        board, open_requests = router.board, router.open
+        board = router.board
+        open_requests = router.open
         choose = board.choose
         router.policy = _OnlyProposes(board.num_positions, board.num_positions)
-        recorder.names, recorder.priors_DE = board.names, board._priors_DE.numpy()
+        recorder.names = board.names
+        recorder.priors_DE = board._priors_DE.numpy()
         recorder.model = board.model
 
         def opened(requests: Any) -> None:
@@ -67,10 +70,16 @@ def record(config: RunConfig) -> Record:
         def chosen(texts: Any, *args: Any, **options: Any) -> None:
             choose(texts, *args, **options)
             tables = board.tables
-            recorder.proposed(texts.slots_B.tolist(), texts.total_len_S.tolist(), tables.tokens_DBK.numpy(),
-                              tables.levels_DBK.numpy(), tables.found_DB.numpy())  # fmt: skip
+            recorder.proposed(
+                texts.slots_B.tolist(),
+                texts.total_len_S.tolist(),
+                tables.tokens_DBK.numpy(),
+                tables.levels_DBK.numpy(),
+                tables.found_DB.numpy(),
+            )
 
-        router.open, board.choose = opened, chosen
+        router.open = opened
+        board.choose = chosen
 
     engine.run_in_worker(watch)
     for number, (name, requests) in enumerate(batches_of(config)):

@@ -45,11 +45,13 @@ class BinnedRollout:
     """
 
     def __init__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest], at_a_time: int | None = None) -> None:
-        self._engine, self._num_requests = engine, len(requests)
+        self._engine = engine
+        self._num_requests = len(requests)
         self._most_running = min(engine.max_num_seqs, at_a_time or engine.max_num_seqs)
         self._seconds_N, self._tokens_N = np.zeros((2, len(LABELS)))
         self._num_running = self._running(0)
-        self._num_steps, self._num_request_steps = engine.num_steps, 0
+        self._num_steps = engine.num_steps
+        self._num_request_steps = 0
         self._rollout = MeasuredRollout(engine, requests, self._finished, at_a_time)
 
     @property
@@ -72,7 +74,8 @@ class BinnedRollout:
         """Requests have ended in this step, whose tokens are of the bin before."""
         self._num_request_steps += (self._engine.num_steps - self._num_steps) * self._num_running
         self._num_steps = self._engine.num_steps
-        before, self._num_running = bin_of(self._num_running), self._running(num_done)
+        before = bin_of(self._num_running)
+        self._num_running = self._running(num_done)
         if bin_of(self._num_running) != before or num_done == self._num_requests:
             self._seconds_N[before] += self._rollout.seconds - self._seconds_N.sum()
             self._tokens_N[before] += self._rollout.num_tokens - self._tokens_N.sum()

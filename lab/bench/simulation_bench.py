@@ -48,7 +48,8 @@ from nemo_specrollout.telemetry.engine_stats import StepRows
 # Drafts a step where the number is fixed.
 K = 3
 # Prompts, and samples of each.
-FEW, MANY = (4, 4), (8, 8)
+FEW = (4, 4)
+MANY = (8, 8)
 # Requests whose acceptance says little: fewer steps than this.
 _LEAST_STEPS = 12
 # Steps of about as many rows are one figure: bins in ratios of this.
@@ -76,8 +77,12 @@ class Case:
 
 
 _SETTINGS: tuple[tuple[int, tuple[int, int], FastestOfNConfig | None], ...] = (
-    (1, FEW, None), (1, MANY, None), (2, FEW, None), (2, MANY, None), (2, MANY, MOVING),
-)  # fmt: skip
+    (1, FEW, None),
+    (1, MANY, None),
+    (2, FEW, None),
+    (2, MANY, None),
+    (2, MANY, MOVING),
+)
 
 
 def cases_of(config: RunConfig, one_worker: bool) -> list[Case]:
@@ -91,7 +96,8 @@ class FirstWorkers:
     """The first few workers of a pool, as a coordinator drives them."""
 
     def __init__(self, pool: RolloutPool, number: int) -> None:
-        self._pool, self.methods = pool, pool.methods[:number]
+        self._pool = pool
+        self.methods = pool.methods[:number]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
@@ -113,7 +119,8 @@ class SimulationBench:
     """Owns a pool of workers for each way to draft, and the coordinators of the cases."""
 
     def __init__(self, config: RunConfig, cases: Sequence[Case]) -> None:
-        generation, self.config = config.policy.generation, config
+        generation = config.policy.generation
+        self.config = config
         head = next((d for d in generation.specrollout.drafters if d.type == "eagle3"), None)
         if head is None:
             raise ConfigError(f"{BLOCK_PATH}.drafters: none is of type eagle3; name a head that drafts")
@@ -164,10 +171,13 @@ class SimulationBench:
 
     def _calibrate(self, num_workers: int, size: tuple[int, int]) -> Calibration:
         """By a plain rollout and one with k drafts."""
-        steps, rollouts, requests = {}, {}, {}
+        steps = {}
+        rollouts = {}
+        requests = {}
         for kind in (PLAIN, FIXED):
-            pool, case = self.pools[kind], Case(kind, num_workers, size)
-            before = pool.ask_each("stats", None)
+            pool = self.pools[kind]
+            case = Case(kind, num_workers, size)
+            before = pool.ask_each("counters")
             requests[kind] = self._requests(size)
             rollouts[kind], _ = self._coordinators[case].roll_out(requests[kind])
             pool.finish_turns()
@@ -202,18 +212,23 @@ def _scenario(case: Case, lengths_PS: np.ndarray, known: Calibration, config: Ru
     lengths = fitted(lengths_PS.ravel(), max_tokens)
     head = {"name": "head", "draft": "eagle3", "acceptance": known.acceptance, "spread": known.spread}
     return build(
-        Scenario, {
-            "title": case.name, "model": config.policy.model_name,
+        Scenario,
+        {
+            "title": case.name,
+            "model": config.policy.model_name,
             "cluster": {"device": "measured", "num_gpus": case.num_workers},
             "batch": {
-                "num_prompts": case.size[0], "num_samples": case.size[1],
-                "prompt_tokens": known.prompt_tokens, "max_requests": config.most_in_flight,
+                "num_prompts": case.size[0],
+                "num_samples": case.size[1],
+                "prompt_tokens": known.prompt_tokens,
+                "max_requests": config.most_in_flight,
             },
             "lengths": {"median": lengths.median, "sigma": lengths.sigma, "max_tokens": max_tokens},
             "drafting": {"k": K, "methods": [head]},
             "costs": {"kind": "tables", "profile": str(profile)},
-        }, "",
-    )  # fmt: skip
+        },
+        "",
+    )
 
 
 def _blocks(head: DrafterConfig) -> dict[str, SpecrolloutConfig]:
@@ -245,12 +260,15 @@ def _head_quality(
     rollouts: Sequence[Rollout], sample_stats: Sequence[Sequence[dict[str, Any] | None]]
 ) -> tuple[float, float]:
     """Tokens a step over all requests, and the standard deviation of their acceptance's log-odds, less what chance adds."""
-    lengths, log_odds, chance = [], [], []
+    lengths = []
+    log_odds = []
+    chance = []
     num_tokens = num_steps = 0.0
     for of_workers, rollout in zip(zip(*sample_stats, strict=True), rollouts, strict=True):
         sample = next(s for s in of_workers if s is not None)
         steps = len(rollout.token_ids) - sample["num_accepted"]
-        num_tokens, num_steps = num_tokens + len(rollout.token_ids), num_steps + steps
+        num_tokens += len(rollout.token_ids)
+        num_steps += steps
         if steps >= _LEAST_STEPS:
             lengths.append(len(rollout.token_ids) / steps)
             p = min(max(acceptance_for(lengths[-1], K), 0.02), 0.98)
@@ -270,9 +288,12 @@ def _row(name: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     measured_s, predicted_s_ = (statistics.median(p[i] for p in pairs) for i in (0, 1))
     over_all = sum(p[1] for p in pairs) / sum(p[0] for p in pairs) - 1.0
     return {
-        "case": name, "measured_s": measured_s, "predicted_s": predicted_s_, "error": over_all,
+        "case": name,
+        "measured_s": measured_s,
+        "predicted_s": predicted_s_,
+        "error": over_all,
         "errors": [errors[0], statistics.median(errors), errors[-1]],
-    }  # fmt: skip
+    }
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -280,9 +301,12 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         low, middle, high = row["errors"]
         table.add_row(
-            row["case"], f"{row['measured_s']:.2f} s", f"{row['predicted_s']:.2f} s", f"{row['error']:+.0%}",
+            row["case"],
+            f"{row['measured_s']:.2f} s",
+            f"{row['predicted_s']:.2f} s",
+            f"{row['error']:+.0%}",
             f"{middle:+.0%} ({low:+.0%} to {high:+.0%})",
-        )  # fmt: skip
+        )
     return table
 
 

@@ -32,8 +32,14 @@ from nemo_specrollout.generation.engine.arguments import set_process_environment
 from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 NETWORK, LM_HEAD, SAMPLING, HEAD, HEAD_SAMPLING, OUR_WORK, REST = (
-    "network", "LM head", "sampling", "head", "head, sampling", "ours", "rest of vLLM",
-)  # fmt: skip
+    "network",
+    "LM head",
+    "sampling",
+    "head",
+    "head, sampling",
+    "ours",
+    "rest of vLLM",
+)
 STAGES = (NETWORK, LM_HEAD, SAMPLING, HEAD, HEAD_SAMPLING, OUR_WORK, REST)
 
 
@@ -62,7 +68,8 @@ class StageClock:
 
     def take(self) -> dict[str, float]:
         """Seconds by stage since the last call."""
-        seconds, self._seconds = self._seconds, defaultdict(float)
+        seconds = self._seconds
+        self._seconds = defaultdict(float)
         return seconds
 
     def _count(self) -> None:
@@ -96,16 +103,20 @@ class Profile:
         """Milliseconds of a step, whole and by stage, and tokens that a request gains in it."""
         steps = max(self.num_steps, 1)
         return {
-            "batch": self.batch, "num_steps": self.num_steps, "step_ms": 1e3 * self.seconds / steps,
+            "batch": self.batch,
+            "num_steps": self.num_steps,
+            "step_ms": 1e3 * self.seconds / steps,
             "tokens_per_step": self.num_tokens / steps / self.batch,
             "stages_ms": {name: 1e3 * value / steps for name, value in self.stages.items()},
-        }  # fmt: skip
+        }
 
 
 def watch(engine: RolloutEngine) -> StageClock:
     """Wraps the stages of an engine in this process."""
     worker = engine.run_in_worker(lambda worker: worker)
-    runner, drafting, clock = worker.model_runner, getattr(worker, "specrollout_router", None), StageClock()
+    runner = worker.model_runner
+    drafting = getattr(worker, "specrollout_router", None)
+    clock = StageClock()
     clock.wrap(runner.model, "forward", NETWORK)
     clock.wrap(runner.model, "compute_logits", LM_HEAD)
     clock.wrap(runner, "sample" if hasattr(runner, "sample") else "_sample", SAMPLING)
@@ -119,17 +130,21 @@ def watch(engine: RolloutEngine) -> StageClock:
 
 def profile(engine: RolloutEngine, clock: StageClock, requests: Sequence[RolloutRequest], batch: int) -> Profile:
     """Rolls out `requests`, `batch` at a time."""
-    generation, found = Generation(engine, requests, at_a_time=batch), Profile(batch)
+    generation = Generation(engine, requests, at_a_time=batch)
+    found = Profile(batch)
     reads_prompts, num_done, num_tokens = True, 0, 0
     clock.take()
     while not generation.is_done:
         started = time.perf_counter()
         generation.advance(0.0)
-        seconds, stages = time.perf_counter() - started, clock.take()
-        tokens_before, num_tokens = num_tokens, generation.num_tokens
+        seconds = time.perf_counter() - started
+        stages = clock.take()
+        tokens_before = num_tokens
+        num_tokens = generation.num_tokens
         if not reads_prompts and len(requests) - num_done >= batch:
             found.add(seconds, stages, num_tokens - tokens_before)
-        reads_prompts, num_done = generation.num_done > num_done, generation.num_done
+        reads_prompts = generation.num_done > num_done
+        num_done = generation.num_done
     return found
 
 
@@ -165,9 +180,13 @@ def main() -> None:
         stages = [f"{row['stages_ms'][name]:.1f}" for name in STAGES]
         per_token = row["step_ms"] / row["batch"] / max(row["tokens_per_step"], 1e-9)
         table.add_row(
-            row["mode"], str(row["batch"]), f"{row['step_ms']:.1f}", *stages, f"{row['tokens_per_step']:.2f}",
+            row["mode"],
+            str(row["batch"]),
+            f"{row['step_ms']:.1f}",
+            *stages,
+            f"{row['tokens_per_step']:.2f}",
             f"{per_token:.1f}",
-        )  # fmt: skip
+        )
     Console(width=150, highlight=False).print(table)
     write_facts(options.out / "step_profile.json", rows)
 

@@ -73,7 +73,8 @@ class TailBench:
     """Owns the pools and the coordinators of all ways."""
 
     def __init__(self, config: RunConfig, split: tuple[tuple[str, ...], ...]) -> None:
-        generation, model = config.policy.generation, Path(config.policy.model_name)
+        generation = config.policy.generation
+        model = Path(config.policy.model_name)
         block = replace(generation.specrollout, fastest_of_n=None)
         blocks = {"plain": SpecrolloutConfig(drafters=()), "all": block}
         if split:
@@ -179,9 +180,15 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
     for row in rows:
         over = ["{1:.2f} ({0:.2f}-{2:.2f})".format(*row[key]) for key in ("over_plain", "over_ours")]
-        table.add_row(row["way"], f"{row['seconds']:.2f}", *over,
-                      f"{row['idle_share']:.0%}", f"{row['moves']:.1f}", f"{row['races']:.1f}",
-                      f"{row['tokens_equal']:,} of {row['tokens_total']:,}")  # fmt: skip
+        table.add_row(
+            row["way"],
+            f"{row['seconds']:.2f}",
+            *over,
+            f"{row['idle_share']:.0%}",
+            f"{row['moves']:.1f}",
+            f"{row['races']:.1f}",
+            f"{row['tokens_equal']:,} of {row['tokens_total']:,}",
+        )
     return table
 
 

@@ -14,25 +14,37 @@ DRAFTERS_PLACE = "on this machine, one thread each, started and watched by the r
 
 def describe_local(prepared: Prepared) -> list[tuple[str, str]]:
     """Returns names and sentences that describe a local run."""
-    config, model = prepared.config, prepared.model_config
-    grpo, generation = config.grpo, config.policy.generation
-    samples, num_workers = grpo.samples_per_step, config.cluster.rollout_workers
+    config = prepared.config
+    model = prepared.model_config
+    grpo = config.grpo
+    generation = config.policy.generation
+    samples = grpo.samples_per_step
+    num_workers = config.cluster.rollout_workers
     processes = f"Megatron-Core in the run's own process, vLLM in {num_workers} others, which are Ray actors"
     lines = [
-        ("runtime", f"{config.runtime}: one machine's CPU, "
-                    f"{processes if num_workers > 1 else 'vLLM and Megatron-Core in one process'}"),
+        (
+            "runtime",
+            f"{config.runtime}: one machine's CPU, "
+            f"{processes if num_workers > 1 else 'vLLM and Megatron-Core in one process'}",
+        ),
         ("versions", ", ".join(f"{n} {v}" for n, v in installed_versions().items())),
         ("policy", f"{config.policy.model_name}: {sizes_in_words(model)}, {config.policy.precision}"),
         ("task", _describe_task(config.data)),
-        ("step", f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples = {samples} requests, "
-                 f"{samples // config.policy.train_global_batch_size} optimizer steps; {grpo.max_num_steps} steps in all"),
-        ("sampling", f"temperature {generation.temperature}, top_p {generation.top_p}, top_k {generation.top_k or 'off'}, "
-                     f"up to {generation.max_new_tokens} tokens"),
+        (
+            "step",
+            f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples = {samples} requests, "
+            f"{samples // config.policy.train_global_batch_size} optimizer steps; {grpo.max_num_steps} steps in all",
+        ),
+        (
+            "sampling",
+            f"temperature {generation.temperature}, top_p {generation.top_p}, top_k {generation.top_k or 'off'}, "
+            f"up to {generation.max_new_tokens} tokens",
+        ),
         *describe_speculation(generation.specrollout, generation.vllm_kwargs.get("speculative_config"), DRAFTERS_PLACE),
         ("engine", engine_in_words(generation.vllm_kwargs, on_gpu=False, is_eager=generation.vllm_cfg.enforce_eager)),
         *_describe_workers(generation.specrollout, num_workers),
         ("output", config.logger.log_dir),
-    ]  # fmt: skip
+    ]
     if prepared.placement:
         lines.append(("placement", prepared.placement))
     if prepared.ignored:

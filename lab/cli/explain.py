@@ -61,7 +61,8 @@ def _subject_of(tree: dict[str, Any]) -> Subject:
     """Returns what is known of a config. Raises ConfigError for a local config that not even `bench` can run."""
     if runtime_of(tree) == "nemo_rl":
         return describe_config(tree)
-    prepared, findings = prepare_local(tree), []
+    prepared = prepare_local(tree)
+    findings = []
     try:
         check_trainer(prepared)
     except ConfigError as error:
@@ -88,7 +89,8 @@ def _trap_lines(subject: Subject) -> Iterator[str]:
 def _show_predictions(subject: Subject, plan: Plan | None, parsed: argparse.Namespace, console: Console) -> list[str]:
     """Prints the sections that need measurements or a simulation; returns why the config cannot be simulated, if so."""
     is_local = runtime_of(subject.tree) == "local"
-    expected, errors = None, []
+    expected = None
+    errors = []
     if (parsed.profile if is_local else parsed.device) is not None:
         try:
             expected = as_configured(of_run(subject.tree, parsed), subject.block)
@@ -119,8 +121,10 @@ def _show_predictions(subject: Subject, plan: Plan | None, parsed: argparse.Name
 
 
 def _benefit_lines(expected: Comparison, parsed: argparse.Namespace) -> list[str]:
-    last, scenario = expected.steps[-1], expected.scenario
-    measured, roofline = f"times in {parsed.profile}", f"data sheet of {parsed.device}, a roofline"
+    last = expected.steps[-1]
+    scenario = expected.scenario
+    measured = f"times in {parsed.profile}"
+    roofline = f"data sheet of {parsed.device}, a roofline"
     return [
         f"as configured: rollout {expected.rollout_speedup(last):.2f}x plain, {last.rollout_s:.1f} s instead of "
         f"{expected.plain.rollout_s:.1f}; step {expected.speedup(last):.2f}x (a prediction)",
@@ -130,9 +134,11 @@ def _benefit_lines(expected: Comparison, parsed: argparse.Namespace) -> list[str
 
 def _ladder_lines(tree: Tree, block: SpecrolloutConfig, path: Path | None) -> Iterator[str]:
     """Yields the measured decode speeds of the engines' draft methods, from the given ladder or the config's own."""
-    field, racing = "--ladder", block.fastest_of_n
+    field = "--ladder"
+    racing = block.fastest_of_n
     if path is None and racing is not None and racing.ladder is not None:
-        field, path = FIELD, Path(racing.ladder)
+        field = FIELD
+        path = Path(racing.ladder)
     if path is None:
         return
     file = SpeedTableFile.read(path, field)
@@ -167,7 +173,8 @@ def _drafters_line(block: SpecrolloutConfig) -> str:
 
 def _show_window(scenario: Scenario, block: SpecrolloutConfig, console: Console) -> None:
     """Prints the predicted place of remote drafters, and the draft tokens of a request by the requests in its engine."""
-    rows, placed = drafted(scenario, block), Fleet(scenario).placement
+    rows = drafted(scenario, block)
+    placed = Fleet(scenario).placement
     if placed is not None:
         console.print(f"by the data sheet: {placed.in_words('GPU')}: {placed.speedup:.2f}x plain (estimate)")
     if rows:
@@ -195,14 +202,16 @@ def _racing_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iter
     if first is None:
         yield "when it begins: never in the simulated rollout; no move or race is worth it"
         return
-    without, counts = expected.steps[-2], with_racing.rollout
+    without = expected.steps[-2]
+    counts = with_racing.rollout
     steps = expected.scenario.training.num_steps if expected.scenario.training.mode == "async" else 1
     over = f" of {steps} steps" if steps > 1 else ""
     yield (
         f"when it begins: {first[0]:.1f} s into a simulated rollout{over}, with {first[1]:.0%} of its requests "
         f"finished; {counts.num_moves} moves and {counts.num_races} races in all"
     )
-    seconds, before = with_racing.rollout_s, without.rollout_s
+    seconds = with_racing.rollout_s
+    before = without.rollout_s
     yield f"what it brings: a rollout of {seconds:.1f} s instead of {before:.1f}, {before / seconds:.2f}x (a prediction)"
 
 

@@ -42,14 +42,16 @@ def bench(parsed: argparse.Namespace) -> int:
 def profile(parsed: argparse.Namespace) -> int:
     """Measures in one process for each number of threads, and writes the file. Raises ConfigError."""
     config = prepare(parsed.config, parsed.overrides).config
-    sizes, generation = _threads(parsed.threads), config.policy.generation
+    sizes = _threads(parsed.threads)
+    generation = config.policy.generation
     drafter = draft_model_of(generation.specrollout)
     raise_first_mistake("", (parsed.steps < 1, "--steps", f"{parsed.steps}; time at least one"))
     check_out(parsed.out)
     most = int(generation.vllm_kwargs.get("max_num_seqs", BATCHES[-1]))
     batches = tuple(batch for batch in BATCHES if batch <= most)
     spec = ProfileSpec(config.policy.model_name, generation, batches, parsed.steps)
-    console, measured = log_console(), dict[int, Measured]()
+    console = log_console()
+    measured = dict[int, Measured]()
     with progress_bar(console) as progress:
         bar = progress.add_task("starting", total=len(sizes) * len(MEASUREMENTS) * len(batches))
         for size in sizes:
@@ -102,7 +104,8 @@ def ladder(parsed: argparse.Namespace) -> int:
     """Measures how fast each draft method decodes, writes the file and prints it. Raises ConfigError."""
     config = prepare(parsed.config, parsed.overrides).config
     use_threads(config.cluster.threads)
-    task, console = config.data.dataset_name, log_console()
+    task = config.data.dataset_name
+    console = log_console()
     _check_ladder(config.policy.generation.specrollout, task, parsed)
     measured = _ladder_of(config, parsed, console)
     write_atomically(parsed.out, measured.to_json())
@@ -116,12 +119,15 @@ def _check_ladder(block: SpecrolloutConfig, task: str, parsed: argparse.Namespac
     has_drafters = block.enabled and block.drafters
     raise_first_mistake(
         "",
-        (parsed.task not in (None, task), "--task",
-         f"{parsed.task!r} is no task of the config{nearest(str(parsed.task), [task])}"),
+        (
+            parsed.task not in (None, task),
+            "--task",
+            f"{parsed.task!r} is no task of the config{nearest(str(parsed.task), [task])}",
+        ),
         (not has_drafters, f"{BLOCK_PATH}.drafters", "none is in effect, so there is nothing to rank; name some"),
         (parsed.rounds < 1, "--rounds", f"{parsed.rounds}; measure at least one"),
         (not 0.0 < parsed.seconds < float("inf"), "--seconds", f"{parsed.seconds}; it must be above 0"),
-    )  # fmt: skip
+    )
     for drafter in block.drafters:
         if not isinstance(drafter, RemoteDrafterConfig) or not drafter.addresses:
             check_model(drafter)
@@ -129,11 +135,12 @@ def _check_ladder(block: SpecrolloutConfig, task: str, parsed: argparse.Namespac
 
 
 def _ladder_of(config: RunConfig, parsed: argparse.Namespace, console: Console) -> SpeedTableFile:
-    from lab.local.speed_table_bench import WARM_UP_ROUNDS, SpeedTableBench, batches_up_to, methods_of
+    from lab.local.speed_table_bench import WARM_UP_ROUNDS, SpeedTableBench, batches_up_to, methods_to_measure
     from lab.local.step_rollout import load_tokenizer
     from lab.local.tasks import build_task
 
-    methods, batches = methods_of(config.policy.generation.specrollout), batches_up_to(config.most_in_flight)
+    methods = methods_to_measure(config.policy.generation.specrollout)
+    batches = batches_up_to(config.most_in_flight)
     tokenizer = load_tokenizer(Path(config.policy.model_name))
     console.print(f"{len(methods)} draft methods, an engine each; batch sizes {', '.join(map(str, batches))}")
     with progress_bar(console) as progress:

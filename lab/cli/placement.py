@@ -57,7 +57,8 @@ class Plan:
 
         `flags` replace fields of the `PlanRequest` that the config makes, except where they are None.
         """
-        request, tables = _request(tree, flags), CostTables.read(profile, "--profile")
+        request = _request(tree, flags)
+        tables = CostTables.read(profile, "--profile")
         shape = (request.batch, request.devices, request.acceptance, request.max_k, request.max_groups)
         return cls(place(tables, *shape), tables, request)
 
@@ -73,11 +74,13 @@ def _request(tree: dict[str, Any], flags: Mapping[str, Any]) -> PlanRequest:
     found: dict[str, Any]
     if runtime_of(tree) == "nemo_rl":
         batch = size_at(tree, "grpo.num_prompts_per_step") * size_at(tree, "grpo.num_generations_per_prompt")
-        block, policy = effective_config(tree) or SpecrolloutConfig(), str(at(tree, "policy.model_name", ""))
+        block = effective_config(tree) or SpecrolloutConfig()
+        policy = str(at(tree, "policy.model_name", ""))
         found = {"batch": batch, "devices": generating_gpus(tree), "policy": policy}
     else:
         config, _ = read_run_config(tree)
-        block, policy = config.policy.generation.specrollout, config.policy.model_name
+        block = config.policy.generation.specrollout
+        policy = config.policy.model_name
         found = {"batch": config.most_in_flight, "devices": os.cpu_count() or 1, "policy": policy, "max_groups": 1}
     given = {name: value for name, value in flags.items() if value is not None}
     try:
@@ -108,8 +111,21 @@ def _lines(placement: Placement, tables: CostTables, request: PlanRequest) -> li
 
 def _table(placement: Placement, tables: CostTables, boxed: bool) -> Table:
     """Returns the best option of each layout. `supply` is the share of a request's steps with a draft."""
-    names = ("mode", "groups", f"{tables.unit}s", "batch", "k", "ahead", "tok/step", "supply", "step ms",
-             "group tok/s", "tok/s", "vs plain", "bottleneck")  # fmt: skip
+    names = (
+        "mode",
+        "groups",
+        f"{tables.unit}s",
+        "batch",
+        "k",
+        "ahead",
+        "tok/step",
+        "supply",
+        "step ms",
+        "group tok/s",
+        "tok/s",
+        "vs plain",
+        "bottleneck",
+    )
     rows = map(_row, placement.layouts[:MAX_LISTED])
     return new_table(names, boxed=boxed, left=("mode", "bottleneck"), rows=rows)
 
@@ -118,7 +134,17 @@ def _row(o: Option) -> tuple[str, ...]:
     size = f"{o.verifier_size}+{o.drafter_size}" if o.drafter_size else str(o.verifier_size)
     rates = o.state.rates
     return (
-        o.mode, str(o.num_groups), size, str(o.batch), str(o.k) if o.k else "-", str(o.window) if o.window else "-",
-        f"{rates.num_tokens:.2f}", f"{rates.occupancy:.0%}" if o.k else "-", f"{1e3 * o.state.step_s:.1f}",
-        f"{o.group_tokens_per_s:.0f}", f"{o.tokens_per_s:.0f}", f"{o.speedup:.2f}x", o.bottleneck,
-    )  # fmt: skip
+        o.mode,
+        str(o.num_groups),
+        size,
+        str(o.batch),
+        str(o.k) if o.k else "-",
+        str(o.window) if o.window else "-",
+        f"{rates.num_tokens:.2f}",
+        f"{rates.occupancy:.0%}" if o.k else "-",
+        f"{1e3 * o.state.step_s:.1f}",
+        f"{o.group_tokens_per_s:.0f}",
+        f"{o.tokens_per_s:.0f}",
+        f"{o.speedup:.2f}x",
+        o.bottleneck,
+    )

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab.local.chat_templates import check_chat_template
-from lab.local.model_folder_check import check_model_folder, check_trainable, has_mtp_layers
+from lab.local.model_folder_check import check_chat_template, check_model_folder, check_trainable, has_mtp_layers
 from lab.local.run_config import RunConfig, check_prompt, read_run_config
 from lab.local.run_sections import PROCESSED_LOGPROBS
 from lab.placement.cost_tables import CostTables
@@ -78,7 +77,8 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
         )
     config, ignored = read_run_config(tree)
     _check_installed()
-    block, policy = config.policy.generation.specrollout, Path(config.policy.model_name)
+    block = config.policy.generation.specrollout
+    policy = Path(config.policy.model_name)
     _check_log_dir(Path(config.logger.log_dir))
     model_config = check_model(policy, config)
     for data in (config.data, *(workload.data for workload in config.bench.workloads)):
@@ -109,7 +109,8 @@ def prepare_run(tree: dict[str, Any]) -> Prepared:
 
 def check_trainer(prepared: Prepared) -> None:
     """Raises ConfigError for a config that the local trainer cannot train. `bench` can measure it."""
-    config, generation = prepared.config, prepared.config.policy.generation
+    config = prepared.config
+    generation = prepared.config.policy.generation
     try:
         check_trainable(Path(config.policy.model_name), prepared.model_config)
     except ValueError as error:
@@ -119,23 +120,31 @@ def check_trainer(prepared: Prepared) -> None:
     scores = "the local trainer scores samples of the whole distribution: set it to {}; NeMo-RL's trainer can"
     raise_first_mistake(
         "",
-        (config.data.dataset_name == "free_text", "data.dataset_name",
-         "free_text has no reward to train on; use it in bench.workloads"),
+        (
+            config.data.dataset_name == "free_text",
+            "data.dataset_name",
+            "free_text has no reward to train on; use it in bench.workloads",
+        ),
         (generation.top_p != 1.0, "policy.generation.top_p", f"{generation.top_p}; {scores.format(1.0)}"),
         (generation.top_k is not None, "policy.generation.top_k", f"{generation.top_k}; {scores.format('null')}"),
-        (mode != PROCESSED_LOGPROBS, "policy.generation.vllm_kwargs.logprobs_mode",
-         f"{mode!r}; the trainer scores samples at their temperature: remove it"),
-    )  # fmt: skip
+        (
+            mode != PROCESSED_LOGPROBS,
+            "policy.generation.vllm_kwargs.logprobs_mode",
+            f"{mode!r}; the trainer scores samples at their temperature: remove it",
+        ),
+    )
 
 
 def place_drafter(prepared: Prepared) -> Prepared:
     """Applies `placement: auto`, if the config has it. Raises ConfigError if its profile cannot be used."""
     config = prepared.config
-    generation, remote = config.policy.generation, config.policy.generation.specrollout.remote
+    generation = config.policy.generation
+    remote = config.policy.generation.specrollout.remote
     if remote is None or remote.placement != "auto":
         return prepared
     tables = CostTables.read(Path(str(remote.profile)), f"{BLOCK_PATH}.drafters.profile")
-    num_requests, threads = config.most_in_flight, int(os.environ.get("OMP_NUM_THREADS", config.cluster.threads))
+    num_requests = config.most_in_flight
+    threads = int(os.environ.get("OMP_NUM_THREADS", config.cluster.threads))
     option = choose(generation.specrollout, tables, num_requests, threads, os.cpu_count() or 1)
     block = placed(generation.specrollout, option)
     policy = replace(config.policy, generation=replace(generation, specrollout=block))
@@ -177,7 +186,8 @@ def check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
         model = check_model_folder(folder)
     except ValueError as error:
         raise ConfigError(f"policy.model_name: {error}") from error
-    longest, asked = model.get("max_position_embeddings"), config.policy.max_total_sequence_length
+    longest = model.get("max_position_embeddings")
+    asked = config.policy.max_total_sequence_length
     text = f"{asked} is beyond the model's max_position_embeddings {longest}; lower it"
     raise_first_mistake("policy", (longest is not None and asked > longest, "max_total_sequence_length", text))
     return model
@@ -185,17 +195,24 @@ def check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mapping[str, Any], length: int) -> None:
     """Raises ConfigError for drafters whose files do not fit policy or length, and for remote ones that cannot be reached."""
-    path, has_mtp = f"{BLOCK_PATH}.drafters", has_mtp_layers(model_config)
+    path = f"{BLOCK_PATH}.drafters"
+    has_mtp = has_mtp_layers(model_config)
     for drafter in block.drafters:
         is_elsewhere = isinstance(drafter, RemoteDrafterConfig) and drafter.addresses
         model = Path(getattr(drafter, "model", ""))
         raise_first_mistake(
             path,
-            (drafter.type == "mtp" and not has_mtp, "",
-             f"type mtp, but {policy}/config.json has no num_nextn_predict_layers; name another type"),
-            (isinstance(drafter, BlockDrafterConfig) and not model.is_dir(), "model",
-             f"folder {model} does not exist; name a checkpoint"),
-        )  # fmt: skip
+            (
+                drafter.type == "mtp" and not has_mtp,
+                "",
+                f"type mtp, but {policy}/config.json has no num_nextn_predict_layers; name another type",
+            ),
+            (
+                isinstance(drafter, BlockDrafterConfig) and not model.is_dir(),
+                "model",
+                f"folder {model} does not exist; name a checkpoint",
+            ),
+        )
         if isinstance(drafter, DraftModelDrafterConfig | RemoteDrafterConfig) and not is_elsewhere:
             _check_small_model(model, policy, drafter.type)
         elif str(model) != "." and model.is_dir():

@@ -13,7 +13,7 @@ from typing import Any
 from rich.progress import Progress, TaskID
 
 from lab.cli.prepare import check_model
-from lab.local.chat_templates import check_chat_template
+from lab.local.model_folder_check import check_chat_template
 from lab.local.run_config import RunConfig, read_run_config
 from nemo_specrollout.cli.command_line import check_out, use_threads
 from nemo_specrollout.cli.terminal import log_console, progress_bar
@@ -48,7 +48,8 @@ def rollouts(parsed: argparse.Namespace) -> int:
     else:
         prompts = _prompts_in(parsed.prompts, policy)
     fitting = [ids for ids in prompts if len(ids) < config.policy.max_total_sequence_length]
-    console, num_done = log_console(), _cut_to_whole_lines(parsed.out)
+    console = log_console()
+    num_done = _cut_to_whole_lines(parsed.out)
     if len(fitting) < len(prompts):
         console.print(f"{len(prompts) - len(fitting)} prompts fill the context: skipped")
     samples = [(p, s) for p in range(len(fitting)) for s in range(parsed.samples)]

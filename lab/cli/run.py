@@ -44,7 +44,8 @@ def run(parsed: argparse.Namespace) -> int:
     from lab.local.run_directory import CompleteRun, RunDirectory
     from lab.local.run_report import results_are_of, write_results
 
-    config, progress = prepared.config, Progress()
+    config = prepared.config
+    progress = Progress()
     path = Path(config.logger.log_dir)
     try:
         directory = RunDirectory(path, prepared.tree, config.grpo.max_num_steps)
@@ -65,7 +66,8 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
 
     Raises KeyboardInterrupt, ConfigError if the policy diverged, and OSError.
     """
-    started, ended = time.perf_counter(), None
+    started = time.perf_counter()
+    ended = None
     completed = False
     runner = _start(prepared, directory, progress)
     with RunInterrupts() as interrupts:

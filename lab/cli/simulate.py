@@ -113,7 +113,8 @@ def _account(boxed: bool) -> Table:
 
 
 def _lines(comparison: Comparison) -> list[str]:
-    scenario, best = comparison.scenario, comparison.best
+    scenario = comparison.scenario
+    best = comparison.best
     cluster = scenario.cluster
     notes = {"source": scenario.source, "calibrated": scenario.calibrated_from}
     return [
@@ -131,21 +132,42 @@ def comparison_table(comparison: Comparison, boxed: bool) -> Table:
     `generate` is the time that training waits for. `idle` is the idle share of all GPUs in a step. `peak` is the share of the
     engines' peak arithmetic that the response tokens need.
     """
-    names = ("variant", "step s", "speedup", "rollout s", "speedup", "generate", "log-prob", "train", "other", "idle", "peak",
-             "moves", "races")  # fmt: skip
+    names = (
+        "variant",
+        "step s",
+        "speedup",
+        "rollout s",
+        "speedup",
+        "generate",
+        "log-prob",
+        "train",
+        "other",
+        "idle",
+        "peak",
+        "moves",
+        "races",
+    )
     rows = [_row(comparison, step) for step in comparison.steps]
     return new_table(names, boxed=boxed, left=("variant",), rows=rows)
 
 
 def _row(comparison: Comparison, step: StepResult) -> tuple[str, ...]:
-    parts, peak = step.parts_s, comparison.peak_share(step)
+    parts = step.parts_s
+    peak = comparison.peak_share(step)
     main_parts = [parts[name] for name in ("generate", "log-prob", "train")]
     return (
-        step.variant, f"{step.step_s:.1f}", f"{comparison.speedup(step):.2f}x", f"{step.rollout_s:.1f}",
-        f"{comparison.rollout_speedup(step):.2f}x", *(f"{seconds:.1f}" for seconds in main_parts),
-        f"{step.step_s - sum(main_parts):.1f}", f"{step.idle_share:.0%}", "-" if peak is None else f"{peak:.1%}",
-        str(step.rollout.num_moves), str(step.rollout.num_races),
-    )  # fmt: skip
+        step.variant,
+        f"{step.step_s:.1f}",
+        f"{comparison.speedup(step):.2f}x",
+        f"{step.rollout_s:.1f}",
+        f"{comparison.rollout_speedup(step):.2f}x",
+        *(f"{seconds:.1f}" for seconds in main_parts),
+        f"{step.step_s - sum(main_parts):.1f}",
+        f"{step.idle_share:.0%}",
+        "-" if peak is None else f"{peak:.1%}",
+        str(step.rollout.num_moves),
+        str(step.rollout.num_races),
+    )
 
 
 def _write(folder: Path, comparison: Comparison) -> None:

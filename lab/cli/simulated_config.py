@@ -60,7 +60,9 @@ def of_nemo_rl(tree: Tree, device: str) -> Scenario:
         "model": str(at(tree, "policy.model_name", "")),
         "precision": "fp8" if at(tree, f"{VLLM_CFG}.precision") == "fp8" else "bf16",
         "cluster": {
-            "device": device, "num_gpus": all_gpus, "train_gpus": all_gpus - generating,
+            "device": device,
+            "num_gpus": all_gpus,
+            "train_gpus": all_gpus - generating,
             "gpus_per_engine": size_at(tree, f"{VLLM_CFG}.tensor_parallel_size"),
             "expert_parallel": size_at(tree, f"{VLLM_CFG}.expert_parallel_size") > 1,
         },
@@ -71,8 +73,10 @@ def of_nemo_rl(tree: Tree, device: str) -> Scenario:
         },
         "lengths": {"median": _MEDIAN_SHARE * max_tokens, "max_tokens": max_tokens, **_ASSUMED_LENGTHS},
         "drafting": _drafting(block),
-        "training": {"mode": "async", "lag": lag, "num_steps": max(12, 4 * (lag + 1))} if is_async else {"mode": "sync"},
-    }  # fmt: skip
+        "training": {"mode": "async", "lag": lag, "num_steps": max(12, 4 * (lag + 1))}
+        if is_async
+        else {"mode": "sync"},
+    }
     return _scenario(found, tree)
 
 
@@ -82,23 +86,27 @@ def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
     Contention of engines for the machine's memory and caches is not modelled.
     """
     size = min(curve.size for curve in CostTables.read(profile, "--profile").verify_s)
-    generation, num_engines = config.policy.generation, config.cluster.rollout_workers
+    generation = config.policy.generation
+    num_engines = config.cluster.rollout_workers
     found = {
         "title": f"{config.policy.model_name} on this machine, rollouts alone",
         "source": _SOURCE,
         "model": config.policy.model_name,
         "cluster": {"device": "measured", "num_gpus": num_engines * size, "gpus_per_engine": size},
         "batch": {
-            "num_prompts": config.grpo.num_prompts_per_step, "num_samples": config.grpo.num_generations_per_prompt,
-            "prompt_tokens": 16, "max_requests": config.most_in_flight,
+            "num_prompts": config.grpo.num_prompts_per_step,
+            "num_samples": config.grpo.num_generations_per_prompt,
+            "prompt_tokens": 16,
+            "max_requests": config.most_in_flight,
         },
         "lengths": {
-            "median": max(1.0, _MEDIAN_SHARE * generation.max_new_tokens), "max_tokens": generation.max_new_tokens,
+            "median": max(1.0, _MEDIAN_SHARE * generation.max_new_tokens),
+            "max_tokens": generation.max_new_tokens,
             **_ASSUMED_LENGTHS,
         },
         "drafting": _drafting(generation.specrollout),
         "costs": {"kind": "tables", "profile": str(profile)},
-    }  # fmt: skip
+    }
     return _scenario(found, tree)
 
 

@@ -21,7 +21,6 @@ import torch
 from lab.gpu.geometries import VOCAB_SIZE, model_folder
 from lab.gpu.gpu_speed import PROMPT_LENGTH, plain_step_ms, random_requests, start_random
 from lab.gpu.gpu_stage import GIB, QUICK_GRAPHS, SEED, STOCK, Findings, block
-from lab.gpu.prediction import predicted
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.participant import Drafter, Put
@@ -69,7 +68,8 @@ class OracleDrafter(Drafter):
 
     def __init__(self, num_slots: int, longest: int, device: torch.device) -> None:
         """Knows no text yet; `longest` is the number of tokens of the longest."""
-        self._device, self._longest = device, longest
+        self._device = device
+        self._longest = longest
         self._text_of_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._columns_K = torch.arange(MAX_DRAFTS, device=device)
         self._number_of: dict[int, int] = {}
@@ -98,7 +98,8 @@ class OracleDrafter(Drafter):
 
     def propose(self, texts: Texts, out: Proposals) -> None:
         slots_B = texts.slots_B.long()
-        num_requests, text_of_B = len(slots_B), self._text_of_S[slots_B]
+        num_requests = len(slots_B)
+        text_of_B = self._text_of_S[slots_B]
         start_B = texts.total_len_S[slots_B].long().clamp_(max=self._longest)
         out.tokens_BK[:num_requests] = self._drafts_NL[text_of_B[:, None], start_B[:, None] + self._columns_K]
         out.levels_BK[:num_requests] = NUM_LEVELS - 1
@@ -135,22 +136,29 @@ class ForcedEngine:
 
     def measure(self, requests: Sequence[RolloutRequest]) -> dict[str, float]:
         """Returns the figures of the decode steps in which all requests ran."""
-        engine, batch = self.engine, len(requests)
-        before = engine.stats(first_step=None)
+        engine = self.engine
+        batch = len(requests)
+        before = engine.counters()
         engine.generate(requests)
         assert before is not None
         stats = engine.stats(before.num_steps)
         assert stats is not None
         column = stats.trace.column
         is_full_S = (column("is_decode") > 0) & (column("num_requests") == batch)
-        seconds, num_steps = column("seconds")[is_full_S].sum(), max(int(is_full_S.sum()), 1)
-        rows, accepted = column("num_rows")[is_full_S].sum(), column("accepted_suffix")[is_full_S].sum()
-        tried, right = stats.proposed[0][0] - before.proposed[0][0], stats.accepted[0][0] - before.accepted[0][0]
+        seconds = column("seconds")[is_full_S].sum()
+        num_steps = max(int(is_full_S.sum()), 1)
+        rows = column("num_rows")[is_full_S].sum()
+        accepted = column("accepted_suffix")[is_full_S].sum()
+        tried = stats.proposed[0][0] - before.proposed[0][0]
+        right = stats.accepted[0][0] - before.accepted[0][0]
         return {
-            "ms a step": 1e3 * seconds / num_steps, "rows": rows / num_steps, "drafts": rows / num_steps / batch - 1,
-            "tokens a second": (batch * num_steps + accepted) / seconds, "first drafts": tried,
+            "ms a step": 1e3 * seconds / num_steps,
+            "rows": rows / num_steps,
+            "drafts": rows / num_steps / batch - 1,
+            "tokens a second": (batch * num_steps + accepted) / seconds,
+            "first drafts": tried,
             "right": right / max(tried, 1),
-        }  # fmt: skip
+        }
 
 
 def speed(findings: Findings) -> None:
@@ -171,14 +179,17 @@ def speed_experts(findings: Findings) -> None:
 def _measure(findings: Findings, geometry: str, kv_cache_bytes: int, extent: Extent = Extent()) -> None:
     """Notes plain steps, then cells of rate and number of requests, then steps of stock vLLM, as far as the time allows."""
     extent = findings.size(extent, TINY)
-    options: dict[str, Any] = {"max_num_seqs": max(extent.batches), "length": PROMPT_LENGTH + extent.length,
-                               "kv_cache_memory_bytes": kv_cache_bytes}  # fmt: skip
+    options: dict[str, Any] = {
+        "max_num_seqs": max(extent.batches),
+        "length": PROMPT_LENGTH + extent.length,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+    }
     if torch.cuda.is_available():
         quick = {**QUICK_GRAPHS, "cudagraph_capture_sizes": CAPTURE_SIZES}
         options["compilation_config"] = {} if extent.is_compiled else quick
     requests = random_requests(max(extent.batches), extent.length)
     with model_folder(geometry) as folder:
-        _measure_ours(findings, extent, geometry, ForcedEngine(folder, options), requests)
+        _measure_ours(findings, extent, ForcedEngine(folder, options), requests)
         gc.collect()  # the weights must be gone before they are loaded again
         torch.cuda.empty_cache()
         if findings.seconds_left > extent.stock_s / 2:
@@ -189,15 +200,13 @@ def _measure(findings: Findings, geometry: str, kv_cache_bytes: int, extent: Ext
             engine.close()
 
 
-def _measure_ours(
-    findings: Findings, extent: Extent, geometry: str, forced: ForcedEngine, requests: Sequence[RolloutRequest]
-) -> None:
+def _measure_ours(findings: Findings, extent: Extent, forced: ForcedEngine, requests: Sequence[RolloutRequest]) -> None:
     plain = _plain(findings, forced, requests, extent)
     for rate in extent.rates:
         forced.oracle.force(rate)
         for batch in extent.batches:
             if findings.seconds_left > extent.stock_s:
-                _cell(findings, forced, extent.fixed, (geometry, rate, batch), requests[:batch], plain[batch])
+                _cell(findings, forced, extent.fixed, rate, requests[:batch], plain[batch])
     forced.engine.close()
 
 
@@ -222,13 +231,12 @@ def _cell(
     findings: Findings,
     forced: ForcedEngine,
     fixed: Sequence[int],
-    cell: tuple[str, float, int],
+    rate: float,
     requests: Sequence[RolloutRequest],
     plain_tokens_per_s: float,
 ) -> None:
     """Notes the automatic budget and these fixed numbers of drafts, for one rate and number of requests."""
-    geometry, rate, batch = cell
-    name = f"{batch} requests, p {rate:g}"
+    name = f"{len(requests)} requests, p {rate:g}"
     forced.use_budget(AUTO)
     forced.measure(requests)  # learns acceptance and step times
     auto = _noted(findings, f"{name}, auto", forced.measure(requests), plain_tokens_per_s)
@@ -247,14 +255,7 @@ def _cell(
         "best fixed": best,
         "its over plain": gains[best],
     }
-    findings.note(name, {**row, **_predicted(geometry, rate, batch)}, AGAINST_FIXED)
-
-
-def _predicted(geometry: str, rate: float, batch: int) -> dict[str, float]:
-    """Returns the speed-up that the simulator predicted before any run; empty for a rehearsal's geometry."""
-    if geometry.startswith("tiny"):
-        return {}
-    return {"predicted over plain": predicted(geometry, rate, batch).over_plain}
+    findings.note(name, row, AGAINST_FIXED)
 
 
 def _noted(findings: Findings, name: str, figures: dict[str, float], plain_tokens_per_s: float) -> dict[str, float]:

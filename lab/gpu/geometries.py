@@ -11,25 +11,59 @@ from typing import Any
 VOCAB_SIZE = 151_936
 """Tokens of the vocabulary of every Qwen3."""
 _COMMON: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 40_960, "rope_theta": 1e6,
-    "dtype": "bfloat16", "eos_token_id": 151_645, "attention_bias": False, "vocab_size": VOCAB_SIZE,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1e6,
+    "dtype": "bfloat16",
+    "eos_token_id": 151_645,
+    "attention_bias": False,
+    "vocab_size": VOCAB_SIZE,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 _EXPERTS: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 GEOMETRIES: dict[str, dict[str, Any]] = {
-    "Qwen3-0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-                   "tie_word_embeddings": True},
+    "Qwen3-0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
     "Qwen3-8B": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "Qwen3-30B-A3B": {**_EXPERTS, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-                      "num_attention_heads": 32, "num_key_value_heads": 4},
+    "Qwen3-30B-A3B": {
+        **_EXPERTS,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8},
-    "tiny experts": {**_EXPERTS, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                     "num_attention_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-}  # fmt: skip
+    "tiny experts": {
+        **_EXPERTS,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
+}
 """Options that differ from model to model. The tiny models are for rehearsals."""
 
 

@@ -116,7 +116,8 @@ def _machine(options: argparse.Namespace) -> Machine:
 def _results(options: argparse.Namespace, found: Machine, until: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the result of each item, as soon as it is known. No item runs on after the time `until`."""
     for name in options.items:
-        item, left_s = ITEMS[name], until - time.monotonic()
+        item = ITEMS[name]
+        left_s = until - time.monotonic()
         reason = item.not_on_cpu if options.rehearse else reason_to_skip(item, left_s, found)
         if reason:
             yield name, {"outcome": "skipped", "reason": reason}
@@ -168,7 +169,8 @@ def _tell_progress(process: "subprocess.Popen[bytes]", file: Path, started: floa
         new = [(title, name) for title, rows in known.items() for name in rows if (title, name) not in shown]
         if new or now - told > PATIENCE:
             print(f"  {now - started:4.0f} s  {'; '.join(name for _, name in new)[:110] or '...'}", flush=True)
-            shown, told = shown | set(new), now
+            shown = shown | set(new)
+            told = now
 
 
 def _run_here(options: argparse.Namespace) -> int:

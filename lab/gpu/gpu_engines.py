@@ -32,7 +32,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 MAX_PARTED = 1e-4
 """Share of tokens at which a response may part from plain decoding in float32: near ties go either way by rounding."""
-PLAIN, TEXT, EAGLE3 = block(), block("suffix", "ngram"), block("eagle3")
+PLAIN = block()
+TEXT = block("suffix", "ngram")
+EAGLE3 = block("eagle3")
 RANDOM = block("suffix", "ngram", "eagle3", budget=RANDOM_BUDGET)
 ALL = block("suffix", "ngram", "eagle3")
 
@@ -49,7 +51,8 @@ def graphs(findings: Findings) -> None:
 
 def _compare_tokens(findings: Findings, ways: dict[str, SpecrolloutConfig], eager: bool) -> None:
     """Compares each way with the first."""
-    requests, expected = task_requests(*findings.size((12, 4), (2, 2))), dict[str, list[Rollout]]()
+    requests = task_requests(*findings.size((12, 4), (2, 2)))
+    expected = dict[str, list[Rollout]]()
     for way, specrollout in ways.items():
         engine = start_engine(POLICY, specrollout, eager=eager)
         for name, sampling in SAMPLINGS.items():
@@ -125,7 +128,8 @@ def head(findings: Findings) -> None:
 
 def sleep(findings: Findings) -> None:
     """Measures memory awake and asleep, and compares tokens after waking, and after loading the same weights again."""
-    requests, can_sleep = task_requests(*findings.size((8, 2), (2, 2))), torch.cuda.is_available()
+    requests = task_requests(*findings.size((8, 2), (2, 2)))
+    can_sleep = torch.cuda.is_available()
     engine = start_engine(POLICY, TEXT, eager=False, enable_sleep_mode=can_sleep)
     before = engine.generate(requests)
     for level in (1, 2):

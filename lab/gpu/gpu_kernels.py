@@ -68,7 +68,8 @@ def _launch_times(launch: Callable[[], Any], repeats: int = 50) -> dict[str, Any
     """Returns the microseconds of a launch from Python, and in a CUDA graph."""
 
     def measured(call: Callable[[], Any]) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         for _ in range(3):
             call()
         start.record()

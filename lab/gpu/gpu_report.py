@@ -40,9 +40,11 @@ class Report:
         """Reads the file, if there is one to be continued."""
         self._file = file
         facts = {
-            "machine": dict(machine), "is_rehearsal": is_rehearsal, "commit": checkout_commit(),
+            "machine": dict(machine),
+            "is_rehearsal": is_rehearsal,
+            "commit": checkout_commit(),
             "versions": dict(installed_versions()),
-        }  # fmt: skip
+        }
         known = read(file) or {}
         is_same = {name: known.get(name) for name in facts} == facts
         self.items: dict[str, Result] = known["items"] if is_same else {}

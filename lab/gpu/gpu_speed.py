@@ -39,7 +39,8 @@ def start_random(folder: Path, specrollout: SpecrolloutConfig, **kwargs: Any) ->
 
 def overhead(findings: Findings) -> None:
     """Measures steps of a small model, where our part is largest: stock vLLM, our sampler alone, and useless drafters."""
-    batches, length = findings.size((1, 32, 64), (1, 2)), findings.size(64, 8)
+    batches = findings.size((1, 32, 64), (1, 2))
+    length = findings.size(64, 8)
     with model_folder(findings.size("Qwen3-0.6B", "tiny")) as folder:
         for way, specrollout in WAYS.items():
             engine = start_random(folder, specrollout)
@@ -58,7 +59,8 @@ def plain_step_ms(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> 
 
     All responses have one length. The first steps read prompts and the last ones wait, so neither counts.
     """
-    generation, ended = Generation(engine, requests), []
+    generation = Generation(engine, requests)
+    ended = []
     while not generation.is_done:
         generation.advance(0.0)
         ended.append(time.perf_counter())
@@ -68,13 +70,16 @@ def plain_step_ms(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> 
 
 def _profile(findings: Findings, way: str, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
     """Notes launches, copies and waits of a step on the host, and the share of time in which the GPU works."""
-    has_gpu, activities = torch.cuda.is_available(), [torch.profiler.ProfilerActivity.CPU]
-    steps, started = engine.num_steps, time.perf_counter()
+    has_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    steps = engine.num_steps
+    started = time.perf_counter()
     with torch.profiler.profile(activities=activities + [torch.profiler.ProfilerActivity.CUDA] * has_gpu) as profiler:
         engine.generate(requests)
         if has_gpu:
             torch.cuda.synchronize()
-    seconds, num_steps = time.perf_counter() - started, engine.num_steps - steps
+    seconds = time.perf_counter() - started
+    num_steps = engine.num_steps - steps
     calls, kernels, busy_us = _events(profiler)
     summary = {"GPU works": busy_us / (1e6 * seconds), "launches a step": kernels.total() / num_steps}
     findings.note(way, summary | {name: count / num_steps for name, count in calls.most_common(6)}, "profile")
@@ -84,7 +89,9 @@ def _profile(findings: Findings, way: str, engine: RolloutEngine, requests: Sequ
 
 def _events(profiler: torch.profiler.profile) -> tuple[Counter[str], Counter[str], float]:
     """Returns calls of the host by name, kernels of the GPU by name, and the microseconds of the latter."""
-    calls, kernels, busy_us = Counter[str](), Counter[str](), 0.0
+    calls = Counter[str]()
+    kernels = Counter[str]()
+    busy_us = 0.0
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             busy_us += event.device_time

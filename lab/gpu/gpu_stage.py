@@ -21,7 +21,8 @@ from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.storage.files import write_atomically
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
-POLICY, HEAD = MODELS / "step_adder", MODELS / "step_adder_eagle3"
+POLICY = MODELS / "step_adder"
+HEAD = MODELS / "step_adder_eagle3"
 SEED = 7
 QUICK_GRAPHS: dict[str, Any] = {
     "mode": 0,
@@ -41,7 +42,9 @@ class Findings:
 
     def __init__(self, file: Path, is_rehearsal: bool, seconds: float) -> None:
         """`seconds` is the time that the item may take."""
-        self._file, self.is_rehearsal, self._until = file, is_rehearsal, time.monotonic() + seconds
+        self._file = file
+        self.is_rehearsal = is_rehearsal
+        self._until = time.monotonic() + seconds
         self.tables: dict[str, dict[str, dict[str, Any]]] = {}
         self.problems: list[str] = []
 
@@ -123,14 +126,19 @@ def timed(
     engine: RolloutEngine, requests: Sequence[RolloutRequest], **sampling: Any
 ) -> tuple[list[Rollout], dict[str, Any]]:
     """Returns responses and the figures of their generation: tokens, steps, time, and drafts if there were any."""
-    (proposed, accepted), steps, started = verified(engine), engine.num_steps, time.perf_counter()
+    proposed, accepted = verified(engine)
+    steps = engine.num_steps
+    started = time.perf_counter()
     rollouts = engine.generate(requests, **sampling)
-    seconds, num_steps = time.perf_counter() - started, engine.num_steps - steps
+    seconds = time.perf_counter() - started
+    num_steps = engine.num_steps - steps
     num_tokens = sum(len(r.token_ids) for r in rollouts)
     figures: dict[str, Any] = {
-        "tokens": num_tokens, "steps": num_steps, "ms a step": 1e3 * seconds / num_steps,
+        "tokens": num_tokens,
+        "steps": num_steps,
+        "ms a step": 1e3 * seconds / num_steps,
         "tokens a second": num_tokens / seconds,
-    }  # fmt: skip
+    }
     now_proposed, now_accepted = verified(engine)
     if now_proposed > proposed:
         figures |= {"drafts": now_proposed - proposed, "accepted": now_accepted - accepted}
@@ -139,8 +147,8 @@ def timed(
 
 def verified(engine: RolloutEngine) -> tuple[int, int]:
     """Returns the draft tokens that the engine has verified and accepted since its start."""
-    stats = engine.stats(first_step=None)
-    return (0, 0) if stats is None else (stats.num_proposed, stats.num_accepted)
+    counters = engine.counters()
+    return (0, 0) if counters is None else (counters.num_proposed, counters.num_accepted)
 
 
 def divergence(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple[int, int]:

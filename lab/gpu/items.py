@@ -42,7 +42,10 @@ def smollm2() -> Path:
 
 ITEMS = {
     "kernels": Item(
-        "gpu_kernels.kernels", 60, "drafting and acceptance against their numba bodies; microseconds of a launch", 4,
+        "gpu_kernels.kernels",
+        60,
+        "drafting and acceptance against their numba bodies; microseconds of a launch",
+        4,
         needs_vllm=False,
     ),
     "sampling": Item("gpu_kernels.sampling", 35, "sampling of rows and drafts against vLLM's functions", 4),
@@ -59,15 +62,19 @@ ITEMS = {
     "real": Item(
         "real_model.real", 60, "SmolLM2-135M with its head and text drafters, against stock vLLM", model=smollm2
     ),
-    "speed_experts": Item("forced_acceptance.speed_experts", 150, "what right drafts bring; shape of Qwen3-30B-A3B", 74,
-                          has_experts=True),
+    "speed_experts": Item(
+        "forced_acceptance.speed_experts", 150, "what right drafts bring; shape of Qwen3-30B-A3B", 74, has_experts=True
+    ),
     "batch_invariant": Item(
-        "gpu_engines.bf16", 55, "bf16 with VLLM_BATCH_INVARIANT=1", environment={"VLLM_BATCH_INVARIANT": "1"},
+        "gpu_engines.bf16",
+        55,
+        "bf16 with VLLM_BATCH_INVARIANT=1",
+        environment={"VLLM_BATCH_INVARIANT": "1"},
         not_on_cpu="vLLM's attention on a CPU has no such mode; `bf16` is the same code",
     ),
     "speed_compiled": Item("forced_acceptance.speed_compiled", 200, "`speed` in engines that vLLM compiles", 38),
     "compiled": Item("gpu_engines.compiled", 90, "one engine with torch.compile and all graphs"),
-}  # fmt: skip
+}
 
 
 def reason_to_skip(item: Item, left_s: float, machine: Machine) -> str:

@@ -61,7 +61,9 @@ class DraftingStep:
 
     def __init__(self, num_requests: int, device: torch.device, kernels: ModuleType, on_host: bool = False) -> None:
         """Creates the board and the texts. `on_host`: texts lie in pinned memory of the host, as vLLM keeps them."""
-        self._rng, self._device, self._number = np.random.default_rng(num_requests), device, 0
+        self._rng = np.random.default_rng(num_requests)
+        self._device = device
+        self._number = 0
         shape = BoardShape(num_requests, K)
         self.board = DraftBoard(_DRAFTERS, np.tile(LEVEL_PRIORS, (len(_DRAFTERS), 1)), shape, device, _MODEL)
         self.board.use_kernels(kernels)
@@ -85,7 +87,8 @@ class DraftingStep:
 
     def draw_inputs(self) -> None:
         """Sets the inputs of the next step: its rows, the tokens that it sampled, and the drafts of the model."""
-        num_requests, tables = len(self.texts.slots_B), self.board.tables
+        num_requests = len(self.texts.slots_B)
+        tables = self.board.tables
         slots_B = self._rng.permutation(num_requests)
         slots_B[0] = -1 if num_requests > 1 else 0  # rows that pad a CUDA graph have no slot
         self.texts = self.texts._replace(slots_B=torch.from_numpy(slots_B).to(self._device))
@@ -132,10 +135,8 @@ def compare_drafting(num_requests: int, device: torch.device, on_host: bool = Fa
     from nemo_specrollout.drafters import step_triton
 
     result = Compared()
-    theirs, ours = (
-        DraftingStep(num_requests, CPU, step_bodies),
-        DraftingStep(num_requests, device, step_triton, on_host),
-    )
+    theirs = DraftingStep(num_requests, CPU, step_bodies)
+    ours = DraftingStep(num_requests, device, step_triton, on_host)
     for i in range(num_steps):
         for part in (DraftingStep.observe, DraftingStep.choose):
             part(theirs)
@@ -196,7 +197,8 @@ def compare_row_sampling(num_requests: int, device: torch.device, num_vocab: int
     num_rows = int(starts_B1[-1])
     requests_R = torch.repeat_interleave(torch.arange(num_requests), starts_B1.diff())
     logits_RV = _logits(num_rows, num_vocab).to(device)
-    temperature_S, seeds_S = torch.full((num_requests,), 0.8), torch.arange(num_requests) * 977
+    temperature_S = torch.full((num_requests,), 0.8)
+    seeds_S = torch.arange(num_requests) * 977
     keys = RowKeys(*(t.to(device) for t in (requests_R, temperature_S, seeds_S, torch.arange(num_rows) + 100)))
     scored = Logits(logits_RV, True)
     sampled_R = compat.draw(logits_RV, *keys, apply_temperature=True)
@@ -217,9 +219,12 @@ def compare_row_sampling(num_requests: int, device: torch.device, num_vocab: int
 
 def _drawn(drawn: Any) -> dict[str, torch.Tensor]:
     return {
-        "tokens_R": drawn.tokens_R, "logprobs": drawn.logprobs.logprobs,
-        "ranks": drawn.logprobs.selected_token_ranks, "emitted_BK": drawn.emitted_BK, "counts_B": drawn.counts_B,
-    }  # fmt: skip
+        "tokens_R": drawn.tokens_R,
+        "logprobs": drawn.logprobs.logprobs,
+        "ranks": drawn.logprobs.selected_token_ranks,
+        "emitted_BK": drawn.emitted_BK,
+        "counts_B": drawn.counts_B,
+    }
 
 
 def _logits(num_rows: int, num_vocab: int) -> torch.Tensor:
@@ -236,9 +241,11 @@ def compare_draft_sampling(num_requests: int, device: torch.device, num_vocab: i
     from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
     from nemo_specrollout.generation.engine.compat import draw
 
-    logits_BV, slots_B = _logits(num_requests, num_vocab).to(device), torch.arange(num_requests, device=device)
+    logits_BV = _logits(num_requests, num_vocab).to(device)
+    slots_B = torch.arange(num_requests, device=device)
     keys = (slots_B, torch.ones(num_requests, device=device), slots_B * 977, slots_B + 100)
-    levels_BK, column = torch.zeros(num_requests, K, dtype=torch.int8, device=device), torch.tensor(1, device=device)
+    levels_BK = torch.zeros(num_requests, K, dtype=torch.int8, device=device)
+    column = torch.tensor(1, device=device)
     some_V = torch.arange(0, num_vocab, 8, device=device)
     masked_BV = torch.full_like(logits_BV, -torch.inf).index_copy_(1, some_V, logits_BV[:, some_V])
 

@@ -37,15 +37,19 @@ def look() -> Machine:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for a CPU"
         return Machine({}, gpu_problem=f"There is no CUDA GPU that torch can use; torch is {built}.")
     try:
-        properties, (free, total) = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info()
+        properties = torch.cuda.get_device_properties(0)
+        free, total = torch.cuda.mem_get_info()
         torch.ones(8, device="cuda").sum().item()  # fails if the driver is too old, or torch has no kernels for the GPU
     except Exception as error:
         return Machine({}, gpu_problem=f"torch cannot use the GPU: {_in_one_line(error)}.")
     capability = f"{properties.major}.{properties.minor}"
     facts = {
-        "GPU": properties.name, "compute capability": capability, "GiB": f"{total / GIB:.1f}",
-        "driver": next(iter(driver_lines()), "unknown").rsplit(", ", 1)[-1], "torch": torch.__version__,
-    }  # fmt: skip
+        "GPU": properties.name,
+        "compute capability": capability,
+        "GiB": f"{total / GIB:.1f}",
+        "driver": next(iter(driver_lines()), "unknown").rsplit(", ", 1)[-1],
+        "torch": torch.__version__,
+    }
     problem = _vllm_problem(f"{properties.name}, compute capability {capability}")
     return Machine(facts, free / GIB, "", problem, hasattr(torch.ops._moe_C, "topk_softmax"))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares refresh triggers on a drifting policy: replays a recorded run once for each trigger.
+"""Compares ways to refresh a head on a drifting policy: replays a recorded run once for each of them.
 
-Tokens do not depend on the head, so the policy does not either. One run with `draft_refresh.trigger: never` records everything
-that a head could have learned from. Then each trigger can be replayed on exactly the same policies.
+Tokens do not depend on the head, so the policy does not either. One run with `logger.record_for_replay: true` records
+everything that a head could have learned from. Then each way to refresh can be replayed on exactly the same policies.
 
     python -m lab.heads.drift RUN --head FOLDER --out DIR
 """
@@ -45,9 +45,11 @@ TRAINING_TOKENS = 30_000
 """Most tokens that a refresh trains on."""
 HELD_OUT_TOKENS = 5_000
 """Most tokens that judge a refresh."""
+LONGER_THAN_ANY_RUN = 1_000_000
+"""Steps."""
 TRIGGERS: dict[str, DraftRefreshConfig] = {
-    "frozen": DraftRefreshConfig("never"),
-    "every step": DraftRefreshConfig("every_step", max_time_share=1.0),
+    "frozen": DraftRefreshConfig("interval", interval=LONGER_THAN_ANY_RUN),
+    "every step": DraftRefreshConfig("interval", interval=1, max_time_share=1.0),
     "every 8 steps": DraftRefreshConfig("interval", interval=8, max_time_share=1.0),
     "when it pays": DraftRefreshConfig("auto"),
 }
@@ -94,7 +96,8 @@ def replay(
 
     `num_steps` is the number of optimizer steps of each refresh, and `head` the folder of the first head.
     """
-    recorded, unused = recording.config.policy, HeadFolder(recording.folder / "replay")
+    recorded = recording.config.policy
+    unused = HeadFolder(recording.folder / "replay")
     block = SpecrolloutConfig(
         drafters=(Eagle3DrafterConfig(model=str(head)),), num_speculative_tokens=num_drafts, draft_refresh=config
     )
@@ -170,7 +173,7 @@ def _smooth(values: list[float], width: int = 5) -> list[float]:
 def main() -> None:
     """Replays a recorded run for each of `TRIGGERS`; writes `drift.json` and `drift.png`, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run directory, recorded with draft_refresh.trigger: never")
+    parser.add_argument("run", type=Path, help="run directory, recorded with logger.record_for_replay: true")
     parser.add_argument("--head", type=Path, required=True, help="head in service at the start")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each refresh")
@@ -193,9 +196,13 @@ def main() -> None:
     for name, lines in curves.items():
         s = summary(lines)
         table.add_row(
-            name, f"{s['acceptance_length']:.3f}", f"{s['acceptance_length_last_quarter']:.3f}", str(s["refreshes"]),
-            str(s["published"]), f"{s['training_s']:.0f} s",
-        )  # fmt: skip
+            name,
+            f"{s['acceptance_length']:.3f}",
+            f"{s['acceptance_length_last_quarter']:.3f}",
+            str(s["refreshes"]),
+            str(s["published"]),
+            f"{s['training_s']:.0f} s",
+        )
     Console(highlight=False).print(table)
 
 

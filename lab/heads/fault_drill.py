@@ -116,7 +116,8 @@ def material_of(recording: Recording) -> Material:
     held = recording.newest(LAST_VERSION, True, HELD_OUT_TOKENS + TRUTH_TOKENS)
     tokens, split = 0, 0
     while tokens < HELD_OUT_TOKENS:
-        tokens, split = tokens + held[split].num_tokens, split + 1
+        tokens += held[split].num_tokens
+        split += 1
     return Material(recording.newest(LAST_VERSION, False, TRAINING_TOKENS), held[:split], held[split:])
 
 
@@ -126,29 +127,40 @@ def drill_refresh(
     """Runs a refresh with a fault. Returns the gate's decision and the candidate's true gain in acceptance length."""
     damage = DATA_FAULTS.get(fault, lambda f: f)
     settings = TrainingSettings(
-        learning_rate=30.0 if fault == DIVERGED else 1e-3, schedule="constant", warmup_steps=0, ttt_steps=NUM_DRAFTS,
-        batch_tokens=256, max_grad_norm=1e9 if fault == DIVERGED else 1.0, seed=seed,
-    )  # fmt: skip
+        learning_rate=30.0 if fault == DIVERGED else 1e-3,
+        schedule="constant",
+        warmup_steps=0,
+        ttt_steps=NUM_DRAFTS,
+        batch_tokens=256,
+        max_grad_norm=1e9 if fault == DIVERGED else 1.0,
+        seed=seed,
+    )
     judge = Judge(PublishGate(), NUM_DRAFTS)
     data = RefreshData([damage(f) for f in material.training], material.held_out)
     refresh = refresh_head(head, head, data, settings, Budget(steps=8), judge)
-    published, reason = refresh.published, refresh.reason
+    published = refresh.published
+    reason = refresh.reason
     if fault in HEAD_FAULTS:
         HEAD_FAULTS[fault](refresh.candidate)
         judgement = judge.compare(refresh.candidate, head, material.held_out)
-        published, reason = judgement.decision.published, judgement.decision.reason
+        published = judgement.decision.published
+        reason = judgement.decision.reason
     if published:
         save_head(refresh.candidate, out)
         try:
             check_head(out, policy)
         except ValueError as error:
-            published, reason = False, f"refused: {error}"
+            published = False
+            reason = f"refused: {error}"
     lengths = [measure_acceptance(h, material.truth, NUM_DRAFTS).expected_length for h in (refresh.candidate, head)]
     difference = lengths[0] - lengths[1]
     return {
-        "fault": fault, "published": published, "reason": reason, "true_difference": difference,
+        "fault": fault,
+        "published": published,
+        "reason": reason,
+        "true_difference": difference,
         "worse": not difference > -WORSE_BY,
-    }  # fmt: skip
+    }
 
 
 def drill_canary(
@@ -158,15 +170,20 @@ def drill_canary(
 
     A broken head is published with the `expected_length` of the intact one. Returns the alarms that the canary raised.
     """
-    model, generation = Path(config.policy.model_name), config.policy.generation
+    model = Path(config.policy.model_name)
+    generation = config.policy.generation
     drafter = generation.specrollout.model_drafter
     assert isinstance(drafter, FolderDrafterConfig)
     block = replace(
-        generation.specrollout, drafters=(replace(drafter, model=str(head_folder)),), draft_refresh=None,
-        budget=BudgetConfig("fixed", k=NUM_DRAFTS), verify=VerifyConfig(),
-    )  # fmt: skip
+        generation.specrollout,
+        drafters=(replace(drafter, model=str(head_folder)),),
+        draft_refresh=None,
+        budget=BudgetConfig("fixed", k=NUM_DRAFTS),
+        verify=VerifyConfig(),
+    )
     engine = RolloutEngine(model, replace(generation, specrollout=block), config.grpo.seed)
-    task, tensors = build_task(config.data, load_tokenizer(model)), list(_policy_tensors(model))
+    task = build_task(config.data, load_tokenizer(model))
+    tensors = list(_policy_tensors(model))
     small = replace(config, grpo=replace(config.grpo, num_prompts_per_step=4, num_generations_per_prompt=4))
 
     def step(index: int) -> list[dict[str, Any]]:
@@ -204,7 +221,7 @@ def _policy_tensors(model: Path) -> Any:
 def main() -> None:
     """Runs both drills, writes `fault_drill.json` and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run directory, recorded with draft_refresh.trigger: never")
+    parser.add_argument("run", type=Path, help="run directory, recorded with logger.record_for_replay: true")
     parser.add_argument("--head", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--refreshes", type=int, default=100)
@@ -215,7 +232,9 @@ def main() -> None:
     recording = Recording.read(args.run)
     policy = Path(recording.config.policy.model_name)
     result: dict[str, Any] = {"refreshes": []}
-    head, material, rng = load_eagle3_head(args.head, policy), material_of(recording), random.Random(0)
+    head = load_eagle3_head(args.head, policy)
+    material = material_of(recording)
+    rng = random.Random(0)
     head.set_policy_weights(recording.teacher(0))
     if args.refreshes:
         with Progress(console=console) as bar:

@@ -34,7 +34,9 @@ class _Ahead:
     """
 
     def __init__(self, coordinator: DealingCoordinator, prompts: StepPrompts, lock: threading.Lock) -> None:
-        self._coordinator, self._lock, self._stop = coordinator, lock, threading.Event()
+        self._coordinator = coordinator
+        self._lock = lock
+        self._stop = threading.Event()
         self._error: BaseException | None = None
         self.seconds = 0.0
         self._keys = coordinator.deal(prompts.requests)
@@ -73,7 +75,8 @@ class AheadFleet(RolloutFleet):
     def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:
         """Starts the engines, as `RolloutFleet` does."""
         super().__init__(config, self._with_texts, known)
-        self._own_prompts, self._steps = prompts, range(0)
+        self._own_prompts = prompts
+        self._steps = range(0)
         table = DecodeSpeedTable(self.pool.method_names)
         self._idle = _EvenTurns(self.pool, None, table, LengthEstimator(1))
         self._ahead: _Ahead | None = None
@@ -100,7 +103,8 @@ class AheadFleet(RolloutFleet):
         super().load_weights(tensors, policy_version)
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        alarms, self._alarms = self._alarms, []
+        alarms = self._alarms
+        self._alarms = []
         return super().take_alarms() + alarms
 
     def close(self) -> None:
@@ -134,10 +138,12 @@ class AheadFleet(RolloutFleet):
         return {**figures, "ahead_end_s": self._end_s}
 
     def _end_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         if ahead is None:
             return
         started = time.perf_counter()
         self._texts = ahead.end()
         self.pool.finish_turns()
-        self._made_s, self._end_s = ahead.seconds, time.perf_counter() - started
+        self._made_s = ahead.seconds
+        self._end_s = time.perf_counter() - started

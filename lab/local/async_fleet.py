@@ -78,9 +78,14 @@ class TrajectoryCollector:
         targets: range,
         task: str,
     ) -> None:
-        self._coordinator, self._config, self._prompts, self._task = coordinator, config, prompts, task
+        self._coordinator = coordinator
+        self._config = config
+        self._prompts = prompts
+        self._task = task
         self._on_ready = on_ready
-        self._targets, self._next_target, self._version = targets, targets.start, targets.start
+        self._targets = targets
+        self._next_target = targets.start
+        self._version = targets.start
         self._under_way: dict[int, _Target] = {}
         self._ready: dict[int, Any] = {}
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
@@ -245,7 +250,8 @@ class AsyncFleet(RolloutFleet):
         rollouts = [r.rollout for r in found.responses]
         timeline = replace(found.timeline, saved_s=None)  # beside a trainer, decode speeds are not comparable
         sample_stats = self.take_sample_stats(found.prompts.requests, found.timeline)
-        before, self._idle_s = self._idle_s, self._collector.idle_s
+        before = self._idle_s
+        self._idle_s = self._collector.idle_s
         return StepRollout(
             found.prompts,
             rollouts,

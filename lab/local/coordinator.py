@@ -54,7 +54,8 @@ class DealingCoordinator(Coordinator):
     ) -> None:
         """`begins_again`: new weights make every response under way again, with its text so far as drafts (`run_ahead`)."""
         super().__init__(engines, policy or Stay(), ladder, lengths)
-        self._stays, self._begins_again = policy is None, begins_again
+        self._stays = policy is None
+        self._begins_again = begins_again
 
     def roll_out(
         self,

@@ -36,7 +36,8 @@ class DrafterProcess:
         """Last output of each process that has ended. `take_deaths` has told of the first `num_told`."""
         self.status: DrafterReport | None = None
         """Latest report of the process; None until it has bound its address."""
-        self._pause_s, self._resume_at_s = FIRST_PAUSE_S, 0.0
+        self._pause_s = FIRST_PAUSE_S
+        self._resume_at_s = 0.0
         self._child: JsonChild | None = None
         self._heard_s = 0.0
         self._start()
@@ -70,7 +71,9 @@ class DrafterProcess:
 
     def stop(self) -> None:
         """Ends the process, which is not restarted."""
-        child, self._child, self._resume_at_s = self._child, None, math.inf
+        child = self._child
+        self._child = None
+        self._resume_at_s = math.inf
         if child is not None:
             child.end()
 
@@ -82,7 +85,8 @@ class DrafterProcess:
 
     def _start(self) -> None:
         self._child = JsonChild("lab.local.drafter_process", self.spec, {"OMP_NUM_THREADS": "1"})
-        self.status, self._heard_s = None, time.monotonic()
+        self.status = None
+        self._heard_s = time.monotonic()
         threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
 
     def _listen(self, child: JsonChild) -> None:
@@ -91,7 +95,8 @@ class DrafterProcess:
             with contextlib.suppress(TypeError):
                 status = DrafterReport(**report)
                 if child is self._child:
-                    self.status, self._heard_s = status, time.monotonic()
+                    self.status = status
+                    self._heard_s = time.monotonic()
                     self.spec = replace(self.spec, address=status.address)
                     self._pause_s = FIRST_PAUSE_S
 
@@ -117,10 +122,6 @@ class DrafterPool:
     def wait_until_up(self) -> None:
         """Waits until all drafters are up, then restarts each that fails. Raises ConfigError if one cannot start."""
         self._wait(lambda process: process.is_up)
-        self.start_watching()
-
-    def start_watching(self) -> None:
-        """Restarts each drafter that fails from now on, even before it was up. Returns at once."""
         self._watcher.start()
 
     def _wait(self, is_there: Callable[[DrafterProcess], bool]) -> None:

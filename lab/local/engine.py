@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import torch
 
-from lab.local import engine_stats
+from lab.local import engine_stats, engine_weights
 from lab.local.engine_stats import EngineStats
 from lab.local.random_budgets import is_random, randomise, to_start_with
 from lab.local.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
@@ -44,7 +44,9 @@ class RolloutEngine(HostedEngine):
 
         Raises ConfigError if vLLM refuses the configuration.
         """
-        self._model, self._generation, self._seed = model, generation, seed
+        self._model = model
+        self._generation = generation
+        self._seed = seed
         self._stop_token_ids = stop_token_ids(model)
         self._has_our_worker = generation.specrollout.enabled
         self.runs_ahead = generation.specrollout.runs_ahead
@@ -66,7 +68,8 @@ class RolloutEngine(HostedEngine):
 
     def _start(self, overrides: Mapping[str, Any]) -> Any:
         """Returns vLLM, started. Raises ConfigError."""
-        generation, block = self._generation, self._generation.specrollout
+        generation = self._generation
+        block = self._generation.specrollout
         _check_config(self._model)
         arguments = {
             "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
@@ -113,7 +116,7 @@ class RolloutEngine(HostedEngine):
         """Replaces the weights, by Hugging Face names, and clears the prefix cache."""
         tensors = with_tied_lm_head(self._model, tensors)
         if self._has_our_worker:
-            self._run(engine_stats.reload, tensors)
+            self._run(engine_weights.reload, tensors)
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self._llm.reset_prefix_cache()
@@ -140,8 +143,8 @@ class RolloutEngine(HostedEngine):
 
     def capture_seconds(self) -> float:
         """Returns the seconds of engine time that the capture of features has taken in all."""
-        stats = self.stats(first_step=None)
-        return 0.0 if stats is None else stats.capture_s
+        counters = self.counters()
+        return 0.0 if counters is None else counters.capture_s
 
     def take_alarms(self) -> list[dict[str, Any]]:
         """Returns the alarms that the canary of a drafter with weights raised since the last call."""
@@ -159,12 +162,13 @@ class RolloutEngine(HostedEngine):
         """Returns the names of the attention backends, vLLM's platform class, and its device."""
         return device_facts(self._llm)
 
-    def stats(self, first_step: int | None = 0) -> EngineStats | None:
-        """Returns counters, and the engine's steps from `first_step` on; None for an engine without our worker.
-
-        With None as the first step, there are only counters.
-        """
+    def stats(self, first_step: int = 0) -> EngineStats | None:
+        """Returns counters, and the engine's steps from `first_step` on; None for an engine without our worker."""
         return self._run(engine_stats.stats_of, first_step)
+
+    def counters(self) -> EngineStats | None:
+        """Returns counters without steps; None for an engine without our worker."""
+        return self._run(engine_stats.counters_of)
 
     def run_in_worker(self, function: Callable[[Any], Any]) -> Any:
         """Returns `function(worker)`, for tools that look inside an engine."""
@@ -201,7 +205,9 @@ class RolloutEngine(HostedEngine):
         return [*request.prompt_token_ids, *request.prefix_token_ids], params
 
     def _sampling(self, request: RolloutRequest) -> dict[str, Any]:
-        generation, length, is_ours = self._generation, request.exact_length, self._has_our_worker
+        generation = self._generation
+        length = request.exact_length
+        is_ours = self._has_our_worker
         return {
             "temperature": generation.temperature,
             "top_p": generation.top_p,
@@ -245,7 +251,9 @@ class Generation:
         at_a_time: int | None = None,
     ) -> None:
         """Submits the requests, at most `at_a_time` at once. For the other arguments see `RolloutEngine.generate`."""
-        self._engine, self._on_finished, self._sampling = engine, on_finished, sampling
+        self._engine = engine
+        self._on_finished = on_finished
+        self._sampling = sampling
         self._waiting = list(requests[at_a_time:]) if at_a_time else []
         self._ids = engine.submit(requests[:at_a_time], sampling)
         self._done: dict[str, Rollout] = {}

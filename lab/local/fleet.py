@@ -38,7 +38,8 @@ class RolloutFleet(RolloutSource):
 
     def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:
         """Starts the engines. The ladder begins as `known`, else as in the config's file. Raises ConfigError."""
-        generation, model = config.policy.generation, Path(config.policy.model_name)
+        generation = config.policy.generation
+        model = Path(config.policy.model_name)
         racing = generation.specrollout.fastest_of_n or FastestOfNConfig(enabled=False)
         file = known
         if file is None and racing.ladder is not None:
@@ -50,7 +51,8 @@ class RolloutFleet(RolloutSource):
         )
         self.ladder = started_table(self.pool.method_names, file)
         self.task = config.data.dataset_name
-        self._config, self._prompts = config, prompts
+        self._config = config
+        self._prompts = prompts
         self._acceptance = {} if file is None else {rung.method: rung.acceptance for rung in file.rungs}
         self._drafts = {method: (0, 0) for method in self.pool.method_names}
         """Verified and accepted draft tokens by draft method."""
@@ -64,24 +66,18 @@ class RolloutFleet(RolloutSource):
 
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
         prompts = self._prompts(step)
-        rollouts, stats, timeline = self.measure(prompts.requests, on_finished)
-        sample_stats = self.take_sample_stats(prompts.requests, timeline)
-        rollout = StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline.record())
-        return check_tokens(rollout, self.generate, self._config)
-
-    def measure(
-        self, requests: Sequence[RolloutRequest], on_finished: Callable[[int], None]
-    ) -> tuple[list[Rollout], RolloutStats, Timeline]:
-        """Returns the responses, their statistics and the timeline."""
         self.begin_counting()
         started = time.perf_counter()
-        rollouts, timeline = self.coordinator.roll_out(requests, on_finished, self.task)
+        rollouts, timeline = self.coordinator.roll_out(prompts.requests, on_finished, self.task)
         seconds = time.perf_counter() - started
         self.pool.finish_turns()
         before, after = self._stats_since()
         shards = in_shards(len(rollouts), len(self.pool.methods))
         stats = fleet_stats(before, after, rollouts, shards, seconds, self.pool.capacity)
-        return rollouts, replace(stats, tail=timeline.figures()), timeline
+        stats = replace(stats, tail=timeline.figures())
+        sample_stats = self.take_sample_stats(prompts.requests, timeline)
+        rollout = StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline.record())
+        return check_tokens(rollout, self.generate, self._config)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Returns responses, each by the engine that it is dealt to."""
@@ -90,9 +86,9 @@ class RolloutFleet(RolloutSource):
     # Statistics
 
     def begin_counting(self) -> None:
-        """Begins an interval for `measure` or `worked`."""
+        """Begins an interval for the statistics."""
         self._restarts = list(self.pool.num_restarts)
-        self._before = self.pool.ask_each("stats", None)
+        self._before = self.pool.ask_each("counters")
 
     def worked(self) -> RolloutStats:
         """Returns the statistics of the interval where rollouts overlap: its seconds are the engines' own."""
@@ -106,7 +102,8 @@ class RolloutFleet(RolloutSource):
         after = {e: stats for e, stats in asked.items() if stats is not DEAD}
         before = {e: self._before[e] for e in after}
         for engine, stats in after.items():
-            method, counts = self.pool.method_name(engine), draft_counts(before[engine], stats)
+            method = self.pool.method_name(engine)
+            counts = draft_counts(before[engine], stats)
             self._drafts[method] = self._drafts[method][0] + counts[0], self._drafts[method][1] + counts[1]
         return before, after
 

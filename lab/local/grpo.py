@@ -110,7 +110,8 @@ def clipped_policy_loss(
     mask_BT = inputs.mask_BT
     whole_BT = mask_BT if global_mask_BT is None else global_mask_BT
     num_tokens = max(float(whole_BT.sum()), 1.0)
-    now_BT, generation_BT = logprobs_BT.where(mask_BT, 0.0), inputs.generation_logprobs_BT.where(mask_BT, 0.0)
+    now_BT = logprobs_BT.where(mask_BT, 0.0)
+    generation_BT = inputs.generation_logprobs_BT.where(mask_BT, 0.0)
     prev_BT = now_BT.detach() if inputs.prev_logprobs_BT is None else inputs.prev_logprobs_BT.where(mask_BT, 0.0)
 
     def mean(values_BT: Tensor) -> Tensor:
@@ -122,7 +123,8 @@ def clipped_policy_loss(
     loss_BT = _clip_loss(inputs.advantages_B.unsqueeze(1), ratio_BT, clamped_BT, cfg.ratio_clip_c)
     if cfg.use_importance_sampling_correction:
         loss_BT = loss_BT * (prev_BT - generation_BT).exp().nan_to_num(0, posinf=0)
-    loss, kl = mean(loss_BT), torch.zeros(())
+    loss = mean(loss_BT)
+    kl = torch.zeros(())
     if cfg.reference_policy_kl_penalty:
         if inputs.reference_logprobs_BT is None:
             raise ValueError("reference_policy_kl_penalty is not 0: give reference_logprobs_BT, or set it to 0")

@@ -28,7 +28,8 @@ class LocalRefresher:
     def __init__(self, config: RunConfig, source: RolloutSource, run: Path) -> None:
         block = config.policy.generation.specrollout
         assert block.draft_refresh is not None and block.head is not None
-        self._source, self._num_drafts = source, block.num_speculative_tokens
+        self._source = source
+        self._num_drafts = block.num_speculative_tokens
         self._num_steps = config.grpo.max_num_steps
         self._folder = HeadFolder(run / "heads")
         self._online = OnlineRefresh(
@@ -42,7 +43,7 @@ class LocalRefresher:
         if published is not None:
             source.load_head(published.folder)
         refresh = block.draft_refresh
-        self._records = refresh.trigger == "never"
+        self._records = config.logger.record_for_replay
         self._store = FeatureStore(
             self._folder.features(), refresh.store_bytes, self._online.source, refresh.held_out_share
         )
@@ -53,7 +54,7 @@ class LocalRefresher:
     def policy_moves(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Keeps the policy's LM head, the teacher of the features just captured. Call it before the policy is trained.
 
-        With trigger `never`, the LM heads of all policies are written for a replay (`lab/heads/drift.py`).
+        With `logger.record_for_replay`, the LM heads of all policies are written for `lab/heads/drift.py`.
         """
         self._policy_tensors = {name: t for name, t in tensors if name in (EMBEDDING, LM_HEAD)}
         if self._records:
@@ -62,10 +63,13 @@ class LocalRefresher:
     def after_step(self, step: int, stats: RolloutStats, step_s: float) -> dict[str, Any]:
         """Stores the captured features and refreshes the head if that is due; returns its record and `head_age`."""
         self._store.keep(self._source.take_features())
-        before, self._captured_s = self._captured_s, self._source.capture_seconds()
+        before = self._captured_s
+        self._captured_s = self._source.capture_seconds()
         figures = {"head_age": step - self._head_version, "capture_s": self._captured_s - before}
         if not stats.num_request_steps:  # the end of an asynchronous run
             return {**RefreshRecord("no engine has anything left to do", 0.0).known(), **figures}
+        if self._records:
+            return {**RefreshRecord("skipped: the run is recorded for a replay", 0.0).known(), **figures}
         decision = self._online.decide(self._facts(step, stats, step_s))
         if not decision.refresh:
             return {**RefreshRecord(decision.reason, decision.gain_s).known(), **figures}

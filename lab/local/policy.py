@@ -127,7 +127,8 @@ class MegatronPolicy:
             self._collect_gradients()
             metrics = {name: metrics.get(name, 0.0) + value for name, value in figures.items()}
             logprobs_BT[rows_b, :longest] = logprobs_bT.detach()
-        grad_norm, lr = self._clip_gradient(), self._learning_rate()
+        grad_norm = self._clip_gradient()
+        lr = self._learning_rate()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -141,7 +142,8 @@ class MegatronPolicy:
         """Adds the gradients of a micro batch to the gradients of the float32 copies."""
         for name, parameter in self._copied.items():
             if parameter.grad is not None:
-                master, gradient = self._masters[name], parameter.grad.float()
+                master = self._masters[name]
+                gradient = parameter.grad.float()
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 parameter.grad = None
 

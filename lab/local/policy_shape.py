@@ -108,7 +108,8 @@ class PolicyShape:
 
     def weights(self) -> list[Weight]:
         """Returns every weight, in Hugging Face's order of layers."""
-        vocabulary, norm = (self.vocab_size, self.hidden_size), (self.hidden_size,)
+        vocabulary = (self.vocab_size, self.hidden_size)
+        norm = (self.hidden_size,)
         return [
             Weight("embedding.word_embeddings.weight", {EMBEDDING: vocabulary}),
             *(weight for layer in range(self.num_layers) for weight in self._layer_weights(layer)),
@@ -117,8 +118,11 @@ class PolicyShape:
         ]
 
     def _layer_weights(self, layer: int) -> list[Weight]:
-        hidden, ffn, dim = self.hidden_size, self.ffn_hidden_size, self.head_dim
-        queries, keys = self.num_heads * dim, self.num_query_groups * dim
+        hidden = self.hidden_size
+        ffn = self.ffn_hidden_size
+        dim = self.head_dim
+        queries = self.num_heads * dim
+        keys = self.num_query_groups * dim
         qkv = {f"self_attn.{x}_proj": (rows, hidden) for x, rows in (("q", queries), ("k", keys), ("v", keys))}
         weights = [
             Weight("input_layernorm", {"input_layernorm": (hidden,)}),

@@ -18,7 +18,8 @@ class RandomPolicy(FixedPolicy):
 
     def __init__(self, num_positions: int) -> None:
         super().__init__(num_positions, num_positions)
-        self._rng, self._is_paused = np.random.default_rng(1), False
+        self._rng = np.random.default_rng(1)
+        self._is_paused = False
 
     def num_drafts(self, num_requests: int, most: int) -> int:
         return int(self._rng.integers(0, super().num_drafts(num_requests, max(most, 0)) + 1))

@@ -98,7 +98,9 @@ def draw_drain(ax: Axes, trace: Record) -> None:
 
 def draw_drafts(ax: Axes, trace: Record) -> None:
     at = seconds_since_start(trace)
-    layers, colours, patches = [], [], []
+    layers = []
+    colours = []
+    patches = []
     for i, (name, (drafted, accepted)) in enumerate(drafts_by_name(trace).items()):
         layers += [accepted, drafted - accepted]
         colours += [drafter_colour(i), light(drafter_colour(i))]
@@ -109,8 +111,16 @@ def draw_drafts(ax: Axes, trace: Record) -> None:
     ax.set_xlabel(f"seconds into the rollout of step {trace.get('step')}")
     ax.set_ylim(0, max(np.sum(layers, 0).max() * 1.05, 1))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    ax.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=len(patches), borderaxespad=0,
-              borderpad=0, handlelength=1, columnspacing=1.2)  # fmt: skip
+    ax.legend(
+        handles=patches,
+        loc="lower right",
+        bbox_to_anchor=(1, 0.98),
+        ncols=len(patches),
+        borderaxespad=0,
+        borderpad=0,
+        handlelength=1,
+        columnspacing=1.2,
+    )
 
 
 def shown_timeline(timelines: Sequence[Record]) -> Record | None:
@@ -132,16 +142,24 @@ def shown_requests(spans: Sequence[Record]) -> list[int]:
 
 def draw_engines(ax: Axes, timeline: Record) -> None:
     """Draws the running requests of each engine, one engine below the other."""
-    spans, names = timeline["spans"], engine_names(timeline)
+    spans = timeline["spans"]
+    names = engine_names(timeline)
     running = [_running([s for s in spans if s["worker"] == engine]) for engine in range(num_shown_engines(timeline))]
     most = max((counts.max(initial=0) for _, counts in running), default=1) or 1
     for engine, (at_s, counts) in enumerate(running):
-        colour, base = engine_colour(engine), -engine
+        colour = engine_colour(engine)
+        base = -engine
         heights = base + 0.86 * np.sqrt(counts / most)  # one request stays visible beside a hundred
         ax.fill_between(at_s, base, heights, step="post", color=light(colour), linewidth=0)
         ax.step(at_s, heights, where="post", color=colour, linewidth=1.2)
-        ax.annotate(f"up to {counts.max(initial=0)}", (0, base), (6, 4), textcoords="offset points", fontsize=7.5,
-                    color=dark(colour))  # fmt: skip
+        ax.annotate(
+            f"up to {counts.max(initial=0)}",
+            (0, base),
+            (6, 4),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=dark(colour),
+        )
     ax.set_yticks([0.3 - engine for engine in range(len(running))], names[: len(running)])
     for engine, label in enumerate(ax.get_yticklabels()):
         label.set_color(dark(engine_colour(engine)))
@@ -176,12 +194,21 @@ def _draw_row(ax: Axes, row: int, spans: Sequence[Record]) -> None:
     height = 0.78 / (max(tracks) + 1)
     for track, span in zip(tracks, spans, strict=True):
         middle = row + 0.39 - height * (track + 0.5)
-        colour, seconds = engine_colour(span["worker"]), span["end_s"] - span["start_s"]
+        colour = engine_colour(span["worker"])
+        seconds = span["end_s"] - span["start_s"]
         ax.barh(middle, seconds, height * 0.9, span["start_s"], color=light(colour), edgecolor=colour, linewidth=0.8)
         mark = MARKS.get(span["outcome"], MARKS["abandoned"])
         ax.plot([span["end_s"]], [middle], linestyle="", zorder=4, clip_on=False, **mark)
-        ax.annotate(str(span["worker"]), (span["start_s"], middle), (6, 0), textcoords="offset points", va="center",
-                    color=dark(colour), fontsize=7, clip_on=True)  # fmt: skip
+        ax.annotate(
+            str(span["worker"]),
+            (span["start_s"], middle),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            color=dark(colour),
+            fontsize=7,
+            clip_on=True,
+        )
 
 
 def _tracks(spans: Sequence[Record]) -> list[int]:
@@ -210,7 +237,8 @@ def _frame(ax: Axes, timeline: Record) -> None:
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9))
     ax.spines["bottom"].set_color(PALE)
-    end_s, saved_s = max(s["end_s"] for s in timeline["spans"]), number(timeline, "saved_s")
+    end_s = max(s["end_s"] for s in timeline["spans"])
+    saved_s = number(timeline, "saved_s")
     ax.set_xlim(0, 1.02 * max(end_s, end_s + np.nan_to_num(saved_s)))
     ax.axvline(end_s, color=GREY, linewidth=1)
     if math.isfinite(saved_s):
@@ -219,8 +247,17 @@ def _frame(ax: Axes, timeline: Record) -> None:
 
 def _legend(ax: Axes, outcomes: set[str]) -> None:
     handles = [Line2D([], [], linestyle="", label=name, **mark) for name, mark in MARKS.items() if name in outcomes]
-    ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1.01), ncols=len(handles), borderaxespad=0,
-              borderpad=0, handlelength=1, handletextpad=0.4, columnspacing=1.2)  # fmt: skip
+    ax.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1, 1.01),
+        ncols=len(handles),
+        borderaxespad=0,
+        borderpad=0,
+        handlelength=1,
+        handletextpad=0.4,
+        columnspacing=1.2,
+    )
 
 
 def num_shown_engines(timeline: Record) -> int:

@@ -204,7 +204,8 @@ class RolloutPool:
         answers = [(self._turns[turn], self._answer(self._turns[turn], turn)) for turn in ready if turn in self._turns]
         for turn in ready:
             self._turns.pop(turn, None)
-        deaths, self._deaths = self._deaths, {}
+        deaths = self._deaths
+        self._deaths = {}
         return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
 
     def revive(self) -> None:
@@ -260,7 +261,8 @@ class RolloutPool:
     def take_deaths(self) -> list[str]:
         """Returns a sentence for each death of an engine, or of an engine's drafter process, since the last call."""
         deaths = [sentence for sentences in self.ask_each("take_deaths").values() for sentence in sentences]
-        untold, self._untold = self._untold, []
+        untold = self._untold
+        self._untold = []
         return deaths + [
             f"rollout worker {engine} died{f' ({error})' if error else ''}; the others take over its requests, and it "
             + (
@@ -275,7 +277,9 @@ class RolloutPool:
         """Ends the engines, and Ray if it was started here."""
         for actor in (*self._actors.values(), *(start.actor for start in self._starting.values())):
             ray.kill(actor)
-        self._actors, self._starting, self._turns = {}, {}, {}
+        self._actors = {}
+        self._starting = {}
+        self._turns = {}
         self._ray.stop()
 
     # Inside

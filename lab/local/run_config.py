@@ -102,69 +102,117 @@ class RunConfig:
         self._check_rollout_workers()
         self._check_asynchrony()
         self._check_draftless()
-        samples, batch = self.grpo.samples_per_step, self.policy.train_global_batch_size
+        samples = self.grpo.samples_per_step
+        batch = self.policy.train_global_batch_size
         raise_first_mistake(
             path,
-            (samples % batch, "policy.train_global_batch_size",
-             f"{batch} does not divide the {samples} samples of a step; choose a divisor"),
-            (self.loss_fn.force_on_policy_ratio and samples != batch, "loss_fn.force_on_policy_ratio",
-             f"true, but a step has {samples} samples and policy.train_global_batch_size is {batch}: later optimizer steps "
-             f"would be off-policy; set it to {samples}"),
-        )  # fmt: skip
+            (
+                samples % batch,
+                "policy.train_global_batch_size",
+                f"{batch} does not divide the {samples} samples of a step; choose a divisor",
+            ),
+            (
+                self.loss_fn.force_on_policy_ratio and samples != batch,
+                "loss_fn.force_on_policy_ratio",
+                f"true, but a step has {samples} samples and policy.train_global_batch_size is {batch}: later optimizer steps "
+                f"would be off-policy; set it to {samples}",
+            ),
+        )
 
     def _check_lengths(self) -> None:
-        generation, longest = self.policy.generation, self.policy.max_total_sequence_length
-        context, drafts = generation.vllm_cfg.max_model_len, generation.specrollout.num_speculative_tokens
+        generation = self.policy.generation
+        longest = self.policy.max_total_sequence_length
+        context = generation.vllm_cfg.max_model_len
+        drafts = generation.specrollout.num_speculative_tokens
         raise_first_mistake(
             "policy",
-            (context != longest, "generation.vllm_cfg.max_model_len",
-             f"{context} differs from policy.max_total_sequence_length {longest}; set both to the same"),
-            (drafts >= context, "generation.specrollout.num_speculative_tokens",
-             f"{drafts} drafts do not fit a context of {context}; lower it"),
-            (generation.max_new_tokens >= context, "generation.max_new_tokens",
-             f"{generation.max_new_tokens} leaves no room for a prompt in a context of {context}; lower it"),
-        )  # fmt: skip
+            (
+                context != longest,
+                "generation.vllm_cfg.max_model_len",
+                f"{context} differs from policy.max_total_sequence_length {longest}; set both to the same",
+            ),
+            (
+                drafts >= context,
+                "generation.specrollout.num_speculative_tokens",
+                f"{drafts} drafts do not fit a context of {context}; lower it",
+            ),
+            (
+                generation.max_new_tokens >= context,
+                "generation.max_new_tokens",
+                f"{generation.max_new_tokens} leaves no room for a prompt in a context of {context}; lower it",
+            ),
+        )
 
     def _check_draftless(self) -> None:
         sources = [self.data, *self.workloads.values()]
         known = {name for data in sources for name in ([task.name for task in data.tasks] or [data.dataset_name])}
         unknown = next((t for t in self.policy.generation.specrollout.tasks_without_drafts if t not in known), None)
-        raise_first_mistake(BLOCK_PATH, (
-            unknown is not None, "tasks_without_drafts",
-            f"the run has no task {unknown!r}{nearest(str(unknown), known)}",
-        ))  # fmt: skip
+        raise_first_mistake(
+            BLOCK_PATH,
+            (
+                unknown is not None,
+                "tasks_without_drafts",
+                f"the run has no task {unknown!r}{nearest(str(unknown), known)}",
+            ),
+        )
 
     def _check_asynchrony(self) -> None:
-        asynchronous, block = self.grpo.async_grpo, self.policy.generation.specrollout
+        asynchronous = self.grpo.async_grpo
+        block = self.policy.generation.specrollout
         recomputes = asynchronous.recompute_kv_cache_after_weight_updates
-        in_flight, verified = asynchronous.in_flight_weight_updates, block.verify.requests_per_step
+        in_flight = asynchronous.in_flight_weight_updates
+        verified = block.verify.requests_per_step
         fastest = block.fastest_of_n
-        raise_first_mistake(BLOCK_PATH, (
-            block.runs_ahead and asynchronous.enabled and not (in_flight and recomputes), "run_ahead",
-            "with grpo.async_grpo.enabled; it then verifies requests under way again after new weights: set "
-            "in_flight_weight_updates and recompute_kv_cache_after_weight_updates to true, or remove it",
-        ))  # fmt: skip
-        raise_first_mistake("", (
-            not block.enabled and (asynchronous.enabled or self.cluster.rollout_workers > 1), f"{BLOCK_PATH}.enabled",
-            "false; several rollout workers, and asynchronous runs, need it true: set drafters: [] for no speculation",
-        ))  # fmt: skip
+        raise_first_mistake(
+            BLOCK_PATH,
+            (
+                block.runs_ahead and asynchronous.enabled and not (in_flight and recomputes),
+                "run_ahead",
+                "with grpo.async_grpo.enabled; it then verifies requests under way again after new weights: set "
+                "in_flight_weight_updates and recompute_kv_cache_after_weight_updates to true, or remove it",
+            ),
+        )
+        raise_first_mistake(
+            "",
+            (
+                not block.enabled and (asynchronous.enabled or self.cluster.rollout_workers > 1),
+                f"{BLOCK_PATH}.enabled",
+                "false; several rollout workers, and asynchronous runs, need it true: set drafters: [] for no speculation",
+            ),
+        )
         if not asynchronous.enabled:
             return
         kv_cache = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
         raise_first_mistake(
             "",
-            (not self.loss_fn.use_importance_sampling_correction, "loss_fn.use_importance_sampling_correction",
-             "false; samples of an asynchronous run are of older policies: set it to true"),
-            (verified, f"{BLOCK_PATH}.verify.requests_per_step", f"{verified}; when a sample of an asynchronous run ends, the "
-             "weights that made it may be gone: set it to 0"),
-            (recomputes and not in_flight, kv_cache, "true without in_flight_weight_updates; no request is running when "
-             "weights change: set it to false, or in_flight_weight_updates to true"),
-            (fastest is not None and fastest.enabled and in_flight and not recomputes, kv_cache, "false with fastest_of_n; "
-             "after an update, a request that moved would have another KV cache than one that stayed: set it to true"),
-        )  # fmt: skip
+            (
+                not self.loss_fn.use_importance_sampling_correction,
+                "loss_fn.use_importance_sampling_correction",
+                "false; samples of an asynchronous run are of older policies: set it to true",
+            ),
+            (
+                verified,
+                f"{BLOCK_PATH}.verify.requests_per_step",
+                f"{verified}; when a sample of an asynchronous run ends, the "
+                "weights that made it may be gone: set it to 0",
+            ),
+            (
+                recomputes and not in_flight,
+                kv_cache,
+                "true without in_flight_weight_updates; no request is running when "
+                "weights change: set it to false, or in_flight_weight_updates to true",
+            ),
+            (
+                fastest is not None and fastest.enabled and in_flight and not recomputes,
+                kv_cache,
+                "false with fastest_of_n; "
+                "after an update, a request that moved would have another KV cache than one that stayed: set it to true",
+            ),
+        )
 
     def _check_rollout_workers(self) -> None:
-        workers, samples = self.cluster.rollout_workers, self.grpo.samples_per_step
+        workers = self.cluster.rollout_workers
+        samples = self.grpo.samples_per_step
         text = f"{workers} workers for {samples} requests of a step; lower it"
         raise_first_mistake("cluster", (workers > samples, "rollout_workers", text))
         fastest = self.policy.generation.specrollout.fastest_of_n
@@ -172,13 +220,24 @@ class RunConfig:
             return
         raise_first_mistake(
             f"{BLOCK_PATH}.fastest_of_n",
-            (workers < 2, "", "there is only one rollout worker, so requests cannot move; set cluster.rollout_workers to 2 or "
-             "more, or remove the block"),
-            (fastest.max_racers > workers, "max_racers", f"{fastest.max_racers} racers for {workers} rollout workers; lower "
-             "it to at most the number of workers"),
-            (len(fastest.methods) > workers, "methods", f"{len(fastest.methods)} entries for {workers} rollout workers; the "
-             "last would never draft: list at most one per worker"),
-        )  # fmt: skip
+            (
+                workers < 2,
+                "",
+                "there is only one rollout worker, so requests cannot move; set cluster.rollout_workers to 2 or "
+                "more, or remove the block",
+            ),
+            (
+                fastest.max_racers > workers,
+                "max_racers",
+                f"{fastest.max_racers} racers for {workers} rollout workers; lower it to at most the number of workers",
+            ),
+            (
+                len(fastest.methods) > workers,
+                "methods",
+                f"{len(fastest.methods)} entries for {workers} rollout workers; the "
+                "last would never draft: list at most one per worker",
+            ),
+        )
 
 
 def check_prompt(num_tokens: int, context: int) -> None:
@@ -204,7 +263,8 @@ def _with_scheduler_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
     megatron = policy.get("megatron_cfg") if isinstance(policy, dict) else None
     if not isinstance(megatron, dict) or "scheduler" not in megatron:
         return result
-    scheduler, optimizer = megatron["scheduler"], megatron.get("optimizer")
+    scheduler = megatron["scheduler"]
+    optimizer = megatron.get("optimizer")
     if not isinstance(scheduler, dict):
         raise ConfigError(f"policy.megatron_cfg.scheduler: expected a block of keys, got {scheduler!r}")
     moved = {key: scheduler.pop(key) for key in ("lr_warmup_iters", "lr_warmup_init") if key in scheduler}
@@ -220,7 +280,8 @@ def _keep_known(cls: type, tree: Mapping[str, Any], path: str, ignored: list[str
     hints = typing.get_type_hints(cls)
     kept: dict[str, Any] = {}
     for key, value in tree.items():
-        here, hint = join(path, key), hints.get(key)
+        here = join(path, key)
+        hint = hints.get(key)
         if hint is None:
             ignored.append(here)
         elif dataclasses.is_dataclass(hint) and hint is not SpecrolloutConfig and isinstance(value, Mapping):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.local.rollout_charts import drain_chart, draw_drain, tail_chart
+from lab.local.run_directory import PAGES
 from lab.local.traces import can_drain, whole_trace
 from nemo_specrollout.reports import report
 from nemo_specrollout.reports.page import chart
@@ -20,7 +21,6 @@ from nemo_specrollout.reports.records import (
 )
 from nemo_specrollout.storage.files import write_atomically
 
-PAGES = (report.PAGE, report.PICTURE)
 HOW_TO_READ = {
     "How a batch drains": (
         "Short responses finish first, and few requests are left for much of the time. Drafts pay there, because an "

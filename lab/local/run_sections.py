@@ -237,10 +237,13 @@ class DataConfig:
         raise_first_mistake(
             path,
             (has_tasks and not names, "tasks", "empty; name a task of reasoning_gym, such as [{name: chain_sum}]"),
-            (names and not has_tasks, "tasks",
-             f"{names} with dataset_name {self.dataset_name}; set it to reasoning_gym"),
+            (
+                names and not has_tasks,
+                "tasks",
+                f"{names} with dataset_name {self.dataset_name}; set it to reasoning_gym",
+            ),
             (len(set(names)) < len(names), "tasks", f"{names}; name each task once"),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,9 @@ class LoggerConfig:
 
     log_dir: str
     """The run directory, with config, metrics, summary and report."""
+    record_for_replay: bool = False
+    """True: with `draft_refresh`, the head is never refreshed. The captured features of all policies stay, and their LM heads
+    are written beside them, so that `lab/heads/drift.py` can replay the run with any trigger."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,8 @@ class GrpoRunner:
 
     def score(self, rollout: StepRollout) -> Scored:
         """Computes rewards by rule, advantages within each group, and log-probs by the trainer's weights."""
-        requests, responses = rollout.prompts.requests, [r.token_ids for r in rollout.rollouts]
+        requests = rollout.prompts.requests
+        responses = [r.token_ids for r in rollout.rollouts]
         pad_id = self.tokenizer.pad_token_id
         batch = TokenBatch.from_sequences([list(r.prompt_token_ids) for r in requests], responses, pad_id)
         rewards_B = torch.tensor(
@@ -274,7 +275,8 @@ def _step_record(
     step: int, rollout: StepRollout, scored: Scored, trained: dict[str, float], train_s: float, refit_s: float
 ) -> dict[str, Any]:
     """Returns a line of `metrics.jsonl`; docs/reference/metrics.md names every key."""
-    stats, gap = rollout.stats, scored.gap_BT[scored.batch.response_mask_BT]
+    stats = rollout.stats
+    gap = scored.gap_BT[scored.batch.response_mask_BT]
     lengths = [len(r.token_ids) for r in rollout.rollouts]
     return {
         "step": step,

@@ -35,7 +35,7 @@ _PROMPTS_APART = 1_000_000
 Method = tuple[str, ...]
 
 
-def methods_of(block: SpecrolloutConfig) -> list[Method]:
+def methods_to_measure(block: SpecrolloutConfig) -> list[Method]:
     """Returns the drafter types of each method that is worth measuring.
 
     These are each drafter alone, all drafters that may share an engine, the entries of `fastest_of_n.methods`, and none.
@@ -90,7 +90,8 @@ class SpeedTableBench:
 
     def __init__(self, config: RunConfig, methods: Sequence[Method], batches: Sequence[int], task: Task) -> None:
         """Starts the engines. Raises ConfigError for what vLLM refuses."""
-        self.config, self.batches = config, list(batches)
+        self.config = config
+        self.batches = list(batches)
         generation = config.policy.generation
         tail = FastestOfNConfig(methods=tuple(methods))
         block = replace(generation.specrollout, fastest_of_n=tail, draft_refresh=None)
@@ -106,10 +107,11 @@ class SpeedTableBench:
     def measure(self, num_rounds: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
         """Measures each method and batch size for `slice_s` seconds a round. `on_slice` gets the name of the slice."""
         self._slices(0, WARM_UP_ROUNDS, slice_s, on_slice)
-        self._decoded, self._prefilled = {pair: (0, 0.0) for pair in self._decoded}, (0, 0.0)
-        self._before = self.pool.ask_each("stats", None)
+        self._decoded = {pair: (0, 0.0) for pair in self._decoded}
+        self._prefilled = (0, 0.0)
+        self._before = self.pool.ask_each("counters")
         self._slices(WARM_UP_ROUNDS, num_rounds, slice_s, on_slice)
-        self._after = self.pool.ask_each("stats", None)
+        self._after = self.pool.ask_each("counters")
 
     def ladder(self, task: str) -> SpeedTableFile:
         """Returns the measurements, for `task` and for any task, because a local run has only one task."""

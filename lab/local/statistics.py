@@ -81,9 +81,11 @@ def rollout_stats(
     before: EngineStats, after: EngineStats, rollouts: Sequence[Rollout], seconds: float, max_num_seqs: int
 ) -> RolloutStats:
     """Returns the statistics of an engine that generated `rollouts` in `seconds` between two of its stats."""
-    num_requests, num_rows = after.trace.column("num_requests"), after.trace.column("num_rows")
+    num_requests = after.trace.column("num_requests")
+    num_rows = after.trace.column("num_rows")
     decode_s = float((after.trace.column("seconds") * after.trace.column("is_decode")).sum())
-    table, lengths = after.plain_step_s, [len(r.token_ids) for r in rollouts]
+    table = after.plain_step_s
+    lengths = [len(r.token_ids) for r in rollouts]
     estimate = None
     if table is not None and lengths:
         estimate = plain_estimate_s(lengths, max_num_seqs, table, max(seconds - decode_s, 0.0))
@@ -180,7 +182,8 @@ def _sum_counts(counts: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:
 def _drafter_stats(before: EngineStats, after: EngineStats) -> dict[str, Any] | None:
     if before.drafter_stats is None or after.drafter_stats is None:
         return None
-    then, now = DrafterStats(**before.drafter_stats), DrafterStats(**after.drafter_stats)
+    then = DrafterStats(**before.drafter_stats)
+    now = DrafterStats(**after.drafter_stats)
     return now.since(then).figures()
 
 

@@ -88,7 +88,9 @@ class Writer:
     """
 
     def __init__(self, grammar: Grammar, rng: random.Random, habit: float) -> None:
-        self._grammar, self._rng, self._habit = grammar, rng, habit
+        self._grammar = grammar
+        self._rng = rng
+        self._habit = habit
         self._last: dict[str, str] = {}
 
     def write(self, symbol: str, **values: object) -> str:
@@ -193,9 +195,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         [*blanks, decoders.Fuse(), decoders.Replace(Regex(" {2,}"), " "), decoders.Strip(" ", 1, 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNK,
-        padding_side="left", clean_up_tokenization_spaces=False, model_max_length=1024,
-    )  # fmt: skip
+        tokenizer_object=core,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNK,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
 
 
 def encode_prompt(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> list[int]:

@@ -86,7 +86,8 @@ def check_tokens(
 ) -> StepRollout:
     """Decodes some requests again without speculation; returns the rollout with the counts of equal tokens."""
     started = time.perf_counter()
-    block, requests = config.policy.generation.specrollout, rollout.prompts.requests
+    block = config.policy.generation.specrollout
+    requests = rollout.prompts.requests
     count = min(block.verify.requests_per_step if block.enabled else 0, len(requests))
     chosen = [i * len(requests) // count for i in range(count)]  # spread evenly
     again = generate([replace(requests[i], speculate=False) for i in chosen]) if chosen else []
@@ -105,7 +106,8 @@ class MeasuredRollout:
         at_a_time: int | None = None,
     ) -> None:
         self._engine = engine
-        self._before, self._num_steps = engine.stats(first_step=None), engine.num_steps
+        self._before = engine.counters()
+        self._num_steps = engine.num_steps
         self._turn_since: float | None = None
         started = time.perf_counter()
         self._generation = Generation(engine, requests, on_finished, at_a_time=at_a_time)
@@ -197,7 +199,8 @@ class LocalEngine(RolloutEngine, RolloutSource):
 
     def __init__(self, config: RunConfig, prompts: Prompts) -> None:
         """Starts the engine. Raises ConfigError for what vLLM refuses."""
-        self._run_config, self._prompts = config, prompts
+        self._run_config = config
+        self._prompts = prompts
         super().__init__(Path(config.policy.model_name), config.policy.generation, config.grpo.seed)
 
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:

@@ -127,7 +127,8 @@ class ReasoningGymTask:
         """`system_prompt` is a text, the name of a prompt of `reasoning-gym`, or None for the chat template's own."""
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
-        self._tokenizer, self._tasks = tokenizer, {task.name: task for task in tasks}
+        self._tokenizer = tokenizer
+        self._tasks = {task.name: task for task in tasks}
         self._system_prompt = SYSTEM_PROMPTS.get(system_prompt or "", system_prompt)
         self._datasets: dict[tuple[int, str], tuple[int, Any]] = {}
         """Number of the latest part by seed and task, with its dataset."""

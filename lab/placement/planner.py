@@ -177,10 +177,17 @@ class _Search:
         draft_s = k * drafting.at(batch) if drafting is not None else 0.0
         state = SteadyState(verify_s + draft_s, StreamedRates(coupled_tokens(self.p, k), k, 1.0 if k else 0.0))
         return Option(
-            mode=PLAIN if drafting is None else COUPLED, verifier_size=verifier.size, drafter_size=0,
-            num_groups=num_groups, batch=batch, k=k, window=k, state=state,
-            bottleneck=DRAFTER if draft_s > verify_s else VERIFIER, tokens_per_s=self.num_requests * state.tokens_per_s,
-        )  # fmt: skip
+            mode=PLAIN if drafting is None else COUPLED,
+            verifier_size=verifier.size,
+            drafter_size=0,
+            num_groups=num_groups,
+            batch=batch,
+            k=k,
+            window=k,
+            state=state,
+            bottleneck=DRAFTER if draft_s > verify_s else VERIFIER,
+            tokens_per_s=self.num_requests * state.tokens_per_s,
+        )
 
     def _pair(self, verifier: CostCurve, drafter: CostCurve, num_groups: int, k: int) -> Option:
         """Returns the option of a verifier and a separate drafter, with the smallest window that is good enough."""
@@ -190,16 +197,24 @@ class _Search:
             return steady_state(self.p, k, window, drafter_factor * drafter.at(batch), verifier.at, batch)
 
         longest = max(k, LONGEST_WINDOW)
-        window, enough = k, _AS_GOOD * steady(longest).tokens_per_s
+        window = k
+        enough = _AS_GOOD * steady(longest).tokens_per_s
         while window < longest and steady(window).tokens_per_s < enough:
             window = min(2 * window, longest)
         state = steady(window)
         is_held_up = steady(window, _NO_TIME).tokens_per_s > _HELD_UP * state.tokens_per_s
         return Option(
-            mode=DECOUPLED, verifier_size=verifier.size, drafter_size=drafter.size, num_groups=num_groups, batch=batch,
-            k=k, window=window, state=state, bottleneck=DRAFTER if is_held_up else VERIFIER,
+            mode=DECOUPLED,
+            verifier_size=verifier.size,
+            drafter_size=drafter.size,
+            num_groups=num_groups,
+            batch=batch,
+            k=k,
+            window=window,
+            state=state,
+            bottleneck=DRAFTER if is_held_up else VERIFIER,
             tokens_per_s=self.num_requests * state.tokens_per_s,
-        )  # fmt: skip
+        )
 
 
 def choose(block: SpecrolloutConfig, tables: CostTables, num_requests: int, threads: int, cores: int) -> Option:

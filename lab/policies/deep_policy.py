@@ -34,7 +34,8 @@ def with_deep_policy(config: RunConfig, folder: Path) -> RunConfig:
 
     Raises ConfigError for a policy or a drafter that cannot be deepened.
     """
-    block, factor = config.policy.generation.specrollout, config.bench.deepen
+    block = config.policy.generation.specrollout
+    factor = config.bench.deepen
     bound = next((d.type for d in block.drafters if d.type in ("mtp", *BLOCK_DRAFTERS)), None)
     if bound is not None:
         raise ConfigError(
@@ -72,7 +73,8 @@ def deepen_policy(source: Path, target: Path, factor: int, seed: int = 0) -> Non
             "bench.deepen to 1"
         )
     _copy_all_but_weights(source, target)
-    files, num_layers = sorted(source.glob("*.safetensors")), config["num_hidden_layers"]
+    files = sorted(source.glob("*.safetensors"))
+    num_layers = config["num_hidden_layers"]
     tensors = {name: t for file in files for name, t in load_file(file).items()}
     deep = {name: t for name, t in tensors.items() if not name.startswith(LAYER)}
     generator = torch.Generator().manual_seed(seed)

@@ -59,7 +59,8 @@ def merge_low_rank(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tenso
 
     Raises ValueError for a factor of a layer that is not among the tensors.
     """
-    factors, merged = load_file(path), dict(tensors)
+    factors = load_file(path)
+    merged = dict(tensors)
     for layer in sorted({name.rpartition(".")[0] for name in factors}):
         weight = f"{layer}.weight"
         if weight not in merged:

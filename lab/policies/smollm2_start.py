@@ -101,7 +101,8 @@ def batches(
         examples: list[Example] = [rng.choice(texts) for _ in range(round(POOL * OWN_TEXT_RATE))]
         for index, problem in enumerate(problems[len(examples) :], pool * POOL):
             text = worked_solution(problem.entry, random.Random(f"solution-{settings.seed}-{index}"))
-            prompt, response = task.encode(problem), tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompt = task.encode(problem)
+            response = tokenizer(text, add_special_tokens=False)["input_ids"]
             examples.append(([*prompt, *response, tokenizer.eos_token_id], len(prompt)))
         cut = cut_batches(examples, settings.batch_tokens)
         rng.shuffle(cut)
@@ -131,7 +132,8 @@ def train(base: Path, out: Path, settings: StartSettings, console: Console) -> N
     weight_V = token_weights(tokenizer, settings.digit_weight)
     source = batches(ReasoningGymTask(tokenizer, TASKS, SYSTEM_PROMPT), texts, tokenizer, settings)
     losses: list[float] = []
-    num_tokens, started = 0, time.monotonic()
+    num_tokens = 0
+    started = time.monotonic()
     model.train()
     with training_progress(console) as progress:
         bar = progress.add_task("supervised start", total=settings.steps, loss=math.nan)
@@ -158,10 +160,14 @@ def train(base: Path, out: Path, settings: StartSettings, console: Console) -> N
     save_low_rank(layers, out / CHANGE)
     card = {
         "command": "python -m lab.policies.smollm2_start --base models/smollm2 --out DIR",
-        "settings": asdict(settings), "tasks": [asdict(t) for t in TASKS], "system_prompt": SYSTEM_PROMPT,
-        "tokens": num_tokens, "seconds": round(time.monotonic() - started), "threads": torch.get_num_threads(),
+        "settings": asdict(settings),
+        "tasks": [asdict(t) for t in TASKS],
+        "system_prompt": SYSTEM_PROMPT,
+        "tokens": num_tokens,
+        "seconds": round(time.monotonic() - started),
+        "threads": torch.get_num_threads(),
         "loss": round(sum(losses[-50:]) / len(losses[-50:]), 4),
-    }  # fmt: skip
+    }
     (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
 
 

@@ -63,7 +63,8 @@ def run(settings: WarmStart, out: Path, num_samples: int, shape: PolicyShape = S
     if out.exists() and not (out / "card.json").exists():
         raise ValueError(f"out is {out}, which holds something else than a warm start; name another folder")
     started = time.monotonic()
-    model, tokenizer = build_model(settings.seed, shape), build_tokenizer()
+    model = build_model(settings.seed, shape)
+    tokenizer = build_tokenizer()
     loss = train(model, tokenizer, settings)
     seconds = time.monotonic() - started
     model = model.bfloat16().float()  # measure the rounded weights that are shipped
@@ -79,12 +80,21 @@ def build_model(seed: int, shape: PolicyShape = SHIPPED) -> Qwen3ForCausalLM:
 
     tokenizer = build_tokenizer()
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=shape.hidden, intermediate_size=shape.hidden * 11 // 4,
-        num_hidden_layers=shape.layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        tie_word_embeddings=False, max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, attention_dropout=0.0,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.hidden * 11 // 4,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=False,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        attention_dropout=0.0,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(config)
 
@@ -157,9 +167,11 @@ def build_card(
         "loss": round(loss, 4),
         "measured": asdict(measured),
         "versions": {
-            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
         },
-    }  # fmt: skip
+    }
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, card: dict[str, object], out: Path) -> None:

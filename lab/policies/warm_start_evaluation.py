@@ -55,10 +55,14 @@ def evaluate(
         num_ended += int(ended_BT.any(1).sum())
     lengths.sort()
     return Evaluation(
-        num_samples=num_samples, accuracy=sum(rewards) / num_samples, ended_rate=num_ended / num_samples,
-        entropy_per_token=entropy / sum(lengths), median_length=lengths[num_samples // 2],
-        p95_length=lengths[int(0.95 * num_samples)], max_length=lengths[-1],
-    )  # fmt: skip
+        num_samples=num_samples,
+        accuracy=sum(rewards) / num_samples,
+        ended_rate=num_ended / num_samples,
+        entropy_per_token=entropy / sum(lengths),
+        median_length=lengths[num_samples // 2],
+        p95_length=lengths[int(0.95 * num_samples)],
+        max_length=lengths[-1],
+    )
 
 
 def sample(
@@ -68,9 +72,15 @@ def sample(
     padded = tokenizer.pad({"input_ids": prompts}, return_tensors="pt", padding_side="left")
     policy: Any = model  # transformers types `generate` for protocols that its own models do not meet
     output = policy.generate(
-        **padded, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS,
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
+        **padded,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=MAX_NEW_TOKENS,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
     logits_BTV = torch.stack(output.logits, dim=1).float()
     entropy_BT = torch.distributions.Categorical(logits=logits_BTV).entropy()
     return output.sequences[:, padded["input_ids"].shape[1] :], entropy_BT

@@ -113,7 +113,8 @@ def _chain_sum(writer: Writer, entry: Mapping[str, Any]) -> str:
 def _leg_counting(writer: Writer, entry: Mapping[str, Any]) -> str:
     from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
-    total, parts = 0, [writer.write("opening")]
+    total = 0
+    parts = [writer.write("opening")]
     for animal, number in entry["metadata"]["animals"].items():
         legs = ANIMALS[animal]
         after = total + number * legs
@@ -124,7 +125,8 @@ def _leg_counting(writer: Writer, entry: Mapping[str, Any]) -> str:
 
 def _number_sorting(writer: Writer, entry: Mapping[str, Any]) -> str:
     facts = entry["metadata"]
-    left, done = list(facts["original_numbers"]), []
+    left = list(facts["original_numbers"])
+    done = []
     extreme = "smallest" if facts["direction"] == "ascending" else "largest"
     parts = [writer.write("opening", extreme=extreme, list=", ".join(left))]
     for number in facts["sorted_numbers"]:

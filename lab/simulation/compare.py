@@ -42,14 +42,16 @@ def _asynchronous(setting: Setting) -> StepResult:
     The last few do not count, because they have no generation beside them. Batches that began together end together, so
     steps differ in a cycle of that many batches. Whole cycles count.
     """
-    cluster, training = setting.fleet.scenario.cluster, setting.fleet.scenario.training
+    cluster = setting.fleet.scenario.cluster
+    training = setting.fleet.scenario.training
     requests = setting.requests(training.num_steps)
     rollout = setting.rollout(requests)
     length_TB = requests.length_R.reshape(training.num_steps, -1)
     parts_T = [setting.parts_s(int(length_B.sum()), len(length_B)) for length_B in length_TB]
     ahead = min(training.lag, (training.buffer_batches or training.lag + 1) - 1)
     generated_s_T, waited_s_T, trained_s_T = _train_all(rollout, [sum(parts.values()) for parts in parts_T], ahead)
-    cycle, last = ahead + 1, training.num_steps - ahead
+    cycle = ahead + 1
+    last = training.num_steps - ahead
     first = last - max(1, last // 2 // cycle) * cycle
     parts_s = {name: float(np.mean([parts[name] for parts in parts_T[first:last]])) for name in parts_T[0]}
     waited_s = float(waited_s_T[first:last].mean())
@@ -80,7 +82,8 @@ def _train_all(rollout: Rollout, train_s_T: list[float], ahead: int) -> tuple[np
         rollout.run(until_ended=requests_B)
         complete_s = float(rollout.end_R[requests_B].max())
         begin_s = max(free_s, complete_s)
-        generated_s_T[step], waited_s_T[step] = complete_s - began_s[step], begin_s - free_s
+        generated_s_T[step] = complete_s - began_s[step]
+        waited_s_T[step] = begin_s - free_s
         free_s = trained_s_T[step] = begin_s + train_s_T[step]
         rollout.run(free_s)
         if len(began_s) < len(requests_TB):
@@ -126,7 +129,8 @@ class Comparison:
 
     def peak_share(self, step: StepResult) -> float | None:
         """Returns the share of peak arithmetic spent on response tokens; None without a data sheet."""
-        policy, rollout = Fleet(self.scenario).policy, step.rollout
+        policy = Fleet(self.scenario).policy
+        rollout = step.rollout
         if policy is None:
             return None
         gpus_s = self.scenario.cluster.generating_gpus * rollout.seconds
@@ -160,7 +164,8 @@ def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison
 def as_configured(scenario: Scenario, block: SpecrolloutConfig) -> Comparison:
     """Simulates plain, drafting as configured, and the configured `fastest_of_n` if there are several engines."""
     fleet = Fleet(scenario)
-    kind, tail = drafting_kind(fleet, block), block.fastest_of_n
+    kind = drafting_kind(fleet, block)
+    tail = block.fastest_of_n
     is_split = bool(scenario.drafting.methods_of_workers)
     variants = [Variant(PLAIN, PLAIN)] + ([Variant(kind, kind, is_split=is_split)] if kind != PLAIN else [])
     if tail is not None and tail.enabled and fleet.num_engines(kind) > 1:
@@ -208,7 +213,8 @@ def drafted(scenario: Scenario, block: SpecrolloutConfig) -> list[Drafted]:
     share = -(-scenario.batch.num_requests // fleet.num_engines(kind))
     most = min(share, fleet.num_slots)
     context = scenario.batch.prompt_tokens + scenario.lengths.median / 2
-    speculation, plain = fleet.speculation(kind, 0), fleet.speculation(PLAIN, 0)
+    speculation = fleet.speculation(kind, 0)
+    plain = fleet.speculation(PLAIN, 0)
     rows = []
     for size in sorted({4**i for i in range(12) if 4**i < most} | {most}):
         p_B = np.full(size, scenario.drafting.methods[0].centre)

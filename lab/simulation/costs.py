@@ -73,7 +73,8 @@ class RoundCosts(Costs):
 
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
         k = np.asarray(num_rows, float) / num_requests - 1.0
-        ks, rounds = np.array([0, *self.num_drafts]), np.array([1.0, *self.plain_steps])
+        ks = np.array([0, *self.num_drafts])
+        rounds = np.array([1.0, *self.plain_steps])
         slope = (rounds[-1] - rounds[-2]) / (ks[-1] - ks[-2])
         seconds = self.plain_step_s * (np.interp(k, ks, rounds) + slope * np.maximum(k - ks[-1], 0.0))
         return seconds if isinstance(num_rows, np.ndarray) else float(seconds)
@@ -196,7 +197,8 @@ class RooflineCosts(Costs):
     def _exchange_s(self, num_rows: Rows) -> Rows:
         """Returns the seconds of communication: two all-reduces a layer, or one and two all-to-alls with expert
         parallelism."""
-        n, shape = self.num_gpus, self.shape
+        n = self.num_gpus
+        shape = self.shape
         if n == 1:
             return 0.0 * num_rows
         link = self.device.link_bytes_per_s(n)

@@ -139,9 +139,13 @@ class ModelShape:
 def eagle3_head(policy: ModelShape) -> ModelShape:
     """Returns the shape of an EAGLE-3 head for a policy: one dense layer of the same width."""
     return replace(
-        policy, num_hidden_layers=1, vocab_size=_HEAD_VOCABULARY, num_experts=0, num_experts_per_tok=0,
+        policy,
+        num_hidden_layers=1,
+        vocab_size=_HEAD_VOCABULARY,
+        num_experts=0,
+        num_experts_per_tok=0,
         moe_intermediate_size=0,
-    )  # fmt: skip
+    )
 
 
 # From the config.json files on Hugging Face

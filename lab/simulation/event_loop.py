@@ -109,7 +109,9 @@ class Rollout:
     """
 
     def __init__(self, workload: Workload, engines: Sequence[SimulatedEngine], tail: TailPolicy | None = None) -> None:
-        self.workload, self.engines, self.tail = workload, list(engines), tail
+        self.workload = workload
+        self.engines = list(engines)
+        self.tail = tail
         self.now_s = 0.0
         self.end_R = np.full(len(workload.length_R), np.nan)
         self.known_R = np.zeros(len(workload.length_R))
@@ -149,9 +151,14 @@ class Rollout:
         spans = tuple(span for engine in self.engines for span in engine.spans)
         num_tokens = sum(span.num_tokens for span in spans) - self._num_wasted
         return RolloutResult(
-            self.end_R, self.workload.length_R, spans, len(self.engines), num_tokens, self._num_wasted,
+            self.end_R,
+            self.workload.length_R,
+            spans,
+            len(self.engines),
+            num_tokens,
+            self._num_wasted,
             tuple(self._changes),
-        )  # fmt: skip
+        )
 
     # Events
 
@@ -224,7 +231,8 @@ class Rollout:
             self._attempts[request].discard(index)
             self._take_away(self.engines[index], request)
         for request, index in decision.starts:
-            engine, num_tokens = self.engines[index], furthest[request]
+            engine = self.engines[index]
+            num_tokens = furthest[request]
             engine.advance(self.now_s)
             engine.prefill(self.now_s, self.workload.prompt_tokens + num_tokens)
             self._given[request, index] = num_tokens

@@ -56,7 +56,8 @@ def step_table() -> Iterator[Cell]:
     plain_totals = {ZERO: (100.0, 151.2), THINK: (133.6, 185.3)}
     names = ("data", "prepare", "generate", "log-prob", "train")
     for scenario in (ZERO, THINK):
-        plain, step = _step(scenario, PLAIN), _step(scenario, FIXED)
+        plain = _step(scenario, PLAIN)
+        step = _step(scenario, FIXED)
         generate_s, total_s = plain_totals[scenario]
         data_s, prepare_s, *rest = plain_parts[scenario]
         for name, paper in zip(names, (data_s, prepare_s, generate_s, *rest), strict=True):
@@ -76,8 +77,10 @@ def k_sweep() -> Iterator[Cell]:
     }
     for scenario, sweep in paper.items():
         for k, (length, speedup) in sweep.items():
-            plain, step = _step(scenario, PLAIN), _step(scenario, FIXED, f"drafting.k={k}")
-            predicted, name = step.rollout.num_tokens / step.rollout.num_request_steps, f"{scenario} k={k}"
+            plain = _step(scenario, PLAIN)
+            step = _step(scenario, FIXED, f"drafting.k={k}")
+            predicted = step.rollout.num_tokens / step.rollout.num_request_steps
+            name = f"{scenario} k={k}"
             yield _cell("k sweep", f"{name} length", INPUT if k == 3 else PREDICTION, length, predicted, "tokens")
             role = INPUT if scenario == ZERO and k in (3, 5) else PREDICTION
             yield _cell("k sweep", f"{name} rollout", role, speedup, plain.rollout_s / step.rollout_s)
@@ -98,7 +101,8 @@ def draft_table() -> Iterator[Cell]:
 
 def asynchronous() -> Iterator[Cell]:
     """Yields Paper B's figures of asynchronous training of the 8B model with lag 1."""
-    plain, step = _step(ASYNC, PLAIN), _step(ASYNC, FIXED)
+    plain = _step(ASYNC, PLAIN)
+    step = _step(ASYNC, FIXED)
     yield _cell("async 8B", "plain exposed", INPUT, 10.4, plain.parts_s["generate"], "s")
     yield _cell("async 8B", "plain step", INPUT, 75.0, plain.step_s, "s")
     yield _cell("async 8B", "EAGLE-3 exposed", PREDICTION, 0.6, step.parts_s["generate"], "s")
@@ -117,27 +121,31 @@ def projections() -> Iterator[Cell]:
         ("2,048, lag 2, k=5, length 4", LARGE, (), 3.5, 2.5, PREDICTION),
     )
     for name, scenario, overrides, rollout, whole, role in cells:
-        plain, step = _step(scenario, PLAIN), _step(scenario, FIXED, *overrides)
+        plain = _step(scenario, PLAIN)
+        step = _step(scenario, FIXED, *overrides)
         yield _cell("235B", f"{name}: rollout", PREDICTION, rollout, plain.rollout_s / step.rollout_s)
         yield _cell("235B", f"{name}: step", role, whole, plain.step_s / step.step_s)
 
 
 def specactor() -> Iterator[Cell]:
     """Yields SpecActor's ranges over its traces, compared with the trace that resembles DAPO."""
-    plain, vanilla = _step(DAPO, PLAIN), _step(DAPO, FIXED)
+    plain = _step(DAPO, PLAIN)
+    vanilla = _step(DAPO, FIXED)
     figures = [
         ("plain: idle share of the rollout", INPUT, 0.45, 0.55, plain.rollout.idle_share, ""),
         ("plain: rollout's share of a step", INPUT, 0.7, 0.8, plain.rollout_s / plain.step_s, ""),
         ("vanilla: rollout over plain", INPUT, 1.1, 1.2, plain.rollout_s / vanilla.rollout_s, "x"),
     ]
     for variant in (_MOVING, _RACING):
-        step, name = _simulate(DAPO, variant, ()), variant.name
+        step = _simulate(DAPO, variant, ())
+        name = variant.name
         figures += [
             (f"{name}: rollout over plain", PREDICTION, 2.0, 2.7, plain.rollout_s / step.rollout_s, "x"),
             (f"{name}: rollout over vanilla", PREDICTION, 1.1, 2.6, vanilla.rollout_s / step.rollout_s, "x"),
             (f"{name}: step over plain", PREDICTION, 1.4, 2.3, plain.step_s / step.step_s, "x"),
         ]
-    costs, context = Fleet(read_scenario(DAPO, [])).costs(0), 1500.0
+    costs = Fleet(read_scenario(DAPO, [])).costs(0)
+    context = 1500.0
     ratio = float(costs.step_s(256, 256.0, context)) / float(costs.step_s(128, 128.0, context))
     figures.append(("verification of 256 over 128", PREDICTION, 1.4, 1.4, ratio, "x"))
     yield from (Cell("SpecActor", *figure) for figure in figures)

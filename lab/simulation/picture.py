@@ -20,13 +20,30 @@ BLUE, SKY, ORANGE, PINK = "#0072B2", "#56B4E9", "#E69F00", "#CC79A7"
 INK, GREY, PALE, SILVER = "#24292f", "#6e7781", "#d0d7de", "#8c959f"
 PARTS = {"data": PINK, "prepare": PINK, "generate": BLUE, "log-prob": SKY, "train": SILVER, "refit": ORANGE}
 STYLE: dict[Any, Any] = {
-    "font.size": 8.5, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titlecolor": INK, "text.color": INK,
-    "axes.labelsize": 8.5, "axes.labelcolor": GREY, "axes.edgecolor": PALE, "xtick.color": GREY, "ytick.color": GREY,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-    "grid.color": "#eaeef2", "grid.linewidth": 0.8, "lines.linewidth": 1.6, "legend.frameon": False,
+    "font.size": 8.5,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "axes.labelsize": 8.5,
+    "axes.labelcolor": GREY,
+    "axes.edgecolor": PALE,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#eaeef2",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
     "text.parse_math": False,
-}  # fmt: skip
-_SIZE, _DPI, _POINTS, _BINS = (9.6, 5.6), 160, 300, 40
+}
+_SIZE = (9.6, 5.6)
+_DPI = 160
+_POINTS = 300
+_BINS = 40
 
 
 def picture(comparison: Comparison) -> bytes:
@@ -70,8 +87,14 @@ def draw_parts(ax: Axes, comparison: Comparison) -> None:
         ax.barh(at, seconds, 0.66, left, color=PARTS[part], linewidth=0, label=part)
         left = left + seconds
     for i, step in enumerate(comparison.steps):
-        ax.annotate(f"{comparison.speedup(step):.2f}x", (left[i], i), (5, 0), textcoords="offset points", va="center",
-                    fontweight="bold" if step is comparison.best else "normal")  # fmt: skip
+        ax.annotate(
+            f"{comparison.speedup(step):.2f}x",
+            (left[i], i),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            fontweight="bold" if step is comparison.best else "normal",
+        )
     ax.set(title="Seconds of a step", xlim=(0, left.max() * 1.14), ylim=(len(at) - 0.4, -0.6))
     ax.set_yticks(at, [step.variant for step in comparison.steps], color=INK)
     ax.tick_params(axis="y", length=0)

@@ -29,7 +29,9 @@ class _PaidPolicy(FixedPolicy):
 
     def __init__(self, num_positions: int, machine: Machine) -> None:
         super().__init__(num_positions, num_positions)
-        self._machine, self._spread_Q, self._depth = machine, np.zeros(1), 0
+        self._machine = machine
+        self._spread_Q = np.zeros(1)
+        self._depth = 0
         self._true_costs = true_costs(machine)
 
     def observe(self, spread_FQ: np.ndarray) -> None:
@@ -79,7 +81,8 @@ class Hindsight:
     """An engine that knows which recorded drafts are right."""
 
     def __init__(self, record: Record, machine: Machine, has_model: bool) -> None:
-        self._record, self._machine = record, machine
+        self._record = record
+        self._machine = machine
         right_PDK = record.drafts_PDK == record.right_PK()[:, None, :]
         right_PDK &= np.arange(right_PDK.shape[2]) < record.found_PD[:, :, None]
         right_PD = right_PDK.cumprod(axis=2).sum(axis=2)
@@ -90,20 +93,26 @@ class Hindsight:
     def play(self, batch: int, at_a_time: int | None = None) -> Phase:
         """Rolls out a batch of the record, at most `at_a_time` requests at once."""
         responses = np.flatnonzero(self._record.batch_R == batch)
-        next_R, end_R = self._record.start_R[responses] + 1, self._record.start_R[responses + 1]
+        next_R = self._record.start_R[responses] + 1
+        end_R = self._record.start_R[responses + 1]
         phase = Phase(batch)
         while len(running := np.flatnonzero(next_R < end_R)[:at_a_time]):
             drafts_B, depth, seconds = self._best_step(next_R[running], end_R[running])
             next_R[running] += drafts_B + 1
             tokens = int(drafts_B.sum()) + len(running)
-            phase.tokens, phase.seconds, phase.steps = phase.tokens + tokens, phase.seconds + seconds, phase.steps + 1
-            phase.drafts, phase.depths = phase.drafts + tokens - len(running), phase.depths + depth
+            phase.tokens += tokens
+            phase.seconds += seconds
+            phase.steps += 1
+            phase.drafts += tokens - len(running)
+            phase.depths += depth
             phase.by_step.append((seconds, tokens))
         return phase
 
     def _best_step(self, position_B: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, int, float]:
         """Returns the verified drafts, the depth of drafting, and the seconds of the step with the most tokens a second."""
-        most_B, num_requests, steps = end_B - position_B - 1, len(position_B), []
+        most_B = end_B - position_B - 1
+        num_requests = len(position_B)
+        steps = []
         for depth in range(self._num_positions + 1 if self._model_P is not None else 1):
             right_B = self._text_P[position_B]
             if self._model_P is not None:
@@ -138,7 +147,8 @@ def shares(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table for the record."""
     options = options_of(__doc__, arguments)
-    record, machine = Record.load(options.record), MACHINES[options.machine]
+    record = Record.load(options.record)
+    machine = MACHINES[options.machine]
     order = sorted(set(record.batch_R.tolist()))
     print(f"{options.machine}: our speed over what the board's rates allow, and over hindsight")
     print("batch  over rates  over hindsight")

@@ -57,7 +57,8 @@ class Machine:
 
     def step_s(self, num_requests: int, num_rows: int, has_drafters: bool) -> float:
         """Returns the seconds of a step without drafting with weights."""
-        slower, rows = 1.0, num_rows
+        slower = 1.0
+        rows = num_rows
         if self.graph_sizes:
             rows = next((size for size in self.graph_sizes if size >= num_rows), num_rows)
             slower = 2.0 if num_rows > self.graph_sizes[-1] else 1.0
@@ -77,16 +78,28 @@ class Machine:
 _SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 MACHINES = {
     "two_cores": Machine(
-        (1, 8, 16, 32, 64, 128, 256), (0.0155, 0.0175, 0.021, 0.029, 0.046, 0.079, 0.146),
-        1e-4, 2e-4, 0.0018, 2.5e-5, 3e-5,
+        (1, 8, 16, 32, 64, 128, 256),
+        (0.0155, 0.0175, 0.021, 0.029, 0.046, 0.079, 0.146),
+        1e-4,
+        2e-4,
+        0.0018,
+        2.5e-5,
+        3e-5,
     ),
     "deep": Machine(
         (1, 8, 16, 32, 64, 128, 256), (0.046, 0.05, 0.06, 0.082, 0.13, 0.226, 0.42), 1e-4, 2e-4, 0.0018, 2.5e-5, 3e-5
     ),
     "gpu": Machine(
-        (1, 64, 160, 256, 512, 1024), (0.0052, 0.0056, 0.0069, 0.0086, 0.0148, 0.027), 0.0, 4e-4, 7e-4, 0.0, 1e-6, _SIZES
+        (1, 64, 160, 256, 512, 1024),
+        (0.0052, 0.0056, 0.0069, 0.0086, 0.0148, 0.027),
+        0.0,
+        4e-4,
+        7e-4,
+        0.0,
+        1e-6,
+        _SIZES,
     ),
-}  # fmt: skip
+}
 """Two cores with SmolLM2-135M; the same with a deeper policy; an H200 with Qwen3-8B (docs/benchmarks/gpu.md)."""
 
 
@@ -124,18 +137,27 @@ class Replay:
     """An engine whose proposals and tokens are recorded. Owns the board, the policy and the clock."""
 
     def __init__(
-        self, record: Record, drafters: Sequence[int], machine: Machine, policy: SpeculationPolicy | None = None,
-        max_requests: int = 64, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        record: Record,
+        drafters: Sequence[int],
+        machine: Machine,
+        policy: SpeculationPolicy | None = None,
+        max_requests: int = 64,
+        seed: int = 0,
+    ) -> None:
         """`drafters`: those that take part; none is plain decoding."""
-        self._record, self._machine, self._drafters = record, machine, list(drafters)
+        self._record = record
+        self._machine = machine
+        self._drafters = list(drafters)
         self._rng = np.random.default_rng(seed)
         num_positions = record.drafts_PDK.shape[2]
         self.policy = policy or build_policy(BudgetConfig("auto"), num_positions)
         self._model = self._drafters.index(record.model) if record.model in drafters else None
         self._step_model = StepModel(MAX_ROWS, machine.graph_sizes)
         self._drafts_SK = np.zeros((max_requests, num_positions), np.int64)
-        self._num_steps, self._rests, self._is_idle = 0, False, not drafters
+        self._num_steps = 0
+        self._rests = False
+        self._is_idle = not drafters
         if drafters:
             names = [record.names[d] for d in drafters]
             priors_DE = record.priors_DE[list(drafters)][:, :NUM_LEVELS]
@@ -143,15 +165,22 @@ class Replay:
             self.board = DraftBoard(names, priors_DE, shape, torch.device("cpu"), self._model)
             self.board.use_kernels(cpu_kernels)
         longest = int(np.diff(record.start_R).max()) + num_positions
-        self._texts = Texts(torch.zeros(0, dtype=torch.int64), torch.zeros(max_requests, dtype=torch.int32),
-                            torch.zeros(max_requests, longest, dtype=torch.int32))  # fmt: skip
-        self._lengths_S, self._ends_S = self._texts.total_len_S.numpy(), np.zeros(max_requests, np.int64)
-        self._response_S, self._follows_S = np.zeros(max_requests, np.int64), np.zeros(max_requests, np.bool_)
+        self._texts = Texts(
+            torch.zeros(0, dtype=torch.int64),
+            torch.zeros(max_requests, dtype=torch.int32),
+            torch.zeros(max_requests, longest, dtype=torch.int32),
+        )
+        self._lengths_S = self._texts.total_len_S.numpy()
+        self._ends_S = np.zeros(max_requests, np.int64)
+        self._response_S = np.zeros(max_requests, np.int64)
+        self._follows_S = np.zeros(max_requests, np.bool_)
 
     def play(self, batch: int, at_a_time: int | None = None) -> Phase:
         """Rolls out a batch of the record, at most `at_a_time` requests at once."""
         waiting = np.flatnonzero(self._record.batch_R == batch).tolist()
-        free, running, phase = list(range(len(self._lengths_S))), list[int](), Phase(batch)
+        free = list(range(len(self._lengths_S)))
+        running = list[int]()
+        phase = Phase(batch)
         while waiting or running:
             new: list[int] = []
             while waiting and len(running) + len(new) < (at_a_time or len(self._lengths_S)):
@@ -169,7 +198,9 @@ class Replay:
     def _open(self, slot: int, response: int) -> None:
         start, end = self._record.start_R[response : response + 2]
         self._texts.token_ids_SL[slot, : end - start] = torch.from_numpy(self._record.tokens_P[start:end])
-        self._lengths_S[slot], self._ends_S[slot], self._response_S[slot] = 1, end - start, response
+        self._lengths_S[slot] = 1
+        self._ends_S[slot] = end - start
+        self._response_S[slot] = response
 
     def _admit(self, slots: list[int]) -> None:
         was_dormant = self.policy.is_dormant
@@ -184,7 +215,9 @@ class Replay:
 
     def _step(self, slots_B: np.ndarray, phase: Phase) -> None:
         """Verifies, samples, and proposes for the next step."""
-        num_requests, policy, counts_B = len(slots_B), self.policy, np.zeros(len(slots_B), np.int64)
+        num_requests = len(slots_B)
+        policy = self.policy
+        counts_B = np.zeros(len(slots_B), np.int64)
         if self._drafters and not self._rests:
             rates_BK = self.board.tables.rates_SK.numpy()[slots_B]
             caps_B = np.full(num_requests, rates_BK.shape[1])
@@ -193,12 +226,14 @@ class Replay:
         depth = policy.plan(num_requests, num_followed)
         if policy.is_dormant and self._follows_S.any():
             self._follows_S[:], num_followed, depth = False, 0, 0
-        rests, self._rests = self._rests, policy.ends_step(num_requests, num_followed)
+        rests = self._rests
+        self._rests = policy.ends_step(num_requests, num_followed)
         right_B = self._num_right(slots_B, counts_B)
         left_B = self._ends_S[slots_B] - self._lengths_S[slots_B]
         emitted_B = np.minimum(right_B + 1, left_B)
         self._lengths_S[slots_B] += emitted_B
-        num_rows, was_idle = num_requests + int(counts_B.sum()), self._is_idle
+        num_rows = num_requests + int(counts_B.sum())
+        was_idle = self._is_idle
         self._is_idle = not self._drafters or (rests and not num_followed)
         seconds = self._machine.step_s(num_requests, num_rows, not self._is_idle) * self._noise()
         self._step_model.observe(num_requests, num_rows, seconds, not self._is_idle)
@@ -233,7 +268,8 @@ class Replay:
         """Returns how many of the verified drafts are the recorded tokens."""
         if not counts_B.any():
             return counts_B
-        drafts_SK, num_positions = self._drafts_SK[slots_B], self._drafts_SK.shape[1]
+        drafts_SK = self._drafts_SK[slots_B]
+        num_positions = self._drafts_SK.shape[1]
         columns_BK = self._lengths_S[slots_B, None] + np.arange(num_positions)
         text_BK = self._texts.token_ids_SL.numpy()[
             slots_B[:, None], np.minimum(columns_BK, self._texts.token_ids_SL.shape[1] - 1)
@@ -248,7 +284,9 @@ class Replay:
 
     def _propose(self, slots_B: np.ndarray, depth: int) -> None:
         """Writes the recorded proposals to the board, and lets it choose."""
-        tables, num_requests, record = self.board.tables, len(slots_B), self._record
+        tables = self.board.tables
+        num_requests = len(slots_B)
+        record = self._record
         last_B = np.diff(record.start_R)[self._response_S[slots_B]] - 1
         position_B = record.start_R[self._response_S[slots_B]] + np.minimum(self._lengths_S[slots_B], last_B)
         for d, of_record in enumerate(self._drafters):
@@ -303,7 +341,8 @@ def options_of(description: str | None, arguments: Sequence[str] | None) -> argp
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table for the record."""
     options = options_of(__doc__, arguments)
-    record, machine = Record.load(options.record), MACHINES[options.machine]
+    record = Record.load(options.record)
+    machine = MACHINES[options.machine]
     order = sorted(set(record.batch_R.tolist()))
     found = phases(record, machine, order, options.at_a_time)
     print(f"{options.machine}: speed over plain of each batch, and all drafters over the best part")

@@ -58,7 +58,8 @@ class Record:
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
         wrong_PDK = arrays.pop("wrong_PDK").astype(np.int32)
-        names, model = arrays.pop("names").tolist(), int(arrays.pop("model"))
+        names = arrays.pop("names").tolist()
+        model = int(arrays.pop("model"))
         found = cls(names=names, model=model, drafts_PDK=wrong_PDK, **arrays)
         drafts_PDK = np.where(wrong_PDK == 0, found.right_PK()[:, None, :], wrong_PDK - 1)
         return cls(**{**vars(found), "drafts_PDK": drafts_PDK.astype(np.int32)})
@@ -112,10 +113,14 @@ class Recorder:
         found_PD = np.maximum(found_PD, 0)
         is_draft_PDK = np.arange(drafts_PDK.shape[2]) < found_PD[:, :, None]
         return Record(
-            self.names, self.model, self.priors_DE,
-            np.array([e[0] for e in self._ended]), np.array([e[1] for e in self._ended]),
+            self.names,
+            self.model,
+            self.priors_DE,
+            np.array([e[0] for e in self._ended]),
+            np.array([e[1] for e in self._ended]),
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             np.concatenate([e[2] for e in self._ended]).astype(np.int32),
-            np.where(is_draft_PDK, drafts_PDK, 0).astype(np.int32), np.where(is_draft_PDK, levels_PDK, 0).astype(np.int8),
+            np.where(is_draft_PDK, drafts_PDK, 0).astype(np.int32),
+            np.where(is_draft_PDK, levels_PDK, 0).astype(np.int8),
             found_PD.astype(np.int8),
-        )  # fmt: skip
+        )

@@ -27,11 +27,14 @@ def synchronous_steps(setting: Setting, *, runs_ahead: bool) -> StepResult:
     With `train_gpus` in the cluster, engines have nothing to do while the policy trains. Otherwise they share its GPUs.
     """
     scenario = setting.fleet.scenario
-    ahead, rng = scenario.training.run_ahead, np.random.default_rng(scenario.seed + _SEED_OF_FLIPS)
+    ahead = scenario.training.run_ahead
+    rng = np.random.default_rng(scenario.seed + _SEED_OF_FLIPS)
     tokens_to_flip = 0.0 if ahead is None else ahead.tokens_to_flip
     requests = setting.requests(NUM_STEPS)
     steps = np.arange(len(requests.length_R)).reshape(NUM_STEPS, -1)
-    known_R, generated_s, idle_s = np.zeros(steps.shape[1]), [], []
+    known_R = np.zeros(steps.shape[1])
+    generated_s = []
+    idle_s = []
     for step, own_R in enumerate(steps):
         work = requests.part(own_R)
         rollout = setting.rollout(work)

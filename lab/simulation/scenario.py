@@ -45,14 +45,18 @@ class ClusterConfig:
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the engines do not fit the GPUs."""
-        left, size = self.generating_gpus, self.gpus_per_engine
+        left = self.generating_gpus
+        size = self.gpus_per_engine
         raise_first_mistake(
             path,
-            (left < size, "num_gpus",
-             f"{self.num_gpus}, of which {self.train_gpus} train, leave {left} to generate; an engine needs {size}: raise "
-             "num_gpus, or lower one of the others"),
+            (
+                left < size,
+                "num_gpus",
+                f"{self.num_gpus}, of which {self.train_gpus} train, leave {left} to generate; an engine needs {size}: raise "
+                "num_gpus, or lower one of the others",
+            ),
             (left % size, "gpus_per_engine", f"{size} does not divide the {left} GPUs that generate; choose a divisor"),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -96,14 +100,21 @@ class MethodConfig:
 
     def check(self, path: str) -> None:
         """Raises ConfigError unless exactly one acceptance is given and it is possible."""
-        length, most = self.acceptance_length, self.at_k + 1
+        length = self.acceptance_length
+        most = self.at_k + 1
         raise_first_mistake(
             path,
-            ((self.acceptance is None) == (length is None), "acceptance",
-             f"{self.acceptance}, with acceptance_length {length}; give one of the two"),
-            (length is not None and length > most, "acceptance_length",
-             f"{length}; {self.at_k} drafts emit {most} tokens at most: lower it, or raise at_k"),
-        )  # fmt: skip
+            (
+                (self.acceptance is None) == (length is None),
+                "acceptance",
+                f"{self.acceptance}, with acceptance_length {length}; give one of the two",
+            ),
+            (
+                length is not None and length > most,
+                "acceptance_length",
+                f"{length}; {self.at_k} drafts emit {most} tokens at most: lower it, or raise at_k",
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -134,12 +145,18 @@ class DraftingConfig:
         raise_first_mistake(
             path,
             (not names or len(set(names)) < len(names), "methods", f"{names}; name at least one, and each once"),
-            (unknown is not None, "methods_of_workers",
-             f"{unknown!r} is not one of methods{nearest(str(unknown), names)}"),
-            (self.drafter_gpus and draft in (HEAD, TEXT), "drafter_gpus",
-             f"{list(self.drafter_gpus)}; drafts of {draft!r} are not made elsewhere: name a small model as the first "
-             "method's draft, or leave it empty"),
-        )  # fmt: skip
+            (
+                unknown is not None,
+                "methods_of_workers",
+                f"{unknown!r} is not one of methods{nearest(str(unknown), names)}",
+            ),
+            (
+                self.drafter_gpus and draft in (HEAD, TEXT),
+                "drafter_gpus",
+                f"{list(self.drafter_gpus)}; drafts of {draft!r} are not made elsewhere: name a small model as the first "
+                "method's draft, or leave it empty",
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -156,13 +173,17 @@ class CostConfig:
     def check(self, path: str) -> None:
         """Raises ConfigError unless exactly the block of the kind is given."""
         for kind, key in (("rounds", "rounds"), ("linear", "linear"), ("tables", "profile")):
-            block, is_kind = getattr(self, key), kind == self.kind
+            block = getattr(self, key)
+            is_kind = kind == self.kind
             raise_first_mistake(
                 path,
                 (is_kind and block is None, key, f"missing with kind {self.kind!r}; give it"),
-                (not is_kind and block is not None, key,
-                 f"given with kind {self.kind!r}; remove it, or set kind: {kind}"),
-            )  # fmt: skip
+                (
+                    not is_kind and block is not None,
+                    key,
+                    f"given with kind {self.kind!r}; remove it, or set kind: {kind}",
+                ),
+            )
 
 
 @dataclass(frozen=True)
@@ -198,20 +219,37 @@ class TrainingConfig:
 
     def check(self, path: str) -> None:
         """Raises ConfigError if a value contradicts the lag."""
-        lag, is_async, least = self.lag, self.mode == "async", 2 * self.lag + 2
+        lag = self.lag
+        is_async = self.mode == "async"
+        least = 2 * self.lag + 2
         raise_first_mistake(
             path,
-            (not is_async and (lag or self.max_age), "lag",
-             f"{lag}, max_age {self.max_age}; a synchronous step has no lag: set both to 0, or mode: async"),
-            (is_async and lag == 0, "lag",
-             "0; asynchronous steps without a lag wait for each other: raise it, or set mode: sync"),
-            (self.max_age is not None and self.max_age < lag, "max_age",
-             f"{self.max_age} discards the samples of a lag of {lag}; raise it to the lag, or lower the lag"),
-            (is_async and self.num_steps < least, "num_steps",
-             f"{self.num_steps} steps do not reach a steady state with a lag of {lag}; raise it to at least {least}"),
-            (self.buffer_batches is not None and self.buffer_batches < lag, "buffer_batches",
-             f"{self.buffer_batches} cannot hold the batches of a lag of {lag}; raise it, or lower the lag"),
-        )  # fmt: skip
+            (
+                not is_async and (lag or self.max_age),
+                "lag",
+                f"{lag}, max_age {self.max_age}; a synchronous step has no lag: set both to 0, or mode: async",
+            ),
+            (
+                is_async and lag == 0,
+                "lag",
+                "0; asynchronous steps without a lag wait for each other: raise it, or set mode: sync",
+            ),
+            (
+                self.max_age is not None and self.max_age < lag,
+                "max_age",
+                f"{self.max_age} discards the samples of a lag of {lag}; raise it to the lag, or lower the lag",
+            ),
+            (
+                is_async and self.num_steps < least,
+                "num_steps",
+                f"{self.num_steps} steps do not reach a steady state with a lag of {lag}; raise it to at least {least}",
+            ),
+            (
+                self.buffer_batches is not None and self.buffer_batches < lag,
+                "buffer_batches",
+                f"{self.buffer_batches} cannot hold the batches of a lag of {lag}; raise it, or lower the lag",
+            ),
+        )
 
 
 MAX_REQUESTS = 2_000_000
@@ -246,18 +284,29 @@ class Scenario:
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the scenario cannot run."""
-        cluster, batch, is_async = self.cluster, self.batch, self.training.mode == "async"
+        cluster = self.cluster
+        batch = self.batch
+        is_async = self.training.mode == "async"
         num_requests = batch.num_requests * (self.training.num_steps if is_async else 1)
         raise_first_mistake(
             path,
-            (is_async and not cluster.train_gpus, "cluster.train_gpus",
-             "0; asynchronous training needs separate GPUs: set their number, or mode: sync"),
-            (not is_async and cluster.train_gpus, "cluster.train_gpus",
-             f"{cluster.train_gpus}; in synchronous training all GPUs take turns: set it to 0, or mode: async"),
-            (num_requests > MAX_REQUESTS, "batch.num_prompts",
-             f"{batch.num_prompts} of {batch.num_samples} samples make {num_requests} requests to simulate; "
-             f"{MAX_REQUESTS} at most: lower one of them, or training.num_steps"),
-        )  # fmt: skip
+            (
+                is_async and not cluster.train_gpus,
+                "cluster.train_gpus",
+                "0; asynchronous training needs separate GPUs: set their number, or mode: sync",
+            ),
+            (
+                not is_async and cluster.train_gpus,
+                "cluster.train_gpus",
+                f"{cluster.train_gpus}; in synchronous training all GPUs take turns: set it to 0, or mode: async",
+            ),
+            (
+                num_requests > MAX_REQUESTS,
+                "batch.num_prompts",
+                f"{batch.num_prompts} of {batch.num_samples} samples make {num_requests} requests to simulate; "
+                f"{MAX_REQUESTS} at most: lower one of them, or training.num_steps",
+            ),
+        )
         if self.costs.kind == "roofline":
             self._check_memory(path)
 
@@ -265,14 +314,18 @@ class Scenario:
         shape = model_named(self.model, join(path, "model"))
         device = device_named(self.cluster.device, join(path, "cluster.device"))
         device.flops(self.precision)
-        size, weights = self.cluster.gpus_per_engine, shape.params * (2 if self.precision == "bf16" else 1)
+        size = self.cluster.gpus_per_engine
+        weights = shape.params * (2 if self.precision == "bf16" else 1)
         needed = -(-weights // int(0.9 * device.hbm_bytes))
         raise_first_mistake(
             path,
-            (weights > 0.9 * device.hbm_bytes * size, "cluster.gpus_per_engine",
-             f"{size}; the weights of {self.model} take {weights / 1e9:.0f} GB in {self.precision}, a {device.name} has "
-             f"{device.hbm_bytes / 1e9:.0f}: at least {needed}"),
-        )  # fmt: skip
+            (
+                weights > 0.9 * device.hbm_bytes * size,
+                "cluster.gpus_per_engine",
+                f"{size}; the weights of {self.model} take {weights / 1e9:.0f} GB in {self.precision}, a {device.name} has "
+                f"{device.hbm_bytes / 1e9:.0f}: at least {needed}",
+            ),
+        )
 
 
 def shipped() -> list[str]:

@@ -43,9 +43,14 @@ class Fleet:
         if s.costs.kind != "roofline":
             return None
         return RooflineCosts(
-            model_named(s.model, "model"), device_named(s.cluster.device, "cluster.device"), s.precision, s.kv_precision,
-            s.calibration, s.cluster.gpus_per_engine, s.cluster.expert_parallel,
-        )  # fmt: skip
+            model_named(s.model, "model"),
+            device_named(s.cluster.device, "cluster.device"),
+            s.precision,
+            s.kv_precision,
+            s.calibration,
+            s.cluster.gpus_per_engine,
+            s.cluster.expert_parallel,
+        )
 
     @cached_property
     def num_slots(self) -> int:
@@ -94,7 +99,8 @@ class Fleet:
 
         `kind` is `plain`, `fixed`, `auto`, or `apart` for a separate drafter, which becomes `auto` if none can be placed.
         """
-        drafting, costs = self.scenario.drafting, self.costs(method)
+        drafting = self.scenario.drafting
+        costs = self.costs(method)
         if kind == PLAIN:
             return NoSpeculation(costs)
         if kind == APART and self.placement is not None and drafting.methods[method].draft not in (HEAD, TEXT):
@@ -118,9 +124,11 @@ class Fleet:
 
     def _tables(self) -> CostTables:
         """Returns the cost model as cost tables for the planner."""
-        s, counts = self.scenario, tuple(2**i for i in range(12))
+        s = self.scenario
+        counts = tuple(2**i for i in range(12))
         context = s.batch.prompt_tokens + s.lengths.median / 2
-        costs, size = self.costs(0), s.cluster.gpus_per_engine
+        costs = self.costs(0)
+        size = s.cluster.gpus_per_engine
 
         def verify_s(num_rows: int) -> float:
             num_requests = max(1, num_rows // (1 + s.drafting.k))
@@ -172,7 +180,8 @@ class Setting:
 
     def requests(self, num_steps: int) -> Workload:
         """Returns the requests of `num_steps` steps, one after the other, equally many of each."""
-        scenario, rng = self.fleet.scenario, np.random.default_rng(self.fleet.scenario.seed)
+        scenario = self.fleet.scenario
+        rng = np.random.default_rng(self.fleet.scenario.seed)
         lengths = self._traced(num_steps) if self.traced else [self._drawn(rng) for _ in range(num_steps)]
         drafting = scenario.drafting
         centres_M, spreads_M = np.array([(m.centre, m.spread) for m in drafting.methods]).T
@@ -194,8 +203,11 @@ class Setting:
 
         A token costs two operations for each parameter in a forward pass, and four more in a backward pass.
         """
-        scenario, training, policy = self.fleet.scenario, self.fleet.scenario.training, self.fleet.policy
-        logprob_s, train_s = training.logprob_s, training.train_s
+        scenario = self.fleet.scenario
+        training = self.fleet.scenario.training
+        policy = self.fleet.policy
+        logprob_s = training.logprob_s
+        train_s = training.train_s
         if policy is not None:
             all_tokens = num_tokens + num_requests * scenario.batch.prompt_tokens
             forward_s = 2.0 * policy.shape.active_params * all_tokens
@@ -203,9 +215,13 @@ class Setting:
             logprob_s = forward_s / scenario.calibration.logprob_share if logprob_s is None else logprob_s
             train_s = 3.0 * forward_s / scenario.calibration.train_share if train_s is None else train_s
         return {
-            "data": training.data_s, "prepare": training.prepare_s, "generate": 0.0, "log-prob": logprob_s or 0.0,
-            "train": train_s or 0.0, "refit": training.refit_s,
-        }  # fmt: skip
+            "data": training.data_s,
+            "prepare": training.prepare_s,
+            "generate": 0.0,
+            "log-prob": logprob_s or 0.0,
+            "train": train_s or 0.0,
+            "refit": training.refit_s,
+        }
 
     def _drawn(self, rng: np.random.Generator) -> np.ndarray:
         batch = self.fleet.scenario.batch
@@ -218,7 +234,8 @@ class Setting:
 
     def _engines(self) -> list[SimulatedEngine]:
         """Returns an engine for each policy engine, or for each pair of verifier and drafter."""
-        fleet, methods = self.fleet, self._methods()
+        fleet = self.fleet
+        methods = self._methods()
         kinds = self._speculations()
         if not fleet.scenario.drafting.freed_workers_switch:
             return [SimulatedEngine(i, kinds[m], m, fleet.num_slots) for i, m in enumerate(methods)]
@@ -234,7 +251,8 @@ class Setting:
 
     def _methods(self) -> list[int]:
         """Returns the method of each engine. Methods differ only if they race or are split."""
-        drafting, num_engines = self.fleet.scenario.drafting, self.fleet.num_engines(self.variant.speculation)
+        drafting = self.fleet.scenario.drafting
+        num_engines = self.fleet.num_engines(self.variant.speculation)
         tail = self.variant.tail
         if not self.variant.is_split and (tail is None or tail.max_racers == 1):
             return [0] * num_engines

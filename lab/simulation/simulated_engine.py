@@ -46,7 +46,10 @@ class SimulatedEngine:
     """
 
     def __init__(self, index: int, speculation: Speculation, method: int, num_slots: int) -> None:
-        self.index, self.speculation, self.method, self.num_slots = index, speculation, method, num_slots
+        self.index = index
+        self.speculation = speculation
+        self.method = method
+        self.num_slots = num_slots
         self.waiting: deque[int] = deque()
         self.requests_B = np.zeros(0, np.int64)
         self.tokens_B = np.zeros(0)
@@ -56,7 +59,8 @@ class SimulatedEngine:
         self.spans: list[Span] = []
         self.after_idle: tuple[Speculation, int] | None = None
         """Speculation and method once the engine has been idle; None if they stay the same."""
-        self._step, self._num_steps = _NO_STEP, 0.0
+        self._step = _NO_STEP
+        self._num_steps = 0.0
         self.begin_s = self.end_s = 0.0
         self.plan_number = 0
         """Number of plans so far. An event of an earlier plan is outdated."""
@@ -75,7 +79,8 @@ class SimulatedEngine:
         """Brings all requests to `now_s`, which lies within the current plan."""
         if now_s <= self.begin_s or not len(self.requests_B):
             return
-        before, share = self.tokens_B, self._share(now_s)
+        before = self.tokens_B
+        share = self._share(now_s)
         self.tokens_B = self.tokens_at(now_s)
         num_tokens = float((self.tokens_B - before).sum())
         num_steps = self._num_steps * share
@@ -88,7 +93,8 @@ class SimulatedEngine:
         self.plan_number += 1
         self.begin_s = max(self.begin_s, now_s)
         if not len(self.requests_B):
-            self._step, self.end_s = _NO_STEP, np.inf
+            self._step = _NO_STEP
+            self.end_s = np.inf
             return self.end_s
         context = prompt_tokens + float(self.tokens_B.mean())
         is_known_B = self.tokens_B < self.known_B - _CLOSE
@@ -104,7 +110,8 @@ class SimulatedEngine:
         """Returns the step in which requests have their known tokens as drafts, as far as they have any."""
         if not is_known_B.any():
             return self.speculation.decode_step(self.p_B, context)
-        others, steps = _NO_STEP, []
+        others = _NO_STEP
+        steps = []
         if not is_known_B.all():
             others = self.speculation.decode_step(self.p_B[~is_known_B], context)
         for num_drafts in AHEAD_DRAFTS:
@@ -139,7 +146,8 @@ class SimulatedEngine:
     def became_idle(self) -> None:
         """Switches to the method for engines that have been idle, if there is one."""
         if self.after_idle is not None:
-            (self.speculation, self.method), self.after_idle = self.after_idle, None
+            (self.speculation, self.method) = self.after_idle
+            self.after_idle = None
 
     def ended(self) -> np.ndarray:
         """Returns the requests that have all their tokens, int64."""
@@ -149,8 +157,10 @@ class SimulatedEngine:
         """Removes requests. Returns the sum of their tokens."""
         stays_B = (self.requests_B[:, None] != requests_b).all(axis=1)
         num_tokens = float(self.tokens_B[~stays_B].sum())
-        self.requests_B, self.tokens_B = self.requests_B[stays_B], self.tokens_B[stays_B]
-        self.lengths_B, self.p_B = self.lengths_B[stays_B], self.p_B[stays_B]
+        self.requests_B = self.requests_B[stays_B]
+        self.tokens_B = self.tokens_B[stays_B]
+        self.lengths_B = self.lengths_B[stays_B]
+        self.p_B = self.p_B[stays_B]
         self.known_B = self.known_B[stays_B]
         return num_tokens
 
@@ -191,7 +201,9 @@ class TailPolicy:
     def __init__(
         self, config: FastestOfNConfig, speeds: SimulatedSpeeds, estimator: LengthEstimator, every_s: float
     ) -> None:
-        self.policy, self.speeds, self.estimator = FastestOfN(config, speeds), speeds, estimator
+        self.policy = FastestOfN(config, speeds)
+        self.speeds = speeds
+        self.estimator = estimator
         self.every_s = every_s
         self._next_s = 0.0
 
@@ -225,10 +237,16 @@ class TailPolicy:
         method_E = np.array([e.method for e in engines])
         speeds = self._speeds(workload.acceptance_RM[requests_R], request_A, method_E[engine_A], tokens_A)
         return TailObservation(
-            workload.prompt_tokens + tokens_R.astype(np.int64), remaining_R, speeds.speeds(), speeds.doubts(), request_A,
-            engine_A, (tokens_R[request_A] - tokens_A).astype(np.int64), method_E,
+            workload.prompt_tokens + tokens_R.astype(np.int64),
+            remaining_R,
+            speeds.speeds(),
+            speeds.doubts(),
+            request_A,
+            engine_A,
+            (tokens_R[request_A] - tokens_A).astype(np.int64),
+            method_E,
             np.array([e.num_slots - len(e.waiting) for e in engines]),
-        )  # fmt: skip
+        )
 
     def _speeds(
         self, p_RM: np.ndarray, request_A: np.ndarray, method_A: np.ndarray, tokens_A: np.ndarray

@@ -78,7 +78,9 @@ class CoupledSpeculation(Speculation):
 
     def __init__(self, costs: Costs, budget: BudgetConfig, max_k: int, has_weights: bool) -> None:
         super().__init__(costs)
-        self.config, self.max_k, self.has_weights = budget, max_k, has_weights
+        self.config = budget
+        self.max_k = max_k
+        self.has_weights = has_weights
         self._known: dict[tuple[int, int, int], tuple[int, float]] = {}
 
     def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
@@ -96,7 +98,8 @@ class CoupledSpeculation(Speculation):
         """Returns the draft depth, and the survival below which a draft token is not verified."""
         if self.config.policy == "fixed":
             return self.config.k, 0.0
-        num_requests, costs = len(p_B), self._step_costs(len(p_B), context)
+        num_requests = len(p_B)
+        costs = self._step_costs(len(p_B), context)
         survival_BK = p_B[:, None] ** np.arange(1, self.max_k + 1)
         count_KQ = np.stack([spread(survival_BK[:, :depth]) for depth in range(self.max_k + 1)])
         if not self.has_weights:
@@ -130,7 +133,8 @@ class DecoupledSpeculation(Speculation):
 
     def __init__(self, costs: Costs, drafter: Costs, max_k: int) -> None:
         super().__init__(costs)
-        self.drafter, self.ks = drafter, tuple(k for k in _KS if k <= max_k)
+        self.drafter = drafter
+        self.ks = tuple(k for k in _KS if k <= max_k)
         self._known: dict[tuple[int, int, int], tuple[int, SteadyState]] = {}
 
     def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:

@@ -108,9 +108,13 @@ class Workload:
 
 
 def workload(
-    lengths_PS: np.ndarray, prompt_tokens: int, centres_M: np.ndarray, spreads_M: np.ndarray, shared: float,
+    lengths_PS: np.ndarray,
+    prompt_tokens: int,
+    centres_M: np.ndarray,
+    spreads_M: np.ndarray,
+    shared: float,
     rng: np.random.Generator,
-) -> Workload:  # fmt: skip
+) -> Workload:
     """Returns requests of these lengths. The acceptance of a method is normal in log-odds.
 
     `centres_M` is the acceptance of the typical request, and `spreads_M` the standard deviation of the log-odds. `shared` is
@@ -118,7 +122,8 @@ def workload(
     """
     num_prompts, num_samples = lengths_PS.shape
     num = lengths_PS.size
-    common_R1, own_RM = rng.standard_normal((num, 1)), rng.standard_normal((num, len(centres_M)))
+    common_R1 = rng.standard_normal((num, 1))
+    own_RM = rng.standard_normal((num, len(centres_M)))
     score_RM = np.sqrt(shared) * common_R1 + np.sqrt(1.0 - shared) * own_RM
     acceptance_RM = _from_odds(_log_odds(centres_M) + spreads_M * score_RM)
     return Workload(np.repeat(np.arange(num_prompts), num_samples), lengths_PS.ravel(), acceptance_RM, prompt_tokens)
@@ -131,7 +136,8 @@ def acceptance_for(length: float, k: int, spread: float = 0.0) -> float:
     """
     # Midpoints of equal shares of the normal distribution
     scores = np.array([NormalDist().inv_cdf((i + 0.5) / 64) for i in range(64)]) if spread else np.zeros(1)
-    low, high = 1e-9, _SURE
+    low = 1e-9
+    high = _SURE
     for _ in range(60):
         middle = (low + high) / 2
         shares = _from_odds(_log_odds(np.array([middle])) + spread * scores)
@@ -177,7 +183,8 @@ def read_trace(path: Path, field: str) -> list[np.ndarray]:
     for number, line in enumerate(lines, 1):
         where = f"{field}: {path}, line {number}"
         for sample in _samples(line, where) if line.strip() else ():
-            tokens, key = steps.setdefault(sample.step, {}), (sample.prompt, sample.sample)
+            tokens = steps.setdefault(sample.step, {})
+            key = (sample.prompt, sample.sample)
             if key in tokens:
                 raise ConfigError(f"{where}: prompt {sample.prompt}, sample {sample.sample} occurs twice; {_FIX}")
             tokens[key] = sample.tokens
@@ -193,9 +200,11 @@ def _samples(line: str, where: str) -> Iterator[Sample]:
         raise ConfigError(
             f"{where}: not JSON ({error}); each line is an object with prompt, sample and tokens"
         ) from error
-    records, step = [record], {}
+    records = [record]
+    step = {}
     if isinstance(record, Mapping) and isinstance(record.get("samples"), list):
-        records, step = record["samples"], {"step": record.get("step", 0)}
+        records = record["samples"]
+        step = {"step": record.get("step", 0)}
     keys = ("prompt", "sample", "tokens", "step")
     for one in records:
         known = {k: v for k, v in {**one, **step}.items() if k in keys} if isinstance(one, Mapping) else one

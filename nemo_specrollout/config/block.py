@@ -17,7 +17,13 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.config.strict import bounded, choice, nearest, raise_first_mistake, tagged
 
-TRIGGERS = ("auto", "interval", "every_step", "never")
+TRIGGERS = ("auto", "interval")
+WITHDRAWN_TRIGGERS = {
+    "every_step": "write trigger: interval, with interval: 1",
+    "never": "remove draft_refresh to keep the head as it is; to record a local run for a comparison of triggers, set "
+    "logger.record_for_replay to true",
+}
+"""Triggers that only comparisons needed, with what to write instead."""
 MIXED_LOSS = '{"kl_div": 0.5, "tv": 0.5}'
 """Half KL divergence, half total variation, as `speculators` writes it; best for a new head (docs/benchmarks/heads.md)."""
 LOSSES = ("kl_div", "tv", "nla", "lk_hybrid", "tv+kl_div")
@@ -27,8 +33,8 @@ LOSSES = ("kl_div", "tv", "nla", "lk_hybrid", "tv+kl_div")
 class DraftRefreshConfig:
     """`draft_refresh`; its presence turns refreshing on."""
 
-    trigger: str = choice(*TRIGGERS, default="auto")
-    """`auto`: when it pays, by measured acceptance and costs. `interval`, `every_step`. `never`: features are collected."""
+    trigger: str = choice(*TRIGGERS, default="auto", withdrawn=WITHDRAWN_TRIGGERS)
+    """`auto`: when it pays, by measured acceptance and costs. `interval`: after every `interval` RL steps."""
     interval: int = bounded(10, low=1)
     """RL steps between refreshes under `trigger: interval`."""
     min_gap: int = bounded(2, low=1)

@@ -65,9 +65,14 @@ def bounded(
     return dataclasses.field(default=default, metadata={"bounds": {k: v for k, v in bounds.items() if v is not None}})
 
 
-def choice(*options: str, default: Any = dataclasses.MISSING) -> Any:
-    """Returns a dataclass field whose value must be one of `options`."""
-    return dataclasses.field(default=default, metadata={"options": options})
+def choice(
+    *options: str, default: Any = dataclasses.MISSING, withdrawn: Mapping[str, str] = types.MappingProxyType({})
+) -> Any:
+    """Returns a dataclass field whose value must be one of `options`.
+
+    `withdrawn` maps values that were options once to what to write instead, which the error about such a value tells.
+    """
+    return dataclasses.field(default=default, metadata={"options": options, "withdrawn": withdrawn})
 
 
 def required(fix: str) -> Any:
@@ -173,6 +178,9 @@ _HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le,
 def _check_bounds(value: Any, path: str, field: Field) -> Any:
     options = field.metadata.get("options")
     bounds = field.metadata.get("bounds", {})
+    withdrawn = field.metadata.get("withdrawn", {})
+    if isinstance(value, str) and value in withdrawn:
+        raise ConfigError(f"{path}: {value!r} is no longer available; {withdrawn[value]}")
     if options is not None and value not in options:
         raise ConfigError(f"{path}: {value!r} is not available{nearest(str(value), options)}")
     if not all(_HOLDS[kind](value, bound) for kind, bound in bounds.items()):

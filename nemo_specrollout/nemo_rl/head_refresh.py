@@ -115,7 +115,7 @@ class HeadRefresh:
             self._starts_later = False
             self._trainer = self._start()
         self._read_answer()
-        if self._trainer is not None and self._config.trigger != "never":
+        if self._trainer is not None:
             self._folder.forget_old(version)
             # All engines have the same policy, so the first one saves it.
             self._tell(WorkerCalls.specrollout_save_teacher, [(str(self._folder.teacher(version)),)])

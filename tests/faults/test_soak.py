@@ -43,7 +43,7 @@ def soak(model: Path, num_rollouts: int) -> None:
         requests = [RolloutRequest(ids, 4 * step + i, s, step) for i, ids in enumerate(prompts) for s in range(2)]
         engine.generate(requests)
         engine.take_sample_stats(requests)
-        stats = engine.stats(first_step=None)
+        stats = engine.counters()
         assert stats is not None
         engine.load_weights((name, tensor * (1 + 1e-4 * (step % 3))) for name, tensor in weights.items())
         line = {"rss": process.memory_info().rss, "fds": process.num_fds(), "threads": process.num_threads()}

@@ -20,11 +20,14 @@ from lab.local.coordinator import DealingCoordinator
 from lab.local.engine import RolloutEngine
 from lab.local.run_sections import AsyncGrpoConfig
 from lab.local.step_rollout import StepPrompts
+from lab.local.turn_engine import ReloadingTurnEngine
 from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
+from nemo_specrollout.generation.engine.requests import as_bytes
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
 from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
 from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile
+from nemo_specrollout.stragglers.turns import TurnOrders
 
 pytestmark = pytest.mark.integration
 
@@ -116,6 +119,22 @@ def test_requests_under_way_become_samples_of_the_newest_policy(start_engine: Ca
         assert [r.rollout.token_ids for r in own] == [r.token_ids for r in again]
 
 
+def test_the_longest_known_text_survives_two_changes_of_weights(start_engine: Callable[..., RolloutEngine]) -> None:
+    """The second change comes before the attempt that began again has made a token."""
+    block = SpecrolloutConfig(drafters=(), run_ahead=RunAheadConfig())
+    turns = ReloadingTurnEngine(start_engine(STEP_ADDER, block, 96, max_num_seqs=6))
+    (request,) = requests(1, 1)
+    made, _ = turns.turn(TurnOrders(starts=((0, request),))).parts[0]
+    assert made
+    weights = load_file(STEP_ADDER / "model.safetensors")
+    for version in (1, 2):
+        turns.load_weights(weights.items(), version, recompute_kv_cache=True)
+    (attempt,) = turns._attempts.values()
+    assert attempt.request.prefix_token_ids == ()
+    assert attempt.request.ahead == as_bytes(made)
+    turns.stop_all()
+
+
 def test_a_failed_collector_raises_in_every_call(engines: list[RolloutEngine]) -> None:
     def no_prompts(step: int) -> StepPrompts:
         raise RuntimeError("no more prompts")
@@ -180,7 +199,7 @@ policy:
         - {{type: remote, model: {STEP_ADDER}, workers: 1}}
       budget: {{policy: fixed, k: 3}}
       draft_refresh:
-        {{trigger: every_step, max_time_share: 1.0, held_out_share: 0.5, rollout_capture_share: 1.0}}
+        {{trigger: interval, interval: 1, max_time_share: 1.0, held_out_share: 0.5, rollout_capture_share: 1.0}}
       fastest_of_n: {{enabled: true, methods: [[suffix, remote], [eagle3]], min_gain: 0.0}}
 cluster: {{rollout_workers: 2}}
 logger: {{log_dir: {tmp_path / "run"}}}

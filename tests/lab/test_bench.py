@@ -144,7 +144,7 @@ class CountingEngine:
     def clock(self) -> float:
         return float(self.num_steps)
 
-    def stats(self, first_step: int = 0) -> None:
+    def counters(self) -> None:
         return None
 
     def submit(self, requests: Any, sampling: Any) -> list[str]:

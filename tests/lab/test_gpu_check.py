@@ -14,11 +14,13 @@ import torch
 from conftest import ROOT
 
 from lab.gpu import gpu_check, gpu_report, machine
+from lab.gpu.geometries import hf_config
 from lab.gpu.gpu_kernels import _note
 from lab.gpu.gpu_stage import Findings, divergence
 from lab.gpu.items import ITEMS, Item, reason_to_skip
 from lab.gpu.kernel_check import CPU, Compared, compare_drafting
 from lab.gpu.machine import Machine
+from lab.simulation.data_sheets import MODELS
 from lab.vllm_on_cpu.own_kernels import step as step_bodies
 from nemo_specrollout.doctor.diagnosis import Outcome
 from nemo_specrollout.doctor.self_test import diagnose_self_test
@@ -204,6 +206,12 @@ def test_doctor_names_the_precision_on_a_gpu_only() -> None:
     for device, count in (("cuda", 1), ("cpu", 0)):
         found = diagnose_self_test(Outcome({"facts": {"device": device}}, "", (), 1.0))
         assert sum("products in ieee" in d.found for d in found) == count
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B"])
+def test_shapes_of_the_check_are_those_of_the_simulator(name: str) -> None:
+    config = hf_config(name)
+    assert {field: config.get(field, 0) for field in vars(MODELS[name])} == vars(MODELS[name])
 
 
 @pytest.mark.slow

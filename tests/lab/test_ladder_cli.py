@@ -15,7 +15,7 @@ from lab.cli.main import main
 from lab.cli.measure import ladder_table
 from lab.local.fleet import RolloutFleet
 from lab.local.run_config import read_run_config
-from lab.local.speed_table_bench import Stream, batches_up_to, methods_of
+from lab.local.speed_table_bench import Stream, batches_up_to, methods_to_measure
 from lab.local.step_rollout import StepPrompts
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DraftModelDrafterConfig, Eagle3DrafterConfig, NgramDrafterConfig
@@ -40,11 +40,11 @@ def measured() -> SpeedTableFile:
 @pytest.mark.unit
 def test_the_ladder_measures_single_and_combined_methods() -> None:
     block = SpecrolloutConfig()
-    assert methods_of(block) == [("suffix",), ("ngram",), ("suffix", "ngram"), ()]
-    assert methods_of(SpecrolloutConfig(drafters=(NgramDrafterConfig(),))) == [("ngram",), ()]
+    assert methods_to_measure(block) == [("suffix",), ("ngram",), ("suffix", "ngram"), ()]
+    assert methods_to_measure(SpecrolloutConfig(drafters=(NgramDrafterConfig(),))) == [("ngram",), ()]
     heads = (Eagle3DrafterConfig(model="a"), DraftModelDrafterConfig(model="b"))
     racing = FastestOfNConfig(methods=(("eagle3", "ngram"), ("draft_model",), ("suffix",), ()))
-    assert methods_of(SpecrolloutConfig(drafters=(*block.drafters, *heads), fastest_of_n=racing)) == [
+    assert methods_to_measure(SpecrolloutConfig(drafters=(*block.drafters, *heads), fastest_of_n=racing)) == [
         ("suffix",), ("ngram",), ("eagle3",), ("draft_model",), ("suffix", "ngram", "eagle3"),
         ("suffix", "ngram", "draft_model"), ("ngram", "eagle3"), (),
     ]  # fmt: skip

@@ -21,7 +21,8 @@ REFRESH = {
     "grpo.num_generations_per_prompt": 4,
     "policy.train_global_batch_size": 24,
     "policy.generation.specrollout.budget": "{policy: fixed, k: 3}",
-    "policy.generation.specrollout.draft_refresh.trigger": "every_step",
+    "policy.generation.specrollout.draft_refresh.trigger": "interval",
+    "policy.generation.specrollout.draft_refresh.interval": 1,
     "policy.generation.specrollout.draft_refresh.rollout_capture_share": 1.0,
     "policy.generation.specrollout.draft_refresh.held_out_share": 0.5,
     "policy.generation.specrollout.draft_refresh.max_train_seconds": 15,
@@ -81,8 +82,8 @@ def test_a_replay_shows_what_refreshes_would_have_gained(head: Path, tmp_path: P
 
     from lab.heads.drift import TRIGGERS, Recording, replay
 
-    never = {"policy.generation.specrollout.draft_refresh.trigger": "never"}
-    finish(start(tmp_path / "run", 4, **(with_head(head) | never)))
+    finish(start(tmp_path / "run", 4, **with_head(head), **{"logger.record_for_replay": True}))
+    assert not list((tmp_path / "run" / "heads").glob("step_*")), "a recorded run refreshes nothing"
     recording, lines = Recording.read(tmp_path / "run"), {}
     for name in ("frozen", "every step"):
         config = replace(TRIGGERS[name], learning_rate=3e-3, ttt_steps=2)
@@ -127,8 +128,8 @@ def test_a_refresh_without_features_says_what_is_missing(head: Path, tmp_path: P
         assert lacking.refresh_s is None, "no training without data to judge by"
 
 
-@pytest.mark.parametrize("trigger", ["auto", "never"])
-def test_lm_heads_of_past_policies_are_kept_for_a_replay_only(trigger: str, head: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_lm_heads_of_past_policies_are_kept_for_a_replay_only(is_recorded: bool, head: Path, tmp_path: Path) -> None:
     """The LM head of a real policy would take about a hundred megabytes in each step."""
     import torch
 
@@ -136,14 +137,14 @@ def test_lm_heads_of_past_policies_are_kept_for_a_replay_only(trigger: str, head
     from lab.local.run_config import read_run_config
     from nemo_specrollout.storage.model_folder import LM_HEAD
 
-    more = with_head(head) | {"policy.generation.specrollout.draft_refresh.trigger": trigger}
+    more = with_head(head) | {"logger.record_for_replay": is_recorded}
     config, _ = read_run_config(load_config(QUICKSTART, overrides(tmp_path / "run", **more)))
     refresher = LocalRefresher(config, None, tmp_path / "run")  # type: ignore[arg-type]  # no engine is asked
     with closing(refresher):
         for version in range(2):
             refresher.policy_moves(version, iter([(LM_HEAD, torch.zeros(4, 2)), ("other", torch.zeros(9))]))
     kept = sorted(path.name for path in (tmp_path / "run").rglob("policy_*"))
-    assert kept == ([f"policy_{version}.safetensors" for version in range(2)] if trigger == "never" else [])
+    assert kept == ([f"policy_{version}.safetensors" for version in range(2)] if is_recorded else [])
 
 
 def test_prompts_with_a_token_to_draft_are_counted_once() -> None:

@@ -200,9 +200,7 @@ class RefreshSchedule:
 
     def _judge_interval(self, steps_to_come: int) -> tuple[bool, str]:
         """Returns whether to refresh by the number of steps, without regard to `max_time_share`, and the reason."""
-        if self._config.trigger == "never":
-            return False, "the trigger is never"
-        interval = self._config.interval if self._config.trigger == "interval" else 1
+        interval = self._config.interval
         steps = f"{self.steps_since} steps since the last refresh (interval: {interval})"
         if steps_to_come == 0 or self.steps_since < interval:
             return False, f"{steps}, {steps_to_come} to come"
