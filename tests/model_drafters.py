@@ -29,7 +29,7 @@ def untrained_head(folder: Path) -> DrafterConfig:
 
     Its LM head is not the policy's, which vLLM would let it share, in the policy's precision.
     """
-    from nemo_specrollout.heads.head.head import create_head, save_head
+    from nemo_specrollout.heads.training.head import create_head, save_head
 
     untrained = create_head(STEP_ADDER)
     untrained.model.lm_head.weight.data.mul_(1.25)
@@ -39,7 +39,7 @@ def untrained_head(folder: Path) -> DrafterConfig:
 
 def head_of_few_tokens(folder: Path) -> DrafterConfig:
     """Writes a head that drafts only a part of the policy's vocabulary to `folder`."""
-    from nemo_specrollout.heads.head.head import create_head, save_head
+    from nemo_specrollout.heads.training.head import create_head, save_head
 
     save_head(create_head(STEP_ADDER, draft_token_ids=range(5, 60)), folder)
     return Eagle3DrafterConfig(model=str(folder))

@@ -29,7 +29,7 @@ from nemo_specrollout.generation.drafting import model_drafter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.arguments import VllmAbilities, with_specrollout
 from nemo_specrollout.generation.engine.requests import Rollout
-from nemo_specrollout.heads.head.block_heads import misfit_of_block_drafter
+from nemo_specrollout.heads.files.block_heads import misfit_of_block_drafter
 
 pytestmark = pytest.mark.integration
 

@@ -33,7 +33,7 @@ OWNERS = {
         "remote.drafter",
     },
     "megatron": set(),
-    "speculators": {"heads.head"},
+    "speculators": {"heads.training"},
     "nemo_rl": {"nemo_rl"},
     "ray": {"nemo_rl", "run_ahead"},
     "zmq": {"remote.protocol"},

@@ -26,7 +26,7 @@ SUFFIX, NGRAM = (cls(num_slots=1 << 12) for cls in (SuffixDrafterConfig, NgramDr
 @pytest.fixture(scope="module")
 def head(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Untrained EAGLE-3 head with three auxiliary layers and half of the vocabulary."""
-    from nemo_specrollout.heads.head.head import create_head, save_head
+    from nemo_specrollout.heads.training.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("llama") / "head"
     save_head(create_head(tiny_llama, draft_token_ids=range(1, 96, 2)), folder)

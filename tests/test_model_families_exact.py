@@ -83,7 +83,7 @@ def test_no_token_of_a_family_depends_on_drafts(
 def test_an_untrained_head_changes_no_token(
     family: str, folder_of: Callable[[str], Path], start_engine: Start, tmp_path: Path
 ) -> None:
-    from nemo_specrollout.heads.head.head import create_head, save_head
+    from nemo_specrollout.heads.training.head import create_head, save_head
 
     folder, head = folder_of(family), tmp_path / "head"
     save_head(create_head(folder, layer_ids=(0, 1), draft_token_ids=range(1, 96, 2)), head)
@@ -95,7 +95,7 @@ def test_an_untrained_head_changes_no_token(
 def test_a_head_for_a_policy_without_its_interface_is_refused(
     folder_of: Callable[[str], Path], start_engine: Start, tmp_path: Path
 ) -> None:
-    from nemo_specrollout.heads.head.head import create_head, save_head
+    from nemo_specrollout.heads.training.head import create_head, save_head
 
     save_head(create_head(folder_of("GLM 4 MoE"), layer_ids=(0, 1)), tmp_path / "head")
     block = SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model=str(tmp_path / "head")),))

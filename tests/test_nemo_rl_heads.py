@@ -21,7 +21,7 @@ from nemo_specrollout.heads.decisions.refresh_schedule import (
     RefreshSchedule,
     StepFacts,
 )
-from nemo_specrollout.heads.head.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
+from nemo_specrollout.heads.files.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.metrics import head_metrics, sample_lines, step_facts
 from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, EngineClient

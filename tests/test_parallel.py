@@ -60,7 +60,7 @@ def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def head(two_heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained EAGLE-3 head with the policy's LM head, so that some of its drafts are right."""
-    from nemo_specrollout.heads.head.head import create_head, save_head
+    from nemo_specrollout.heads.training.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "untrained"
     save_head(create_head(two_heads), folder)

@@ -17,10 +17,10 @@ from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, DraftRefreshConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
 from nemo_specrollout.heads.features.features import hf_features, load_policy
-from nemo_specrollout.heads.head.acceptance import draft_logits
-from nemo_specrollout.heads.head.block_heads import drafter_misfits
-from nemo_specrollout.heads.head.head import load_eagle3_head
-from nemo_specrollout.heads.head.head_facts import LAYER_IDS_FIELD
+from nemo_specrollout.heads.files.block_heads import drafter_misfits
+from nemo_specrollout.heads.files.head_facts import LAYER_IDS_FIELD
+from nemo_specrollout.heads.training.acceptance import draft_logits
+from nemo_specrollout.heads.training.head import load_eagle3_head
 from nemo_specrollout.sampling.seeds import request_seed
 
 pytestmark = pytest.mark.integration

@@ -20,10 +20,10 @@ from lab.cli.main import main as lab
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.heads.features.features import is_held_out
 from nemo_specrollout.heads.features.rollout_files import held_out_share, read_rollouts
-from nemo_specrollout.heads.head import head as head_module
-from nemo_specrollout.heads.head.head_facts import check_head
+from nemo_specrollout.heads.files.head_facts import check_head
 from nemo_specrollout.heads.refresh import offline_refresh
 from nemo_specrollout.heads.refresh.refresh_state import RefreshState
+from nemo_specrollout.heads.training import head as head_module
 from nemo_specrollout.storage.model_folder import tokenizer_fingerprint
 
 pytestmark = pytest.mark.integration
@@ -143,7 +143,7 @@ KILLED = """
 import os, signal, sys
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.storage.model_folder import tokenizer_fingerprint
-from nemo_specrollout.heads.head.trainer import HeadTrainer
+from nemo_specrollout.heads.training.trainer import HeadTrainer
 from nemo_specrollout.heads.refresh import offline_refresh
 
 offline_refresh.SAVE_EVERY_S, offline_refresh.FLUSH_EVERY_S, offline_refresh.CHUNK_TEXTS = 0.0, 0.0, 16

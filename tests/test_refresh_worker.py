@@ -54,7 +54,7 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def asked(start_engine: Callable[..., RolloutEngine], tmp_path_factory: pytest.TempPathFactory) -> Asked:
-    from nemo_specrollout.heads.head.head import create_head, save_head
+    from nemo_specrollout.heads.training.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "untrained"
     save_head(create_head(STEP_ADDER), folder)

@@ -70,7 +70,7 @@ def test_a_published_head_drafts_like_one_loaded_at_start(
     tmp_path: Path,
 ) -> None:
     """The policy does not change, although vLLM lets a head share its LM head and embedding at first."""
-    from nemo_specrollout.heads.head.head import create_head, save_head
+    from nemo_specrollout.heads.training.head import create_head, save_head
 
     other = create_head(STEP_ADDER, seed=5)
     other.model.lm_head.weight.data.mul_(0.5)
@@ -97,7 +97,7 @@ def test_a_head_that_does_not_fit_is_refused(
 ) -> None:
     import torch
 
-    from nemo_specrollout.heads.head.head import create_head, save_head
+    from nemo_specrollout.heads.training.head import create_head, save_head
 
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)), 128)
     broken = create_head(STEP_ADDER)
@@ -274,7 +274,7 @@ def test_samples_know_their_versions_and_each_span_is_exact(
 def test_a_head_with_another_rope_is_recognized_and_not_loaded(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, tmp_path: Path
 ) -> None:
-    from nemo_specrollout.heads.head.head import create_head, save_head
+    from nemo_specrollout.heads.training.head import create_head, save_head
 
     folder = tmp_path / "other"
     save_head(create_head(STEP_ADDER), folder)

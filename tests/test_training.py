@@ -16,24 +16,24 @@ from speculators.losses.utils import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel
 
 from nemo_specrollout.heads.features.features import SequenceFeatures, hf_features, load_policy
-from nemo_specrollout.heads.head import acceptance
-from nemo_specrollout.heads.head import head as head_module
-from nemo_specrollout.heads.head.acceptance import (
-    draft_logits,
-    measure_acceptance,
-    overlap,
-    probabilities,
-)
-from nemo_specrollout.heads.head.head import create_head, default_layer_ids, load_eagle3_head, save_head
-from nemo_specrollout.heads.head.head_facts import (
+from nemo_specrollout.heads.files.head_facts import (
     LAYER_IDS_FIELD,
     check_head,
     misfit,
     nested_layer_ids,
     read_policy_facts,
 )
-from nemo_specrollout.heads.head.packing import PADDING, Piece, pack, plan_batches
-from nemo_specrollout.heads.head.trainer import Budget, HeadTrainer, TrainingSettings
+from nemo_specrollout.heads.training import acceptance
+from nemo_specrollout.heads.training import head as head_module
+from nemo_specrollout.heads.training.acceptance import (
+    draft_logits,
+    measure_acceptance,
+    overlap,
+    probabilities,
+)
+from nemo_specrollout.heads.training.head import create_head, default_layer_ids, load_eagle3_head, save_head
+from nemo_specrollout.heads.training.packing import PADDING, Piece, pack, plan_batches
+from nemo_specrollout.heads.training.trainer import Budget, HeadTrainer, TrainingSettings
 
 pytestmark = pytest.mark.integration
 

@@ -24,7 +24,7 @@ from lab.local.head_refresh_step import LocalRefresher
 from lab.local.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
-from nemo_specrollout.heads.head.head import create_head, save_head
+from nemo_specrollout.heads.training.head import create_head, save_head
 
 PACKAGE = Path(nemo_specrollout.__file__).parent
 

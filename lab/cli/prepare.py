@@ -27,8 +27,8 @@ from nemo_specrollout.config.nemo_rl_rules import runner_findings
 from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
 from nemo_specrollout.generation.engine.arguments import with_specrollout
-from nemo_specrollout.heads.head.block_heads import misfit_of_block_drafter
-from nemo_specrollout.heads.head.head_facts import check_head
+from nemo_specrollout.heads.files.block_heads import misfit_of_block_drafter
+from nemo_specrollout.heads.files.head_facts import check_head
 from nemo_specrollout.installed.versions import unsupported_version, vllm_version
 from nemo_specrollout.storage import model_folder
 from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of

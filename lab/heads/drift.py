@@ -32,11 +32,11 @@ from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
 from nemo_specrollout.heads.decisions.refresh_schedule import DecodeCosts, StepFacts
 from nemo_specrollout.heads.features.feature_store import FeatureReader, first_tokens
 from nemo_specrollout.heads.features.features import SequenceFeatures
-from nemo_specrollout.heads.head.acceptance import measure_acceptance
-from nemo_specrollout.heads.head.head_folder import HeadFolder
-from nemo_specrollout.heads.head.trainer import Budget
+from nemo_specrollout.heads.files.head_folder import HeadFolder
 from nemo_specrollout.heads.refresh.candidate import RefreshData
 from nemo_specrollout.heads.refresh.online_refresh import OnlineRefresh
+from nemo_specrollout.heads.training.acceptance import measure_acceptance
+from nemo_specrollout.heads.training.trainer import Budget
 from nemo_specrollout.reports.panels import STYLE
 from nemo_specrollout.reports.records import Record, read_lines
 from nemo_specrollout.storage.files import write_atomically

@@ -26,11 +26,11 @@ from nemo_specrollout.config.block import BudgetConfig, VerifyConfig
 from nemo_specrollout.config.drafter_configs import FolderDrafterConfig
 from nemo_specrollout.heads.decisions.publish_gate import PublishGate
 from nemo_specrollout.heads.features.features import SequenceFeatures
-from nemo_specrollout.heads.head.acceptance import measure_acceptance
-from nemo_specrollout.heads.head.head import DraftHead, load_eagle3_head, save_head
-from nemo_specrollout.heads.head.head_facts import check_head
-from nemo_specrollout.heads.head.trainer import Budget, TrainingSettings
+from nemo_specrollout.heads.files.head_facts import check_head
 from nemo_specrollout.heads.refresh.candidate import Judge, RefreshData, refresh_head
+from nemo_specrollout.heads.training.acceptance import measure_acceptance
+from nemo_specrollout.heads.training.head import DraftHead, load_eagle3_head, save_head
+from nemo_specrollout.heads.training.trainer import Budget, TrainingSettings
 from nemo_specrollout.storage.files import write_atomically
 
 NUM_DRAFTS = 3

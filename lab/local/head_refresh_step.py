@@ -13,7 +13,7 @@ from lab.local.statistics import RolloutStats
 from lab.local.step_rollout import RolloutSource
 from nemo_specrollout.heads.decisions.refresh_schedule import DecodeCosts, StepFacts, head_use
 from nemo_specrollout.heads.features.feature_store import FeatureStore
-from nemo_specrollout.heads.head.head_folder import HeadFolder, RefreshRecord
+from nemo_specrollout.heads.files.head_folder import HeadFolder, RefreshRecord
 from nemo_specrollout.heads.refresh.online_refresh import OnlineRefresh
 from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.storage.model_folder import EMBEDDING, LM_HEAD

@@ -20,7 +20,7 @@ from lab.local.run_config import RunConfig
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, Eagle3DrafterConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.heads.head.head_facts import LAYER_IDS_FIELD
+from nemo_specrollout.heads.files.head_facts import LAYER_IDS_FIELD
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 LAYER = "model.layers."

@@ -19,7 +19,7 @@ from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
 from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG, VLLM_KWARGS, Finding, Tree, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.arguments import with_specrollout
-from nemo_specrollout.heads.head.block_heads import drafter_misfits
+from nemo_specrollout.heads.files.block_heads import drafter_misfits
 from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 

@@ -16,7 +16,7 @@ from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.heads.decisions.refresh_schedule import StepFacts
 from nemo_specrollout.heads.features.feature_store import FeatureReader
-from nemo_specrollout.heads.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
+from nemo_specrollout.heads.files.head_folder import HeadFolder, PublishedHead, RefreshRecord
 from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, EngineClient, failure_text
 from nemo_specrollout.nemo_rl.step_log import StepLog
 

@@ -15,8 +15,8 @@ from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import VLLM_KWARGS, at, block_is_on, model_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.arguments import host_choice, with_specrollout
-from nemo_specrollout.heads.head.block_heads import drafter_misfits
-from nemo_specrollout.heads.head.head_folder import HeadFolder
+from nemo_specrollout.heads.files.block_heads import drafter_misfits
+from nemo_specrollout.heads.files.head_folder import HeadFolder
 from nemo_specrollout.installed.versions import installed_versions
 from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
 from nemo_specrollout.nemo_rl.patch_point_table import (

@@ -28,8 +28,8 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.heads.features.features import hf_features, load_policy
-from nemo_specrollout.heads.head.acceptance import measure_acceptance
-from nemo_specrollout.heads.head.head import load_eagle3_head
+from nemo_specrollout.heads.training.acceptance import measure_acceptance
+from nemo_specrollout.heads.training.head import load_eagle3_head
 
 WITH_HEAD = ROOT / "examples" / "configs" / "quickstart_head_cpu.yaml"
 HEAD = ROOT / "examples" / "models" / "step_adder_eagle3"

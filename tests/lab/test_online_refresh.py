@@ -12,7 +12,7 @@ from test_run import finish, metrics, overrides, start
 
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.heads.head.head_folder import NUM_KEPT
+from nemo_specrollout.heads.files.head_folder import NUM_KEPT
 
 pytestmark = pytest.mark.integration
 
@@ -33,7 +33,7 @@ REFRESH = {
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from nemo_specrollout.heads.head.head import create_head, save_head
+    from nemo_specrollout.heads.training.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "untrained"
     save_head(create_head(STEP_ADDER), folder)
@@ -105,7 +105,7 @@ def test_a_refresh_without_features_says_what_is_missing(head: Path, tmp_path: P
     from nemo_specrollout.heads.decisions.refresh_schedule import RefreshDecision
     from nemo_specrollout.heads.features.feature_store import FeatureStore
     from nemo_specrollout.heads.features.features import SequenceFeatures
-    from nemo_specrollout.heads.head.head_folder import HeadFolder
+    from nemo_specrollout.heads.files.head_folder import HeadFolder
     from nemo_specrollout.heads.refresh.online_refresh import OnlineRefresh
 
     block = SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model=str(head)),), draft_refresh=DraftRefreshConfig())

@@ -22,7 +22,7 @@ from nemo_specrollout.config.drafter_configs import (
     RandomDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.heads.head.head_facts import check_values, read_head_facts, read_head_tensors
+from nemo_specrollout.heads.files.head_facts import check_values, read_head_facts, read_head_tensors
 from nemo_specrollout.storage.model_folder import tensor_shapes
 
 MODEL = ROOT / "models" / "smollm2"

@@ -15,10 +15,10 @@ import numpy as np
 
 from nemo_specrollout.heads.decisions.publish_gate import MIN_SAMPLES, GateDecision, PublishGate
 from nemo_specrollout.heads.features.features import SequenceFeatures
-from nemo_specrollout.heads.head.acceptance import Acceptance, measure_acceptance
-from nemo_specrollout.heads.head.head import DraftHead
-from nemo_specrollout.heads.head.head_facts import check_head
-from nemo_specrollout.heads.head.trainer import Budget, HeadTrainer, TrainingProgress, TrainingSettings
+from nemo_specrollout.heads.files.head_facts import check_head
+from nemo_specrollout.heads.training.acceptance import Acceptance, measure_acceptance
+from nemo_specrollout.heads.training.head import DraftHead
+from nemo_specrollout.heads.training.trainer import Budget, HeadTrainer, TrainingProgress, TrainingSettings
 from nemo_specrollout.installed.versions import installed_versions
 from nemo_specrollout.sampling.seeds import content_hash
 from nemo_specrollout.storage.files import write_atomically

@@ -37,17 +37,7 @@ from nemo_specrollout.heads.features.features import (
     load_policy,
 )
 from nemo_specrollout.heads.features.rollout_files import RolloutText, held_out_share, read_rollouts, rollout_files
-from nemo_specrollout.heads.head.acceptance import measure_acceptance
-from nemo_specrollout.heads.head.head import DraftHead, create_head, load_eagle3_head, save_head
-from nemo_specrollout.heads.head.head_facts import PolicyFacts, read_policy_facts
-from nemo_specrollout.heads.head.trainer import (
-    BATCH_TOKENS,
-    Budget,
-    HeadTrainer,
-    OnStep,
-    TrainingSettings,
-    default_learning_rate,
-)
+from nemo_specrollout.heads.files.head_facts import PolicyFacts, read_policy_facts
 from nemo_specrollout.heads.refresh.candidate import (
     Judge,
     Judgement,
@@ -60,6 +50,16 @@ from nemo_specrollout.heads.refresh.online_refresh import source_of
 from nemo_specrollout.heads.refresh.policy_checkpoint import hf_folder
 from nemo_specrollout.heads.refresh.refresh_options import DEFAULT_MINUTES, RefreshOptions
 from nemo_specrollout.heads.refresh.refresh_state import RefreshState
+from nemo_specrollout.heads.training.acceptance import measure_acceptance
+from nemo_specrollout.heads.training.head import DraftHead, create_head, load_eagle3_head, save_head
+from nemo_specrollout.heads.training.trainer import (
+    BATCH_TOKENS,
+    Budget,
+    HeadTrainer,
+    OnStep,
+    TrainingSettings,
+    default_learning_rate,
+)
 
 SAVE_EVERY_S = 15.0
 """Seconds between two writes of the trainer's state."""

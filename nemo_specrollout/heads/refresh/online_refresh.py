@@ -10,10 +10,10 @@ from nemo_specrollout.config.block import MIXED_LOSS, SpecrolloutConfig
 from nemo_specrollout.heads.decisions.publish_gate import PublishGate
 from nemo_specrollout.heads.decisions.refresh_schedule import RefreshDecision, RefreshRate, RefreshSchedule, StepFacts
 from nemo_specrollout.heads.features.feature_store import FeatureReader, FeatureSource, data_hash, newest_sequences
-from nemo_specrollout.heads.head.head import DraftHead, load_eagle3_head, save_head
-from nemo_specrollout.heads.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
-from nemo_specrollout.heads.head.trainer import BATCH_TOKENS, Budget, TrainingSettings, default_learning_rate
+from nemo_specrollout.heads.files.head_folder import HeadFolder, PublishedHead, RefreshRecord
 from nemo_specrollout.heads.refresh.candidate import Judge, Refresh, RefreshData, refresh_head, write_card
+from nemo_specrollout.heads.training.head import DraftHead, load_eagle3_head, save_head
+from nemo_specrollout.heads.training.trainer import BATCH_TOKENS, Budget, TrainingSettings, default_learning_rate
 from nemo_specrollout.storage.model_folder import tokenizer_fingerprint
 
 TRAINING_TOKENS = 60_000

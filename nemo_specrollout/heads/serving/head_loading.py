@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models import llama_eagle3, qwen3_eagle3
 from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
 
-from nemo_specrollout.heads.head.head_facts import check_values, nested_layer_ids, read_head_facts, read_head_tensors
+from nemo_specrollout.heads.files.head_facts import check_values, nested_layer_ids, read_head_facts, read_head_tensors
 
 LM_HEAD = "lm_head"
 EMBEDDING = "embed_tokens"

@@ -9,7 +9,7 @@ import torch
 
 from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS
 from nemo_specrollout.heads.decisions.canary import HeadHealth
-from nemo_specrollout.heads.head.head_facts import read_head_facts, read_head_tensors
+from nemo_specrollout.heads.files.head_facts import read_head_facts, read_head_tensors
 from nemo_specrollout.heads.serving.head_loading import (
     EMBEDDING,
     LM_HEAD,

@@ -13,8 +13,8 @@ from speculators.losses.utils import resolve_loss_config
 
 from nemo_specrollout.config.block import MIXED_LOSS
 from nemo_specrollout.heads.features.features import SequenceFeatures
-from nemo_specrollout.heads.head.head import DraftHead
-from nemo_specrollout.heads.head.packing import Piece, pack, plan_batches
+from nemo_specrollout.heads.training.head import DraftHead
+from nemo_specrollout.heads.training.packing import Piece, pack, plan_batches
 from nemo_specrollout.storage.files import replacing_file
 
 OnStep = Callable[[int, int, float], None]

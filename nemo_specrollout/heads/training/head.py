@@ -22,7 +22,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from nemo_specrollout.heads.head.head_facts import (
+from nemo_specrollout.heads.files.head_facts import (
     check_head,
     check_layer_ids,
     check_values,

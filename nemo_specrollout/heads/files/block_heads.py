@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import BlockDrafterConfig, DrafterConfig
-from nemo_specrollout.heads.head.head_facts import misfit
+from nemo_specrollout.heads.files.head_facts import misfit
 from nemo_specrollout.storage.model_folder import read_object, tensor_shapes
 
 _ARCHITECTURES = {

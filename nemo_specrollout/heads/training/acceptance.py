@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from nemo_specrollout.heads.features.features import CHUNK_ELEMENTS, SequenceFeatures
-from nemo_specrollout.heads.head.head import DraftHead
+from nemo_specrollout.heads.training.head import DraftHead
 
 MAX_CHUNK_ROWS = 512
 
