@@ -17,7 +17,7 @@ VERIFYING = [
     "_gather_draft_sampled_kernel", "sub", "_score_blocks", "_finish_rows", "_get_num_sampled_and_rejected_kernel"
 ]  # fmt: skip
 """All launches of vLLM's rejection sampler with log-probs at a temperature other than 1. Two of them are ours."""
-DRAFTING_WITH_WEIGHTS = ["copy_", "gt", "mul", "index", "add", "copy_"]
+DRAFTING_WITH_WEIGHTS = ["copy_", "gt", "mul", "index", "masked_fill_", "copy_"]
 INFORMING_THE_BUDGET = ["copy_"]
 AFTER_WEIGHTS = [*DRAFTING_WITH_WEIGHTS, "_propose", *INFORMING_THE_BUDGET]
 LAUNCHES = {

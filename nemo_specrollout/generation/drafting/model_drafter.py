@@ -65,10 +65,10 @@ class ModelDrafter(Drafter):
         num_slots = board.tables.limit_S.shape[0]
         num_positions = board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
-        self._is_followed_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
-        """Whether the speculator follows the request in each slot."""
+        self._is_unfollowed_S = torch.ones(num_slots, dtype=torch.bool, device=runner.device)
+        """Whether the speculator does not follow the request in each slot."""
         self._is_followed = np.zeros(num_slots, np.bool_)
-        """The same, for the host."""
+        """The opposite, for the host."""
         self._policy = policy
         self._timer = StageTimer(runner.device)
         self.depth = 0
@@ -93,7 +93,7 @@ class ModelDrafter(Drafter):
         self._was_dormant = self.is_dormant
         follows_N = [self.is_allowed and not self.is_dormant and r.identity.speculate for r in requests]
         self._is_followed[[r.slot for r in requests]] = follows_N
-        self._is_followed_S[slots] = put(follows_N, np.bool_)
+        self._is_unfollowed_S[slots] = put([not follows for follows in follows_N], np.bool_)
 
     def forbid(self) -> None:
         """Stops all drafting: the speculator follows no request any more."""
@@ -150,11 +150,11 @@ class ModelDrafter(Drafter):
         if not self._has_score_gaps:
             out.levels_BK[:num_requests] = self._positions_K
         drafted_B = (num_sampled_B > 0) * depth  # nothing is drafted amid a prompt
-        found_B[:num_requests] = torch.where(self._is_followed_S[batch.idx_mapping], drafted_B, NOT_FOLLOWED)
+        found_B[:num_requests] = drafted_B.masked_fill_(self._is_unfollowed_S[batch.idx_mapping], NOT_FOLLOWED)
 
     def _stop_following(self) -> None:
         self._is_followed[:] = False
-        self._is_followed_S.fill_(False)
+        self._is_unfollowed_S.fill_(True)
 
 
 # Patch points of vLLM's speculators: their drafts get the target's noise, and they draft only on demand.
