@@ -9,6 +9,7 @@ import pytest
 
 from nemo_specrollout.speculation import policy, step_model
 from nemo_specrollout.speculation.policy import AutoPolicy, BatchSizes, Forecast
+from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts, StepModel
 
 pytestmark = pytest.mark.unit
@@ -33,8 +34,8 @@ def steady(seconds: float = 0.01, num_steps: int = 200, num_rows: int = 8) -> St
     return model
 
 
-def spread(survivals: list[float], num_requests: int, depth: int = 0, is_foreseen: bool = False) -> np.ndarray:
-    """Returns a table in which each request has drafts of these survivals at `depth`, and none at others."""
+def spread(survivals: list[float], num_requests: int, depth: int = 0, is_foreseen: bool = False) -> Spread:
+    """Returns a spread in which each request has drafts of these survivals at `depth`, and none at others."""
     spread_FQ = np.zeros((K + 2, NUM_BINS + 1), np.int32)
     spread_FQ[: depth + 1, -1] = num_requests
     spread_FQ[-1, -1] = num_requests
@@ -42,7 +43,7 @@ def spread(survivals: list[float], num_requests: int, depth: int = 0, is_foresee
         spread_FQ[depth, int(survival * NUM_BINS)] += num_requests
     if is_foreseen:
         spread_FQ[depth, -1] = 0
-    return spread_FQ
+    return Spread.of_table(spread_FQ)
 
 
 def cold_sample() -> float:
@@ -79,12 +80,12 @@ def steps_to_forecast(is_foreseen: bool = False) -> float:
     """Returns the steps of four requests after which half of a change of their drafts is believed."""
     forecast, depth = Forecast(K), 2 if is_foreseen else 0
     for _ in range(100):
-        forecast.observe(spread([0.5], 4, depth)[:-1])
+        forecast.observe(spread([0.5], 4, depth))
     for n in range(10_000):
         if forecast.counts(1, 1)[depth, 64] < 0.5:
             return n
         known = spread([], 4, 1)
-        forecast.observe(known[:-1] if is_foreseen else spread([], 4, depth)[:-1])
+        forecast.observe(known if is_foreseen else spread([], 4, depth))
     return np.inf
 
 

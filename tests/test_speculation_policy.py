@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of speculation: depth, number of drafts, dormancy and rest, on a machine with known seconds.
+"""The speculation policy: depth, number of drafts, dormancy and rest, on a machine with known seconds.
 
 Shapes: F depths of drafting, Q bins of survival.
 """
@@ -22,6 +22,7 @@ from nemo_specrollout.speculation.policy import (
     LookClock,
     build_policy,
 )
+from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts
 
 pytestmark = pytest.mark.unit
@@ -72,7 +73,7 @@ class World:
                 self.num_followed = depth = 0
             self.rests.append(self.policy.ends_step(self.num_requests, self.num_followed))
             if not rests or self.num_followed:
-                self.policy.observe(self._spread(depth))
+                self.policy.observe(Spread.of_table(self._spread(depth)))
             self.seconds += float(COSTS.seconds(self.num_requests, np.array([drafts]))[0])
             self.depths.append(depth)
             self.drafts.append(drafts)
@@ -255,7 +256,7 @@ def test_a_fixed_policy_asks_for_k_drafts() -> None:
     assert isinstance(policy, FixedPolicy) and policy.most_drafts == 3
     spread_FQ = np.zeros((K + 2, NUM_BINS + 1), np.int32)
     _add(spread_FQ[-1], [0.9, 0.5, 0.1], 4)
-    policy.observe(spread_FQ)
+    policy.observe(Spread.of_table(spread_FQ))
     assert policy.plan(4, 4) == 3 and policy.num_drafts(4, 32) == 12 and policy.num_drafts(4, 7) == 7
     assert policy.row_price == 0.0 and not policy.is_dormant and not policy.ends_step(4, 0)
 
@@ -267,7 +268,7 @@ def test_the_margin_of_the_block_reaches_the_decision() -> None:
         policy.costs = COSTS
         spread_FQ = np.zeros((K + 2, NUM_BINS + 1), np.int32)
         _add(spread_FQ[-1], [0.3], 4)
-        policy.observe(spread_FQ)
+        policy.observe(Spread.of_table(spread_FQ))
         drafts.append(policy.num_drafts(4, 32))
     assert drafts == [4, 0]
 

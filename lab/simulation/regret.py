@@ -21,6 +21,7 @@ from lab.simulation.replay import MACHINES, MAX_ROWS, Machine, Phase, Replay, op
 from lab.simulation.replay_record import Record
 from nemo_specrollout.speculation.decision import Steps, best_steps
 from nemo_specrollout.speculation.policy import FixedPolicy
+from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepCosts
 
 
@@ -30,22 +31,22 @@ class _PaidPolicy(FixedPolicy):
     def __init__(self, num_positions: int, machine: Machine) -> None:
         super().__init__(num_positions, num_positions)
         self._machine = machine
-        self._spread_Q = np.zeros(1)
+        self._submitted_Q = np.zeros(1)
         self._depth = 0
         self._true_costs = true_costs(machine)
 
-    def observe(self, spread_FQ: np.ndarray) -> None:
-        self._spread_Q = spread_FQ[-1, :-1].astype(np.float64)
+    def observe(self, spread: Spread) -> None:
+        self._submitted_Q = spread.submitted_Q.astype(np.float64)
 
     def num_drafts(self, num_requests: int, most: int) -> int:
-        steps = self.steps(self._spread_Q[None], num_requests, num_requests, self._depth)
+        steps = self.steps(self._submitted_Q[None], num_requests, num_requests, self._depth)
         seconds_2 = self._true_costs.seconds(num_requests, np.array([0, num_requests]))
         self.row_price = float(steps.rate_F[0] * (seconds_2[1] - seconds_2[0])) / num_requests
         return min(most, int(steps.num_drafts_F[0]))
 
-    def best_depth(self, spread_FQ: np.ndarray, num_requests: int, num_rows: int) -> int:
+    def best_depth(self, spread: Spread, num_requests: int, num_rows: int) -> int:
         """Returns the depth of the latest drafts with the most tokens a second, and takes note of it."""
-        counts_FQ = spread_FQ[:-1, :-1].astype(np.float64)
+        counts_FQ = spread.tokens_FQ.astype(np.float64)
         self._depth = int(self.steps(counts_FQ, num_requests, num_rows).rate_F.argmax())
         return self._depth
 
@@ -74,7 +75,7 @@ class RatesReplay(Replay):
         if self._model is None:
             return 0
         self._propose(slots_B, planned)
-        return self._paid.best_depth(self.board.tables.spread_FQ.numpy(), len(slots_B), num_rows)
+        return self._paid.best_depth(Spread.of_table(self.board.tables.spread_FQ.numpy()), len(slots_B), num_rows)
 
 
 class Hindsight:

@@ -24,6 +24,7 @@ from nemo_specrollout.drafters.base import NUM_LEVELS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.speculation.decision import likeliest
 from nemo_specrollout.speculation.policy import SpeculationPolicy, build_policy
+from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepModel
 
 STORED = Path(__file__).with_name("smollm2_record.npz")
@@ -248,7 +249,7 @@ class Replay:
                 self._step_model.observe_drafting(num_rows, num_requests, depth, draft_s)
                 seconds += draft_s
             self._propose(slots_B, depth)
-            policy.observe(self.board.tables.spread_FQ.numpy().copy())
+            policy.observe(Spread.of_table(self.board.tables.spread_FQ.numpy().copy()))
         self._num_steps += 1
         if policy.costs is None or self._num_steps % COSTS_EVERY == 0:
             policy.costs = self._step_model.costs()

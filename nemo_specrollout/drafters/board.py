@@ -66,7 +66,8 @@ class Tables(NamedTuple):
 
     The columns 0 to NUM_BINS - 1 are bins of survival between 0 and 1, and the last column counts requests. The last row
     counts the tokens that were submitted. Each row f up to K counts the tokens that would have been submitted if the model
-    had drafted f tokens, so that the host can choose how deep the model drafts next.
+    had drafted f tokens, so that the host can choose how deep the model drafts next. `Spread` in `speculation/spread.py`
+    gives these parts names.
 
     Row 0 is known for every request, because the text drafters propose anyway. If the model drafted d > 0 tokens for a
     request, the rows 1 to d are known for it too. The rows d + 1 to 2 * d + 1 are foreseen: their further tokens are assumed

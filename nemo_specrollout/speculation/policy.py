@@ -12,6 +12,7 @@ import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.speculation.decision import Choice, best_depth, best_steps
+from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepCosts
 
 WINDOW = 128
@@ -58,8 +59,8 @@ class SpeculationPolicy(ABC):
     def plan(self, num_requests: int, num_followed: int) -> int:
         """Returns how deep the model drafts; 0 if it only reads. It follows `num_followed` of the requests."""
 
-    def observe(self, spread_FQ: np.ndarray) -> None:  # noqa: B027
-        """Takes note of the latest proposals: `DraftBoard`'s table of that name."""
+    def observe(self, spread: Spread) -> None:  # noqa: B027
+        """Takes note of the latest proposals."""
 
     def requests_arrived(self, num_new: int) -> None:  # noqa: B027
         """Takes note of new requests. The model follows them from their first token on unless it is dormant afterwards."""
@@ -87,8 +88,8 @@ class FixedPolicy(SpeculationPolicy):
         self._num_submitted = 0
         """Draft tokens that were submitted, by the latest histogram that has reached the host."""
 
-    def observe(self, spread_FQ: np.ndarray) -> None:
-        self._num_submitted = int(spread_FQ[-1, :-1].sum())
+    def observe(self, spread: Spread) -> None:
+        self._num_submitted = int(spread.submitted_Q.sum())
 
     def num_drafts(self, num_requests: int, most: int) -> int:
         return min(most, self._num_submitted)
@@ -166,13 +167,14 @@ class Forecast:
         """Requests, summed over steps, from which the model's first drafts are known."""
         return float(self._weight_F[1])
 
-    def observe(self, spread_FQ: np.ndarray) -> None:
-        """Adds the latest proposals: as many rows as there are depths, and the number of requests in the last column."""
-        requests_F = spread_FQ[:, -1].astype(np.float64)
+    def observe(self, spread: Spread) -> None:
+        """Adds the latest proposals, up to the deepest drafting that is forecast."""
+        num_depths = len(self._weight_F)
+        requests_F = spread.requests_F[:num_depths].astype(np.float64)
         depth = int(np.count_nonzero(requests_F[1:]))
         foreseen = slice(depth + 1, 2 * depth + 2)
         requests_F[foreseen] = requests_F[1:2]
-        mean_FQ = spread_FQ[:, :-1] / np.maximum(requests_F, 1.0)[:, None]
+        mean_FQ = spread.tokens_FQ[:num_depths] / np.maximum(requests_F, 1.0)[:, None]
         requests_F[foreseen] *= FORESEEN
         change_FQ = mean_FQ.copy()
         change_FQ[1:] -= mean_FQ[:-1]
@@ -238,10 +240,10 @@ class AutoPolicy(SpeculationPolicy):
         self._has_changed = True
         """Whether the batch's size has another bit length than a step before, or at least half of its requests are new."""
 
-    def observe(self, spread_FQ: np.ndarray) -> None:
-        self._forecast.observe(spread_FQ[: self._deepest + 1])
-        if spread_FQ[-1, -1] > 0:
-            self._submitted_Q = spread_FQ[-1, :-1] / spread_FQ[-1, -1]
+    def observe(self, spread: Spread) -> None:
+        self._forecast.observe(spread)
+        if spread.num_requests > 0:
+            self._submitted_Q = spread.submitted_Q / spread.num_requests
 
     def num_drafts(self, num_requests: int, most: int) -> int:
         if self.costs is None or most <= 0:

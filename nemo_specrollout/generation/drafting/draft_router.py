@@ -32,11 +32,12 @@ from nemo_specrollout.heads.serving.head_monitor import HeadMonitor
 from nemo_specrollout.heads.serving.head_service import HeadService
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 from nemo_specrollout.speculation.policy import SpeculationPolicy, build_policy
+from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 
 class DraftRouter:
-    """Replaces the proposal of vLLM's speculator. Owns the draft board, the participants and the policy of speculation.
+    """Replaces the proposal of vLLM's speculator. Owns the draft board, the participants and the speculation policy.
 
     Each step it observes which drafts were right, lets each drafter propose, and chooses a proposal for each request. vLLM's
     own speculator is one of the drafters if the block names a drafter with weights.
@@ -203,7 +204,7 @@ class DraftRouter:
         board.choose(texts, self.policy.row_price, self._lookups, self.policy.most_drafts)
         copy_first_rank(board.tables.drafts_BK[:num_requests], board.tables.rates_SK, board.tables.spread_FQ)
         self._spread.refresh()
-        self.policy.observe(self._spread.values)
+        self.policy.observe(Spread.of_table(self._spread.values))
         return native_s
 
     def _most_to_read(self, slots_B: np.ndarray) -> int:
