@@ -55,10 +55,10 @@ class EngineStillDecodes(RuntimeError):
 class ExchangeDriver:
     """Driver's end of the exchange; owns the actor. If it is lost, the run goes on without moves and races."""
 
-    def __init__(self, actor: Any, workers: EngineClient, log: StepLog) -> None:
-        """`actor` is the exchange that `start_exchange` has started, and `workers` calls the engines that share it."""
+    def __init__(self, actor: Any, engines: EngineClient, log: StepLog) -> None:
+        """`actor` is the exchange that `start_exchange` has started, and `engines` calls the engines that share it."""
         self.actor = actor
-        self._workers = workers
+        self._engines = engines
         self._log = log
         self._is_lost = False
 
@@ -107,7 +107,7 @@ class ExchangeDriver:
         """Makes an engine stop the requests of the exchange and decode its own alone, unless it has died."""
         self._call(StragglerExchange.leave, engine)
         try:
-            ray.get(self._workers.start(engine, EngineActorCalls.specrollout_leave_exchange), timeout=leave_s)
+            ray.get(self._engines.start(engine, EngineActorCalls.specrollout_leave_exchange), timeout=leave_s)
         except ray.exceptions.GetTimeoutError as error:
             raise EngineStillDecodes(
                 f"engine {engine} has not ended its turn of decoding for {waited_s:.0f} s and does not stop its requests, so "
@@ -191,19 +191,19 @@ class Supervisor:
 
     def attach(self, worker_group: Any) -> None:
         """Takes NeMo-RL's group of the engine actors, and starts the refresh of the draft head for them."""
-        self._workers = EngineClient(worker_group)
+        self._engines = EngineClient(worker_group)
         if self._block.draft_refresh is not None:
-            self._refresh = start_head_refresh(self._block, self._config, self._facts.heads, self._workers, self._log)
+            self._refresh = start_head_refresh(self._block, self._config, self._facts.heads, self._engines, self._log)
 
     def open_exchange(self) -> None:
         """Lets the engines exchange requests, if the block allows it and there are several engines."""
-        num_engines = self._workers.num_engines
+        num_engines = self._engines.num_engines
         racing = self._block.fastest_of_n
         if racing is None or not racing.enabled or num_engines < 2:
             return
         actor = start_exchange(self._block, num_engines, self._config["max_new_tokens"], self._ladder)
-        self._exchange = ExchangeDriver(actor, self._workers, self._log)
-        start = self._workers.start
+        self._exchange = ExchangeDriver(actor, self._engines, self._log)
+        start = self._engines.start
         engines = range(num_engines)
         join = EngineActorCalls.specrollout_join_exchange
         ray.get([start(engine, join, actor=actor, engine=engine) for engine in engines])
@@ -231,11 +231,11 @@ class Supervisor:
 
     def policy_updated(self, version: int) -> None:
         """Tells the engines, the trainer and the drafters that the engines have the weights of `version`."""
-        self._workers.call(WorkerCalls.specrollout_policy_is, version)
+        self._engines.call(WorkerCalls.specrollout_policy_is, version)
         if self._refresh is not None:
             self._refresh.policy_updated(version)
         if self._drafters is not None:
-            self._drafters.update(self._workers)
+            self._drafters.update(self._engines)
         if self._before is None:  # some loops of NeMo-RL do not say when a step's generation begins
             self.begin_step()
 
@@ -258,14 +258,14 @@ class Supervisor:
         totals, stats = self._read()
         done = totals - before[0]
         log = self._log
-        num_engines = self._workers.num_engines
+        num_engines = self._engines.num_engines
         metrics = step_metrics(done, num_engines) | weight_updates(self._last, totals, num_engines)
         self._last = totals
         if counts := acceptance_counts(done):
             log.entries["acceptance"] = counts
         seeds = self._requested or None
         self._requested = []
-        ends = [StepEnd.from_wire(reply) for reply in self._workers.call(WorkerCalls.specrollout_end_step, seeds)]
+        ends = [StepEnd.from_wire(reply) for reply in self._engines.call(WorkerCalls.specrollout_end_step, seeds)]
         log.samples += sample_lines(ends, seeds)
         log.alarms += [alarm["sentence"] for end in ends for alarm in end.alarms]
         metrics |= head_metrics(ends)
@@ -275,7 +275,7 @@ class Supervisor:
             log.entries["draft_supply"] = stats_between(before[1], stats)
             metrics |= metrics_below("draft_supply", log.entries["draft_supply"])
         if self._drafters is not None:
-            self._drafters.update(self._workers)
+            self._drafters.update(self._engines)
             metrics[PREFIX + "drafter_restarts"] = self._drafters.num_restarts
         if self._exchange is not None:
             log.entries["tail"] = self._exchange.figures()
@@ -288,12 +288,12 @@ class Supervisor:
         """Reports the step to the trainer of the head. Returns metrics of the heads."""
         now = time.perf_counter()
         steps_to_come = max(0, self._facts.last_version - version - 1)
-        facts = step_facts(done, self._workers.num_engines, now - self._facts_at, steps_to_come)
+        facts = step_facts(done, self._engines.num_engines, now - self._facts_at, steps_to_come)
         if facts is not None:
             self._facts_at = now
         return {PREFIX + name: value for name, value in refresh.after_step(version, facts).items()}
 
     def _read(self) -> tuple[EngineTotals, list[DrafterStats]]:
         """Returns sums over all engines, and the counters of each engine if there are remote drafters."""
-        totals = reduce(add, map(EngineTotals.from_wire, self._workers.call(WorkerCalls.specrollout_totals)))
-        return totals, ([] if self._block.remote is None else self._workers.drafter_stats())
+        totals = reduce(add, map(EngineTotals.from_wire, self._engines.call(WorkerCalls.specrollout_totals)))
+        return totals, ([] if self._block.remote is None else self._engines.drafter_stats())
