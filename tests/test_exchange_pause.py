@@ -3,7 +3,6 @@
 
 import asyncio
 import logging
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
@@ -11,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from own_ray import ray_for_actors_of
 
-from lab.local.rollout_pool import OwnRay, ray
+from lab.local.rollout_pool import ray
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange_async
 from nemo_specrollout.nemo_rl.step_log import StepLog
@@ -149,11 +149,8 @@ class World:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    own = OwnRay()
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find the folder of the tests
-    yield
-    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    own.stop()
+    with ray_for_actors_of(__name__):
+        yield
 
 
 @pytest.fixture

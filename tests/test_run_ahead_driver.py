@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's part of `run_ahead` with engines in Ray actors: changes of weights, also such that fail."""
 
-import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from own_ray import ray_for_actors_of
 
-from lab.local.rollout_pool import OwnRay, ray
+from lab.local.rollout_pool import ray
 from nemo_specrollout.run_ahead.driver import RunAhead
 from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
 
@@ -17,11 +17,8 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    own = OwnRay()
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not find the folder of the tests
-    yield
-    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    own.stop()
+    with ray_for_actors_of(__name__):
+        yield
 
 
 class Engine:
