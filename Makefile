@@ -47,9 +47,11 @@ test-processes: setup
 test-lab: setup $(VENV)/.reasoning-gym
 	$(BIN)/python -m pytest $(IN_TWO) --tier lab
 
-# The tiers above whose subject has changed, by git's account (tests/changed_tiers.py). BASE=COMMIT says since when.
+# The tiers above whose subject has changed, by git's account (tests/changed_tiers.py). SINCE=COMMIT says since when.
 test-changed: setup
-	@for target in $$($(BIN)/python tests/changed_tiers.py $(BASE)); do $(MAKE) --no-print-directory $$target || exit 1; done
+	@targets=$$($(BIN)/python tests/changed_tiers.py $(SINCE)) || exit 1; \
+	echo "concerned by the latest changes: $${targets:-no other tier}"; \
+	for target in $$targets; do $(MAKE) --no-print-directory $$target || exit 1; done
 
 # All tiers with more random examples, and the slow tests: what this machine can run without NeMo-RL and older vLLMs.
 test-all: setup $(VENV)/.reasoning-gym

@@ -45,7 +45,12 @@ def changed_tiers(files: Sequence[str]) -> list[Tier]:
 
 def main() -> None:
     root = TESTS.parent
-    base = sys.argv[1] if len(sys.argv) > 1 else base_of_changes(root)
+    if len(sys.argv) > 1:
+        base = git(root, "rev-parse", "--verify", f"{sys.argv[1]}^{{commit}}")
+        if not base:
+            sys.exit(f"{sys.argv[1]} is no commit of this repository")
+    else:
+        base = base_of_changes(root)
     tiers = changed_tiers(changed_files(root, base)) if base else list(OTHER_TIERS)
     print(*(tier.target for tier in tiers))
 
