@@ -155,10 +155,11 @@ def test_a_run_starts_from_a_measured_ladder(tmp_path: Path, capsys: pytest.Capt
     path.write_text(replace(file, rungs=tuple(map(marked, file.rungs))).to_json())
     racing = [f"{BLOCK}.fastest_of_n={{ladder: {path}, methods: [[ngram], []]}}", "cluster.rollout_workers=2"]
     config, _ = read_run_config(load_config(QUICKSTART, [*small, *racing]))
-    fleet = RolloutFleet(config, lambda step: StepPrompts([], []))
+    asked = [RolloutRequest([1, 30, 31, 32], i, 0) for i in range(4)]
+    fleet = RolloutFleet(config, lambda step: StepPrompts([None] * len(asked), asked))
     try:
         begun = fleet.ladder_file()
-        fleet.measure([RolloutRequest([1, 30, 31, 32], i, 0) for i in range(4)], lambda done: None)
+        fleet.roll_out(0, lambda done: None)
     finally:
         fleet.pool.close()
     ended = fleet.ladder_file()
