@@ -15,31 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from lab.simulation.compare import Comparison, StepResult
+from nemo_specrollout.reports import panels
+from nemo_specrollout.reports.panels import BLUE, INK, ORANGE, PINK, SKY
 
-BLUE, SKY, ORANGE, PINK = "#0072B2", "#56B4E9", "#E69F00", "#CC79A7"
-INK, GREY, PALE, SILVER = "#24292f", "#6e7781", "#d0d7de", "#8c959f"
+SILVER = "#8c959f"
 PARTS = {"data": PINK, "prepare": PINK, "generate": BLUE, "log-prob": SKY, "train": SILVER, "refit": ORANGE}
-STYLE: dict[Any, Any] = {
-    "font.size": 8.5,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.titlecolor": INK,
-    "text.color": INK,
-    "axes.labelsize": 8.5,
-    "axes.labelcolor": GREY,
-    "axes.edgecolor": PALE,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#eaeef2",
-    "grid.linewidth": 0.8,
-    "lines.linewidth": 1.6,
-    "legend.frameon": False,
-    "text.parse_math": False,
-}
+STYLE: dict[Any, Any] = {**panels.STYLE, "axes.titlesize": 9, "axes.grid.axis": "both", "lines.markersize": 6}
 _SIZE = (9.6, 5.6)
 _DPI = 160
 _POINTS = 300
