@@ -27,25 +27,26 @@ demo: setup
 smollm2: setup $(VENV)/.smollm2
 	$(BIN)/python -m lab.policies.smollm2
 
+# Each tier's name stands after an `=`, because pytest takes a folder of that name (lab) for its first argument otherwise.
 # The product's own tests. At the end it says which other target has which tests (tests/tiers.py).
 test: setup
-	$(BIN)/python -m pytest $(IN_TWO) --tier product
+	$(BIN)/python -m pytest $(IN_TWO) --tier=product
 
 # Triton kernels against their bodies for a CPU.
 test-kernels: setup
-	$(BIN)/python -m pytest $(IN_TWO) --tier kernels
+	$(BIN)/python -m pytest $(IN_TWO) --tier=kernels
 
 # Policies of other families than the example's, in engines of their own.
 test-families: setup
-	$(BIN)/python -m pytest $(IN_TWO) --tier families
+	$(BIN)/python -m pytest $(IN_TWO) --tier=families
 
 # Drafter processes, Ray actors, and engines that share a rollout.
 test-processes: setup
-	$(BIN)/python -m pytest $(IN_TWO) --tier processes
+	$(BIN)/python -m pytest $(IN_TWO) --tier=processes
 
 # The laboratory.
 test-lab: setup $(VENV)/.reasoning-gym
-	$(BIN)/python -m pytest $(IN_TWO) --tier lab
+	$(BIN)/python -m pytest $(IN_TWO) --tier=lab
 
 # The tiers above whose subject has changed, by git's account (tests/changed_tiers.py). SINCE=COMMIT says since when.
 test-changed: setup
