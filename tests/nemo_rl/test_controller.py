@@ -109,7 +109,7 @@ def test_a_group_that_lost_its_engine_gets_the_same_tokens_again(controller_runs
     common = plain.keys() & lost.keys()
     assert len(common) >= 4 and [plain[key] for key in sorted(common)] == [lost[key] for key in sorted(common)]
     log = controller_runs["engine_lost"].log
-    assert "suspect -> dead" in log and "=== kills Vllm " in log
+    assert "suspect -> dead" in log and "=== kills EngineActor " in log
 
 
 def test_off_leaves_nothing_of_ours(controller_runs: dict[str, Run]) -> None:
