@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.storage.files import read_regular
+from nemo_specrollout.storage.text_files import parse_json
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,15 @@ class MeasuredFile:
     def read(cls, path: Path, field: str) -> Self:
         """Reads the file that the user gave in `field`. Raises ConfigError with the field, the value and the fix."""
         try:
-            return build(cls, json.loads(read_regular(path)), "")
+            return build(cls, parse_json(read_regular(path)), "")
         except ConfigError as error:
             reason = str(error)
         except OSError as error:
             reason = error.strerror or str(error)
         except ValueError as error:
             reason = f"not JSON: {error}"
+        except RecursionError:
+            reason = "it is nested too deeply"
         raise ConfigError(
             f"{field}: {path} is not a {cls.KIND} ({reason}); create one with `specrollout-lab {cls.KIND}`"
         )
