@@ -345,6 +345,39 @@ def test_invalid_lines_of_rollouts_are_refused(refused: Refused, tmp_path: Path,
     assert words in refused("--rollouts", str(tmp_path))
 
 
+LACKING = {  # a template that names a token which the file lacks, so that tokenizers panics
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<nowhere>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("config.json", {"hidden_act": "x"}, "no head of this shape can be made for it"),
+        ("config.json", {"num_attention_heads": 0}, "its config.json describes no layer of a head"),
+        ("config.json", {"tie_word_embeddings": []}, "its config.json describes no layer of a head"),
+        ("tokenizer.json", {"post_processor": LACKING}, "its tokenizer cannot"),
+        ("tokenizer.json", {"model": {"type": "none"}}, "its tokenizer cannot be loaded"),
+        ("model.safetensors", None, "model.safetensors: it is no whole file of tensors"),
+    ],
+)
+def test_damaged_policies_are_refused(
+    refused: Refused, rollouts: Path, tmp_path: Path, name: str, changes: dict[str, Any] | None, words: str
+) -> None:
+    policy = Path(shutil.copytree(STEP_ADDER, tmp_path / "policy"))
+    file = policy / name
+    if changes is None:
+        file.write_bytes(file.read_bytes()[:1000])
+    else:
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    if name == "tokenizer.json":
+        rollouts = write_lines(tmp_path / "text.jsonl", [{"prompt": "1 + 2", "response": "3"}])
+    assert words in refused("--rollouts", str(rollouts), "--policy", str(policy), "--max-length", "64")
+
+
 def test_binary_files_and_empty_folders_are_refused(refused: Refused, tmp_path: Path) -> None:
     assert "holds no *.jsonl file" in refused("--rollouts", str(tmp_path))
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")

@@ -11,6 +11,9 @@ from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.storage.files import read_regular
 from nemo_specrollout.storage.text_files import parse_json
 
+_SHOWN = 300
+"""Characters of a reason that are shown. A reason quotes the value, which may be all of a wrong file."""
+
 
 @dataclass(frozen=True)
 class MeasuredFile:
@@ -37,7 +40,7 @@ class MeasuredFile:
         except RecursionError:
             reason = "it is nested too deeply"
         raise ConfigError(
-            f"{field}: {path} is not a {cls.KIND} ({reason}); create one with `specrollout-lab {cls.KIND}`"
+            f"{field}: {path} is not a {cls.KIND} ({reason[:_SHOWN]}); create one with `specrollout-lab {cls.KIND}`"
         )
 
 

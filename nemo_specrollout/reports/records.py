@@ -117,12 +117,12 @@ def _check(folder: Path) -> None:
         )
 
 
-def read_steps(folder: Path) -> list[Record]:
+def read_steps(folder: Path) -> list[dict[str, Any]]:
     """Returns the last record of each step of a run, in order. Torn lines are skipped, and a key with null is left out.
 
     Raises ConfigError with file, line and key for a record in which a key that a report takes apart is of another kind.
     """
-    steps = list[Record]()
+    steps = list[dict[str, Any]]()
     for where, line in _lines_by_step(folder / METRICS).values():
         step = {key: value for key, value in line.items() if value is not None}
         _check_step(step, where)
@@ -160,11 +160,14 @@ def _check_step(step: Record, where: str) -> None:
         if not isinstance(step.get(key, kind()), kind):
             raise _damage(where, key, step[key], name)
     for drafter, counts in step.get("acceptance", {}).items():
-        columns = [counts.get(of) for of in ("proposed", "accepted")] if isinstance(counts, Mapping) else []
-        has_counts = bool(columns) and all(map(_are_counts, columns)) and len(columns[0]) == len(columns[1])
-        if not has_counts:
-            kind = "the counts `proposed` and `accepted`, two lists of equal length"
-            raise _damage(where, f"acceptance.{drafter}", counts, kind)
+        if not _has_counts(counts):
+            name = "the counts `proposed` and `accepted`, two lists of equal length"
+            raise _damage(where, f"acceptance.{drafter}", counts, name)
+
+
+def _has_counts(counts: object) -> bool:
+    columns = [counts.get(name, ()) for name in ("proposed", "accepted")] if isinstance(counts, Mapping) else [()]
+    return all(map(_are_counts, columns)) and len(columns[0]) == len(columns[-1])
 
 
 def _are_counts(values: object) -> bool:

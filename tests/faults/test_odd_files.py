@@ -117,8 +117,6 @@ PLACES: dict[str, Callable[[Path], Place]] = {
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
     },
     **{f"{name} of a head": of_model(name, HEAD, refresh_of_head) for name in ("config.json", "model.safetensors")},
-    **{f"{name} of a run": of_run(name) for name in ("metrics.jsonl", "run.json", "summary.json", "config.yaml")},
-    "trace.jsonl of a run": of_run("trace.jsonl"),
     "config": named("other.yaml", CLEAN, lambda folder: ["check", f"{folder}/other.yaml"]),
     "cluster file": named("cluster.yaml", CLUSTER, launch),
     "ladder": named("ladder.json", json.dumps(LADDER), check_ladder),
@@ -129,6 +127,12 @@ PLACES: dict[str, Callable[[Path], Place]] = {
     ),
     "prompts": named("prompts.jsonl", 'hi\n{"prompt_token_ids": [1]}\n', prompts),
 }
+RECORDS = {
+    f"{name} of a run": of_run(name)
+    for name in ("metrics.jsonl", "run.json", "summary.json", "config.yaml", "trace.jsonl")
+}
+"""Files of which a report is drawn again and again, which takes minutes."""
+ALL = [*PLACES, *(pytest.param(name, marks=pytest.mark.slow) for name in RECORDS)]
 
 
 @pytest.fixture(autouse=True)
@@ -136,9 +140,9 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_file_in_any_state_is_read_or_refused(name: str, tmp_path: Path) -> None:
-    place = PLACES[name](tmp_path)
+    place = {**PLACES, **RECORDS}[name](tmp_path)
     for state in states(place):
         before = files_below(tmp_path)
         code, said = outcome(f"odd files: {name}", *place.command)

@@ -170,10 +170,11 @@ def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[Rollo
     if present.issuperset(_AS_LOGGED):
         yield from _logged_texts(record, where)
     elif present.issuperset(_AS_IDS):
-        yield from _answer(*(_token_ids(record[key], f"{where}: {key}") for key in _AS_IDS), where)
+        prompt, response = (_token_ids(record[key], f"{where}: {key}") for key in _AS_IDS)
+        yield from _answer(prompt, response, where)
     elif present.issuperset(_AS_TEXT):
-        prompt, response = (_text(record[key], f"{where}: {key}") for key in _AS_TEXT)
-        yield from _answer(encode(prompt, True), encode(response, False), where)
+        question, answer = (_text(record[key], f"{where}: {key}") for key in _AS_TEXT)
+        yield from _answer(encode(question, True), encode(answer, False), where)
     elif not any(prompt in present and response in record for prompt, response in (_AS_IDS, _AS_TEXT)):
         keys = ", ".join(sorted(present)[:6]) or "none"
         without = ", ".join(sorted(record.keys() - present)[:6])
