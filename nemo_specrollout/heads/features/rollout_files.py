@@ -176,9 +176,14 @@ def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[Rollo
         question, answer = (_text(record[key], f"{where}: {key}") for key in _AS_TEXT)
         yield from _answer(encode(question, True), encode(answer, False), where)
     elif not any(prompt in present and response in record for prompt, response in (_AS_IDS, _AS_TEXT)):
-        keys = ", ".join(sorted(present)[:6]) or "none"
-        without = ", ".join(sorted(record.keys() - present)[:6])
-        raise ValueError(f"{where}: keys {keys}{f' (null: {without})' if without else ''}; a rollout has {FORMS}")
+        keys = _listed(present) or "none"
+        null = _listed(record.keys() - present)
+        raise ValueError(f"{where}: keys {keys}{f' (null: {null})' if null else ''}; a rollout has {FORMS}")
+
+
+def _listed(keys: Iterable[str]) -> str:
+    """Returns the first few keys, in order, each cut to a length that can be read."""
+    return ", ".join(key[:40] for key in sorted(keys)[:6])
 
 
 def _is_absent(value: Any) -> bool:
