@@ -90,6 +90,11 @@ APART = [
     "policy.generation.colocated.resources.gpus_per_node=1",
 ]
 AHEAD = ["policy.generation.specrollout.run_ahead={enabled: true}"]
+# NeMo-RL takes a task's name from the last two parts of the path.
+TASK_WITHOUT_DRAFTS = [
+    "data.train.data_path=${oc.env:TINY}/tasks/hard.jsonl",
+    "policy.generation.specrollout.tasks_without_drafts=[tasks-hard]",
+]
 STREAMS = ["policy.generation.vllm_cfg.async_engine=true"]
 # Each engine drafts in its own way. `WILD` has requests move and race at random: whatever a policy does, no token may change.
 MOVING = [
@@ -160,6 +165,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "apart_ahead_resumed": {
         "overrides": SHORT + APART + VALIDATION + checkpointed("apart_ahead_interrupted") + AHEAD + SIX_STEPS
     },
+    "apart_ahead_draftless": {"overrides": SHORT + APART + AHEAD + TASK_WITHOUT_DRAFTS},
     "async_ahead": {"overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS},
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},

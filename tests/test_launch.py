@@ -210,6 +210,24 @@ def test_jobs_run_one_after_another_and_are_recorded(cluster: Cluster, capsys: p
     assert not names & set(cluster.recorded("sbatch.4"))
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"grpo: [", b"a: " + 3000 * b"[", b"a: 2026-99-99"])
+def test_a_run_whose_config_was_damaged_is_refused(cluster: Cluster, content: bytes) -> None:
+    cluster.launch()
+    (cluster.run / "config.yaml").write_bytes(content)
+    assert f"--run-dir: config.yaml of {cluster.run} cannot be read; choose another" in cluster.refused()
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"account: [", b"a: " + 3000 * b"[", b"\0"])
+def test_a_cluster_file_that_is_no_yaml_is_refused(cluster: Cluster, content: bytes) -> None:
+    cluster.file.write_bytes(content)
+    assert f"--cluster: {cluster.file} cannot be read: " in cluster.refused()
+
+
+def test_a_cluster_file_may_begin_with_a_byte_order_mark(cluster: Cluster) -> None:
+    cluster.file.write_bytes(b"\xef\xbb\xbf" + cluster.file.read_bytes())
+    assert cluster.launch("--dry-run") == 0
+
+
 def test_the_same_launch_resumes_another_config_is_refused(cluster: Cluster) -> None:
     cluster.launch()
     first, code = cluster.tree(), snapshot(cluster.run / "addon")

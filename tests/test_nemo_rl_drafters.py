@@ -2,6 +2,7 @@
 """The driver's part of remote drafters in NeMo-RL, their metrics, fields and secret, without Ray and engines."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -247,6 +248,7 @@ def test_a_run_has_the_secret_of_its_environment_or_a_new_one(monkeypatch: pytes
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     first, second = secret_of_run(), secret_of_run()
     assert first != second and len(as_key(first)) == 64
+    assert as_key(os.fsdecode(b"\xff" * 20)) == b"\xff" * 20  # of an environment that is not in UTF-8
     monkeypatch.setenv(SECRET_VARIABLE, "sixteen letters.")
     assert secret_of_run() == "sixteen letters."
     monkeypatch.setenv(SECRET_VARIABLE, "short")

@@ -23,6 +23,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from nemo_specrollout.generation.engine.requests import RequestIdentity, resolve_identity
 from nemo_specrollout.generation.engine.vllm_requests import REFUSAL
 from nemo_specrollout.heads.serving.head_loading import part_from_policy, shared_modules
+from nemo_specrollout.nemo_rl.early_rows import NextPrompt, early_rows
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, header_seed
 from nemo_specrollout.nemo_rl.logger import in_a_line
 from nemo_specrollout.nemo_rl.logprob_gap import gap_causes, logprob_gap
@@ -106,6 +107,17 @@ def test_rows_of_a_task_can_opt_out_of_drafts() -> None:
     assert not current_tasks.get()
     params = requests.of_rows(SamplingParams(), [Row(1, 2, speculate=False), Row(1, 2)])
     assert [resolved(p).speculate for p in params] == [False, True]
+
+
+def test_rows_whose_texts_would_never_be_drafts_are_not_decoded_early() -> None:
+    """The rows that are decoded early have the seeds that the step gives them, also where contents occur twice."""
+    contents, tasks = [[1, 2], [3], [1, 2], [4]], ["squad", "math", "math", None]
+    prompts = [NextPrompt(ids, task) for ids, task in zip(contents, tasks, strict=True)]
+    token_ids, rows = early_rows([*prompts, NextPrompt([5], "math", True)], 2, RowSeeds(42, 3), TaskOptOut(["squad"]))
+    assert token_ids == [[3], [3], [1, 2], [1, 2], [4], [4]]
+    of_the_step = RowSeeds(42, 3).seeds([ids for ids in contents for _ in range(2)])
+    assert rows == [Row(seed, len(ids)) for seed, ids in zip(of_the_step[2:], token_ids, strict=True)]
+    assert len(early_rows(prompts, 1, RowSeeds(42), TaskOptOut([]))[1]) == 4
 
 
 @pytest.mark.parametrize(("given", "speculates"), [({}, True), ({DRAFTS_KEY: 1}, True), ({DRAFTS_KEY: 0}, False)])

@@ -305,11 +305,39 @@ def test_impossible_options_are_refused(
             '{"prompt_token_ids": [1], "response_token_ids": [2, 96]}',
             "token id 96 is not of the policy's vocabulary of 96",
         ),
-        ('{"prompt_token_ids": [1], "response_token_ids": [0.5]}', "must be a list of whole numbers"),
+        (
+            '{"prompt_token_ids": [1], "response_token_ids": [2, 0.5]}',
+            "line 1: response_token_ids must be a list of whole numbers, and has 0.5",
+        ),
+        (
+            '{"prompt_token_ids": [1], "response_token_ids": [true]}',
+            "response_token_ids must be a list of whole numbers",
+        ),
+        ('{"prompt_token_ids": 1, "response_token_ids": [2]}', "prompt_token_ids must be a list of whole numbers"),
+        (f'{{"prompt_token_ids": [1], "response_token_ids": [{10**400}]}}', "is not of the policy's vocabulary of 96"),
         ('{"prompt_token_ids": [], "response_token_ids": [1]}', "line 1: the prompt is empty"),
         ('{"prompt_token_ids": [1], "response_token_ids": []}', "1 responses are empty"),
         ('{"prompt": "add 1 + 2", "response": "3"}', "1 different prompts are too few"),
         ('{"token_ids": [[1, 2]], "token_loss_mask": [[0]], "input_lengths": [2]}', "differ in length"),
+        ('{"token_ids": [[1, 2]], "token_loss_mask": [[0, 1]], "input_lengths": [2.5]}', "input_lengths has 2.5"),
+        ('{"token_ids": [[1, 2]], "token_loss_mask": [[0, 1]], "input_lengths": [-1]}', "input_lengths has -1"),
+        ('{"token_ids": [[1, 2]], "token_loss_mask": [[0, 1]], "input_lengths": [3]}', "input_lengths has 3"),
+        ('{"token_ids": [[1, 2]], "token_loss_mask": [["0", "1"]]}', "token_loss_mask must be a list of 0 and 1"),
+        ('{"token_ids": "12", "token_loss_mask": [[0, 1]]}', "line 1: token_ids must be a list, and is '12'"),
+        ('{"token_ids": [[1, 2]], "token_loss_mask": null}', "keys token_ids (null: token_loss_mask); a rollout has"),
+        ('{"prompt": null, "response": null}', "line 1: keys none (null: prompt, response); a rollout has"),
+        (
+            '{"prompt": [{"role": "user", "content": "1"}], "response": "2"}',
+            "line 1: prompt must be a text, and is [{'content': '1', 'role': 'user'}]; messages and their parts need",
+        ),
+        ('{"prompt": "1", "response": [{"type": "text", "text": "2"}]}', "line 1: response must be a text, and is"),
+        (
+            '{"prompt": "\\ud800 1 +", "response": "2"}',
+            "prompt has half of a surrogate pair at character 1, which is no",
+        ),
+        ('{"prompt": "1 +", "response": "2\\udc00"}', "response has half of a surrogate pair at character 2"),
+        ('{"x":' + "[" * 3000 + "]" * 3000 + "}", "line 1: not JSON (it is nested too deeply)"),
+        ('{"x":' + "[" * 900 + "]" * 900 + "}", "line 1: keys x; a rollout has"),
     ],
 )
 def test_invalid_lines_of_rollouts_are_refused(refused: Refused, tmp_path: Path, lines: str, words: str) -> None:
@@ -317,10 +345,46 @@ def test_invalid_lines_of_rollouts_are_refused(refused: Refused, tmp_path: Path,
     assert words in refused("--rollouts", str(tmp_path))
 
 
+LACKING = {  # a template that names a token which the file lacks, so that tokenizers panics
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<nowhere>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("config.json", {"hidden_act": "x"}, "no head of this shape can be made for it"),
+        ("config.json", {"num_attention_heads": 0}, "its config.json describes no layer of a head"),
+        ("config.json", {"tie_word_embeddings": []}, "its config.json describes no layer of a head"),
+        ("tokenizer.json", {"post_processor": LACKING}, "its tokenizer cannot"),
+        ("tokenizer.json", {"model": {"type": "none"}}, "its tokenizer cannot be loaded"),
+        ("model.safetensors", None, "model.safetensors: it is no whole file of tensors"),
+    ],
+)
+def test_damaged_policies_are_refused(
+    refused: Refused, rollouts: Path, tmp_path: Path, name: str, changes: dict[str, Any] | None, words: str
+) -> None:
+    policy = Path(shutil.copytree(STEP_ADDER, tmp_path / "policy"))
+    file = policy / name
+    if changes is None:
+        file.write_bytes(file.read_bytes()[:1000])
+    else:
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    if name == "tokenizer.json":
+        rollouts = write_lines(tmp_path / "text.jsonl", [{"prompt": "1 + 2", "response": "3"}])
+    assert words in refused("--rollouts", str(rollouts), "--policy", str(policy), "--max-length", "64")
+
+
 def test_binary_files_and_empty_folders_are_refused(refused: Refused, tmp_path: Path) -> None:
     assert "holds no *.jsonl file" in refused("--rollouts", str(tmp_path))
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read (it is not UTF-8 text)" in refused("--rollouts", str(tmp_path))
+    assert "binary.jsonl is UTF-16 text; save it as UTF-8" in refused("--rollouts", str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    pipe = refused("--rollouts", str(tmp_path / "pipe"))
+    assert "neither a regular file nor a folder" in pipe
 
 
 def test_rollouts_of_another_policy_are_refused(
@@ -391,6 +455,54 @@ def test_all_forms_of_rollouts_are_read_alike(examples: list[tuple[list[int], in
     read, sentences = read_rollouts([tmp_path / "exp_001", file], STEP_ADDER, 96, 1024)
     assert sentences == [f"rollouts: 3 texts of {3 * len(ids)} tokens in 3 files"]
     assert all((t.token_ids, t.prompt_length) == (ids, given) for t in read)
+
+
+ODD_ROWS: dict[str, tuple[str, tuple[list[int], int]]] = {
+    "pandas: numbers with a decimal point": (
+        '{"token_ids": [[1.0, 2.0, 3.0, 4.0]], "token_loss_mask": [[0.0, 0.0, 1.0, 1.0]], "input_lengths": [4.0]}',
+        ([1, 2, 3, 4], 2),
+    ),
+    "a length, not a list of one": (
+        '{"token_ids": [1, 2, 3], "token_loss_mask": [0, 1, 1], "input_lengths": 2}',
+        ([1, 2], 1),
+    ),
+    "no length": ('{"token_ids": [1, 2], "token_loss_mask": [false, true], "input_lengths": null}', ([1, 2], 1)),
+    "columns of other forms": (
+        '{"prompt_token_ids": [1, 6], "response_token_ids": [8], "prompt": "x", "response": "y", "token_ids": null, '
+        '"token_loss_mask": NaN, "input_lengths": NaN}',
+        ([1, 6, 8], 2),
+    ),
+    "ids of another form": (
+        '{"prompt_token_ids": null, "response_token_ids": null, "token_ids": [1, 2], "token_loss_mask": [0, 1]}',
+        ([1, 2], 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ODD_ROWS)
+def test_rows_that_other_programs_wrote_are_read(tmp_path: Path, what: str) -> None:
+    line, (token_ids, prompt_length) = ODD_ROWS[what]
+    (tmp_path / "odd.jsonl").write_bytes(b"\xef\xbb\xbf" + line.encode() + b"\r\n")
+    (text,), sentences = read_rollouts([tmp_path], STEP_ADDER, 96, 64)
+    assert text.text == (token_ids, prompt_length) and all(type(i) is int for i in text.token_ids)
+    assert sentences == [f"rollouts: 1 texts of {len(token_ids)} tokens in 1 files"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"prompt": "1 + 2", "response": null, "tool_calls": [{"name": "add"}]}',
+        '{"prompt": "1 + 2", "response": ""}',
+        '{"prompt_token_ids": [1], "response_token_ids": null, "prompt": null, "response": null}',
+        '{"token_ids": [[1, 2]], "token_loss_mask": [[0, 0]], "input_lengths": [2]}',
+        '{"token_ids": [[1, 2]], "token_loss_mask": [[0, 1]], "input_lengths": [0]}',
+        '{"token_ids": [1, 2], "token_loss_mask": [0, 1], "input_lengths": 0}',
+    ],
+)
+def test_turns_without_text_are_counted_and_left_out(tmp_path: Path, row: str) -> None:
+    (tmp_path / "r.jsonl").write_text(f"{json.dumps(as_ids([1, 5, 8], 2))}\n{row}\n")
+    texts, sentences = read_rollouts([tmp_path], STEP_ADDER, 96, 64)
+    assert len(texts) == 1 and sentences[1:] == ["1 rollouts without a response were skipped"]
 
 
 def test_a_conversation_is_a_text_for_each_turn(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@
 import argparse
 import json
 import os
+import reprlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.progress import Progress, TaskID
 
@@ -21,6 +21,7 @@ from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
 from nemo_specrollout.heads.features.rollout_files import token_ids_of
+from nemo_specrollout.storage.text_files import parse_json, text_lines, whole_number
 
 CHUNK_REQUESTS = 256
 """Requests whose responses are written together."""
@@ -82,13 +83,27 @@ def _prompts_in(file: Path, policy: Path) -> list[list[int]]:
     from lab.local.step_rollout import load_tokenizer
 
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        read: list[Any] = [json.loads(line)["prompt_token_ids"] if line.startswith("{") else line for line in lines]
-    except (OSError, ValueError, LookupError) as error:
-        raise ConfigError(f"--prompts: {file} cannot be read ({error}); write a prompt a line") from error
+        read = [_prompt_in(line, where) for where, line in text_lines(file)]
+    except ValueError as error:
+        raise ConfigError(f"--prompts: {error}") from error
     tokenizer = load_tokenizer(policy)
     ids = [token_ids_of(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in read]
     return [list(prompt) for prompt in dict.fromkeys(map(tuple, ids))]
+
+
+def _prompt_in(line: str, where: str) -> str | list[int]:
+    """Returns the prompt of a line, a text or token ids. Raises ValueError."""
+    if not line.startswith("{"):
+        return line.removesuffix("\r")
+    try:
+        ids = parse_json(line).get("prompt_token_ids")
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error}); write the line again, or remove it") from error
+    whole = [whole_number(i) for i in ids] if isinstance(ids, list) else []
+    if not whole or None in whole:
+        what = f"prompt_token_ids must be a list of whole numbers, and is {reprlib.repr(ids)}"
+        raise ValueError(f"{where}: {what}; write the line again")
+    return [i for i in whole if i is not None]
 
 
 def _answer(

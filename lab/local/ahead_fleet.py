@@ -34,12 +34,14 @@ class _Ahead:
     """
 
     def __init__(self, coordinator: DealingCoordinator, prompts: StepPrompts, lock: threading.Lock) -> None:
+        """Begins those requests of the step that may have drafts. The text of any other would never be used."""
         self._coordinator = coordinator
         self._lock = lock
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self.seconds = 0.0
-        self._keys = coordinator.deal(prompts.requests)
+        self._may_draft = [request.speculate for request in prompts.requests]
+        self._keys = coordinator.deal([request for request in prompts.requests if request.speculate])
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -54,12 +56,13 @@ class _Ahead:
         self.seconds = time.perf_counter() - started
 
     def end(self) -> list[bytes]:
-        """Stops the engines. Returns the text of each request so far, as int32 numbers."""
+        """Stops the engines. Returns the text of each request so far, as int32 numbers; empty if none was begun."""
         self._stop.set()
         self._thread.join()
         if self._error is not None:
             raise self._error
-        texts = [as_bytes(self._coordinator.responses[key].tokens) for key in self._keys]
+        made = iter([as_bytes(self._coordinator.responses[key].tokens) for key in self._keys])
+        texts = [next(made) if drafts else b"" for drafts in self._may_draft]
         complete = [key for key in self._keys if self._coordinator.responses[key].finish_reason is not None]
         self._coordinator.abandon()
         self._coordinator.take(complete)

@@ -4,7 +4,8 @@
 Only functions that read tensors load torch.
 """
 
-import math
+import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -146,8 +147,8 @@ class PolicyShape:
 
 def _positive(config: Mapping[str, Any], name: str) -> float:
     value = config.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"config.json: {name} is {value!r}; it must be a number above 0")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"config.json: {name} is {reprlib.repr(value)}; it must be a number above 0")
     return float(value)
 
 

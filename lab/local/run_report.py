@@ -11,12 +11,12 @@ from lab.local.traces import can_drain, whole_trace
 from nemo_specrollout.reports import report
 from nemo_specrollout.reports.page import chart
 from nemo_specrollout.reports.records import (
-    METRICS,
     SUMMARY,
     Run,
     naming_damage,
     read_lines,
     read_object_or_nothing,
+    read_steps,
     summary_of,
 )
 from nemo_specrollout.storage.files import write_atomically
@@ -43,7 +43,7 @@ def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[
     Raises OSError, and ConfigError if records are damaged.
     """
     with naming_damage(run_dir):
-        figures = summary_of(read_lines(run_dir / METRICS))
+        figures = summary_of(read_steps(run_dir))
     summary = {**figures, "wall_s": wall_s, "completed": completed}
     for name in PAGES:
         (run_dir / name).unlink(missing_ok=True)
@@ -65,11 +65,13 @@ def write_pages(run_dir: Path) -> tuple[Path, Path]:
 
 
 def _extras_of(run: Run) -> report.Extras:
-    traces = read_lines(run.folder / "trace.jsonl")
-    drawn = {
-        "How a batch drains": drain_chart(traces[-1]) if traces else "",
-        "The tail": tail_chart(read_lines(run.folder / "timeline.jsonl")),
-    }
-    sections = [chart(title, svg, HOW_TO_READ[title]) for title, svg in drawn.items() if svg]
-    last = whole_trace(traces[-1]) if traces else {}
-    return sections, [(draw_drain, last)] if can_drain(last) else []
+    trace_file, timeline_file = run.folder / "trace.jsonl", run.folder / "timeline.jsonl"
+    with naming_damage(trace_file):
+        traces = read_lines(trace_file)
+        drain = drain_chart(traces[-1]) if traces else ""
+        last = whole_trace(traces[-1]) if traces else {}
+        panels = [(draw_drain, last)] if can_drain(last) else []
+    with naming_damage(timeline_file):
+        tail = tail_chart(read_lines(timeline_file))
+    drawn = {"How a batch drains": drain, "The tail": tail}
+    return [chart(title, svg, HOW_TO_READ[title]) for title, svg in drawn.items() if svg], panels

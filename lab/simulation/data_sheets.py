@@ -4,15 +4,13 @@
 GPUs have dense peaks (never "with sparsity"), and link bandwidth in one direction.
 """
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest
-from nemo_specrollout.storage.files import read_regular
+from nemo_specrollout.storage.model_folder import read_object
 
 _HEAD_VOCABULARY = 32_000
 """Vocabulary of an EAGLE-3 head (arXiv 2503.01840), which drafts only the most frequent tokens."""
@@ -180,12 +178,12 @@ def model_named(name: str, field: str) -> ModelShape:
 def _from_config(path: Path, field: str) -> ModelShape:
     names = {f.name for f in fields(ModelShape)}
     try:
-        tree: dict[str, Any] = json.loads(read_regular(path).decode("utf-8"))
+        tree = read_object(path)
         heads = int(tree["num_attention_heads"])
         known = {key: value for key, value in tree.items() if key in names and value is not None}
         defaults = {"head_dim": int(tree["hidden_size"]) // heads, "num_key_value_heads": heads}
         return build(ModelShape, {**defaults, **known}, field)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise ConfigError(
             f"{field}: {path} does not describe a known shape ({error}); give a folder with a Qwen3 model, or a known model"
         ) from error

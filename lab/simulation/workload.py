@@ -4,18 +4,18 @@
 Shapes: R requests, P prompts, S samples of a prompt, M draft methods, N lengths.
 """
 
-import itertools
-import json
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
 from lab.placement.pipeline import coupled_tokens
 from nemo_specrollout.config.strict import ConfigError, bounded, build
-from nemo_specrollout.storage.files import read_regular
+from nemo_specrollout.storage.text_files import json_lines, whole_number
 
 _SURE = 1.0 - 1e-6
 """Maximum acceptance."""
@@ -173,33 +173,26 @@ def read_trace(path: Path, field: str) -> list[np.ndarray]:
 
     Reads a run's `samples.jsonl`, or lines of {prompt, sample, tokens}. Raises ConfigError with field, value and fix.
     """
-    try:
-        lines = read_regular(path).decode("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{field}: {path} cannot be read ({type(error).__name__}); name a run's samples.jsonl"
-        ) from error
     steps: dict[int, dict[tuple[int, int], int]] = {}
-    for number, line in enumerate(lines, 1):
-        where = f"{field}: {path}, line {number}"
-        for sample in _samples(line, where) if line.strip() else ():
-            tokens = steps.setdefault(sample.step, {})
-            key = (sample.prompt, sample.sample)
-            if key in tokens:
-                raise ConfigError(f"{where}: prompt {sample.prompt}, sample {sample.sample} occurs twice; {_FIX}")
-            tokens[key] = sample.tokens
+    try:
+        for place, record in json_lines(path):
+            where = f"{field}: {place}"
+            for sample in _samples(record, where):
+                tokens = steps.setdefault(sample.step, {})
+                key = (sample.prompt, sample.sample)
+                if key in tokens:
+                    raise ConfigError(f"{where}: prompt {sample.prompt}, sample {sample.sample} occurs twice; {_FIX}")
+                tokens[key] = sample.tokens
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{field}: {error}") from error
     if not steps:
         raise ConfigError(f"{field}: {path} has no samples; name a run's samples.jsonl")
     return [_whole(steps[step], f"{field}: {path}, step {step}") for step in sorted(steps)]
 
 
-def _samples(line: str, where: str) -> Iterator[Sample]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{where}: not JSON ({error}); each line is an object with prompt, sample and tokens"
-        ) from error
+def _samples(record: Any, where: str) -> Iterator[Sample]:
     records = [record]
     step = {}
     if isinstance(record, Mapping) and isinstance(record.get("samples"), list):
@@ -207,14 +200,18 @@ def _samples(line: str, where: str) -> Iterator[Sample]:
         step = {"step": record.get("step", 0)}
     keys = ("prompt", "sample", "tokens", "step")
     for one in records:
-        known = {k: v for k, v in {**one, **step}.items() if k in keys} if isinstance(one, Mapping) else one
-        yield build(Sample, known, where)
+        if not isinstance(one, Mapping):
+            raise ConfigError(f"{where}: {reprlib.repr(one)}; each line is an object with prompt, sample and tokens")
+        known = {key: value for key, value in {**one, **step}.items() if key in keys}
+        whole = {key: whole_number(value) for key, value in known.items()}
+        yield build(Sample, {key: value if whole[key] is None else whole[key] for key, value in known.items()}, where)
 
 
 def _whole(tokens: Mapping[tuple[int, int], int], where: str) -> np.ndarray:
     prompts = sorted({prompt for prompt, _ in tokens})
     num_samples = 1 + max(sample for _, sample in tokens)
-    for prompt, sample in itertools.product(prompts, range(num_samples)):
-        if (prompt, sample) not in tokens:
-            raise ConfigError(f"{where}: prompt {prompt} has no sample {sample}, others have {num_samples}; {_FIX}")
+    for prompt in prompts:
+        # Stops at the first gap: a wrong number of a sample may be so large that no list of all of them fits.
+        if (gap := next((s for s in range(num_samples) if (prompt, s) not in tokens), None)) is not None:
+            raise ConfigError(f"{where}: prompt {prompt} has no sample {gap}, others have {num_samples}; {_FIX}")
     return np.array([[tokens[p, s] for s in range(num_samples)] for p in prompts], np.int64)

@@ -186,7 +186,7 @@ def _check_directory(run: Path, tree: dict[str, Any]) -> None:
         return
     try:
         earlier = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"--run-dir: config.yaml of {run} cannot be read; choose another") from error
     keys = ", ".join(sorted(differences(earlier, tree) - _MAY_CHANGE)[:4])
     text = f"{run} holds a run of another config (it differs in {keys}); choose another"

@@ -16,6 +16,7 @@ import yaml
 
 from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest, raise_first_mistake
 from nemo_specrollout.nemo_rl.code_folder import NUMBA_CACHE
+from nemo_specrollout.storage.files import read_regular
 
 VARIABLES = {
     "account": "SBATCH_ACCOUNT",
@@ -149,9 +150,10 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_TextLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--cluster: {file} cannot be read: {str(error).splitlines()[0]}") from error
+        values = yaml.load(read_regular(file).decode("utf-8-sig"), Loader=_TextLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
+        raise ConfigError(f"--cluster: {file} cannot be read: {reason}; name a YAML file") from error
     if not isinstance(values, dict):
         text = "start from the cluster.example.yaml that `nemo-specrollout examples DIR` makes"
         raise ConfigError(f"--cluster: {file} is no block of keys; {text}")

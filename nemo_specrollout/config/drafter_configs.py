@@ -44,8 +44,8 @@ def shared_secret(addresses: Iterable[str]) -> bytes:
 
 
 def as_key(secret: str) -> bytes:
-    """Returns a secret as a key of the transport, at most 64 bytes."""
-    return secret.encode()[:64]
+    """Returns a secret as a key of the transport, at most 64 bytes. An environment may hold bytes that are no UTF-8."""
+    return os.fsencode(secret)[:64]
 
 
 def secret_of_run() -> str:

@@ -9,6 +9,10 @@ from typing import ClassVar, Self
 
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.storage.files import read_regular
+from nemo_specrollout.storage.text_files import parse_json
+
+_SHOWN = 300
+"""Characters of a reason that are shown. A reason quotes the value, which may be all of a wrong file."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +30,17 @@ class MeasuredFile:
     def read(cls, path: Path, field: str) -> Self:
         """Reads the file that the user gave in `field`. Raises ConfigError with the field, the value and the fix."""
         try:
-            return build(cls, json.loads(read_regular(path)), "")
+            return build(cls, parse_json(read_regular(path)), "")
         except ConfigError as error:
             reason = str(error)
         except OSError as error:
             reason = error.strerror or str(error)
         except ValueError as error:
             reason = f"not JSON: {error}"
+        except RecursionError:
+            reason = "it is nested too deeply"
         raise ConfigError(
-            f"{field}: {path} is not a {cls.KIND} ({reason}); create one with `specrollout-lab {cls.KIND}`"
+            f"{field}: {path} is not a {cls.KIND} ({reason[:_SHOWN]}); create one with `specrollout-lab {cls.KIND}`"
         )
 
 

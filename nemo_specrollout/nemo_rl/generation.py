@@ -22,6 +22,7 @@ from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.logger import Logger
 
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
+from nemo_specrollout.nemo_rl.early_rows import early_rows
 from nemo_specrollout.nemo_rl.logger import WatchingLogger
 from nemo_specrollout.nemo_rl.next_prompts import next_prompts
 from nemo_specrollout.nemo_rl.ray_calls import EngineClient
@@ -30,7 +31,6 @@ from nemo_specrollout.nemo_rl.row_seeds import (
     ROOTS_KEY,
     SEEDS_KEY,
     Conversations,
-    Row,
     RowSeeds,
     SeedKind,
     current_sample,
@@ -235,9 +235,8 @@ class SpecrolloutGeneration(VllmGeneration):
         is_any_free = has_tail if in_tail else has_own_gpus
         if not is_any_free:
             return
-        prompts = [prompt for prompt in next_prompts() for _ in range(self.facts.samples_per_prompt)]
-        seeds = RowSeeds(self.facts.seed, self._version + 1).seeds(prompts)
-        rows = [Row(seed, len(prompt)) for seed, prompt in zip(seeds, prompts, strict=True)]
+        seeds = RowSeeds(self.facts.seed, self._version + 1)
+        prompts, rows = early_rows(next_prompts(), self.facts.samples_per_prompt, seeds, self.opt_out)
         self._ahead.begin(self._version + 1, prompts, rows, self._num_generated)
 
     def _end_ahead(self, *, keeps_cache: bool = False) -> None:

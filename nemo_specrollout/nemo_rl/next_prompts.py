@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prompts of the next step, which `run_ahead` needs early: NeMo-RL's data loader with a look at its next batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 from weakref import ref
 
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from nemo_specrollout.nemo_rl.early_rows import NextPrompt
 
 _END = object()
 
@@ -41,9 +43,21 @@ class PeekingLoader(StatefulDataLoader):
         return super().state_dict() if self._state_before is None else self._state_before
 
 
-def next_prompts() -> list[list[int]]:
-    """Returns the tokens of the prompts of the next step, in order; empty if they are not known."""
+def next_prompts() -> list[NextPrompt]:
+    """Returns the prompts of the next step, in order; none if they are not known."""
     loader = None if PeekingLoader._latest is None else PeekingLoader._latest()
     batch = None if loader is None else loader.peek()
-    logs = [] if batch is None else batch["message_log"]
-    return [[token for message in log for token in message["token_ids"].tolist()] for log in logs]
+    if batch is None:
+        return []
+    logs = batch["message_log"]
+    nothing = [None] * len(logs)
+    tasks = batch.get("task_name") or nothing
+    media = batch.get("vllm_content") or nothing
+    return [
+        NextPrompt(_token_ids(log), task, content is not None)
+        for log, task, content in zip(logs, tasks, media, strict=True)
+    ]
+
+
+def _token_ids(message_log: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [token for message in message_log for token in message["token_ids"].tolist()]

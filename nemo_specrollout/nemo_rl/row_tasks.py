@@ -33,13 +33,17 @@ class TaskOptOut:
 
     def __init__(self, draftless: Sequence[str]) -> None:
         self._draftless = draftless
-        self._seen = set[str]()
+        self._seen = set[str | None]()
 
     def of_rows(self, number: int) -> list[bool]:
         """Returns whether each of `number` rows may have drafts."""
         tasks = current_tasks.get()
-        if not self._draftless or len(tasks) != number:
-            return [True] * number
+        return self.of_tasks(tasks) if len(tasks) == number else [True] * number
+
+    def of_tasks(self, tasks: Sequence[str | None]) -> list[bool]:
+        """Returns whether rows of these tasks may have drafts. A row whose task is not known, which is None, may."""
+        if not self._draftless:
+            return [True] * len(tasks)
         for task in set(tasks) - self._seen:
             how = "without" if task in self._draftless else "with"
             logger.warning("specrollout: rows of task %s are decoded %s drafts (tasks_without_drafts)", task, how)

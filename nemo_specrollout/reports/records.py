@@ -5,8 +5,8 @@ The folder of a run has `run.json`, which says how the run was made, and `metric
 that is missing, null or not finite becomes NaN, so that a run under way can be shown.
 """
 
-import json
 import math
+import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.storage.files import read_regular
 from nemo_specrollout.storage.model_folder import read_object
+from nemo_specrollout.storage.text_files import parse_json, whole_number
 
 Record = Mapping[str, Any]
 FORMAT = 1
@@ -29,6 +31,15 @@ FOLDER = "specrollout"
 """Folder of our records in NeMo-RL's log folder."""
 PHASES = ("generation", "logprob", "train", "refit", "verify", "validation", "checkpoint")
 """Phases of a step, one after the other. Each is recorded as `<phase>_s`."""
+_KINDS: tuple[tuple[str, type, str], ...] = (
+    ("alarms", list, "a list of sentences"),
+    *((key, dict, "a block") for key in ("acceptance", "draft_refresh", "draft_supply", "tail")),
+)
+"""Keys of a step that a report takes apart, with the kind of their values."""
+_MOST_STEPS = 1 << 53
+"""Largest whole number up to which a float has every one of them. A larger one in a record is damage."""
+_LARGEST = 1e300
+"""Largest number that is drawn or added up. A larger one in a record counts as missing."""
 _COUNTS = ("tokens_checked", "tokens_equal", "deaths", "seeds_derived")
 _TAIL_COUNTS = ("moves", "races", "won_by_racer", "deaths", "diverged")
 
@@ -45,8 +56,8 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Reads a folder that `find_run` has found. Torn lines are skipped."""
-        steps = [step | _shares(step) for step in read_lines(folder / METRICS)]
+        """Reads a folder that `find_run` has found. Raises ConfigError for a line that is no record of a step."""
+        steps = [step | _shares(step) for step in read_steps(folder)]
         return cls(folder, read_object_or_nothing(folder / RUN), steps, read_object_or_nothing(folder / SUMMARY))
 
     @property
@@ -99,24 +110,73 @@ def _check(folder: Path) -> None:
             "make the report with that version, or bring the file back from a copy"
         )
     metrics = folder / METRICS
-    text = metrics.read_text(encoding="utf-8", errors="replace").strip() if metrics.is_file() else ""
+    text = _decoded(metrics).strip() if metrics.is_file() else ""
     if text and not text.startswith("{") and not read_lines(metrics):
         raise ConfigError(
             f"RUN_DIR: {metrics} holds no record of a step; bring the file back from a copy, or name another run"
         )
 
 
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """Returns the last record of each step of a run, in order. Torn lines are skipped, and a key with null is left out.
+
+    Raises ConfigError with file, line and key for a record in which a key that a report takes apart is of another kind.
+    """
+    steps = list[dict[str, Any]]()
+    for where, line in _lines_by_step(folder / METRICS).values():
+        step = {key: value for key, value in line.items() if value is not None}
+        _check_step(step, where)
+        steps.append(step)
+    return steps
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the last record of each step in a JSON-lines file, none without a file. Torn lines are skipped."""
-    records: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+    return [record for _, record in _lines_by_step(path).values()]
+
+
+def _lines_by_step(path: Path) -> dict[int, tuple[str, dict[str, Any]]]:
+    """Returns the place, "FILE, line N", and the content of the last line of each step, in the order of the steps."""
+    found: dict[int, tuple[str, dict[str, Any]]] = {}
+    for line_number, line in enumerate(_decoded(path).split("\n") if path.is_file() else [], 1):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records[record["step"]] = record
-    return [records[step] for step in sorted(records)]
+        step = whole_number(record.get("step")) if isinstance(record, dict) else None
+        if step is not None and abs(step) <= _MOST_STEPS:
+            found[step] = (f"{path}, line {line_number}", {**record, "step": step})
+    return {step: found[step] for step in sorted(found)}
+
+
+def _decoded(path: Path) -> str:
+    """Returns the text of a file without its byte-order mark. What is not UTF-8 becomes a replacement character."""
+    return read_regular(path).decode("utf-8-sig", errors="replace")
+
+
+def _check_step(step: Record, where: str) -> None:
+    """Raises ConfigError with line and key if a key of a step, which a report takes apart, holds another kind of value."""
+    for key, kind, name in _KINDS:
+        if not isinstance(step.get(key, kind()), kind):
+            raise _damage(where, key, step[key], name)
+    for drafter, counts in step.get("acceptance", {}).items():
+        if not _has_counts(counts):
+            name = "the counts `proposed` and `accepted`, two lists of equal length"
+            raise _damage(where, f"acceptance.{drafter}", counts, name)
+
+
+def _has_counts(counts: object) -> bool:
+    columns = [counts.get(name, ()) for name in ("proposed", "accepted")] if isinstance(counts, Mapping) else [()]
+    return all(map(_are_counts, columns)) and len(columns[0]) == len(columns[-1])
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MOST_STEPS for value in values)
+
+
+def _damage(where: str, key: str, value: object, kind: str) -> ConfigError:
+    fix = "remove the line, or bring the file back from a copy"
+    return ConfigError(f"{where}: {key} is {reprlib.repr(value)}, where a record of a step has {kind}; {fix}")
 
 
 def read_object_or_nothing(path: Path) -> Record:
@@ -128,15 +188,15 @@ def read_object_or_nothing(path: Path) -> Record:
 
 
 @contextmanager
-def naming_damage(folder: Path) -> Iterator[None]:
-    """Turns errors from damaged records in `folder` into a ConfigError."""
+def naming_damage(place: Path) -> Iterator[None]:
+    """Turns errors from damaged records in `place`, a folder or a file, into a ConfigError."""
     try:
         yield
     except ConfigError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(
-            f"{folder}: a line of its records is damaged, and there is no report of it ({type(error).__name__}: {error}); "
+            f"{place}: a line of its records is damaged, and there is no report of it ({type(error).__name__}: {error}); "
             "remove the line, or bring the file back from a copy"
         ) from error
 
@@ -155,7 +215,9 @@ def number(record: Record, key: str) -> float:
     value: Any = record
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+    if not isinstance(value, int | float) or abs(value) > _LARGEST or math.isnan(value):
+        return math.nan
+    return float(value)
 
 
 def series(records: Sequence[Record], key: str) -> np.ndarray:

@@ -49,7 +49,8 @@ def write_pages(folder: Path, extras_of: Callable[[Run], Extras] = lambda _: (()
     with naming_damage(folder):
         run = Run.read(folder)
         sections, panels = extras_of(run) if run.steps else ((), ())
-        write_atomically(report, _page(run, sections))
+        # A record may hold half of a surrogate pair, which is no Unicode text: the page shows its number.
+        write_atomically(report, _page(run, sections).encode("utf-8", "backslashreplace"))
         save_picture(run, picture, panels)
     return report, picture
 

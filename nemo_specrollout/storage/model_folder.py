@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError, safe_open
 
 from nemo_specrollout.storage.files import read_regular
+from nemo_specrollout.storage.text_files import parse_json
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -19,13 +21,13 @@ Tensor = TypeVar("Tensor")
 def read_object(file: Path) -> dict[str, Any]:
     """Returns the object in a JSON file. Raises ValueError, which names the file and its fault."""
     try:
-        read = json.loads(read_regular(file).decode("utf-8"))
+        read = parse_json(read_regular(file).decode("utf-8"))
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}; copy the folder again") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{file}: not JSON ({str(error)[:100]}); copy or write it again") from error
     if not isinstance(read, dict):
-        raise ValueError(f"{file}: not a JSON object but {str(read)[:40]!r}; copy or write it again")
+        raise ValueError(f"{file}: not a JSON object but {reprlib.repr(read)}; copy or write it again")
     return read
 
 

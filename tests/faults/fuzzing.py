@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers of the fuzz tests: run a command in this process, check its refusal, and mutate its inputs."""
 
+import gzip
 import io
 import re
 from collections import Counter
@@ -130,3 +131,41 @@ def flipped(content: bytes, data: st.DataObject) -> bytes:
         return content[:at]
     new = data.draw(st.binary(min_size=1, max_size=4))
     return content[:at] + new + content[at + (len(new) if kind == "change" else 0) :]
+
+
+def odd_contents(good: bytes) -> dict[str, bytes]:
+    """Returns what a text file with the content `good` may hold after editors, other programs and crashes, by name."""
+    text, middle = good.decode("latin-1"), len(good) // 2
+    values = ["null", "true", "1", "1.5", '"x"', "[]", "{}", "[1]", "NaN", "1e400", "9" * 5000, '"\\ud800"']
+    values += ['{"\\ud800": 1}', "{'a': 1}", '{"a": 1, "a": 2}', f"[{10**400}]"]
+    return {
+        "as it is": good,
+        "empty": b"",
+        "blank lines": b"\n \n\r\n",
+        "a byte-order mark": b"\xef\xbb\xbf" + good,
+        "UTF-16": text.encode("utf-16"),
+        "UTF-16 without its mark": text.encode("utf-16-le"),
+        "CRLF": good.replace(b"\n", b"\r\n"),
+        "CR": good.replace(b"\n", b"\r"),
+        "NUL bytes": b"\0" * 100,
+        "NUL bytes at the end": good + b"\0" * 100,
+        "bytes that are no UTF-8": good[:middle] + b"\xe9\xff" + good[middle:],
+        "terminal codes": good + b"\x1b[31m\x07\n",
+        "gzip": gzip.compress(good),
+        "Parquet": b"PAR1" + bytes(range(256)) + b"PAR1",
+        "pickle": b"\x80\x04\x95" + bytes(range(256)),
+        "half of it": good[:middle],
+        "no last character": good.rstrip()[:-1],
+        "no end of line": good.rstrip(b"\n"),
+        "a line separator of Unicode": good + "\u2028\n".encode(),
+        **{f"the value {value[:20]}": f"{value}\n".encode() for value in values},
+        **{
+            f"{what}, {depth} levels deep": (begin + depth * opening + "1" + depth * closing + end).encode()
+            for what, opening, closing, begin, end in (
+                ("lists", "[", "]", "", "\n"),
+                ("lists in a key", "[", "]", '{"x":', "}\n"),
+                ("objects", '{"x":', "}", "", "\n"),
+            )
+            for depth in (300, 900, 3000, 100_000)
+        },
+    }

@@ -19,11 +19,14 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 from fuzzing import SCALARS, VALUES, assert_refused_or_fine, files_below, flipped, mutated, paths_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from run_files import metrics, trace
+from run_files import metrics, trace, write_run
 from test_nemo_rl_config import CLEAN
 
 from lab.local.sealed_folder import seal_folder
+from lab.simulation.workload import read_trace
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.heads.features.rollout_files import read_rollouts
 
 HEAD = ROOT / "examples" / "models" / "step_adder_eagle3"
 QUICKSTART_TREE = load_config(QUICKSTART)
@@ -220,6 +223,85 @@ def test_mutated_run_directories_lose_nothing(data: st.DataObject) -> None:
         for command in (["report", str(run)], ["run", str(QUICKSTART), *overrides]):
             assert_refused_or_fine("run directories", *command)
         assert {name: size for name, size in files_below(run).items() if name in kept} == kept, "something was lost"
+
+
+ROLLOUTS = [
+    {"prompt_token_ids": [1, 5, 7], "response_token_ids": [8, 9, 2], "reward": 0.5},
+    {"prompt": "1 + 2", "response": "3"},
+    {
+        "token_ids": [[1, 5, 8, 9, 0]],
+        "token_loss_mask": [[0, 0, 1, 1, 0]],
+        "input_lengths": [4],
+        "content": [["1 +", "3"]],
+        "idx": 0,
+    },
+]
+ODD_VALUES = VALUES | st.sampled_from(
+    [
+        4.0,
+        1e308,
+        10**400,
+        2**63,
+        float("nan"),
+        "\ud800",
+        "4",
+        [4.0],
+        [True],
+        [None],
+        [[]],
+        [{"type": "text", "text": "2"}],
+    ]
+)
+
+
+def assert_sentence(error: ValueError, file: Path) -> None:
+    """Asserts that a reader refused a file in one sentence about it. UnicodeError and others would be of no use."""
+    said = str(error)
+    assert type(error) in (ValueError, ConfigError), repr(error)
+    assert str(file) in said and ": " in said and "\n" not in said and len(said) < 1500, said
+
+
+@fuzz(60)
+def test_mutated_rollouts_are_read_or_refused(data: st.DataObject) -> None:
+    rows = st.sampled_from(ROLLOUTS).flatmap(lambda row: st.just(row) | mutated(row, ODD_VALUES))
+    content = "\n".join(map(json.dumps, data.draw(st.lists(rows, min_size=1, max_size=3)))).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rollouts.jsonl")
+        file.write_bytes(flipped(content, data) if data.draw(st.integers(0, 3)) == 0 else content)
+        try:
+            texts, _ = read_rollouts([file], STEP_ADDER, 96, 64)
+        except ValueError as error:
+            assert_sentence(error, file)
+            return
+        for text in texts:
+            assert 0 < text.first_prompt_length <= text.prompt_length < len(text.token_ids) <= 64
+            assert all(type(i) is int and 0 <= i < 96 for i in text.token_ids)
+
+
+@fuzz(4)
+def test_mutated_records_are_shown_or_refused(data: st.DataObject) -> None:
+    full = metrics(1, random.Random(1)) | {
+        "tail": {"moves": 1, "races": 1, "won_by_racer": 0, "idle_share": 0.1, "saved_s": 1.0},
+        "draft_refresh": {"refresh_s": 1.0, "published": True, "decision": "x", "gate": "y"},
+        "draft_supply": {"num_drafters": 2, "num_ready": 1, "bottleneck": "x"},
+        "alarms": ["a"],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        run = write_run(Path(folder, "run"), [metrics(0, random.Random(0)), data.draw(mutated(full, ODD_VALUES))], [])
+        assert_refused_or_fine("records of a run", "report", str(run))
+
+
+@fuzz(30)
+def test_mutated_traces_are_read_or_refused(data: st.DataObject) -> None:
+    rows = mutated({"prompt": 0, "sample": 0, "tokens": 5}, ODD_VALUES)
+    samples = mutated({"step": 0, "samples": [{"prompt": 0, "sample": 0, "tokens": 5}]}, ODD_VALUES)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.jsonl")
+        file.write_text("\n".join(map(json.dumps, data.draw(st.lists(rows | samples, min_size=1, max_size=3)))))
+        try:
+            assert all(lengths.ndim == 2 and lengths.min() >= 1 for lengths in read_trace(file, "--trace"))
+        except ValueError as error:
+            assert_sentence(error, file)
 
 
 ARGUMENTS = st.sampled_from([

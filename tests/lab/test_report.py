@@ -124,12 +124,41 @@ def test_an_interrupted_run_is_summed_from_its_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [{"suffix": {"proposed": [1, 2]}}, {"suffix": 7}, 5, {"suffix": {"proposed": "x", "accepted": []}}]
+    ("damage", "words"),
+    [
+        ({"acceptance": {"suffix": {"proposed": [1, 2]}}}, "acceptance.suffix is {'proposed': [1, 2]}, where"),
+        ({"acceptance": {"suffix": {"proposed": [1], "accepted": []}}}, "two lists of equal length"),
+        ({"acceptance": {"suffix": {"proposed": ["x"], "accepted": [1]}}}, "acceptance.suffix is"),
+        ({"acceptance": {"suffix": {"proposed": [10**400], "accepted": [1]}}}, "acceptance.suffix is"),
+        ({"acceptance": {"suffix": 7}}, "acceptance.suffix is 7, where a record of a step has the counts"),
+        ({"acceptance": 5}, "acceptance is 5, where a record of a step has a block; remove the line, or bring"),
+        ({"alarms": "fire"}, "alarms is 'fire', where a record of a step has a list of sentences"),
+        ({"draft_refresh": [1]}, "draft_refresh is [1], where"),
+        ({"draft_supply": 1, "tail": {}}, "draft_supply is 1, where"),
+        ({"tail": True}, "tail is True, where"),
+    ],
 )
-def test_a_damaged_record_is_a_sentence(tmp_path: Path, damage: Any) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics(0, random.Random(0), acceptance=damage)) + "\n")
-    with pytest.raises(ConfigError, match="a line of its records is damaged"):
-        write_results(tmp_path, 1.0, completed=True)
+def test_a_damaged_record_is_named_with_its_line(tmp_path: Path, damage: dict[str, Any], words: str) -> None:
+    lines = [json.dumps(metrics(step, random.Random(0), **(damage if step == 2 else {}))) for step in (0, 1, 2, 3)]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("\n".join([lines[0], "", *lines[1:]]))  # a blank line counts, too
+    for write in (lambda: write_results(tmp_path, 1.0, completed=True), lambda: write_pages(tmp_path)):
+        with pytest.raises(ConfigError) as raised:
+            write()
+        assert str(raised.value).startswith(f"{file}, line 4: ") and words in str(raised.value)
+
+
+def test_a_metrics_file_that_other_programs_wrote_is_read(tmp_path: Path) -> None:
+    """A byte-order mark costs no step, pandas' numbers and columns are understood, and nothing is too large to draw."""
+    steps = [metrics(i, random.Random(i), draft_refresh=None, draft_supply=None, tail=None) for i in range(3)]
+    steps[1] |= {"reward": 10**400, "loss": 1e308, "step_s": math.inf, "alarms": ["half of a pair: \ud800 \u2028 <b>"]}
+    steps[2]["step"] = 2.0
+    run_dir = write_run(tmp_path, [], [])
+    content = b"\r\n".join(json.dumps(step).encode() for step in steps)
+    (run_dir / "metrics.jsonl").write_bytes(b"\xef\xbb\xbf" + content)
+    page = Page(write_pages(run_dir)[0])
+    assert "3 finished steps: steps 0 to 2" in page.text and "half of a pair: \\ud800" in page.text
+    assert [step["step"] for step in records.read_steps(run_dir)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("missing", [None, "metrics.jsonl", "trace.jsonl", "config.yaml"])

@@ -64,6 +64,12 @@ def test_texts_made_ahead_change_no_row(runs: dict[str, Run], name: str, steps: 
     assert any(m["ahead_tokens"] for m in runs[name].metrics)
 
 
+def test_rows_of_a_task_without_drafts_are_not_begun_early(runs: dict[str, Run]) -> None:
+    run = runs["apart_ahead_draftless"]
+    assert run.result["error"] is None
+    assert [m["ahead_tokens"] for m in run.metrics] == [0.0, 0.0, 0.0]
+
+
 def test_no_sample_is_of_two_policies(runs: dict[str, Run]) -> None:
     """Requests that are under way in a refit begin again, with their text as drafts."""
     spans = [s["policy_spans"] for line in runs["async_ahead"].lines("samples.jsonl") for s in line["samples"]]

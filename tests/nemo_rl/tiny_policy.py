@@ -30,6 +30,8 @@ def main(out: Path) -> None:
     _save_head(out / "eagle3")
     sums = [{"input": f"{x}-{x - y}=", "output": str(y)} for x in range(3, 67) for y in (1, 2, 3)]
     _write_lines(out / "train.jsonl", sums)
+    (out / "tasks").mkdir()
+    _write_lines(out / "tasks" / "hard.jsonl", sums[96:])
     _write_lines(out / "gym.jsonl", [_gym_row(s["input"], s["output"]) for s in sums])
 
 

@@ -8,6 +8,7 @@ H hidden size, F = auxiliary layers * H, V vocabulary.
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,11 +82,27 @@ def is_held_out(prompt_ids: torch.Tensor | Sequence[int], share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < share * 2**64
 
 
+@contextmanager
+def loading_faults(folder: Path, what: str, fix: str = "copy the folder again") -> Iterator[None]:
+    """Turns every error with which transformers refuses a damaged `folder` into a ValueError: folder, what failed, and fix.
+
+    The errors are of many kinds, and a damaged tokenizer makes Rust panic, which Python has as no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{folder}: {what} ({reason}); {fix}") from error
+
+
 def load_policy(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Returns the decoder of a Hugging Face folder without its LM head, for inference."""
-    model = AutoModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    """Returns the decoder of a Hugging Face folder without its LM head, for inference. Raises ValueError for a damaged one."""
+    with loading_faults(folder, "transformers cannot load it"):
+        model = AutoModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device).eval().requires_grad_(False)
 
 

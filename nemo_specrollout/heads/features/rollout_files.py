@@ -5,11 +5,14 @@ A line of a JSONL file of rollouts has one of three forms, and may have further 
   {"prompt_token_ids": [...], "response_token_ids": [...]}
   {"prompt": "...", "response": "..."}, which the policy's tokenizer encodes unchanged
   token_ids, token_loss_mask and input_lengths, as NeMo-RL's GRPO logs them in train_data_step{N}.jsonl.
-Every error is a ValueError that names file, line and fix.
+A key whose value is null or NaN counts as absent, because tables of several forms have all their columns in every row. A
+prompt with a response that is null or empty is a turn without text, such as one of tool calls alone, and is left out.
+Every error is a ValueError that names file, line, field and fix.
 """
 
-import json
+import math
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,13 +20,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.heads.features.features import Text, is_held_out
+from nemo_specrollout.heads.features.features import Text, is_held_out, loading_faults
+from nemo_specrollout.storage.text_files import json_lines, whole_number
 
 MIN_PROMPTS = 16
 """Minimum number of different prompts to train and judge a head."""
 MIN_HELD_OUT_PROMPTS = 8
 """Minimum number of different prompts to judge a head."""
 FORMS = "prompt_token_ids and response_token_ids, prompt and response, or token_ids and token_loss_mask as NeMo-RL logs them"
+_AS_LOGGED = ("token_ids", "token_loss_mask")
+_AS_IDS = ("prompt_token_ids", "response_token_ids")
+_AS_TEXT = ("prompt", "response")
 
 Encode = Callable[[str, bool], list[int]]
 """Returns the token ids of a text. If the flag is set, the text begins a sequence and gets the special tokens for that."""
@@ -65,7 +72,8 @@ def rollout_files(paths: Sequence[Path]) -> list[Path]:
             found.append(path)
             continue
         if not path.is_dir():
-            raise ValueError(f"--rollouts {path}: no such file or folder; name JSONL files, or folders of them")
+            fault = "neither a regular file nor a folder" if path.exists() else "no such file or folder"
+            raise ValueError(f"--rollouts {path}: {fault}; name JSONL files, or folders of them")
         files = list(path.rglob("train_data_step*.jsonl")) or list(path.rglob("*.jsonl"))
         if not files:
             raise ValueError(f"--rollouts {path}: the folder holds no *.jsonl file; name one that does")
@@ -88,7 +96,7 @@ def read_rollouts(
         found = list(_texts(record, where, encode))
         num_empty += not found
         for text in found:
-            _check_ids(text.token_ids, vocab_size, where)
+            _check_vocabulary(text.token_ids, vocab_size, where)
             if text.prompt_length >= max_length:
                 num_too_long += 1
                 continue
@@ -130,13 +138,15 @@ def _encoder(policy_folder: Path) -> Encode:
     def tokenizer() -> Any:
         from transformers import AutoTokenizer
 
-        try:
+        with loading_faults(policy_folder, "its tokenizer cannot be loaded", "give token ids"):
             return AutoTokenizer.from_pretrained(policy_folder, local_files_only=True)
-        except (OSError, ValueError, LookupError) as error:
-            reason = " ".join(str(error).split())[:120]
-            raise ValueError(f"{policy_folder}: its tokenizer cannot be loaded ({reason}); give token ids") from error
 
-    return lambda text, begins: token_ids_of(tokenizer(), text, begins)
+    def encode(text: str, begins: bool) -> list[int]:
+        loaded = tokenizer()
+        with loading_faults(policy_folder, "its tokenizer cannot encode a text", "give token ids"):
+            return token_ids_of(loaded, text, begins)
+
+    return encode
 
 
 def token_ids_of(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
@@ -148,16 +158,7 @@ def token_ids_of(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
 
 def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (place, JSON object) for each line that is not blank."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ValueError(f"{file} cannot be read ({reason}); name a JSONL file") from error
-    for where, line in ((f"{file}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: not JSON ({error}); write the line again, or remove it") from error
+    for where, record in json_lines(file):
         if not isinstance(record, dict):
             raise ValueError(f"{where}: {type(record).__name__}, not an object; a line has {FORMS}")
         yield where, record
@@ -165,19 +166,32 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[RolloutText]:
     """Yields the texts of a line in any of the three forms; none if nothing was generated."""
-    if {"token_ids", "token_loss_mask"} <= record.keys():
+    present = {key for key, value in record.items() if not _is_absent(value)}
+    if present.issuperset(_AS_LOGGED):
         yield from _logged_texts(record, where)
-        return
-    if {"prompt_token_ids", "response_token_ids"} <= record.keys():
-        prompt = record["prompt_token_ids"]
-        response = record["response_token_ids"]
-    elif isinstance(record.get("prompt"), str) and isinstance(record.get("response"), str):
-        prompt = encode(record["prompt"], True)
-        response = encode(record["response"], False)
-    else:
-        raise ValueError(f"{where}: keys {', '.join(sorted(record)[:6]) or 'none'}; a rollout has {FORMS}")
-    if not (isinstance(prompt, list) and isinstance(response, list)):
-        raise ValueError(f"{where}: prompt_token_ids and response_token_ids must be lists of numbers")
+    elif present.issuperset(_AS_IDS):
+        prompt, response = (_token_ids(record[key], f"{where}: {key}") for key in _AS_IDS)
+        yield from _answer(prompt, response, where)
+    elif present.issuperset(_AS_TEXT):
+        question, answer = (_text(record[key], f"{where}: {key}") for key in _AS_TEXT)
+        yield from _answer(encode(question, True), encode(answer, False), where)
+    elif not any(prompt in present and response in record for prompt, response in (_AS_IDS, _AS_TEXT)):
+        keys = _listed(present) or "none"
+        null = _listed(record.keys() - present)
+        raise ValueError(f"{where}: keys {keys}{f' (null: {null})' if null else ''}; a rollout has {FORMS}")
+
+
+def _listed(keys: Iterable[str]) -> str:
+    """Returns the first few keys, in order, each cut to a length that can be read."""
+    return ", ".join(key[:40] for key in sorted(keys)[:6])
+
+
+def _is_absent(value: Any) -> bool:
+    """Returns whether a value stands for none: null, or the NaN that pandas has for it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _answer(prompt: list[int], response: list[int], where: str) -> Iterator[RolloutText]:
     if not prompt:
         raise ValueError(f"{where}: the prompt is empty; give at least one token before the response")
     if response:
@@ -186,37 +200,68 @@ def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[Rollo
 
 def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
     """Yields a text for each generated span, where the mask is 1, that follows other tokens in a line of NeMo-RL."""
-    rows = _as_batch(record["token_ids"])
-    masks = _as_batch(record["token_loss_mask"])
-    lengths = record.get("input_lengths") or [len(row) for row in rows]
-    lengths = lengths if isinstance(lengths, list) else [lengths]
+    rows, masks = (_as_batch(record[key], f"{where}: {key}") for key in _AS_LOGGED)
+    given = record.get("input_lengths")
+    lengths = [len(row) for row in rows] if _is_absent(given) else given if isinstance(given, list) else [given]
     has_equal_rows = [len(row) for row in rows] == [len(mask) for mask in masks]
     if not has_equal_rows or len(rows) != len(lengths):
         raise ValueError(
             f"{where}: token_ids, token_loss_mask and input_lengths differ in length; write the line again"
         )
     for row, mask, length in zip(rows, masks, lengths, strict=True):
+        ids = _token_ids(row, f"{where}: token_ids")
+        num_tokens = whole_number(length)
+        if num_tokens is None or not 0 <= num_tokens <= len(ids):
+            what = f"{where}: input_lengths has {reprlib.repr(length)}, where token_ids has {len(ids)} numbers"
+            raise ValueError(f"{what}; write the line again")
+        if not all(isinstance(entry, int | float) and not _is_absent(entry) for entry in mask):
+            raise ValueError(f"{where}: token_loss_mask must be a list of 0 and 1; write the line again")
         first_prompt = stop = 0
-        for is_generated, span in groupby(mask[:length], bool):
+        for is_generated, span in groupby(mask[:num_tokens], bool):
             start = stop
             stop = stop + len(list(span))
             if is_generated and start > 0:
                 first_prompt = first_prompt or start
-                yield RolloutText(row[:stop], start, first_prompt)
+                yield RolloutText(ids[:stop], start, first_prompt)
 
 
-def _as_batch(value: Any) -> list[list[Any]]:
+def _as_batch(value: Any, field: str) -> list[list[Any]]:
     """Returns a list of lists: the value, or the value as the only row."""
     if not isinstance(value, list):
-        return []
+        raise ValueError(f"{field} must be a list, and is {reprlib.repr(value)}; write the line again")
     return value if all(isinstance(v, list) for v in value) else [value]
 
 
-def _check_ids(ids: Any, vocab_size: int, where: str) -> None:
-    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise ValueError(f"{where}: token ids must be a list of whole numbers")
-    if wrong := next((i for i in ids if not 0 <= i < vocab_size), None):
+def _text(value: Any, field: str) -> str:
+    """Returns a prompt or a response, which must be text that can be encoded."""
+    if not isinstance(value, str):
+        fix = "messages and their parts need the policy's chat template first, or give token ids"
+        raise ValueError(f"{field} must be a text, and is {reprlib.repr(value)}; {fix}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        what = f"{field} has half of a surrogate pair at character {error.start + 1}, which is no Unicode text"
+        raise ValueError(f"{what}; write the line again, or remove it") from error
+    return value
+
+
+def _token_ids(value: Any, field: str) -> list[int]:
+    """Returns a list of whole numbers, each as an int."""
+    if not isinstance(value, list):
+        raise ValueError(f"{field} must be a list of whole numbers, and is {reprlib.repr(value)}; write the line again")
+    if all(type(i) is int for i in value):
+        return value
+    ids = [whole_number(i) for i in value]
+    if None in ids:
+        wrong = reprlib.repr(value[ids.index(None)])
+        raise ValueError(f"{field} must be a list of whole numbers, and has {wrong}; write the line again")
+    return [i for i in ids if i is not None]
+
+
+def _check_vocabulary(ids: Sequence[int], vocab_size: int, where: str) -> None:
+    wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if wrong is not None:
         raise ValueError(
-            f"{where}: token id {wrong} is not of the policy's vocabulary of {vocab_size}; these are of another tokenizer, "
-            "give the policy's own rollouts"
+            f"{where}: token id {reprlib.repr(wrong)} is not of the policy's vocabulary of {vocab_size}; these are of "
+            "another tokenizer, give the policy's own rollouts"
         )

@@ -70,7 +70,7 @@ def read_policy_facts(folder: Path) -> PolicyFacts:
     whole = _read_config(folder, "policy")
     where = folder / "config.json"
     config = _block(whole, "text_config", folder) or whole
-    ties = {block.get("tie_word_embeddings") for block in (whole, config)}
+    ties = [block.get("tie_word_embeddings") for block in (whole, config)]
     return PolicyFacts(
         hidden_size=size_in(config, "hidden_size", where),
         vocab_size=size_in(config, "vocab_size", where),

@@ -22,6 +22,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from nemo_specrollout.heads.features.features import loading_faults
 from nemo_specrollout.heads.files.head_facts import (
     check_head,
     check_layer_ids,
@@ -54,6 +55,9 @@ _NOT_OF_THE_LAYER = ("architectures", "model_type", "auto_map", "eagle_config", 
 _DEFAULT_DRAFTS = 3
 """`speculative_tokens` of a saved config. vLLM uses the number only if the user gives none."""
 
+_DAMAGED = "it is no whole file of tensors"
+_COPY_FILE = "copy it again"
+
 
 class DraftHead:
     """Network that learns, with copies of the policy's LM head and embedding, which training does not change.
@@ -67,7 +71,8 @@ class DraftHead:
 
         `draft_token_ids` are the policy's ids of the draft vocabulary, int64 [D]; None for the whole vocabulary.
         """
-        self.model = model = Eagle3DraftModel(config).float()
+        with loading_faults(policy, "no head of this shape can be made for it"):
+            self.model = model = Eagle3DraftModel(config).float()
         self.draft_token_ids = draft_token_ids
         if draft_token_ids is not None:
             assert model.t2d is not None and model.d2t is not None
@@ -137,6 +142,16 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
     return (2, num_layers // 2, num_layers - 3) if num_layers >= 8 else (1, num_layers // 2, num_layers - 1)
 
 
+def _layer_like(policy_folder: Path) -> PretrainedConfig:
+    """Returns the config of a head's only layer, which resembles the policy's layers."""
+    policy = AutoConfig.from_pretrained(policy_folder)
+    policy = getattr(policy, "text_config", policy)
+    config_class = _CONFIG_CLASSES["qwen3" if policy.model_type.startswith("qwen3") else "llama"]
+    values = {name: getattr(policy, name) for name in _COPIED if getattr(policy, name, None) is not None}
+    values.setdefault("head_dim", policy.hidden_size // policy.num_attention_heads)
+    return config_class(num_hidden_layers=1, tie_word_embeddings=False, attention_bias=False, **values)
+
+
 def create_head(
     policy_folder: Path,
     layer_ids: Sequence[int] | None = None,
@@ -150,14 +165,10 @@ def create_head(
     policy's. Raises ValueError for layer ids that the policy does not have.
     """
     facts = read_policy_facts(policy_folder)
-    policy = AutoConfig.from_pretrained(policy_folder)
     layer_ids = tuple(layer_ids) if layer_ids is not None else default_layer_ids(facts.num_layers)
     check_layer_ids(layer_ids, facts.num_layers, "new head")
-    policy = getattr(policy, "text_config", policy)
-    config_class = _CONFIG_CLASSES["qwen3" if policy.model_type.startswith("qwen3") else "llama"]
-    values = {name: getattr(policy, name) for name in _COPIED if getattr(policy, name, None) is not None}
-    values.setdefault("head_dim", policy.hidden_size // policy.num_attention_heads)
-    layer = config_class(num_hidden_layers=1, tie_word_embeddings=False, attention_bias=False, **values)
+    with loading_faults(policy_folder, "its config.json describes no layer of a head"):
+        layer = _layer_like(policy_folder)
     drafted = sorted(set(range(facts.vocab_size) if draft_token_ids is None else draft_token_ids))
     draft_ids_D = torch.tensor(drafted) if len(drafted) < facts.vocab_size else None
     config = _head_config(layer, policy_folder, device, layer_ids, draft_vocab_size=len(drafted))
@@ -180,8 +191,10 @@ def load_eagle3_head(folder: Path, policy_folder: Path, device: torch.device | s
     _ = tensors.pop("t2d", None)
     draft_ids_D = offsets_D.long() + torch.arange(facts.draft_vocab_size) if facts.has_reduced_vocab else None
     values = {name: value for name, value in facts.layer.items() if name not in _NOT_OF_THE_LAYER}
+    with loading_faults(folder, "its config.json describes no layer of a head"):
+        layer = _CONFIG_CLASSES[facts.model_type](**values)
     config = _head_config(
-        _CONFIG_CLASSES[facts.model_type](**values),
+        layer,
         policy_folder,
         device,
         facts.layer_ids,
@@ -251,10 +264,11 @@ def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[st
     wanted = {*names, EMBEDDING}
     found = dict[str, torch.Tensor]()
     for file in sorted(policy_folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
+        with loading_faults(file, _DAMAGED, _COPY_FILE), safe_open(file, "pt") as opened:
             found |= {name: opened.get_tensor(name) for name in wanted.intersection(opened.keys())}
     for file in () if found else sorted(policy_folder.glob("pytorch_model*.bin")):
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with loading_faults(file, _DAMAGED, _COPY_FILE):
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         found |= {name: tensors[name] for name in wanted & tensors.keys()}
     if EMBEDDING not in found:
         raise ValueError(f"{policy_folder}: its weights have no {EMBEDDING}; give a Hugging Face folder of the policy")

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of the next step are decoded early (`run_ahead`), and with which seeds."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nemo_specrollout.nemo_rl.row_seeds import Row, RowSeeds
+from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut
+
+
+@dataclass(frozen=True)
+class NextPrompt:
+    """A prompt of the next step, as the data loader shows it."""
+
+    token_ids: list[int]
+    task: str | None = None
+    """Name of its task, or None if the data loader gives none."""
+    has_media: bool = False
+    """True if images, videos or audio belong to it. Its tokens alone do not bring them to the engine."""
+
+
+def early_rows(
+    prompts: Iterable[NextPrompt], samples_per_prompt: int, seeds: RowSeeds, opt_out: TaskOptOut
+) -> tuple[list[list[int]], list[Row]]:
+    """Returns the token ids and the facts of the rows that are worth decoding early, in the order of the next step.
+
+    A row is left out if its text would never be a draft, which holds for tasks without drafts, or would not be the policy's
+    answer, which holds for prompts with media. A row that is left out takes its seed all the same, because the next step
+    counts it too when it numbers rows of equal content.
+    """
+    samples = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
+    seed_of_each = seeds.seeds([prompt.token_ids for prompt in samples])
+    may_draft = opt_out.of_tasks([prompt.task for prompt in samples])
+    chosen = [
+        (prompt.token_ids, Row(seed, len(prompt.token_ids)))
+        for prompt, seed, drafts in zip(samples, seed_of_each, may_draft, strict=True)
+        if drafts and not prompt.has_media
+    ]
+    return [token_ids for token_ids, _ in chosen], [row for _, row in chosen]

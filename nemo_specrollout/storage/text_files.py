@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads text and JSON lines that a user gave. What is wrong with them is one sentence with file, line, fault and fix.
+
+A byte-order mark, which editors and spreadsheets write, is left out. A blank line counts, but is not yielded.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.storage.files import read_regular
+
+_BYTE_ORDER_MARK = "\ufeff"
+_UNPACK = "unpack it first"
+_OTHER_KINDS = {
+    b"\xff\xfe": ("UTF-16 text", "save it as UTF-8"),
+    b"\xfe\xff": ("UTF-16 text", "save it as UTF-8"),
+    b"\x1f\x8b": ("gzip data", _UNPACK),
+    b"BZh": ("bzip2 data", _UNPACK),
+    b"\xfd7zXZ": ("xz data", _UNPACK),
+    b"\x28\xb5\x2f\xfd": ("Zstandard data", _UNPACK),
+    b"PK\x03\x04": ("a zip archive", _UNPACK),
+    b"PAR1": ("a Parquet file", "write its rows as JSON lines"),
+}
+"""What a file that is no UTF-8 text begins with, what it then is, and the fix."""
+
+
+def text_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the place, "FILE, line N", and the text of each line that is not blank.
+
+    Raises ValueError for a file that cannot be read, or that is no UTF-8 text.
+    """
+    content = _content(path)
+    for number, line in enumerate(content.split(b"\n"), 1):
+        try:
+            text = line.decode("utf-8").lstrip(_BYTE_ORDER_MARK)
+        except UnicodeDecodeError as error:
+            raise ValueError(_not_text(path, number, content)) from error
+        if text.strip():
+            yield f"{path}, line {number}", text
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the place, "FILE, line N", and the value of each line that is not blank. Raises ValueError."""
+    for where, text in text_lines(path):
+        try:
+            value = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"{where}: not JSON ({error}); write the line again, or remove it") from error
+        yield where, value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns the value of a JSON text. Raises ValueError with the reason, which names no line."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        has_nul = error.doc[error.pos : error.pos + 1] == "\0"
+        what = "a NUL character, as after a crash or in UTF-16 text," if has_nul else error.msg
+        raise ValueError(f"{what} at character {error.pos + 1}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not UTF-8 text") from error
+    except ValueError as error:  # Python converts numbers of up to 4,300 digits
+        raise ValueError("a number has too many digits") from error
+
+
+def whole_number(value: object) -> int | None:
+    """Returns a whole number as an int, also one that pandas wrote with a decimal point, such as 4.0; None for all else."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if type(value) is int else None
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_regular(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} cannot be read ({reason}); name a text file") from error
+
+
+def _not_text(path: Path, number: int, content: bytes) -> str:
+    for begins, (kind, fix) in _OTHER_KINDS.items():
+        if content.startswith(begins):
+            return f"{path} is {kind}; {fix}"
+    return f"{path}, line {number}: it is not UTF-8 text; save the file as UTF-8"
