@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from lab.cli.prepare import prepare
 from lab.local.run_config import BenchConfig, RunConfig, read_run_config
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.interpolation import escaped, resolved
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.installed.versions import unsupported_version
@@ -121,6 +125,12 @@ def test_an_override_must_be_key_and_value(override: str) -> None:
 def test_an_override_that_cannot_be_merged_is_refused(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(QUICKSTART, [override])
+
+
+@given(st.text(alphabet="\\${}x:'\" \n.", max_size=14))
+def test_a_computed_text_is_written_so_that_it_is_read_again(text: str) -> None:
+    tree = OmegaConf.create({"a": [escaped(text)]})
+    assert resolved(OmegaConf.create(OmegaConf.to_yaml(tree))) == {"a": [text]}
 
 
 # The block: strict.
