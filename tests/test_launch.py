@@ -487,7 +487,7 @@ def test_unknown_variables_of_the_job_are_named(
         in said
     )
     assert "warning: env.nemo_gym.cache: reads HF_HOME, which neither" in said
-    assert "note: logger.wandb.name: reads SLURM_JOB_ID, which is only known in the job" in said
+    assert "note: logger.wandb.name: reads SLURM_JOB_ID, whose value in the job is not known here" in said
     assert "run-${oc.env:SLURM_JOB_ID}" in (cluster.run / "config.yaml").read_text()
     words = "set NUMBER in `environment` of the cluster file"
     assert words in cluster.refused("grpo.max_num_steps='${add:${oc.env:NUMBER},1}'", "--run-dir=/tmp/none")

@@ -195,6 +195,7 @@ logger: {log_dir: logs, name: 'costs \\${x} \\\\\\${y} C:\\dir\\ $z'}
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_script_gets_every_text_as_it_is_and_a_complete_run_is_marked(tmp_path: Path, steps: int) -> None:
     make_nemo_rl(tmp_path)
+    (tmp_path / "nemo_rl" / "package_info.py").write_text("MAJOR = 0\nMINOR = 8\nPATCH = 0\n")
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "script.py").write_text(SCRIPT)
     config = tmp_path / "config.yaml"

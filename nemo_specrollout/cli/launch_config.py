@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config of a launched run: what is written for the job to read, and what the job will compute from it."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,13 +75,15 @@ def _computed(
 
 
 def _unknown_variables(unknown: Mapping[str, str]) -> list[Finding]:
-    """Returns a finding about each key that needs a variable which is not known here. Slurm sets SLURM_... itself."""
-    text = "reads {}, which neither `environment` of the cluster file nor this shell sets; unless the container does, the job "
+    """Returns a finding about each key that needs a variable which the job does not get from here."""
     found = []
     for key, name in unknown.items():
-        is_slurms = name.startswith("SLURM")
-        sentence = f"reads {name}, which is only known in the job" if is_slurms else f"{text.format(name)}ends at once"
-        found.append(Finding(key, sentence, "note" if is_slurms else "warning"))
+        # Slurm gives each job its own values of these, and this shell's are not handed on.
+        if name.startswith("SLURM") or name in os.environ:
+            found.append(Finding(key, f"reads {name}, whose value in the job is not known here", "note"))
+        else:
+            text = f"reads {name}, which neither `environment` of the cluster file nor this shell sets"
+            found.append(Finding(key, f"{text}; unless the container does, the job ends at once", "warning"))
     return found
 
 
