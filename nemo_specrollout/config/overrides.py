@@ -92,7 +92,6 @@ def parse_override(text: str) -> Override:
     Raises ModuleNotFoundError if Hydra is not installed: no other grammar takes its place.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
     where = _where(text)
@@ -104,8 +103,8 @@ def parse_override(text: str) -> Override:
         raise ConfigError(f"{where}: Hydra, by which NeMo-RL reads it, says: {_reason(error)}; {_FORMS}") from error
     if parsed.is_sweep_override():
         raise ConfigError(f"{where}: it gives several values; {_FORMS}")
-    kinds = {OverrideType.CHANGE: "=", OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++", OverrideType.DEL: "~"}
-    return Override(text, kinds[parsed.type], parsed.key_or_group, value)
+    kind = next(kind for kind in ("~", "++", "+", "") if text.startswith(kind)) or "="
+    return Override(text, kind, parsed.key_or_group, value)
 
 
 def _check_key(text: str, where: str) -> None:
