@@ -556,7 +556,8 @@ def test_a_key_that_launch_sets_reaches_what_refers_to_it(cluster: Cluster) -> N
 )
 def test_an_option_that_breaks_a_launch_is_refused(cluster: Cluster, argument: str, words: str) -> None:
     cluster.set(sbatch_args=["--gres=gpu:8", argument])
-    assert f"slurm.sbatch_args: {argument!r} {words}" in cluster.refused()
+    message = cluster.refused()
+    assert message.startswith(f"slurm.sbatch_args: {argument!r} ") and words in message
 
 
 def test_other_options_are_passed_on(cluster: Cluster) -> None:
