@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from lab.cli.prepare import prepare
 from lab.local.run_config import BenchConfig, RunConfig, read_run_config
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.interpolation import escaped, resolved
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.installed.versions import unsupported_version
@@ -76,7 +80,7 @@ def test_defaults_may_share_a_parent_but_not_form_a_cycle(tmp_path: Path) -> Non
         ("a: {_override_: '${nope}'}", r"a\._override_: '\$\{nope\}'; it must be true or false"),
         ("a: {_override_: '???'}", r"a\._override_: '\?\?\?'; it must be true or false"),
         ("- a\n- b", "expected a mapping"),
-        ("a: [1,", "line 2, column 1: .*; close what was opened"),
+        ("a: [1,", r"line \d, column \d: .*; close what was opened"),
         ("a: ${b}", "'b' not found"),
     ],
 )
@@ -98,7 +102,7 @@ def test_interpolation_sees_overrides() -> None:
     assert config.policy.generation.vllm_cfg.max_model_len == 800
 
 
-@pytest.mark.parametrize("plus", ["", "+", "++"])
+@pytest.mark.parametrize("plus", ["", "++"])
 def test_an_override_may_begin_with_plus(plus: str) -> None:
     tree = load_config(QUICKSTART, [f"{plus}grpo.max_num_steps=3", f"{plus}grpo.made_up.deep=[1,two]"])
     assert (tree["grpo"]["max_num_steps"], tree["grpo"]["made_up"]) == (3, {"deep": [1, "two"]})
@@ -114,13 +118,19 @@ def test_an_override_must_be_key_and_value(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("policy.generation.specrollout.drafters[0].type=ngram", "cannot be changed alone; give the whole list"),
+        ("policy.generation.specrollout.drafters[0].type=ngram", "an entry of a list is written with a dot"),
         ("policy=[1]", r"override 'policy=\[1\]': policy is a list here, but a block below it; write a block"),
     ],
 )
 def test_an_override_that_cannot_be_merged_is_refused(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(QUICKSTART, [override])
+
+
+@given(st.text(alphabet="\\${}x:'\" \n.", max_size=14))
+def test_a_computed_text_is_written_so_that_it_is_read_again(text: str) -> None:
+    tree = OmegaConf.create({"a": [escaped(text)]})
+    assert resolved(OmegaConf.create(OmegaConf.to_yaml(tree))) == {"a": [text]}
 
 
 # The block: strict.
@@ -139,7 +149,7 @@ def test_an_override_that_cannot_be_merged_is_refused(override: str, words: str)
         ("num_speculative_tokens", "0", ".num_speculative_tokens: 0 is out of range"),
         ("verify.requests_per_step", "-1", ".verify.requests_per_step: -1 is out of range"),
         ("budget.margin", "1.5", ".budget.margin: 1.5 is out of range"),
-        ("budget.margin", ".nan", ".budget.margin: nan"),
+        ("budget.margin", "nan", ".budget.margin: nan"),
         ("budget.policy", "atuo", ".budget.policy: 'atuo' is not available; did you mean 'auto'?"),
         ("drafters", "suffix", ".drafters: expected a list, got 'suffix'"),
         ("drafters", "[suffix]", ".drafters[0]: expected a block of keys, got 'suffix'"),
@@ -197,7 +207,7 @@ def test_floats_may_be_written_as_integers_or_with_exponent() -> None:
         ("policy.train_global_batch_size=48", "policy.train_global_batch_size: 48 does not divide the 64 samples"),
         ("policy.generation.max_new_tokens=896", "policy.generation.max_new_tokens: 896 leaves no room"),
         ("policy.generation.temperature=-1", "policy.generation.temperature: -1.0 is out of range"),
-        ("policy.generation.temperature=.inf", "policy.generation.temperature: inf"),
+        ("policy.generation.temperature=inf", "policy.generation.temperature: inf"),
         ("policy.generation.top_p=0", "policy.generation.top_p: 0"),
         ("policy.generation.top_k=0", "policy.generation.top_k: 0 is out of range"),
         ("policy.generation.backend=sglang", "policy.generation.backend: 'sglang' is not available"),

@@ -19,8 +19,10 @@ from conftest import ROOT
 
 from nemo_specrollout.cli.launch import gpus_beside
 from nemo_specrollout.cli.main import PROGRAM
+from nemo_specrollout.cli.run_length import is_complete
 from nemo_specrollout.cli.slurm import VARIABLES, seconds
 from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, build
 
 pytestmark = pytest.mark.unit
@@ -88,8 +90,8 @@ class Cluster:
         return str(refusal.value)
 
     def tree(self) -> dict:
-        """Returns the resolved config of the run."""
-        return yaml.safe_load((self.run / "config.yaml").read_text())
+        """Returns what a process with this environment computes from the config of the run."""
+        return load_config(self.run / "config.yaml")
 
     def recorded(self, name: str) -> list[str]:
         """Returns the lines that a stub recorded."""
@@ -160,7 +162,7 @@ def test_the_driver_runs_in_the_checkout_with_the_copied_add_on(
     assert cluster.run_job(2).returncode == 0
     assert cluster.recorded("uv") == [
         "run", "python", "-m", "nemo_specrollout", "run", str(cluster.run / "config.yaml"),
-        "--script", "examples/run_grpo.py",
+        "--script", "examples/run_grpo.py", "--when-done", str(cluster.run / "done-100-steps-None-epochs"),
     ]  # fmt: skip
     assert cluster.recorded("uv.folder") == [str(cluster.nemo_rl)]
     assert cluster.recorded("uv.addon") == [str(cluster.run / "addon" / "nemo_specrollout" / "__init__.py")]
@@ -343,6 +345,9 @@ def test_drafters_that_share_gpus_are_counted(gpus: float, expected: int) -> Non
         ({"nemo_rl": "/nowhere"}, "slurm.nemo_rl: /nowhere has no ray.sub"),
         ({"nemo_rl": "/my code/RL"}, "slurm.nemo_rl: '/my code/RL' has ' ' in it"),
         ({"container": "/nowhere.sqsh"}, "slurm.container: /nowhere.sqsh does not exist"),
+        ({"container": "~/nemo-rl.sqsh"}, "slurm.container: ~/nemo-rl.sqsh is no absolute path"),
+        ({"container": "nvcr?nemo"}, "slurm.container: 'nvcr?nemo' has '?' in it"),
+        ({"environment": {"NEMO_RL_DIR": "/a"}}, "slurm.environment.NEMO_RL_DIR: launch sets it; remove it"),
         ({"gpus_per_node": 4}, "cluster.gpus_per_node: 8, but slurm.gpus_per_node (GPUS_PER_NODE) is 4"),
         ({"gpus_per_node": "many"}, "slurm.gpus_per_node: expected int, got 'many'"),
         ({"mounts": ["/data"]}, "slurm.mounts: '/data' is no SOURCE:TARGET"),
@@ -367,6 +372,8 @@ def test_a_wrong_cluster_file_is_refused(cluster: Cluster, values: dict[str, obj
         (["runtime=local"], "runtime: 'local'; use `specrollout-lab`, or set runtime=nemo_rl"),
         (["logger.log_dir=x"], "logger.log_dir=x: launch sets it; use --run-dir"),
         (["cluster.num_nodes=3"], "cluster.num_nodes=3: launch sets it; use --nodes"),
+        (["++cluster={num_nodes: 3}"], "++cluster={num_nodes: 3}: launch sets it; use --nodes"),
+        (["~checkpointing.checkpoint_dir"], "~checkpointing.checkpoint_dir: launch sets it; use --run-dir"),
         (["--jobs=2", "checkpointing.enabled=false"], "--jobs: 2 jobs need checkpoints"),
         (["checkpointing.checkpoint_must_save_by='00:04:00:00'"], "is not before the time limit 4:00:00"),
         (["checkpointing.checkpoint_must_save_by=soon"], "'soon' is not DD:HH:MM:SS"),
@@ -412,6 +419,284 @@ def test_the_example_file_names_every_setting(cluster: Cluster) -> None:
     assert cluster.launch() == 0 and "--gres=gpu:8" in cluster.recorded("sbatch.1")
     for name, variable in VARIABLES.items():
         assert f"{name}:" in example and variable in example
+
+
+# What the job gets, and what belongs to the shell here.
+
+
+def sbatch_environment(cluster: Cluster) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in cluster.recorded("sbatch.1.environment") if "=" in line)
+
+
+def test_an_allocation_around_launch_is_not_handed_on(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {
+        "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_MEM_PER_CPU": "2000", "SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_ID": "7",
+        "SLURMD_NODENAME": "n1", "SBATCH_ARRAY_INX": "0-3", "SBATCH_EXPORT": "NONE", "SRUN_DEBUG": "3", "PMIX_RANK": "0",
+        "CUDA_VISIBLE_DEVICES": "2", "RAY_ADDRESS": "10.0.0.1:6379", "TMPDIR": "/tmp/job.7", "XDG_RUNTIME_DIR": "/run/user/1",
+    }  # fmt: skip
+    for name, value in {**own, "SLURM_CONF": "/etc/here/slurm.conf", "HF_TOKEN": "hf_secret"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SBATCH_ACCOUNT", "of the shell")
+    assert cluster.launch() == 0
+    got = sbatch_environment(cluster)
+    assert not {*own, "SBATCH_ACCOUNT"} & set(got)
+    assert got["SLURM_CONF"] == "/etc/here/slurm.conf" and got["HF_TOKEN"] == "hf_secret"
+    said = (
+        "note: CUDA_VISIBLE_DEVICES, RAY_ADDRESS, SBATCH_ARRAY_INX, SBATCH_EXPORT, TMPDIR: of this shell is not handed"
+    )
+    assert said in capsys.readouterr().out
+
+
+KEYED = (
+    CONFIG
+    + """
+env: {nemo_gym: {policy_api_key: "${oc.env:MY_KEY}", cache: "${oc.env:HF_HOME}/gym"}}
+logger: {wandb: {name: 'cost \\${x}', project: "${oc.env:PROJECT,'none'}"}}
+"""
+)
+
+
+def test_values_of_the_environment_are_left_to_the_job(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.config.write_text(KEYED)
+    cluster.set(environment={"HF_HOME": "/shared/hf"})
+    monkeypatch.setenv("HF_HOME", "/home/me/hf")
+    monkeypatch.setenv("MY_KEY", "sk-secret")
+    assert cluster.launch() == 0
+    assert "MY_KEY" not in capsys.readouterr().out
+    assert not [p for p in cluster.run.rglob("*") if p.is_file() and b"sk-secret" in p.read_bytes()]
+    # The job's driver has the variables of the cluster file, and those of the shell through sbatch.
+    assert cluster.run_job(2).returncode == 0
+    driver = dict(line.split("=", 1) for line in cluster.recorded("uv.environment") if "=" in line)
+    assert driver["NEMO_RL_DIR"] == str(cluster.nemo_rl)
+    for name in ("HF_HOME", "MY_KEY", "PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+        if name in driver:
+            monkeypatch.setenv(name, driver[name])
+    tree = cluster.tree()
+    assert tree["env"]["nemo_gym"] == {"policy_api_key": "sk-secret", "cache": "/shared/hf/gym"}
+    assert tree["logger"]["wandb"] == {"name": "cost ${x}", "project": "none"}
+
+
+def test_a_variable_of_the_container_image_does_not_replace_the_cluster_files(cluster: Cluster) -> None:
+    cluster.set(environment={"HF_HOME": "/shared/my hf"})
+    cluster.launch()
+    (line,) = [line for line in (cluster.run / "job.sh").read_text().splitlines() if line.startswith("export COMMAND=")]
+    command = subprocess.run(["bash", "-c", f'{line}; echo "$COMMAND"'], capture_output=True, text=True, check=True)
+    image = {**os.environ, "HF_HOME": "/of/the/image", "NEMO_RL_DIR": "/of/the/image"}
+    assert subprocess.run(["bash", "-c", command.stdout], env=image, check=False).returncode == 0
+    assert {"HF_HOME=/shared/my hf", f"NEMO_RL_DIR={cluster.nemo_rl}"} <= set(cluster.recorded("uv.environment"))
+
+
+def test_unknown_variables_of_the_job_are_named(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("MY_KEY", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # of the allocation from which the user launches
+    cluster.config.write_text(KEYED)
+    assert cluster.launch("logger.wandb.name=run-${oc.env:SLURM_JOB_ID}") == 0
+    said = capsys.readouterr().out
+    assert (
+        "warning: env.nemo_gym.policy_api_key: reads MY_KEY, which neither `environment` of the cluster file nor"
+        in said
+    )
+    assert "warning: env.nemo_gym.cache: reads HF_HOME, which neither" in said
+    assert "note: logger.wandb.name: reads SLURM_JOB_ID, whose value in the job is not known here" in said
+    assert "run-${oc.env:SLURM_JOB_ID}" in (cluster.run / "config.yaml").read_text()
+    words = "set NUMBER in `environment` of the cluster file"
+    assert words in cluster.refused("grpo.max_num_steps='${add:${oc.env:NUMBER},1}'", "--run-dir=/tmp/none")
+
+
+def test_checks_see_the_variables_of_the_job(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEED", "of the shell")
+    override = f"{BLOCK}.num_speculative_tokens='${{oc.decode:${{oc.env:COUNT,4}}}}'"
+    cluster.set(environment={"COUNT": "many"})
+    assert "num_speculative_tokens: expected int, got 'many'" in cluster.refused(override)
+    cluster.set(environment={"COUNT": "6"})
+    assert cluster.launch(override) == 0
+
+
+def test_a_key_that_launch_sets_reaches_what_refers_to_it(cluster: Cluster) -> None:
+    assert cluster.launch("++env.math.out='${logger.log_dir}/math'", "++env.math.nodes='${cluster.num_nodes}'") == 0
+    assert cluster.tree()["env"]["math"] == {"out": f"{cluster.run}/logs/math", "nodes": 2}
+
+
+# Options of sbatch.
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("-N4", "is set by launch itself; use --nodes of launch"),
+        ("--nodes 4", "is set by launch itself; use --nodes of launch"),
+        ("--node=4", "is set by launch itself"),
+        ("-Ame", "is set by launch itself; write `account`"),
+        ("--acc=me", "is set by launch itself; write `account`"),
+        ("-pbatch", "is set by launch itself; write `partition`"),
+        ("-t1", "is set by launch itself; write `time`"),
+        ("--tim=1", "is set by launch itself; write `time`"),
+        ("--time-min=1", "lets Slurm end the job before its last checkpoint"),
+        ("-Jx", "is set by launch itself"),
+        ("-dsingleton", "is set by launch itself"),
+        ("-oout", "is set by launch itself"),
+        ("-eerr", "is set by launch itself"),
+        ("-HN4", "is set by launch itself"),
+        ("-s", "contradicts --exclusive"),
+        ("--array=0-3", "use --jobs of launch"),
+        ("-a0-3", "use --jobs of launch"),
+        ("--no-requeue", "would keep a preempted job from continuing"),
+        ("--no-r", "would keep a preempted job from continuing"),
+        ("--wrap=hostname", "would take the place of the job's script"),
+        ("--test-only", "use --dry-run of launch"),
+        ("--tes", "use --dry-run of launch"),
+        ("--help", "submits nothing"),
+        ("-V", "submits nothing"),
+        ("--usag", "submits nothing"),
+        ("-W", "would keep launch waiting"),
+        ("-Q", "hides the id of the job"),
+        ("-D/tmp", "has absolute paths"),
+        ("--export-file=x", "into `environment`"),
+        ("--get-user-env", "into `environment`"),
+        ("--container-image=x", "write `container` and `mounts`"),
+        ("--qos", "has no value; write --qos=VALUE as one item"),
+        ("-q", "has no value behind its letter; write --qos=VALUE"),
+        ("-q long", "has no value behind its letter; write --qos=VALUE"),
+        ("--gpus-per=8", "is short for gpus-per-node, gpus-per-socket, gpus-per-task; write the whole name"),
+        ("-", "is no option"),
+        ("--", "is no option"),
+        (":", "is no option"),
+        ("-z", "is no option of sbatch"),
+    ],
+)
+def test_an_option_that_breaks_a_launch_is_refused(cluster: Cluster, argument: str, words: str) -> None:
+    cluster.set(sbatch_args=["--gres=gpu:8", argument])
+    message = cluster.refused()
+    assert message.startswith(f"slurm.sbatch_args: {argument!r} ") and words in message
+
+
+def test_other_options_are_passed_on(cluster: Cluster) -> None:
+    options = [
+        "--gres=gpu:8", "-qlong", "--qos=long", "--mem=0", "-Clarge", "-H", "--comment=two words", "--nodelist=n[1-4]",
+        "--nice", "--mail-type=END", "--reservation=r", "-Mother", "--site-plugin=x", "--gpus-per-node=8", "-vv",
+    ]  # fmt: skip
+    cluster.set(sbatch_args=options)
+    assert cluster.launch() == 0 and cluster.recorded("sbatch.1")[-1 - len(options) : -1] == options
+
+
+@pytest.mark.parametrize(
+    "output", ["Welcome to the cluster\n\nQuota: 3 of 9\n@", "@\nHave a nice day", "Gr\\xfc\\xdfe, \\x00\n@\n"]
+)
+def test_the_id_is_found_among_what_a_site_prints(
+    cluster: Cluster, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STUB_SBATCH_OUTPUT", output)
+    assert cluster.launch() == 0
+    assert (
+        f"submitted job 101; its driver writes {cluster.run}/slurm/101-logs/ray-driver.log" in capsys.readouterr().out
+    )
+    assert json.loads((cluster.run / "submissions.jsonl").read_text())["job_id"] == "101"
+
+
+def test_a_submission_without_an_id_is_no_submission(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_SBATCH_OUTPUT", "Job 4 to start at noon")
+    with pytest.raises(
+        ConfigError, match=r"sbatch named no job, but said 'Job 4 to start at noon' ''; look with `squeue"
+    ):
+        cluster.launch()
+    assert not (cluster.run / "submissions.jsonl").exists()
+
+
+# Folders, disks, containers.
+
+
+@pytest.mark.parametrize("character", [*"()&;|<>!#%{}'\"$`*?[]:,\\ ", "\t"])
+def test_a_run_directory_is_a_plain_word_to_a_shell(cluster: Cluster, character: str) -> None:
+    assert "which NeMo-RL's ray.sub does not quote" in cluster.refused(f"--run-dir=/tmp/out{character}1")
+
+
+def test_a_run_directory_may_have_other_names(cluster: Cluster) -> None:
+    cluster.run = cluster.folder / "größe+2" / "a=b@c_d.e-f~g^h"
+    assert cluster.launch() == 0
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(cluster: Cluster, is_there: bool) -> None:
+    """A limit on the size of files makes the writes of a real process fail as a full disk does."""
+    if is_there:
+        cluster.run.mkdir(parents=True)
+    before = snapshot(cluster.folder)
+    command = [
+        sys.executable, "-B", "-m", "nemo_specrollout", "launch", str(cluster.config), "--nodes=1",
+        f"--run-dir={cluster.run}", f"--cluster={cluster.file}",
+    ]  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 8; exec {shlex.join(command)}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    said = f"nemo-specrollout: {cluster.run}/addon: File too large; what was finished is kept: mend that and run it again\n"
+    assert done.stderr == said
+    assert snapshot(cluster.folder) == before
+
+
+def test_a_dry_run_needs_no_container_here(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.set(container="/of/the/cluster.sqsh")
+    assert "slurm.container: /of/the/cluster.sqsh does not exist" in cluster.refused()
+    assert cluster.launch("--dry-run") == 0
+    assert "note: slurm.container: /of/the/cluster.sqsh does not exist on this machine" in capsys.readouterr().out
+
+
+# The end of a run.
+
+
+def test_a_run_that_ends_by_its_epochs_is_complete(cluster: Cluster) -> None:
+    cluster.launch("grpo.max_num_steps=1000000", "++grpo.max_num_epochs=1")
+    arguments = shlex.split(cluster_command(cluster))
+    done = Path(arguments[arguments.index("--when-done") + 1])
+    done.touch()
+    ended = cluster.run_job(2)
+    assert ended.returncode == 0 and "all steps are done" in ended.stdout
+    assert not (cluster.record / "ray.sub.environment").exists()
+    cluster.launch("grpo.max_num_steps=1000000", "++grpo.max_num_epochs=2")  # a longer run goes on
+    assert cluster.run_job(2).returncode == 0 and (cluster.record / "ray.sub.environment").exists()
+
+
+def cluster_command(cluster: Cluster) -> str:
+    """Returns the command of the job's driver."""
+    line = next(li for li in (cluster.run / "job.sh").read_text().splitlines() if li.startswith("export COMMAND="))
+    return shlex.split(line)[1].partition("=")[2]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "distillation"])
+def test_the_last_step_is_the_algorithms(cluster: Cluster, algorithm: str) -> None:
+    cluster.launch(f"++{algorithm}.max_num_steps=40")
+    assert "/checkpoints/step_40 " in (cluster.run / "job.sh").read_text()
+    assert cluster.launch(f"++{algorithm}.max_num_steps=50") == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "made_steps", "elapsed_s", "expected"),
+    [
+        (None, 3, 1e6, True),  # no limit of time
+        ("00:03:00:00", 100, 9000.0, True),
+        ("00:03:00:00", 100, 10_700.0, False),  # a step more would have reached the limit
+        ("00:03:00:00", 1, 5000.0, True),
+        ("00:03:00:00", 1, 6000.0, False),
+        ("00:03:00:00", 100, 11_000.0, False),
+        (None, 0, 60.0, False),  # it may not have started
+    ],
+)
+def test_a_run_is_complete_unless_its_time_was_up(
+    limit: str | None, made_steps: int, elapsed_s: float, expected: bool
+) -> None:
+    assert is_complete({"checkpointing": {"checkpoint_must_save_by": limit}}, made_steps, elapsed_s) is expected
 
 
 @pytest.mark.skipif(NEMO_RL_SRC is None, reason="set NEMO_RL_SRC to a NeMo-RL checkout to run its real ray.sub")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands that enter NeMo-RL's Python environments, or describe them, with stand-ins for `uv` and NeMo-RL."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from nemo_rl_standin import make_nemo_rl
 from test_launch import BASE, CONFIG, STUBS
 
 from nemo_specrollout.config.strict import ConfigError
@@ -166,3 +168,44 @@ def test_an_engine_gets_the_environment_of_nemo_rl_s_actor(nemo_rl: Path, monkey
         python_of(ENGINE_ACTOR)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert python_of(ENGINE_ACTOR) == str(path)
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from omegaconf import OmegaConf
+
+def setup(config): ...
+
+def main():
+    config = OmegaConf.to_container(OmegaConf.load(sys.argv[sys.argv.index("--config") + 1]), resolve=True)
+    Path("seen.json").write_text(json.dumps(config["logger"]["name"]))
+    for step in range(config["steps"]):
+        Path(f"checkpoints/step_{step + 1}").mkdir(parents=True)
+"""
+RUN = """
+grpo: {max_num_steps: 1000000, max_num_epochs: 1}
+policy: {model_name: m, generation: {backend: vllm, vllm_cfg: {async_engine: false}}}
+cluster: {gpus_per_node: 1, num_nodes: 1}
+checkpointing: {enabled: true, checkpoint_dir: checkpoints, checkpoint_must_save_by: "00:01:00:00"}
+logger: {log_dir: logs, name: 'costs \\${x} \\\\\\${y} C:\\dir\\ $z'}
+"""
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_script_gets_every_text_as_it_is_and_a_complete_run_is_marked(tmp_path: Path, steps: int) -> None:
+    make_nemo_rl(tmp_path)
+    (tmp_path / "nemo_rl" / "package_info.py").write_text("MAJOR = 0\nMINOR = 8\nPATCH = 0\n")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "script.py").write_text(SCRIPT)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"{RUN}steps: {steps}\n")
+    command = ["run", str(config), "--script", "examples/script.py", "--when-done", "done"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_specrollout", *command],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "seen.json").read_text()) == "costs ${x} \\${y} C:\\dir\\ $z"
+    assert (tmp_path / "done").exists() is (steps > 0)

@@ -28,7 +28,7 @@ PROJECTS = {"nemo_specrollout": ROOT / "pyproject.toml", "lab": ROOT / "lab" / "
 """The project file of each package: each is a distribution of its own."""
 PRODUCT, LABORATORY = (tomllib.loads(path.read_text())["project"] for path in PROJECTS.values())
 DISTRIBUTIONS = {
-    "yaml": "PyYAML", "zmq": "pyzmq", "huggingface_hub": "huggingface-hub", "megatron": "megatron-core",
+    "hydra": "hydra-core", "yaml": "PyYAML", "zmq": "pyzmq", "huggingface_hub": "huggingface-hub", "megatron": "megatron-core",
     "reasoning_gym": "reasoning-gym",
 }  # fmt: skip
 """Distributions whose names differ from their modules' names."""

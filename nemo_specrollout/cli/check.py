@@ -63,9 +63,14 @@ def check(parsed: argparse.Namespace) -> int:
 def read_nemo_rl_config(path: Path, overrides: list[str]) -> dict[str, Any]:
     """Returns the tree of a config for NeMo-RL. Raises ConfigError, also for a config of the laboratory."""
     tree = load_config(path, overrides)
+    check_runtime(tree)
+    return tree
+
+
+def check_runtime(tree: Tree) -> None:
+    """Raises ConfigError for a config of the laboratory."""
     if runtime_of(tree) == "local":
         raise ConfigError("runtime: 'local'; use `specrollout-lab`, or set runtime=nemo_rl for a run in NeMo-RL")
-    return tree
 
 
 def describe_config(tree: dict[str, Any]) -> Subject:

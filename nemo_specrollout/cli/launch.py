@@ -14,28 +14,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-
 from nemo_specrollout.cli import slurm
-from nemo_specrollout.cli.check import read_nemo_rl_config
+from nemo_specrollout.cli.launch_config import launched_config, written_config
+from nemo_specrollout.cli.run_length import LENGTH_KEYS, MUST_SAVE_BY, length_of
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl, script_of
-from nemo_specrollout.config.nemo_rl_tree import Finding, at, size_at
+from nemo_specrollout.config.nemo_rl_tree import Finding
 from nemo_specrollout.config.strict import ConfigError, differences, raise_first_mistake
 from nemo_specrollout.nemo_rl.code_folder import copy_code
 from nemo_specrollout.storage.files import write_atomically
 
-_KEYS_OF_FLAGS = {
-    "cluster.num_nodes": "--nodes",
-    "checkpointing.checkpoint_dir": "--run-dir",
-    "logger.log_dir": "--run-dir",
-}
-_MAY_CHANGE = {"grpo.max_num_steps", "grpo.max_num_epochs", "checkpointing.checkpoint_must_save_by"}
+_MAY_CHANGE = LENGTH_KEYS | {MUST_SAVE_BY}
 """Keys that may differ when a run is resumed: its length, and the end of each job."""
-_SAVE_MARGIN_S = 25 * 60
-"""Seconds between the last checkpoint and the time limit, also for the time before NeMo-RL's clock, the first step."""
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -49,23 +40,18 @@ def launch(args: argparse.Namespace) -> int:
         raise ConfigError("sbatch is not on this machine; launch from the cluster's login node, or look with --dry-run")
     settings = slurm.read_settings(args.cluster, {name: getattr(args, name) for name in slurm.CLUSTER_FLAGS})
     run = slurm.absolute(args.run_dir or Path("results", args.config.stem))
-    slurm.check_mountable(run, "--run-dir")
+    slurm.check_folder(run, "--run-dir")
     _enter_checkout(settings.nemo_rl)
-    tree = _launched_tree(args.config, args.overrides, settings, args.nodes, run)
+    config = launched_config(args.config, args.overrides, settings, args.nodes, run)
+    tree = config.tree
     block, notes = prepare_nemo_rl(tree)
+    notes += [*config.findings, *_container(settings, args.dry_run), *_withheld()]
     notes += _shared_gpus(tree["cluster"], settings.gpus_per_node, gpus_beside(block))
-    has_checkpoints = tree["checkpointing"].get("enabled")
-    if args.jobs > 1 and not has_checkpoints:
-        raise ConfigError(f"--jobs: {args.jobs} jobs need checkpoints to resume from; set checkpointing.enabled=true")
-    if not has_checkpoints:
-        text = "false; a job that is preempted or submitted again starts at the first step"
-        notes.append(Finding("checkpointing.enabled", text, "warning"))
-    steps = at(tree, "grpo.max_num_steps")
+    notes += _checkpoints(tree, args.jobs)
     script = args.script or script_of(tree)
     node_gpus = settings.gpus_per_node or tree["cluster"]["gpus_per_node"]
-    last_step = steps if isinstance(steps, int) else "last"
-    _check_directory(Path(run), tree)
-    _write(Path(run), tree, slurm.job_script(settings, run, node_gpus, last_step, script))
+    _check_directory(Path(run), tree, settings)
+    _write(Path(run), config.written, slurm.job_script(settings, run, node_gpus, length_of(tree), script))
     for note in notes:
         print(f"{note.kind}: {note}")
     print(f"{'resumes' if _was_submitted(Path(run)) else 'run'}: {run}")
@@ -88,31 +74,31 @@ def _enter_checkout(nemo_rl: str) -> None:
         print(f"note: {NEMO_RL_DIR}: {text}")
 
 
-def _launched_tree(
-    path: Path, overrides: list[str], settings: slurm.ClusterSettings, num_nodes: int, run: str
-) -> dict[str, Any]:
-    """Returns the config of the run directory `run`, resolved and complete. Raises ConfigError."""
-    for override in overrides:
-        flag = _KEYS_OF_FLAGS.get(override.partition("=")[0].lstrip("+"))
-        raise_first_mistake("", (flag, override, f"launch sets it; use {flag}"))
-    tree = read_nemo_rl_config(path, overrides)
-    tree["runtime"] = "nemo_rl"
-    for name in ("cluster", "checkpointing", "logger"):
-        section = tree.setdefault(name, {})
-        raise_first_mistake("", (not isinstance(section, dict), name, f"expected a block of keys, got {section!r}"))
-    cluster = tree["cluster"]
-    checkpointing = tree["checkpointing"]
-    if cluster.get("gpus_per_node") is None:
-        cluster["gpus_per_node"] = settings.gpus_per_node
-    cluster["num_nodes"] = num_nodes
-    text = "missing; set it there, or cluster.gpus_per_node, to the GPUs of one node"
-    raise_first_mistake("", (cluster["gpus_per_node"] is None, "slurm.gpus_per_node", text))
-    size_at(tree, "cluster.gpus_per_node")
-    checkpointing["checkpoint_dir"] = f"{run}/checkpoints"
-    if checkpointing.get("enabled"):
-        checkpointing["checkpoint_must_save_by"] = _must_save_by(checkpointing, settings.time)
-    tree["logger"]["log_dir"] = f"{run}/logs"
-    return tree
+def _container(settings: slurm.ClusterSettings, is_dry: bool) -> list[Finding]:
+    """Returns a note if a dry run here does not see the container's file. Raises ConfigError in a real launch."""
+    file = settings.container
+    if not file.startswith("/") or os.path.isfile(file):
+        return []
+    if not is_dry:
+        raise ConfigError(f"slurm.container: {file} does not exist; name an image or a .sqsh file")
+    return [Finding("slurm.container", f"{file} does not exist on this machine; the job needs it", "note")]
+
+
+def _withheld() -> list[Finding]:
+    """Returns a note about variables of this shell that the job does not get."""
+    names = slurm.withheld_variables()
+    text = "of this shell is not handed to the job; write what the job needs into `environment` or `sbatch_args`"
+    return [Finding(", ".join(names), text, "note")] if names else []
+
+
+def _checkpoints(tree: Mapping[str, Any], num_jobs: int) -> list[Finding]:
+    """Returns a warning if the run has no checkpoints. Raises ConfigError if its jobs need them."""
+    if tree["checkpointing"].get("enabled"):
+        return []
+    if num_jobs > 1:
+        raise ConfigError(f"--jobs: {num_jobs} jobs need checkpoints to resume from; set checkpointing.enabled=true")
+    text = "false; a job that is preempted or submitted again starts at the first step"
+    return [Finding("checkpointing.enabled", text, "warning")]
 
 
 def gpus_beside(block: SpecrolloutConfig | None) -> int:
@@ -149,30 +135,12 @@ def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int) -
     return [Finding("cluster.gpus_per_node", text, "note")]
 
 
-def _must_save_by(checkpointing: dict[str, Any], time: str) -> str:
-    """Returns the time after which NeMo-RL saves and stops, as DD:HH:MM:SS: the user's own if there is one."""
-    limit_s = slurm.seconds(time, "slurm.time")
-    own = checkpointing.get("checkpoint_must_save_by")
-    if own is None:
-        minutes, rest = divmod(limit_s - min(_SAVE_MARGIN_S, limit_s // 2), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours // 24:02d}:{hours % 24:02d}:{minutes:02d}:{rest:02d}"
-    parts = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", str(own))
-    field, fix = "checkpointing.checkpoint_must_save_by", "remove it to have it set"
-    if parts is None:
-        raise ConfigError(f"{field}: {own!r} is not DD:HH:MM:SS; {fix}")
-    days, hours, minutes, rest = map(int, parts.groups())
-    if ((days * 24 + hours) * 60 + minutes) * 60 + rest >= limit_s:
-        raise ConfigError(f"{field}: {own} is not before the time limit {time}; {fix}")
-    return str(own)
-
-
 def _was_submitted(run: Path) -> bool:
     """Returns whether a job of this run was submitted, or has left a checkpoint."""
     return (run / "submissions.jsonl").is_file() or any(run.glob("checkpoints/step_*"))
 
 
-def _check_directory(run: Path, tree: dict[str, Any]) -> None:
+def _check_directory(run: Path, tree: dict[str, Any], settings: slurm.ClusterSettings) -> None:
     """Raises ConfigError if a run of the config `tree` cannot start or resume in the folder `run`."""
     existing = next(p for p in (run, *run.parents) if p.exists())
     is_unknown = existing == run and existing.is_dir() and not (run / "job.sh").is_file()
@@ -185,30 +153,65 @@ def _check_directory(run: Path, tree: dict[str, Any]) -> None:
     if not _was_submitted(run):
         return
     try:
-        earlier = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        earlier = written_config(run, settings)
+    except ConfigError as error:
         raise ConfigError(f"--run-dir: config.yaml of {run} cannot be read; choose another") from error
     keys = ", ".join(sorted(differences(earlier, tree) - _MAY_CHANGE)[:4])
     text = f"{run} holds a run of another config (it differs in {keys}); choose another"
     raise_first_mistake("", (keys, "--run-dir", text))
 
 
-def _write(run: Path, tree: dict[str, Any], script: str) -> None:
-    """Writes config and job script, and a copy of this package unless a submitted job uses it."""
-    (run / "slurm").mkdir(parents=True, exist_ok=True)
-    if not (_was_submitted(run) and (run / "addon").is_dir()):
-        copy_code(run / "addon")
-    write_atomically(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(tree)))
-    write_atomically(run / "job.sh", script)
+def _write(run: Path, config: str, script: str) -> None:
+    """Writes config and job script, and a copy of this package unless a submitted job uses it.
+
+    If it fails, as on a full disk, nothing of a new run is left behind.
+    """
+    is_new = not (run / "job.sh").is_file()
+    made = next((folder for folder in (*reversed(run.parents), run) if not folder.exists()), None)
+    try:
+        (run / "slurm").mkdir(parents=True, exist_ok=True)
+        if not (_was_submitted(run) and (run / "addon").is_dir()):
+            copy_code(run / "addon")
+        write_atomically(run / "config.yaml", config)
+        write_atomically(run / "job.sh", script)
+    except BaseException:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        elif is_new:
+            _clear(run)
+        raise
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _submit(run: Path, command: list[str]) -> str:
     """Submits a job; returns its id. Raises ConfigError with Slurm's own words if it refuses."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, env=slurm.submission_environment(), check=False)
+    said, complaint = (" ".join(text.decode("utf-8", "replace").split()) for text in (done.stdout, done.stderr))
     if done.returncode != 0:
-        raise ConfigError(f"sbatch refused {shlex.join(command)}: {' '.join(done.stderr.split())}")
-    job_id = done.stdout.strip().split(";")[0]
+        raise ConfigError(f"sbatch refused {shlex.join(command)}: {complaint}")
+    job_id = _job_id(done.stdout)
+    if job_id is None:
+        text = f"sbatch named no job, but said {said!r} {complaint!r}"
+        raise ConfigError(f"{text}; look with `squeue --me` whether it took the job, and with --dry-run at the command")
     record = {"job_id": job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
-    with (run / "submissions.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    try:
+        with (run / "submissions.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        text = f"{error.strerror}, so job {job_id}, which was submitted, is not recorded there"
+        raise OSError(error.errno, text, str(run / "submissions.jsonl")) from error
     return job_id
+
+
+def _job_id(output: bytes) -> str | None:
+    """Returns the id in the last line that has one, `ID` or `ID;CLUSTER`: a site's sbatch may greet the user first."""
+    lines = output.decode("utf-8", "replace").splitlines()
+    found = (re.fullmatch(r"(\d+)(;\S*)?", line.strip()) for line in reversed(lines))
+    return next((match[1] for match in found if match), None)

@@ -40,7 +40,11 @@ COMMANDS = (
         "run",
         "a training run in NeMo-RL; resumes from checkpointing.checkpoint_dir",
         f"{_CLI}.run:run",
-        (*_RUN, _SCRIPT),
+        (
+            *_RUN,
+            _SCRIPT,
+            flag("--when-done", "FILE", "make FILE when the whole run is done, not when its time was up", type=Path),
+        ),
     ),
     Command(
         "launch",

@@ -8,12 +8,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from string import Template
 from typing import Any
 
 import yaml
 
+from nemo_specrollout.cli.run_length import RunLength
+from nemo_specrollout.cli.slurm_options import option_fault
+from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest, raise_first_mistake
 from nemo_specrollout.nemo_rl.code_folder import NUMBA_CACHE
 from nemo_specrollout.storage.files import read_regular
@@ -36,22 +39,26 @@ CLUSTER_FLAGS = {
     "container": "NeMo-RL's container: image or .sqsh file",
 }
 """Flags of `launch`, with their help."""
-_SET_BY_LAUNCH = (
-    "nodes",
-    "account",
-    "partition",
-    "time",
-    "job-name",
-    "dependency",
-    "requeue",
-    "exclusive",
-    "output",
-    "error",
-    "open-mode",
-    "export",
-    "parsable",
-)
 _NOT_IN_A_MOUNT = re.compile(r"[\s,:*?\[\]$`\\\"']")
+_NOT_IN_A_FOLDER = re.compile(r"[^\w/.+@=~^-]")
+"""Characters that mean something to a shell, separate mounts, or begin one of Slurm's patterns, such as %j."""
+_NOT_IN_A_CONTAINER = re.compile(r"[\s*?\[\]]")
+_TO_REACH_SLURM = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}
+_OF_AN_ALLOCATION = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SPANK|PMI|PMI2|PMIX)_.*")
+"""What Slurm sets in an allocation, and options for its commands. A job gets its own."""
+_OF_THIS_MACHINE = {
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "RAY_ADDRESS",
+    "TMPDIR",
+    "HOSTNAME",
+    "XDG_RUNTIME_DIR",
+}
+"""Variables that name things of one machine."""
+_ON_EVERY_MACHINE = {"HOSTNAME", "XDG_RUNTIME_DIR"}
+"""Those of them that login shells set, so that nobody asks why the job has others."""
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
@@ -61,6 +68,7 @@ class _ShellTemplate(Template):
 
 _JOB = _ShellTemplate(Path(__file__).with_name("job.sh.template").read_text(encoding="utf-8"))
 _VARIABLES_SET_BY_LAUNCH = re.findall(r"^export (\w+)", _JOB.template, re.MULTILINE)
+_UNSET_IN_THE_JOB = re.findall(r"^unset (.+)", _JOB.template, re.MULTILINE)[0].split()
 
 
 @dataclass(frozen=True)
@@ -88,29 +96,28 @@ class ClusterSettings:
 
     def check(self, path: str) -> None:
         """Raises ConfigError for a value that Slurm or `ray.sub` cannot handle."""
-        check_mountable(self.nemo_rl, f"{path}.nemo_rl")
+        check_folder(self.nemo_rl, f"{path}.nemo_rl")
         raise_first_mistake(path, *self._mistakes())
         for part in (part for mount in self.mounts for part in mount.split(":")):
-            check_mountable(part, f"{path}.mounts")
+            _refuse(_NOT_IN_A_MOUNT, part, f"{path}.mounts")
+        _refuse(_NOT_IN_A_CONTAINER, self.container, f"{path}.container")
         seconds(self.time, f"{path}.time")
 
     def _mistakes(self) -> Iterator[tuple[object, str, str]]:
-        for name in ("account", "partition", "container"):
+        for name in ("account", "partition"):
             value = getattr(self, name)
             yield re.search(r"\s", value), name, f"{value!r} has a space in it; remove it"
         no_script = not Path(self.nemo_rl, "ray.sub").is_file()
         yield no_script, "nemo_rl", f"{self.nemo_rl} has no ray.sub; name the root of a NeMo-RL checkout"
-        no_file = self.container.startswith("/") and not Path(self.container).is_file()
-        yield no_file, "container", f"{self.container} does not exist; name an image or a .sqsh file"
+        is_relative = self.container.startswith(("~", "./", "../"))
+        yield is_relative, "container", f"{self.container} is no absolute path; write one, or the name of an image"
         for mount in self.mounts:
             is_pair = re.match(r"/[^:]*:/", mount)
             text = f"{mount!r} is no SOURCE:TARGET of two absolute paths; write e.g. /shared:/shared"
             yield not is_pair, "mounts", text
         for argument in self.sbatch_args:
-            text = f"{argument!r} is no option; write e.g. --qos=long, one item for each"
-            yield not argument.startswith("-"), "sbatch_args", text
-            is_ours = argument.removeprefix("--").split("=")[0] in _SET_BY_LAUNCH
-            yield is_ours, "sbatch_args", f"{argument!r} is set by launch itself; remove it"
+            fault = option_fault(argument)
+            yield fault, "sbatch_args", f"{argument!r} {fault}"
         for name, value in self.environment.items():
             is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
             field = f"environment.{name}"
@@ -168,11 +175,16 @@ def absolute(path: str | Path) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def check_mountable(path: str, field: str) -> None:
-    """Raises ConfigError for a path that `ray.sub` would split, because it leaves mounts and log folders unquoted."""
-    found = _NOT_IN_A_MOUNT.search(path)
-    if found:
-        raise ConfigError(f"{field}: {path!r} has {found.group()!r} in it, where NeMo-RL's ray.sub splits; rename it")
+def check_folder(path: str, field: str) -> None:
+    """Raises ConfigError for a path that is no plain word to a shell: `ray.sub` writes it into scripts without quotes."""
+    _refuse(_NOT_IN_A_FOLDER, path, field)
+
+
+def _refuse(characters: re.Pattern[str], value: str, field: str) -> None:
+    if found := characters.search(value):
+        raise ConfigError(
+            f"{field}: {value!r} has {found.group()!r} in it, which NeMo-RL's ray.sub does not quote; rename it"
+        )
 
 
 def seconds(time: str, field: str) -> int:
@@ -185,6 +197,31 @@ def seconds(time: str, field: str) -> int:
     if total == 0:
         raise ConfigError(f"{field}: {time!r} is no time limit; write e.g. 4:00:00 or 1-12:00:00")
     return total
+
+
+def submission_environment() -> dict[str, str]:
+    """Returns the variables of this shell that sbatch and the job get: not those of an allocation, or of this machine."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _TO_REACH_SLURM or not (_OF_AN_ALLOCATION.fullmatch(name) or name in _OF_THIS_MACHINE)
+    }
+
+
+def job_environment(settings: ClusterSettings) -> dict[str, str]:
+    """Returns the variables of the job's driver, as far as they are known here. The container and Slurm may set more."""
+    kept = {name: value for name, value in submission_environment().items() if name not in _UNSET_IN_THE_JOB}
+    return {**kept, **_own_variables(settings)}
+
+
+def withheld_variables() -> list[str]:
+    """Returns the names of variables of this shell that the job does not get, although the user may have meant it to."""
+    own = set(os.environ) - set(submission_environment()) - set(VARIABLES.values()) - _ON_EVERY_MACHINE
+    return sorted(name for name in own if name in _OF_THIS_MACHINE or name.startswith("SBATCH_"))
+
+
+def _own_variables(settings: ClusterSettings) -> dict[str, str]:
+    return {**NUMBA_CACHE, **settings.environment, NEMO_RL_DIR: settings.nemo_rl}
 
 
 def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[str]:
@@ -211,21 +248,25 @@ def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[
     ]
 
 
-def job_script(settings: ClusterSettings, run: str, gpus_per_node: int, last_step: object, script: str) -> str:
-    """Returns the job's script. `script` is NeMo-RL's, relative to its checkout; the run is complete after `last_step`."""
+def job_script(settings: ClusterSettings, run: str, gpus_per_node: int, length: RunLength, script: str) -> str:
+    """Returns the job's script. `script` is NeMo-RL's, relative to its checkout; `length` tells when the run is complete."""
     mounts = [f"{run}:{run}", f"{settings.nemo_rl}:{settings.nemo_rl}", *settings.mounts]
-    # NeMo-RL's driver passes its PYTHONPATH to all workers.
-    path = f"PYTHONPATH={quote(f'{run}/addon')}${{PYTHONPATH:+:$PYTHONPATH}}"
-    command = f"uv run python -m nemo_specrollout run {quote(f'{run}/config.yaml')} --script {quote(script)}"
+    done = f"{run}/done-{length.name}"
+    # Variables of a container's image win over the job's, but not over those on the command line of the driver, which passes
+    # its own to all workers.
+    own = [f"{name}={quote(value)}" for name, value in _own_variables(settings).items()]
+    own.append(f"PYTHONPATH={quote(f'{run}/addon')}${{PYTHONPATH:+:$PYTHONPATH}}")
+    arguments = [f"{run}/config.yaml", "--script", script, "--when-done", done]
     values = {
         "run": run,
-        "last_step": last_step,
+        "last_step": length.steps or "last",
+        "done": done,
         "container": settings.container,
         "mounts": ",".join(dict.fromkeys(mounts)),
         "gpus_per_node": gpus_per_node,
         "setup_command": settings.setup_command,
-        "command": f"{path} {command}",
+        "command": f"{' '.join(own)} uv run python -m nemo_specrollout run {join(arguments)}",
         "nemo_rl": settings.nemo_rl,
     }
-    own = [f"export {name}={quote(value)}" for name, value in {**NUMBA_CACHE, **settings.environment}.items()]
-    return _JOB.substitute({k: quote(str(v)) for k, v in values.items()}, environment="\n".join(own))
+    exports = [f"export {name}={quote(value)}" for name, value in {**NUMBA_CACHE, **settings.environment}.items()]
+    return _JOB.substitute({k: quote(str(v)) for k, v in values.items()}, environment="\n".join(exports))

@@ -5,6 +5,7 @@ NeMo-RL runs its driver and its actors in environments of their own. Each gets t
 as `site-packages` will not do: it would replace the packages of those environments.
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -18,16 +19,24 @@ NUMBA_CACHE = {"NUMBA_CACHE_DIR": f"/tmp/nemo_specrollout_numba_{os.getuid()}"}
 
 
 def copy_code(folder: Path) -> None:
-    """Makes `folder` a copy of the code, as a whole: another process sees all of it or the former content."""
+    """Makes `folder` a copy of the code, as a whole: another process sees all of it or the former content.
+
+    Raises OSError, as on a full disk; then nothing is left beside the folder.
+    """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.copytree(_ROOT / _PACKAGE, temporary / _PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(folder, ignore_errors=True)
     try:
+        for file in _files():
+            copy = temporary / file.relative_to(_ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, copy)
+        shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
-    except OSError:
-        shutil.rmtree(temporary)
-        if not folder.is_dir():  # no other process has made the same copy meanwhile
-            raise
+    except OSError as error:
+        has_come = error.errno in (errno.EEXIST, errno.ENOTEMPTY) and folder.is_dir()
+        if not has_come:  # no other process has made the same copy meanwhile
+            raise OSError(error.errno, error.strerror, str(folder)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def code_folder(parent: Path) -> Path:
@@ -49,10 +58,15 @@ def pythonpath_with(folder: Path) -> str:
     return os.pathsep.join(filter(None, [str(folder), os.environ.get(PYTHONPATH)]))
 
 
+def _files() -> list[Path]:
+    """Returns the files of the code, in a fixed order."""
+    files = sorted((_ROOT / _PACKAGE).rglob("*"))
+    return [file for file in files if file.is_file() and "__pycache__" not in file.parts]
+
+
 def _fingerprint() -> str:
     """Returns 12 hexadecimal digits that depend on names and content of all files."""
     digest = hashlib.sha256()
-    for file in sorted((_ROOT / _PACKAGE).rglob("*")):
-        if file.is_file() and "__pycache__" not in file.parts:
-            digest.update(f"{file.relative_to(_ROOT)}\0".encode() + file.read_bytes())
+    for file in _files():
+        digest.update(f"{file.relative_to(_ROOT)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from nemo_specrollout.config.interpolation import escaped
 from nemo_specrollout.config.nemo_rl_config import script_of
 from nemo_specrollout.config.nemo_rl_rules import PROMPT_FILES
 from nemo_specrollout.config.strict import ConfigError
@@ -32,7 +33,7 @@ def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
             setattr(script, name, partial(_install_and_set_up, getattr(script, name)))
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")
-        config.write_text(yaml.safe_dump(_with_prompt_files(tree, checkout)), encoding="utf-8")
+        config.write_text(yaml.safe_dump(escaped(_with_prompt_files(tree, checkout))), encoding="utf-8")
         sys.argv = [str(script.__file__), "--config", str(config)]
         script.main()
 

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a run is: its steps and epochs, the time after which NeMo-RL saves and stops, and whether all of it is done."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_specrollout.config.nemo_rl_tree import Tree, at
+from nemo_specrollout.config.strict import ConfigError
+
+MUST_SAVE_BY = "checkpointing.checkpoint_must_save_by"
+_ALGORITHMS = ("distillation", "ppo", "grpo")
+"""Blocks with the length of a run; a run is of the first one that its config has, as its script is."""
+LENGTH_KEYS = {f"{name}.{key}" for name in _ALGORITHMS for key in ("max_num_steps", "max_num_epochs")}
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The bounds of a run, which ends at the first one that it reaches. None is no bound."""
+
+    steps: int | None
+    epochs: int | None
+
+    @property
+    def name(self) -> str:
+        """Returns a name for a file, which differs between lengths."""
+        return f"{self.steps}-steps-{self.epochs}-epochs"
+
+
+def length_of(tree: Tree) -> RunLength:
+    """Returns the length that a config gives its run."""
+    block = next((name for name in _ALGORITHMS if at(tree, name)), "grpo")
+    steps, epochs = (at(tree, f"{block}.{key}") for key in ("max_num_steps", "max_num_epochs"))
+    return RunLength(steps if isinstance(steps, int) else None, epochs if isinstance(epochs, int) else None)
+
+
+def save_by_s(tree: Tree) -> int | None:
+    """Returns the seconds of training after which NeMo-RL saves and stops; None without such a limit. Raises ConfigError."""
+    own = at(tree, MUST_SAVE_BY)
+    if own is None:
+        return None
+    parts = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", str(own))
+    if parts is None:
+        raise ConfigError(f"{MUST_SAVE_BY}: {own!r} is not DD:HH:MM:SS; remove it to have it set")
+    days, hours, minutes, seconds = map(int, parts.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def newest_step(tree: Tree) -> int:
+    """Returns the step of the newest checkpoint of a run; 0 if there is none."""
+    folder = Path(str(at(tree, "checkpointing.checkpoint_dir", "")))
+    return max((int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdecimal()), default=0)
+
+
+def is_complete(tree: Tree, made_steps: int, elapsed_s: float) -> bool:
+    """Returns whether NeMo-RL, which returned without an error after `elapsed_s` seconds, has surely done all of the run.
+
+    The other reason to return is the time of `checkpoint_must_save_by`: NeMo-RL stops after the step with which its training
+    loop, plus the mean time of its steps, reaches that time. The loop began later than the process, and its `made_steps`
+    steps took no longer than the process did, so a process that ends earlier was not stopped by time. Nothing is concluded
+    from a process without a step: NeMo-RL's asynchronous loop returns without an error if it cannot start.
+    """
+    limit_s = save_by_s(tree)
+    return made_steps > 0 and (limit_s is None or elapsed_s * (1 + 1 / made_steps) < limit_s)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that are computed when they are read, such as ${mul:${policy.length}, 2} and ${oc.env:HF_HOME}."""
+
+import operator
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf.resolvers import oc
+
+# OmegaConf cannot inspect the signature of `max` itself.
+_RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": lambda *values: max(values)}
+"""NeMo-RL's functions for values such as ${mul:${policy.max_total_sequence_length}, 2}."""
+_NO_DEFAULT = "nemo_specrollout: no default"
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+
+
+def register_resolvers() -> None:
+    """Registers NeMo-RL's functions with OmegaConf, unless NeMo-RL has done so."""
+    with warnings.catch_warnings():
+        # OmegaConf 2.4 renames this method to one that means something else in 2.3.
+        warnings.simplefilter("ignore", UserWarning)
+        for name, function in _RESOLVERS.items():
+            if not OmegaConf.has_resolver(name):
+                OmegaConf.register_new_resolver(name, function)
+
+
+@contextmanager
+def environment_variables(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Lets ${oc.env:NAME} read `variables` in place of this process's environment, within the block.
+
+    Yields a mapping, which is filled as values are read: from the path of each value that needs a variable which is not
+    there and has no default, to the variable. Such a value is the variable's name after a `$`.
+    """
+    unknown = dict[str, str]()
+
+    def read(name: str, default: Any = _NO_DEFAULT, *, _node_: Node) -> str | None:
+        if name in variables:
+            return variables[name]
+        if default != _NO_DEFAULT:
+            return None if default is None else str(default)
+        unknown[str(_node_._get_full_key(None))] = name
+        return f"${name}"
+
+    _register_environment(read)
+    try:
+        yield unknown
+    finally:
+        _register_environment(oc.env)
+
+
+def _register_environment(function: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        OmegaConf.register_new_resolver("oc.env", function, replace=True)
+
+
+def resolved(tree: DictConfig) -> dict[str, Any]:
+    """Returns a config tree with every value computed. Raises OmegaConf's errors, and RecursionError for a circle."""
+    return dict(OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
+
+
+def escaped(node: Any) -> Any:
+    """Returns a computed config tree as it must be written so that nothing in it is computed again."""
+    if isinstance(node, Mapping):
+        return {key: escaped(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [escaped(value) for value in node]
+    return _escaped_text(node) if isinstance(node, str) else node
+
+
+def _escaped_text(text: str) -> str:
+    """Returns `text` with a backslash before each ${, and with backslashes before that doubled. Others mean themselves."""
+    return _INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", text)
