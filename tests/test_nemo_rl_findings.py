@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings about NeMo-RL configs that depend on the engine's kind, or on files: other engines than vLLM, prompt files.
+"""Findings about NeMo-RL configs that depend on the engine's kind, on files, or on the place of the block.
 
 Also the place of a run's figures in the documents.
 """
@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from omegaconf import OmegaConf
 from test_nemo_rl_config import ASYNC, ASYNC_PPO, CONTROLLER, DRAFT, NATIVE, found, tree
 
 from nemo_specrollout.cli.describe import describe_nemo_rl
+from nemo_specrollout.cli.doctor import diagnose_config
+from nemo_specrollout.cli.main import main
 from nemo_specrollout.config import nemo_rl_config
 from nemo_specrollout.config.block import BLOCK_PATH
-from nemo_specrollout.config.nemo_rl_config import check_nemo_rl
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG
+from nemo_specrollout.doctor.diagnosis import State
 
 pytestmark = pytest.mark.unit
 
@@ -79,6 +84,65 @@ def test_a_missing_prompt_file_without_a_checkout_has_the_fix(tmp_path: Path, mo
     (note,) = found("data.default.prompt_file=no/such.txt")["note"]
     assert "no/such.txt is not in this folder; a run looks next in NeMo-RL's checkout" in note
     assert note.endswith("set NEMO_RL_DIR")
+
+
+MISPLACED = [
+    ("specrollout.enabled=true", "specrollout"),
+    ("policy.specrollout.enabled=true", "policy.specrollout"),
+    (f"{VLLM_CFG}.specrollout.enabled=true", f"{VLLM_CFG}.specrollout"),
+    ("policy.generation.vllm_kwargs.specrollout.enabled=true", "policy.generation.vllm_kwargs.specrollout"),
+    ("policy.generation.spec_rollout.enabled=true", "policy.generation.spec_rollout"),
+    ("policy.generation.specrolout.enabled=true", "policy.generation.specrolout"),
+    ("policy.generation.specRollout.enabled=true", "policy.generation.specRollout"),
+    ("policy.generation.nemo-specrollout.enabled=true", "policy.generation.nemo-specrollout"),
+    ("policy.generation.speculative_rollout.enabled=true", "policy.generation.speculative_rollout"),
+    ("polcy.generation.specrollout.enabled=true", "polcy.generation.specrollout"),
+    ("env.servers=[{}, {specrollout: {enabled: true}}]", "env.servers[1].specrollout"),
+    ("specrollout=true", "specrollout"),
+]
+NO_BLOCK = f"{BLOCK_PATH}.enabled=false"
+
+
+@pytest.mark.parametrize(("override", "path"), MISPLACED)
+def test_a_misplaced_or_misspelt_block_is_named_with_its_place(override: str, path: str) -> None:
+    off = f"{path}: nothing reads it there, and specrollout is off; it belongs at {BLOCK_PATH}"
+    assert found(NO_BLOCK, override)["warning"] == [off]
+    (beside_a_block,) = found(override)["warning"]
+    assert beside_a_block.startswith(f"{path}: nothing reads it there; the block in effect is {BLOCK_PATH}")
+
+
+@pytest.mark.parametrize("part", ["run_ahead", "fastest_of_n", "draft_refresh", "drafters", "tasks_without_drafts"])
+def test_a_part_of_the_block_beside_it_is_named_with_its_place(part: str) -> None:
+    (warning,) = found(NO_BLOCK, f"policy.generation.{part}={{}}")["warning"]
+    assert warning.startswith(f"policy.generation.{part}: ") and warning.endswith(f"it belongs at {BLOCK_PATH}.{part}")
+
+
+def test_a_block_without_a_value_is_named() -> None:
+    (warning,) = found(f"{BLOCK_PATH}=null")["warning"]
+    assert warning.startswith(f"{BLOCK_PATH}: null; a block without a value is off: write `enabled: true`")
+    (note,) = found(f"{BLOCK_PATH}.run_ahead=null", f"{BLOCK_PATH}.draft_refresh=null")["note"]
+    assert note.startswith(f"{BLOCK_PATH}: run_ahead and draft_refresh without a value, which is off")
+
+
+def test_keys_that_are_like_the_block_are_left_alone() -> None:
+    likes = ("speculative_config", "sample_rollouts", "num_rollouts", "rollout", "spec", "budget", "verify")
+    for name in likes:
+        assert not any(found(NO_BLOCK, f"policy.generation.{name}={{enabled: true}}").values()), name
+
+
+def test_every_command_tells_of_a_misplaced_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The mistake is in the parent, as a key with dots. `run`, `launch` and `install` print what `prepare_nemo_rl` returns."""
+    (tmp_path / "base.yaml").write_text(OmegaConf.to_yaml({**tree(), f"{BLOCK_PATH}.enabled": True}))
+    config = tmp_path / "config.yaml"
+    config.write_text("defaults: base.yaml\npolicy: {generation: {specrollout: {enabled: false}}}\n")
+    sentence = (
+        f"{BLOCK_PATH}.enabled: nothing reads it there, and specrollout is off; it belongs at {BLOCK_PATH}, each name"
+    )
+    assert main(["check", str(config)]) == 0
+    assert sentence in capsys.readouterr().out
+    assert any(str(finding).startswith(sentence) for finding in prepare_nemo_rl(load_config(config))[1])
+    told = [d.state for d in diagnose_config(config, []) if d.found.startswith(sentence)]
+    assert told == [State.WARN]
 
 
 def test_documents_name_the_folder_of_figures() -> None:
