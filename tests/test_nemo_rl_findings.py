@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from omegaconf import OmegaConf
-from test_nemo_rl_config import ASYNC, ASYNC_PPO, CONTROLLER, DRAFT, NATIVE, found, tree
+from test_nemo_rl_config import APART, ASYNC, ASYNC_PPO, CONTROLLER, DRAFT, NATIVE, found, tree
 
 from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.cli.doctor import diagnose_config
@@ -149,3 +149,92 @@ def test_documents_name_the_folder_of_figures() -> None:
     """NeMo-RL's scripts make a folder `exp_NNN` in `log_dir` for each start, and log there."""
     texts = (*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("nemo_specrollout/**/*.py"))
     assert [str(p.relative_to(ROOT)) for p in texts if "log_dir>/specrollout" in p.read_text(encoding="utf-8")] == []
+
+
+# GPUs, and keys of logging services
+
+SIZES = {"tensor": f"{VLLM_CFG}.tensor_parallel_size", "pipeline": f"{VLLM_CFG}.pipeline_parallel_size"}
+RESOURCES = "policy.generation.colocated.resources"
+APART_ON_NODES = ("policy.generation.colocated.enabled=false", f"{RESOURCES}.gpus_per_node=8", "cluster.num_nodes=4")
+PIPELINE = (f"{SIZES['pipeline']}=4", f"{VLLM_CFG}.async_engine=true", f"{BLOCK_PATH}.drafters=[]")
+REWARD_MODEL = ("data.train.env_name=reward_model", "env.reward_model.resources={num_nodes: 1, gpus_per_node: 2}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            (f"{SIZES['tensor']}=4", *PIPELINE),
+            "tensor_parallel_size 4 x pipeline_parallel_size 4 is 16 GPUs, which do not",
+        ),
+        ((f"{SIZES['tensor']}=3",), "is 3 GPUs, which do not divide the 8 that it has of cluster's 1 x 8"),
+        ((*APART, f"{SIZES['tensor']}=8"), "is 8 GPUs, which do not divide the 4 that it has"),
+        ((*APART_ON_NODES, f"{RESOURCES}.num_nodes=1", f"{SIZES['tensor']}=16"), "do not divide the 8 that it has"),
+        ((*APART_ON_NODES, f"{RESOURCES}.num_nodes=4"), "policy.megatron_cfg.pipeline_model_parallel_size: "),
+        ((*REWARD_MODEL, f"{SIZES['tensor']}=4"), "is 4 GPUs, which do not divide the 6 that it has"),
+        (("policy.megatron_cfg.tensor_model_parallel_size=16",), "is 32 GPUs, which do not divide the 8"),
+        (
+            ("policy.megatron_cfg.enabled=false", "policy.dtensor_cfg={enabled: true, context_parallel_size: 16}"),
+            "policy.dtensor_cfg.context_parallel_size: tensor_parallel_size 1 x context_parallel_size 16 is 16 GPUs",
+        ),
+        ((APART[0],), f"{RESOURCES}.gpus_per_node: null; generation apart from training needs a number of GPUs"),
+        ((*APART, f"{RESOURCES}.num_nodes=2"), f"{RESOURCES}.num_nodes: 2, but one node is there"),
+        ((*APART_ON_NODES, f"{RESOURCES}.num_nodes=2", APART[1]), "4; with several nodes, generation takes whole ones"),
+        (APART_ON_NODES, f"{RESOURCES}.num_nodes: null; with several nodes, set the number"),
+        ((f"{SIZES['pipeline']}=2", PIPELINE[2]), f"{VLLM_CFG}.async_engine: false with pipeline_parallel_size 2"),
+        (
+            (f"{SIZES['tensor']}=2", f"{VLLM_CFG}.expert_parallel_size=3"),
+            "expert_parallel_size: 3; NeMo-RL needs a multiple of tensor_parallel_size 2",
+        ),
+        (
+            (f"{VLLM_CFG}.expert_parallel_size=2", f"{VLLM_CFG}.async_engine=true"),
+            "true with expert_parallel_size 2 above",
+        ),
+    ],
+)
+def test_sizes_that_nemo_rl_refuses_for_a_cluster_are_errors(overrides: tuple[str, ...], words: str) -> None:
+    assert any(words in error for error in found(*overrides)["error"]), found(*overrides)["error"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"{SIZES['tensor']}=4", *PIPELINE, "cluster.num_nodes=2"),
+        (*APART, f"{SIZES['tensor']}=4"),
+        (*APART_ON_NODES, f"{RESOURCES}.num_nodes=2", f"{SIZES['tensor']}=16"),
+        (*REWARD_MODEL, f"{SIZES['tensor']}=2", "cluster.num_nodes=3"),
+        (f"{SIZES['tensor']}=16", "cluster.gpus_per_node=null"),
+        (f"{SIZES['tensor']}=16", "on_policy_distillation={enabled: true, non_colocated_teachers: {enabled: true}}"),
+        (*CONTROLLER, "cluster.num_nodes=2"),
+    ],
+)
+def test_sizes_that_fit_are_no_error(overrides: tuple[str, ...]) -> None:
+    assert found(*overrides)["error"] == []
+
+
+@pytest.mark.parametrize(
+    ("service", "key", "mode", "login"),
+    [
+        ("wandb", "WANDB_API_KEY", "WANDB_MODE", ".netrc"),
+        ("swanlab", "SWANLAB_API_KEY", "SWANLAB_MODE", ".swanlab/.netrc"),
+    ],
+)
+def test_a_logging_service_without_a_key_is_warned_of(
+    service: str, key: str, mode: str, login: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (key, mode, "NETRC", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    enabled = f"logger.{service}_enabled"
+    (warning,) = found(f"{enabled}=true")["warning"]
+    assert warning.startswith(f"{enabled}: true, but no key is known here: neither {key} nor a login in ~/{login}")
+    assert found(f"{enabled}=true", f"logger.{service}.mode=offline")["warning"] == []
+    for name, value in ((key, "abc"), (mode, "offline")):
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            assert found(f"{enabled}=true")["warning"] == []
+    (tmp_path / login).parent.mkdir(exist_ok=True)
+    for host, num_warnings in (("github.com", 1), (f"api.{service}.io", 0)):
+        (tmp_path / login).write_text(f"machine {host}\n  login user\n  password abc\n")
+        assert len(found(f"{enabled}=true")["warning"]) == num_warnings
+    assert found(f"{enabled}=true", NO_BLOCK)["warning"] == []

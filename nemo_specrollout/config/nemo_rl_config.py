@@ -24,6 +24,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     block_is_on,
     native_drafts,
 )
+from nemo_specrollout.config.resource_rules import resource_findings
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.installed.versions import (
     NEMO_RL_NEEDED,
@@ -117,7 +118,7 @@ def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
             if not about_vllm:
                 block, about_block = _block(tree)
                 about_vllm = [*about_block, *engine_findings(tree), *_vllm_version()]
-            found += [*about_vllm, *trainer_findings(tree), *_nemo_rl_version()]
+            found += [*about_vllm, *trainer_findings(tree), *resource_findings(tree), *_nemo_rl_version()]
         else:
             found += _nemo_rl_alone(tree)
     return block, sorted(found, key=lambda finding: _KINDS.index(finding.kind))
