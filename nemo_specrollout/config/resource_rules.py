@@ -18,8 +18,11 @@ from nemo_specrollout.config.nemo_rl_tree import (
     parallel_sizes,
     size_at,
 )
+from nemo_specrollout.installed.versions import can_run_nemo_rl
 
 _RESOURCES = f"{GENERATION}.colocated.resources"
+_ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+"""Environment variable with the kinds of GPUs for which kernels are compiled."""
 _TRAINERS = {
     "policy.megatron_cfg": (
         "tensor_model_parallel_size",
@@ -43,6 +46,7 @@ def resource_findings(tree: Tree) -> Iterator[Finding]:
     """Yields the findings about GPUs, with the sizes that NeMo-RL refuses, and about keys of logging services."""
     yield from _gpus(tree)
     yield from _logging_keys(tree)
+    yield from _architectures(tree)
 
 
 def _gpus(tree: Tree) -> Iterator[Finding]:
@@ -176,6 +180,15 @@ def _indivisible(tree: Tree, path: str, names: Sequence[str], gpus: int) -> Iter
         "divides them: lower a size, or take more GPUs"
     )
     yield Finding(f"{path}.{max(sizes, key=lambda name: sizes[name])}", text, "error")
+
+
+def _architectures(tree: Tree) -> Iterator[Finding]:
+    """Yields a warning if, in NeMo-RL's environment, a variable is missing that its Megatron policy needs."""
+    if at(tree, "policy.megatron_cfg.enabled") and can_run_nemo_rl() and not os.environ.get(_ARCHITECTURES):
+        text = (
+            "not set; NeMo-RL's container sets it, and without it no Megatron policy starts: set it, e.g. to 9.0 10.0"
+        )
+        yield Finding(_ARCHITECTURES, text, "warning")
 
 
 @dataclass(frozen=True)
