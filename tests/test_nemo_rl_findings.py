@@ -15,7 +15,7 @@ from test_nemo_rl_config import APART, ASYNC, ASYNC_PPO, CONTROLLER, DRAFT, NATI
 from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.cli.doctor import diagnose_config
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config import nemo_rl_config
+from nemo_specrollout.config import nemo_rl_config, resource_rules
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, prepare_nemo_rl
@@ -238,3 +238,14 @@ def test_a_logging_service_without_a_key_is_warned_of(
         (tmp_path / login).write_text(f"machine {host}\n  login user\n  password abc\n")
         assert len(found(f"{enabled}=true")["warning"]) == num_warnings
     assert found(f"{enabled}=true", NO_BLOCK)["warning"] == []
+
+
+def test_kinds_of_gpus_that_megatron_needs_are_asked_for_in_nemo_rl_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert found()["warning"] == [], "a login node is not the place of the run"
+    monkeypatch.setattr(resource_rules, "can_run_nemo_rl", lambda: True)
+    (warning,) = found()["warning"]
+    assert warning.startswith("TORCH_CUDA_ARCH_LIST: not set; NeMo-RL's container sets it")
+    assert found("policy.megatron_cfg.enabled=false", "policy.dtensor_cfg.enabled=true")["warning"] == []
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert found()["warning"] == []
