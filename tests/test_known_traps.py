@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Known faults of vLLM and NeMo-RL that a config meets, and what `check` and `doctor` say of them."""
 
+import importlib
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from omegaconf import OmegaConf
 from test_nemo_rl_config import CLEAN, EAGLE3, NATIVE, tree
 
@@ -14,9 +18,10 @@ from nemo_specrollout.cli.doctor import diagnose_config
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config import known_traps
 from nemo_specrollout.config.block import BLOCK_PATH
-from nemo_specrollout.config.known_traps import TRAPS, MetTrap
-from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG
+from nemo_specrollout.config.known_traps import MOVED_MODULES, TRAPS, MetTrap
+from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG, VLLM_KWARGS
 from nemo_specrollout.doctor.diagnosis import State
+from nemo_specrollout.installed.python_source import PythonSource, installed_source
 from nemo_specrollout.installed.versions import VLLM_RANGE
 
 pytestmark = pytest.mark.unit
@@ -31,6 +36,13 @@ NOISE = "from the same noise"
 LAYERS = "names no layers"
 CONTEXT = "context length of a head"
 SERVER = "HTTP server imports"
+EXPERTS = "refuses `enable_return_routed_experts`"
+PROCESSORS = "refuses custom logits processors"
+V2_LACKS = "refuses enable_prompt_embeds"
+GYM = "env.should_use_nemo_gym=true"
+REPLAY = "policy.router_replay.enabled=true"
+EMBEDS = f"{VLLM_KWARGS}.enable_prompt_embeds=true"
+LOGITS = f"{VLLM_KWARGS}.logits_processors=[a.b]"
 LM_HEAD = "shares the policy's lm_head"
 OLD_HEAD = "leaves the draft head as it was"
 NOWHERE = {"vllm": None, "nemo_rl": None}
@@ -42,6 +54,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Meet:
     def of(*overrides: str, vllm: str | None = "0.32.0", nemo_rl: str | None = "0.6.0") -> list[MetTrap]:
         """Returns the traps of the clean config with `overrides` if exactly these packages are installed."""
         monkeypatch.setattr(known_traps, "vllm_version", lambda: vllm)
+        monkeypatch.setattr(known_traps, "nemo_rl_checkout", lambda: None)
         monkeypatch.setattr(known_traps, "nemo_rl_version", lambda: nemo_rl)
         return known_traps.known_traps(tree(*overrides))
 
@@ -60,6 +73,13 @@ MEETS = [
     (LAYERS, (HEAD, GREEDY), "0.33.0"),
     (CONTEXT, (HEAD,), "0.33.0"),
     (SERVER, (HTTP,), "0.32.0"),
+    (SERVER, (GYM,), "0.33.0"),
+    (EXPERTS, (REPLAY,), "0.25.1"),
+    (EXPERTS, (f"{VLLM_KWARGS}.enable_return_routed_experts=true",), "0.25.1"),
+    (PROCESSORS, (LOGITS,), "0.28.0"),
+    (V2_LACKS, (EMBEDS,), "0.25.1"),
+    (V2_LACKS, (f"{VLLM_CFG}.logprobs_mode=raw_logits",), "0.25.1"),
+    (V2_LACKS, (f"{VLLM_KWARGS}.prefill_context_parallel_size=2",), "0.25.1"),
     (LM_HEAD, TRAINED, "0.32.0"),
     (OLD_HEAD, TRAINED, "0.32.0"),
     (OLD_HEAD, (MTP,), "0.32.0"),
@@ -80,6 +100,11 @@ MEETS_NOT = [
     (CONTEXT, (MTP,), "0.33.0"),
     (SERVER, (HTTP,), "0.31.0"),
     (SERVER, (HTTP, "runtime=local"), "0.32.0"),
+    (EXPERTS, (REPLAY,), "0.32.0"),
+    (EXPERTS, (REPLAY, OFF), "0.25.1"),
+    (PROCESSORS, (LOGITS,), "0.32.0"),
+    (V2_LACKS, (EMBEDS,), "0.32.0"),
+    (V2_LACKS, (f"{VLLM_CFG}.logprobs_mode=processed_logprobs",), "0.25.1"),
     (LM_HEAD, (EAGLE3,), "0.32.0"),
     (OLD_HEAD, (EAGLE3,), "0.32.0"),
     (OLD_HEAD, (EAGLE3.replace("tokens: 3", "tokens: 0"), TRAINED[1]), "0.32.0"),
@@ -102,7 +127,7 @@ def test_every_trap_is_met_and_not_met_by_a_case_above() -> None:
 def test_a_sentence_names_the_versions_with_the_fault(met: Meet) -> None:
     assert met(EAGLE3, vllm="0.25.1")[0].trap.versions == "vllm before 0.29.0"
     assert str(met(EAGLE3, vllm="0.25.1")[0]).startswith("vllm before 0.29.0, here 0.25.1: the V2 model runner")
-    texts = [str(trap) for trap in met(*TRAINED, HTTP, **NOWHERE)]
+    texts = [str(trap) for trap in met(*TRAINED, HTTP, REPLAY, LOGITS, EMBEDS, **NOWHERE)]
     assert len(texts) == len(TRAPS), "a run elsewhere may have any version"
     assert "vllm from 0.32.0, not installed here: " in " ".join(texts)
     assert "nemo-rl, not installed here: " in " ".join(texts)
@@ -124,6 +149,68 @@ def test_traps_are_those_of_supported_versions() -> None:
         if trap.package == known_traps.VLLM:
             assert trap.before is None or first < trap.before
             assert trap.since is None or first < trap.since < first_too_new
+
+
+@pytest.mark.parametrize(("pinned", "num_met"), [("0.25.1", 1), ("0.32.0", 0), (None, 1)])
+def test_without_a_vllm_here_the_one_that_nemo_rl_pins_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: str | None, num_met: int
+) -> None:
+    monkeypatch.setattr(known_traps, "vllm_version", lambda: None)
+    monkeypatch.setattr(known_traps, "nemo_rl_checkout", lambda: tmp_path)
+    if pinned is not None:
+        pin = f"[project.optional-dependencies]\nvllm = [\"vllm=={pinned} ; sys_platform != 'linux'\"]\n"
+        (tmp_path / "pyproject.toml").write_text(pin)
+    found = [str(trap) for trap in known_traps.known_traps(tree(REPLAY)) if EXPERTS in str(trap)]
+    assert len(found) == num_met
+    place = "not installed here" if pinned is None else f"pinned by NeMo-RL's checkout {pinned}"
+    assert all(f"vllm before 0.28.0, {place}: its V2" in text for text in found)
+
+
+# What the tests' host restores, a user lacks
+
+
+HOST = ROOT / "tests" / "nemo_rl" / "cpu_host"
+
+
+def test_the_host_restores_no_name_that_check_does_not_tell(met: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HOST)
+    before = dict(sys.modules)
+    try:
+        host = importlib.import_module("nemo_rl_cpu.vllm_engine")
+        loaded = set(sys.modules)
+        host.restore_names(None)
+        restored = set(sys.modules) - loaded
+    finally:
+        for name in set(sys.modules) - set(before):
+            if name.startswith(("nemo_rl_cpu", "vllm.entrypoints")):
+                del sys.modules[name]
+    (trap,) = met(HTTP)
+    assert restored == set(MOVED_MODULES) and all(name in str(trap) for name in restored)
+
+
+def test_the_moved_modules_are_the_ones_that_the_installed_vllm_lacks() -> None:
+    folder = installed_source("vllm")
+    assert folder is not None
+    vllm = PythonSource(folder, "vllm")
+    assert [vllm.file_of(old) for old in MOVED_MODULES] == [None, None]
+    assert all(vllm.file_of(new) is not None for new in MOVED_MODULES.values())
+    if not os.environ.get("NEMO_RL_SRC"):
+        return
+    server = Path(os.environ["NEMO_RL_SRC"]) / "nemo_rl" / "models" / "generation" / "vllm" / "vllm_worker_async.py"
+    imported = set(re.findall(r"from (vllm[\w.]*) import", server.read_text(encoding="utf-8")))
+    assert {name for name in imported if vllm.file_of(name) is None} == set(MOVED_MODULES)
+
+
+def test_the_table_of_the_host_lists_all_that_it_does() -> None:
+    hooks = set(
+        re.findall(r"nemo_rl_cpu\.\w+:(\w+)", (HOST / "nemo_rl_cpu" / "__init__.py").read_text(encoding="utf-8"))
+    )
+    page = (ROOT / "docs" / "developing" / "tests.md").read_text(encoding="utf-8")
+    table = page.partition("## What the CPU host stands in for")[2]
+    listed = {
+        name for row in table.splitlines() if row.startswith("| ") for name in re.findall(r"`(\w+)`", row.split("|")[2])
+    }
+    assert len(hooks) > 20 and hooks == listed
 
 
 def written(folder: Path, *overrides: str) -> Path:

@@ -2,6 +2,7 @@
 """Model folders as they come from the Hub: ends of texts, index and shards, tied embeddings, padding, templates, BOS."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,11 @@ from test_nemo_rl_config import tree
 from lab.local.step_rollout import load_tokenizer
 from nemo_specrollout.cli.check import describe_config
 from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.drafter_configs import DflashDrafterConfig
+from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG
 from nemo_specrollout.heads.features.rollout_files import _encoder, token_ids_of
+from nemo_specrollout.heads.files.block_heads import misfit_of_block_drafter
+from nemo_specrollout.heads.files.head_facts import misfit
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT, STALE, TOKENS, DraftBuffers
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide, DraftModel
 from nemo_specrollout.remote.protocol.messages import DRAFT_ROW, PROTOCOL, Hello, Refuse, Welcome
@@ -55,6 +60,17 @@ def settings(name: str, **values: Any) -> dict[str, Any]:
     """Returns the content of a JSON file of the step adder, with these values; one of ... takes the key away."""
     changed = {**json.loads((STEP_ADDER / f"{name}.json").read_text()), **values}
     return {key: value for key, value in changed.items() if value is not ...}
+
+
+def resized(folder: Path, rows: int, **changes: dict[str, Any] | None) -> Path:
+    """Makes the step adder with another number of rows for tokens, and without its values."""
+    policy(folder, model=None, config=settings("config", vocab_size=rows), **changes)
+    shapes = tensor_shapes(tensor_files(STEP_ADDER))
+    tensors = {
+        name: np.zeros((rows if size[0] == 96 else size[0], *size[1:]), np.float16) for name, size in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def sharded(folder: Path) -> Path:
@@ -159,8 +175,8 @@ def other_tokenizer() -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["remote", "draft_model"])
 def test_equal_tokenizers_allow_padding_where_vllm_does(tmp_path: Path, kind: str) -> None:
-    padded = policy(tmp_path / "padded", config=settings("config", vocab_size=128))
-    unknown = policy(tmp_path / "unknown", config=settings("config", vocab_size=128), tokenizer=None)
+    padded = resized(tmp_path / "padded", 128)
+    unknown = resized(tmp_path / "unknown", 128, tokenizer=None)
     other = policy(tmp_path / "other", tokenizer=other_tokenizer())
     check_model(policy(tmp_path / "same"), STEP_ADDER, kind)
     with pytest.raises(
@@ -195,6 +211,134 @@ def test_no_draft_beyond_the_policy_s_vocabulary_is_kept() -> None:
         buffers.add(np.array([(0, 1, prefix, token, 0)], DRAFT_ROW))
     buffers.write(table_SX)
     assert buffers.counts[STALE] == 3 and table_SX[0, COUNT] == 1 and table_SX[0, TOKENS] == 95
+
+
+# What `check` says of folders that an engine could not use
+
+
+HEAD = STEP_ADDER.parent / "step_adder_eagle3"
+DRAFTERS = f"{BLOCK_PATH}.drafters"
+
+
+def refusals(folder: Path, *overrides: str) -> list[str]:
+    """Returns what `check` says against a run with the policy in `folder`, which has no chat template."""
+    found = describe_config(tree(f"policy.model_name={folder}", *overrides)).errors
+    return [text for text in found if not text.startswith("policy.tokenizer")]
+
+
+def drafting(kind: str, model: Path | None = None) -> str:
+    return f"{DRAFTERS}=[{{type: {kind}{'' if model is None else f', model: {model}'}}}]"
+
+
+def head(folder: Path, index: dict[str, str] | None = None) -> Path:
+    """Copies the step adder's head, with this index of its tensors."""
+    shutil.copytree(HEAD, folder)
+    if index is not None:
+        (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+def test_a_head_with_a_stale_index_is_refused_everywhere(tmp_path: Path) -> None:
+    """Of the index, a file is absent, or a tensor. `check` says it, and so does what a run asks before its engines start."""
+    absent = head(tmp_path / "absent", {"fc.weight": "model-00001-of-00002.safetensors"})
+    (error,) = refusals(STEP_ADDER, drafting("eagle3", absent))
+    assert f"{absent / INDEX}: model-00001-of-00002.safetensors is missing; copy" in error
+    assert "model-00001-of-00002.safetensors is missing" in str(misfit(str(absent), str(STEP_ADDER)))
+    lost = head(tmp_path / "lost", {"fc.weight": "model.safetensors", "gone.weight": "model.safetensors"})
+    (error,) = refusals(STEP_ADDER, drafting("eagle3", lost))
+    assert "no file has the tensor gone.weight; copy the folder again" in error
+    assert refusals(STEP_ADDER, drafting("eagle3", head(tmp_path / "whole"))) == []
+
+
+def test_a_block_drafter_with_a_stale_index_is_refused(tmp_path: Path) -> None:
+    folder = policy(tmp_path / "dflash", config=settings("config", architectures=["DFlashDraftModel"]))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"fc.weight": "other.safetensors"}}))
+    reason = misfit_of_block_drafter(DflashDrafterConfig(model=str(folder)), STEP_ADDER)
+    assert reason is not None and "other.safetensors is missing" in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": None}, "no *.safetensors file; copy the weights to the folder"),
+        ({"config": settings("config", num_hidden_layers=6)}, "there are 4 layers of the 6 in config.json"),
+        (
+            {"config": settings("config", vocab_size=100)},
+            "model.embed_tokens.weight is [96, 256], config.json makes it [100",
+        ),
+        ({"config": settings("config", hidden_size="256")}, "hidden_size is '256'; it must be a whole number"),
+        ({"config": settings("config", max_position_embeddings=0)}, "max_position_embeddings is 0; it must be a whole"),
+        ({"config": settings("config", rope_parameters=[1])}, "rope_parameters is [1]; it must be a block of keys"),
+    ],
+)
+def test_a_policy_that_vllm_cannot_load_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    found = refusals(policy(tmp_path / "policy", **changes))
+    assert len(found) == 1 and words in found[0], found
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "dflash", "dspark"])
+def test_a_drafter_with_fewer_positions_than_the_texts_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = policy(tmp_path / "short", config=settings("config", max_position_embeddings=128))
+    longer = f"{VLLM_CFG}.max_model_len=256"
+    words = f"{folder}/config.json: max_position_embeddings 128 is less than max_model_len 256; raise it, or lower"
+    assert any(words in error for error in refusals(STEP_ADDER, drafting(kind, folder), longer))
+    assert not any("max_position" in error for error in refusals(STEP_ADDER, drafting(kind, folder)))
+    stretched = settings("config", max_position_embeddings=128, rope_parameters={
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0})  # fmt: skip
+    yarn = policy(tmp_path / "yarn", config=stretched)
+    assert not any("max_position" in error for error in refusals(STEP_ADDER, drafting(kind, yarn), longer))
+
+
+def test_a_native_head_with_fewer_positions_and_a_short_remote_drafter_are_named(tmp_path: Path) -> None:
+    folder = policy(tmp_path / "short", config=settings("config", max_position_embeddings=128))
+    longer = f"{VLLM_CFG}.max_model_len=256"
+    native = f"{SPECULATIVE}={{method: draft_model, model: {folder}, num_speculative_tokens: 3}}"
+    assert any(error.startswith(f"{SPECULATIVE}.model: ") for error in refusals(STEP_ADDER, native, longer))
+    remote = f"{DRAFTERS}=[{{type: remote, model: {folder}, workers: 1}}]"
+    subject = describe_config(tree(f"policy.model_name={STEP_ADDER}", remote, longer))
+    assert any("is made for 128 tokens, and max_model_len is 256" in text for _, text in subject.notes)
+
+
+def test_texts_longer_than_the_policy_s_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    longer = f"{VLLM_CFG}.max_model_len=2048"
+    (error,) = refusals(STEP_ADDER, longer)
+    assert "2048; the policy's max_position_embeddings are 1024, so vLLM refuses it" in error
+    assert refusals(STEP_ADDER, longer, "policy.hf_config_overrides={max_position_embeddings: 4096}") == []
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert refusals(STEP_ADDER, longer) == []
+
+
+def test_attention_heads_that_gpus_cannot_share_are_an_error() -> None:
+    three = (f"{VLLM_CFG}.tensor_parallel_size=3", "cluster.gpus_per_node=6")
+    (error,) = refusals(STEP_ADDER, *three)
+    assert f"3; the 4 attention heads of {STEP_ADDER} cannot be divided by it" in error
+
+
+def test_mtp_needs_layers_and_tensors_in_the_policy(tmp_path: Path) -> None:
+    words = (
+        "mtp, but {}/config.json has no num_nextn_predict_layers, and nothing else could draft: name another drafter"
+    )
+    (error,) = refusals(STEP_ADDER, drafting("mtp"))
+    assert error == f"{DRAFTERS}: {words.format(STEP_ADDER)}"
+    (error,) = refusals(STEP_ADDER, f"{SPECULATIVE}={{method: mtp, num_speculative_tokens: 1}}")
+    assert error == f"{SPECULATIVE}.method: {words.format(STEP_ADDER)}"
+    promised = policy(tmp_path / "promised", config=settings("config", num_nextn_predict_layers=1))
+    (error,) = refusals(promised, drafting("mtp"))
+    assert "has no tensor of the layers for multi-token prediction that its config.json names" in error
+    assert refusals(promised, drafting("mtp"), "policy.megatron_cfg.mtp_num_layers=1") == []
+    fewer = policy(tmp_path / "fewer", config=settings("config", num_nextn_predict_layers=1, num_hidden_layers=3))
+    assert refusals(fewer, drafting("mtp")) == [], "the fourth layer is the head, as in DeepSeek-V3"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_warnings"), [("Qwen/Qwen3-8B", 1), ("deepseek-ai/DeepSeek-V3", 0), ("a/name", 0)]
+)
+def test_mtp_with_a_dense_model_of_the_hub_is_warned_of(name: str, num_warnings: int) -> None:
+    subject = describe_config(tree(f"policy.model_name={name}", drafting("mtp")))
+    warned = [
+        text for kind, text in subject.notes if kind == "warning" and "no layers for multi-token prediction" in text
+    ]
+    assert len(warned) == num_warnings
 
 
 # BOS in the texts of rollouts

@@ -203,6 +203,7 @@ def test_configs_of_nemo_rl_are_read_as_nemo_rl_reads_them(monkeypatch: pytest.M
 def test_recipes_are_valid_configs_of_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ask_nemo_rl(LOADER + MASTER_CONFIG + ANSWER, RECIPES)
     monkeypatch.setenv("NEMO_RL_DIR", str(SOURCE))
+    monkeypatch.setenv("WANDB_MODE", "offline")  # the recipes log to Weights & Biases, as NeMo-RL's do
     trees = {str(path): load_config(path) for path in RECIPES}
     for path, recipe in trees.items():
         assert runtime_of(recipe) == "nemo_rl" and effective_config(recipe) is not None

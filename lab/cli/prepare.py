@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab.local.model_folder_check import check_chat_template, check_model_folder, check_trainable, has_mtp_layers
+from lab.local.model_folder_check import check_chat_template, check_model_folder, check_trainable
 from lab.local.run_config import RunConfig, check_prompt, read_run_config
 from lab.local.run_sections import PROCESSED_LOGPROBS
 from lab.placement.cost_tables import CostTables
@@ -196,7 +196,7 @@ def check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
 def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mapping[str, Any], length: int) -> None:
     """Raises ConfigError for drafters whose files do not fit policy or length, and for remote ones that cannot be reached."""
     path = f"{BLOCK_PATH}.drafters"
-    has_mtp = has_mtp_layers(model_config)
+    has_mtp = model_folder.has_mtp_layers(model_config)
     for drafter in block.drafters:
         is_elsewhere = isinstance(drafter, RemoteDrafterConfig) and drafter.addresses
         model = Path(getattr(drafter, "model", ""))

@@ -36,8 +36,6 @@ _TYPES: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
     ((str,), ("dtype", "torch_dtype", "hidden_act", "model_type")),
 )
 """Types that transformers asks for in a config.json. Its errors end an engine's start with a traceback."""
-_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_predict")
-"""Keys of a config.json that count a model's layers for multi-token prediction."""
 
 
 def check_model_folder(folder: Path) -> dict[str, Any]:
@@ -80,12 +78,6 @@ def check_trainable(folder: Path, config: Mapping[str, Any]) -> None:
     for name, size in expected.items():
         if found[name] != size:
             raise ValueError(f"{folder}: {name} is {list(found[name])}, but config.json makes it {list(size)}")
-
-
-def has_mtp_layers(config: Mapping[str, Any]) -> bool:
-    """Returns whether a model's config.json says that it has layers for multi-token prediction."""
-    blocks = (config, text_config(config))
-    return any(isinstance(b.get(name), int) and b[name] > 0 for b in blocks for name in _MTP_LAYERS)
 
 
 def _chat_template(folder: Path) -> str | None:

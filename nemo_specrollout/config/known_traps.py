@@ -5,6 +5,7 @@ Each fault was read in the code of its package or seen in a run. docs/upstream/ 
 that `check` can find in the installed files themselves is a finding (`nemo_rl_config.py`) and not listed here.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,16 +13,23 @@ from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
     VLLM_CFG,
+    VLLM_KWARGS,
     Tree,
     at,
     block_is_on,
     drafter_types,
     is_on,
     native_drafts,
+    nemo_rl_checkout,
     runtime_of,
 )
 from nemo_specrollout.installed.versions import nemo_rl_version, version_numbers, vllm_version
 
+MOVED_MODULES = {
+    "vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils",
+    "vllm.entrypoints.openai.engine.protocol": "vllm.entrypoints.serve.engine.protocol",
+}
+"""Modules that NeMo-RL's HTTP server imports, and their names in vLLM 0.32. The tests' host restores exactly these."""
 VLLM = "vllm"
 NEMO_RL = "nemo-rl"
 Version = tuple[int, ...]
@@ -71,9 +79,11 @@ class MetTrap:
 
     trap: KnownTrap
     version: str | None
-    """Version here; None if the package is not installed here, because the run may be elsewhere."""
+    """Version here; None if it is not known, because the run may be elsewhere."""
     is_avoided: bool
     """Whether this package avoids the fault in this run."""
+    is_pinned: bool = False
+    """Whether the package is not installed here, and the version is the one that NeMo-RL's checkout pins."""
 
     @property
     def state(self) -> str:
@@ -81,7 +91,8 @@ class MetTrap:
         return "avoided" if self.is_avoided else "not avoided"
 
     def __str__(self) -> str:
-        here = "not installed here" if self.version is None else f"here {self.version}"
+        place = "pinned by NeMo-RL's checkout" if self.is_pinned else "here"
+        here = "not installed here" if self.version is None else f"{place} {self.version}"
         remedy = self.trap.remedy
         if self.trap.is_ours and not self.is_avoided:
             remedy = f"nothing avoids this, because the block is off (with it, {remedy})"
@@ -89,16 +100,30 @@ class MetTrap:
 
 
 def known_traps(tree: Tree) -> list[MetTrap]:
-    """Returns the faults that a config meets, of the versions here, and of any version of a package that is not here.
+    """Returns the faults that a config meets with the versions that its run will have, as far as they are known.
 
-    Raises ConfigError for a tree whose drafters cannot be read.
+    These are the versions here. If vLLM is not here, as on a login node, it is the version that NeMo-RL's checkout pins. Of
+    a package without a known version, all faults are told. Raises ConfigError for a tree whose drafters cannot be read.
     """
-    here = {VLLM: vllm_version(), NEMO_RL: nemo_rl_version()}
+    installed = vllm_version()
+    here = {VLLM: installed or pinned_vllm(), NEMO_RL: nemo_rl_version()}
     return [
-        MetTrap(trap, here[trap.package], trap.is_ours and block_is_on(tree))
+        MetTrap(
+            trap, here[trap.package], trap.is_ours and block_is_on(tree), trap.package == VLLM and installed is None
+        )
         for trap in TRAPS
         if trap.is_in(here[trap.package]) and trap.affects(tree)
     ]
+
+
+def pinned_vllm() -> str | None:
+    """Returns the version of vLLM that NeMo-RL's checkout pins; None without a checkout, or if it names none."""
+    checkout = nemo_rl_checkout()
+    file = None if checkout is None else checkout / "pyproject.toml"
+    found = (
+        re.search(r'"vllm==([\d.]+)', file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
+    )
+    return found and found[1]
 
 
 def _in_words(version: Version) -> str:
@@ -121,8 +146,40 @@ def _has_native_head(tree: Tree) -> bool:
 
 
 def _serves_http(tree: Tree) -> bool:
-    """Returns whether NeMo-RL's engines serve HTTP, which a local run's engines never do."""
-    return runtime_of(tree) == "nemo_rl" and bool(at(tree, f"{VLLM_CFG}.expose_http_server"))
+    """Returns whether NeMo-RL's engines serve HTTP, which a local run's engines never do. NeMo-Gym turns the server on."""
+    serves = at(tree, f"{VLLM_CFG}.expose_http_server") or at(tree, "env.should_use_nemo_gym")
+    return runtime_of(tree) == "nemo_rl" and bool(serves)
+
+
+def _captures_experts(tree: Tree) -> bool:
+    """Returns whether engines return the experts of each token, as router replay needs it."""
+    is_replayed = at(tree, "policy.router_replay.enabled")
+    return block_is_on(tree) and bool(is_replayed or at(tree, f"{VLLM_KWARGS}.enable_return_routed_experts"))
+
+
+def _has_logits_processors(tree: Tree) -> bool:
+    return block_is_on(tree) and bool(at(tree, f"{VLLM_KWARGS}.logits_processors"))
+
+
+_LACKED_BY_V2 = (
+    "enable_prompt_embeds",
+    "kv_sharing_fast_prefill",
+    "ec_transfer_config",
+    "enable_elastic_ep",
+    "enable_dbo",
+)
+"""Engine arguments that vLLM 0.25.1 refuses on its V2 model runner, beside those with a trap of their own."""
+
+
+def _uses_what_v2_lacked(tree: Tree) -> bool:
+    modes = (at(tree, f"{block}.logprobs_mode") for block in (VLLM_CFG, VLLM_KWARGS))
+    is_one_on = any(at(tree, f"{VLLM_KWARGS}.{name}") for name in _LACKED_BY_V2)
+    contexts = at(tree, f"{VLLM_KWARGS}.prefill_context_parallel_size", 1)
+    return block_is_on(tree) and (is_one_on or contexts != 1 or any(mode in _LOGIT_MODES for mode in modes))
+
+
+_LOGIT_MODES = ("raw_logits", "processed_logits")
+"""Values of vLLM's `logprobs_mode` with which it returns logits."""
 
 
 _head_is_trained = is_on("policy.draft.enabled")
@@ -156,10 +213,35 @@ TRAPS = (
     KnownTrap(
         VLLM,
         _serves_http,
-        "NeMo-RL's HTTP server imports vllm.entrypoints.chat_utils and vllm.entrypoints.openai.engine.protocol, which are "
-        "in vllm.renderers and vllm.entrypoints.serve there, so the server does not start",
+        f"NeMo-RL's HTTP server imports {' and '.join(MOVED_MODULES)}, which are {' and '.join(MOVED_MODULES.values())} "
+        "there, so the server does not start, and with it neither does NeMo-Gym",
         "install the vLLM that NeMo-RL pins, or a NeMo-RL that imports the new names",
         since=(0, 32, 0),
+        is_ours=False,
+    ),
+    KnownTrap(
+        VLLM,
+        _captures_experts,
+        "its V2 model runner refuses `enable_return_routed_experts`, which router replay needs, so no engine starts",
+        "set policy.router_replay.enabled: false, or install vLLM 0.32",
+        before=(0, 28, 0),
+        is_ours=False,
+    ),
+    KnownTrap(
+        VLLM,
+        _has_logits_processors,
+        "its V2 model runner refuses custom logits processors, so no engine starts",
+        "remove `logits_processors`, or install vLLM 0.32",
+        before=(0, 32, 0),
+        is_ours=False,
+    ),
+    KnownTrap(
+        VLLM,
+        _uses_what_v2_lacked,
+        f"its V2 model runner refuses {', '.join(_LACKED_BY_V2)}, prefill_context_parallel_size and a logprobs_mode that "
+        "returns logits, so no engine starts",
+        "remove what is set of them, or install vLLM 0.32",
+        before=(0, 32, 0),
         is_ours=False,
     ),
     KnownTrap(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.block_place import place_findings
 from nemo_specrollout.config.nemo_rl_rules import (
     backend_findings,
     engine_findings,
@@ -23,6 +24,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     block_is_on,
     native_drafts,
 )
+from nemo_specrollout.config.resource_rules import resource_findings
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.installed.versions import (
     NEMO_RL_NEEDED,
@@ -85,7 +87,10 @@ def effective_config(tree: Tree) -> SpecrolloutConfig | None:
 
 
 def check_nemo_rl(tree: Tree) -> list[Finding]:
-    """Returns all findings about a NeMo-RL config: errors, then warnings, then notes; none about a block that is off."""
+    """Returns all findings about a NeMo-RL config: errors, then warnings, then notes.
+
+    Of a block that is off, they say no more than where it would be read.
+    """
     return _checked(tree)[1]
 
 
@@ -106,14 +111,16 @@ def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
     """Returns the block, unless it is off or an error, and all findings."""
     block = None
     found = list(malformed(tree))
-    if not found and block_is_on(tree):
-        about_vllm = list(backend_findings(tree))
-        if not about_vllm:
-            block, about_block = _block(tree)
-            about_vllm = [*about_block, *engine_findings(tree), *_vllm_version()]
-        found = [*about_vllm, *trainer_findings(tree), *_nemo_rl_version()]
-    elif not found:
-        found = list(_nemo_rl_alone(tree))
+    if not found:
+        found = list(place_findings(tree))
+        if block_is_on(tree):
+            about_vllm = list(backend_findings(tree))
+            if not about_vllm:
+                block, about_block = _block(tree)
+                about_vllm = [*about_block, *engine_findings(tree), *_vllm_version()]
+            found += [*about_vllm, *trainer_findings(tree), *resource_findings(tree), *_nemo_rl_version()]
+        else:
+            found += _nemo_rl_alone(tree)
     return block, sorted(found, key=lambda finding: _KINDS.index(finding.kind))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS, REMOTE_DRAFTER
 from nemo_specrollout.config.load import NEMO_RL_DIR, new_keys
+from nemo_specrollout.config.model_rules import model_findings
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
     SPECULATIVE_CONFIG,
@@ -33,7 +34,6 @@ from nemo_specrollout.config.nemo_rl_tree import (
     strings_at,
 )
 from nemo_specrollout.config.strict import nearest
-from nemo_specrollout.storage.model_folder import check_model
 
 
 def trainer_findings(tree: Tree) -> Iterator[Finding]:
@@ -211,7 +211,15 @@ def backend_findings(tree: Tree) -> Iterator[Finding]:
 def engine_findings(tree: Tree) -> Iterator[Finding]:
     """Yields the findings about vLLM's engines."""
     yield from broken(_RULES, tree)
-    for function in (_remote_drafters, _native_drafts, _data_plane, _sampling, runner_findings, _parallelism, _folders):
+    for function in (
+        _remote_drafters,
+        _native_drafts,
+        _data_plane,
+        _sampling,
+        runner_findings,
+        _parallelism,
+        model_findings,
+    ):
         yield from function(tree)
 
 
@@ -376,25 +384,6 @@ def _is_used(tree: Tree, environment: str) -> bool:
     """Returns whether the data name an environment. NeMo-RL's base configs describe environments that no data use."""
     named = [at(tree, f"data.{block}.env_name") for block in ("train", "default", "validation")]
     return environment in named or not any(named)
-
-
-def _folders(tree: Tree) -> Iterator[Finding]:
-    """Yields an error about each model in a folder here that cannot be loaded, and a note about each folder elsewhere."""
-    policy = str(at(tree, "policy.model_name"))
-    native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else {}
-    named = [
-        ("policy.model_name", policy, ""),
-        (f"{SPECULATIVE_CONFIG}.model", native.get("model"), native.get("method")),
-    ]
-    named += [(f"{BLOCK_PATH}.drafters", d.get("model"), d.get("type")) for d in named_drafters(tree)]
-    for path, name, kind in named:
-        if isinstance(name, str) and name and Path(name).is_dir():
-            try:
-                check_model(Path(name), Path(policy), str(kind))
-            except ValueError as error:
-                yield Finding(path, str(error), "error")
-        elif isinstance(name, str) and name.startswith(("/", "./", "../")):
-            yield Finding(path, f"{name} is not a folder here; each engine looks for it on its own machine", "note")
 
 
 _FREE = (BLOCK_PATH, VLLM_KWARGS, "env", "runtime")

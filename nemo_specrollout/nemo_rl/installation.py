@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.block_place import place_findings
 from nemo_specrollout.config.drafter_configs import secret_of_run
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import VLLM_KWARGS, at, block_is_on, model_config
@@ -50,6 +51,8 @@ def install(config: Any) -> bool:
     uninstall()
     tree = config.model_dump()
     if not block_is_on(tree):
+        for finding in place_findings(tree):
+            print(f"{finding.kind}: {finding}", flush=True)
         return False
     block, _ = prepare_nemo_rl(tree)
     assert block is not None

@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,14 @@ from nemo_specrollout.storage.text_files import parse_json
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 Tensor = TypeVar("Tensor")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth")
+"""Files of weights in formats whose headers are not read here."""
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_predict")
+"""Keys of a config.json that count a model's layers for multi-token prediction."""
+_MTP_BY_TYPE = ("dots3_note", "longcat_flash", "step3p", "minimax_m3", "mimo_v2", "gemma4")
+"""Beginnings of the `model_type` of models that vLLM takes to have such layers, whatever their config.json says."""
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -87,6 +96,47 @@ def longest_text(folder: Path) -> int | None:
     return text_config(_read(folder / "config.json")).get("max_position_embeddings")
 
 
+def rope_of(config: Mapping[str, Any], where: object) -> Mapping[str, Any]:
+    """Returns the block about rotary positions of a config; empty without one. Raises ValueError about `where`."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(value := config.get(name) or {}, Mapping):
+            raise ValueError(f"{where}: {name} is {value!r}; it must be a block of keys")
+        if value:
+            return value
+    return {}
+
+
+def num_positions(config: Mapping[str, Any], where: object) -> int | None:
+    """Returns the tokens of the longest text that a config allows, with those that YaRN adds; None if it does not say.
+
+    Raises ValueError about `where` for values of a wrong type.
+    """
+    rope = rope_of(config, where)
+    is_yarn = "yarn" in (rope.get("rope_type"), rope.get("type"))
+    scaled = int((rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or 0)) if is_yarn else 0
+    written = size_in(config, "max_position_embeddings", where, default=0)
+    return max(written, scaled) or None
+
+
+def has_mtp_layers(config: Mapping[str, Any]) -> bool:
+    """Returns whether a model's config.json says that it has layers for multi-token prediction, as vLLM reads it."""
+    blocks = (config, text_config(config), config.get("mtp_config") or {})
+    counts = (block.get(name) for block in blocks if isinstance(block, Mapping) for name in _MTP_LAYERS)
+    is_by_type = any(str(block.get("model_type", "")).startswith(_MTP_BY_TYPE) for block in blocks[:2])
+    return is_by_type or any(isinstance(count, int) and count > 0 for count in counts)
+
+
+def has_mtp_tensors(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Returns whether tensors of these names are of such layers: by their name, or because the policy ends before them."""
+    last = text_config(config).get("num_hidden_layers")
+    for name in names:
+        layer = _LAYER.search(name)
+        is_beyond = layer is not None and isinstance(last, int) and int(layer[1]) >= last
+        if is_beyond or "mtp" in name or "nextn" in name:
+            return True
+    return False
+
+
 def tensor_files(folder: Path) -> list[Path]:
     """Returns the files of a model's tensors: those in its index, as in vLLM, or else all *.safetensors.
 
@@ -123,7 +173,7 @@ def check_model(folder: Path, policy: Path, kind: str = "") -> None:
     try:
         size = _vocab_size(folder)
         _ = stop_token_ids(folder)
-        tensor_shapes(tensor_files(folder))
+        check_tensors(folder)
         if kind not in ("draft_model", "remote") or not policy.is_dir():
             return
         wanted = _vocab_size(policy)
@@ -138,6 +188,33 @@ def check_model(folder: Path, policy: Path, kind: str = "") -> None:
     if not knows_the_tokens:
         fault = "has another tokenizer" if size == wanted else f"knows {size} tokens, the policy {wanted}"
         raise ValueError(f"{folder} {fault}; name a model of the policy's family, or remote if padding differs")
+
+
+def check_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a model's tensors, by name; empty if their format is another than safetensors.
+
+    Raises ValueError for files that are absent or incomplete, or that do not belong to the folder's index or config.json.
+    """
+    files = tensor_files(folder)
+    if not files and not any(any(folder.glob(pattern)) for pattern in _OTHER_FORMATS):
+        raise ValueError(f"{folder}: no *.safetensors file; copy the weights to the folder")
+    shapes = tensor_shapes(files)
+    index = folder / "model.safetensors.index.json"
+    listed = read_object(index)["weight_map"] if index.exists() else {}
+    if missing := sorted(listed.keys() - shapes.keys()):
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise ValueError(f"{index}: no file has the tensor {missing[0]}{more}; copy the folder again")
+    config = text_config(read_object(folder / "config.json"))
+    sizes = {name: size_in(config, name, folder / "config.json", default=0) for name in _SIZES}
+    num_layers = 1 + max((int(layer[1]) for name in shapes if (layer := _LAYER.search(name))), default=-1)
+    if 0 < num_layers < sizes["num_hidden_layers"]:
+        text = f"there are {num_layers} layers of the {sizes['num_hidden_layers']} in config.json"
+        raise ValueError(f"{folder}: {text}; copy the folder again")
+    rows = (sizes["vocab_size"], sizes["hidden_size"])
+    if all(rows) and shapes.get(EMBEDDING, rows) != rows:
+        text = f"{EMBEDDING} is {list(shapes[EMBEDDING])}, config.json makes it {list(rows)}"
+        raise ValueError(f"{folder}: {text}; copy the folder again")
+    return shapes
 
 
 def _vocab_size(folder: Path) -> Any:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells by the files of both, without torch, whether drafters fit a policy: above all heads that draft whole blocks."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import BlockDrafterConfig, DrafterConfig
 from nemo_specrollout.heads.files.head_facts import misfit
-from nemo_specrollout.storage.model_folder import read_object, tensor_shapes
+from nemo_specrollout.storage.model_folder import read_object, tensor_files, tensor_shapes
 
 _ARCHITECTURES = {
     "dflash": ("DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel"),
     "dspark": ("Qwen3DSparkModel", "Qwen3OmniDSparkModel", "DSparkDraftModel", "Gemma4DSparkModel", "K3DSparkModel"),
 }
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _OWN_SAMPLERS = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "dflash2"}
 """Architectures that choose among candidates in kernels of their own, without the policy's noise."""
 
@@ -61,7 +63,7 @@ def _reason(
         what = " or ".join(sorted(names)) or "of no architecture"
         return f"{path}: it is {what}{samples}; name the checkpoint of a {drafter.type}"
     try:
-        shapes = tensor_shapes(sorted(Path(drafter.model).glob("*.safetensors")))
+        shapes = tensor_shapes(tensor_files(Path(drafter.model)))
     except ValueError as error:
         return f"{BLOCK_PATH}.drafters.model: {error}"
     reason = _config_misfit(config, target.get("text_config") or target) or _shape_misfit(config, shapes)
@@ -96,8 +98,13 @@ def _layers_read(config: Mapping[str, Any]) -> Sequence[int]:
 
 
 def _shape_misfit(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns a sentence if the input width of the first layer contradicts the config."""
+    """Returns a sentence if layers are missing, or if the input width of the first one contradicts the config."""
     layer = config.get("transformer_layer_config") or config
+    wanted = layer.get("num_hidden_layers") or 0
+    there = {int(found[1]) for name in shapes if (found := _LAYER.search(name))}
+    missing = sorted(set(range(wanted)) - there)
+    if there and missing:
+        return f"it has no tensor of layer {missing[0]} of its {wanted} layers"
     width = (config.get("target_hidden_size") or layer.get("hidden_size") or 0) * len(_layers_read(config))
     given = next((shape[1] for name, shape in shapes.items() if name.endswith("fc.weight") and len(shape) == 2), width)
     return None if not width or given == width else f"its fc.weight takes {given} numbers, its config.json says {width}"

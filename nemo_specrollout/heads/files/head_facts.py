@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from nemo_specrollout.storage.model_folder import read_object, size_in, tensor_shapes
+from nemo_specrollout.storage.model_folder import num_positions, read_object, size_in, tensor_files, tensor_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -288,14 +288,13 @@ def _layer_shapes(facts: HeadFacts, is_first: bool) -> dict[str, Shape]:
 
 def _longest_text(config: Mapping[str, Any], folder: Path) -> int:
     """Returns the tokens of the longest text that a config allows, with those that YaRN adds."""
-    rope = _block(config, "rope_parameters", folder) or _block(config, "rope_scaling", folder)
-    is_yarn = "yarn" in (rope.get("rope_type"), rope.get("type"))
-    scaled = (rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or 0) if is_yarn else 0
-    return max(size_in(config, "max_position_embeddings", folder / "config.json"), int(scaled))
+    where = folder / "config.json"
+    length = num_positions(config, where)
+    return size_in(config, "max_position_embeddings", where) if length is None else length
 
 
 def _tensor_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
+    files = tensor_files(folder)
     if not files:
         raise ValueError(f"{folder}: no *.safetensors file; save the head in that format")
     return files

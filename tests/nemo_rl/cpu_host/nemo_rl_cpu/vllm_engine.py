@@ -13,16 +13,16 @@ from nemo_rl_cpu.cuda import OnCpu
 from nemo_rl_cpu.refit import device_id
 
 RENAMED = "NEMO_RL_CPU_SYNCHRONIZE_RENAMED"
-# What vLLM 0.32 has moved of that which NeMo-RL's HTTP server, written for 0.25, imports.
-_MOVED = {
-    "vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils",
-    "vllm.entrypoints.openai.engine.protocol": "vllm.entrypoints.serve.engine.protocol",
-}
 
 
 def restore_names(worker_module: ModuleType) -> None:
-    """Modules by their old names, which load those by the new ones when they are asked for something."""
-    for old, new in _MOVED.items():
+    """Modules by their old names, which load those by the new ones when they are asked for something.
+
+    They are the ones of which `check` says that the server does not start without them.
+    """
+    from nemo_specrollout.config.known_traps import MOVED_MODULES
+
+    for old, new in MOVED_MODULES.items():
         sys.modules.setdefault(old, _Moved(old, new))
 
 

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the block `specrollout`, or parts of it, at places of a config that nothing reads. A run would silently be without."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, block_is_on
+from nemo_specrollout.config.strict import join
+
+Keys = tuple[str, ...]
+"""The keys from the top of a config to a value."""
+_PLACE = tuple(BLOCK_PATH.split("."))
+_NAME = _PLACE[-1]
+_ALIKE = 0.85
+"""Similarity by `difflib` from which a key counts as the block's name misspelt, such as `specrolout`."""
+_LONG_NAME = re.compile(r"spec[a-z]*roll")
+"""Other spellings of the name, such as `speculative_rollout` and `nemo_specrollout`."""
+_COMMON_KEYS = {"enabled", "num_speculative_tokens", "budget", "verify"}
+"""Keys of the block that other blocks of a config may have, too."""
+_OWN_KEYS = {field.name for field in dataclasses.fields(SpecrolloutConfig)} - _COMMON_KEYS
+_SWITCHES = {field.name for field in dataclasses.fields(SpecrolloutConfig) if field.default is None}
+"""Parts of the block that are off while they have no value."""
+
+
+def place_findings(tree: Tree) -> Iterator[Finding]:
+    """Yields a warning of the block, or of a part of it, that is misspelt, misplaced or without a value.
+
+    `tree` has the `defaults` and the overrides of the command line in it, so their mistakes are found, too.
+    """
+    generation = at(tree, ".".join(_PLACE[:-1]), {})
+    if isinstance(generation, Mapping) and _NAME in generation and generation[_NAME] is None:
+        text = "null; a block without a value is off: write `enabled: true` into it, or remove the key"
+        yield Finding(BLOCK_PATH, text, "warning")
+    yield from _parts_without_value(at(tree, BLOCK_PATH))
+    for path, keys in _misplaced(tree):
+        yield _misplacement(path, keys[-1], is_on=block_is_on(tree))
+
+
+def _parts_without_value(block: Any) -> Iterator[Finding]:
+    names = (
+        [key for key, value in block.items() if value is None and key in _SWITCHES]
+        if isinstance(block, Mapping)
+        else []
+    )
+    if names:
+        text = f"{' and '.join(names)} without a value, which is off; `{{}}` turns it on with its defaults"
+        yield Finding(BLOCK_PATH, text, "note")
+
+
+def _misplaced(node: Any, path: str = "", keys: Keys = ()) -> Iterator[tuple[str, Keys]]:
+    """Yields path and keys of what looks like the block, or a part of it, at any place but its own. Looks into lists, too."""
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from _misplaced(item, f"{path}[{index}]", (*keys, str(index)))
+    if not isinstance(node, Mapping):
+        return
+    for key, value in node.items():
+        below = (*keys, str(key))
+        if below == _PLACE:
+            continue  # `build` checks the keys of the block itself
+        if _is_name(str(key)) or str(key) in _OWN_KEYS:
+            yield join(path, key), below
+        else:
+            yield from _misplaced(value, join(path, key), below)
+
+
+def _is_name(key: str) -> bool:
+    """Returns whether a key is the block's name, well or badly spelt, or a dotted path with such a part."""
+    for part in key.split("."):
+        letters = re.sub("[^a-z]", "", part.lower())
+        is_alike = letters[:1] == "s" and difflib.SequenceMatcher(None, letters, _NAME).ratio() >= _ALIKE
+        if is_alike or _LONG_NAME.search(letters):
+            return True
+    return False
+
+
+def _misplacement(path: str, key: str, *, is_on: bool) -> Finding:
+    place = join(BLOCK_PATH, key) if key in _OWN_KEYS else BLOCK_PATH
+    if is_on:
+        effect = f"; the block in effect is {BLOCK_PATH}: move there what is meant, and remove this"
+    else:
+        effect = f", and specrollout is off; it belongs at {place}"
+    if "." in key and not is_on:
+        effect += ", each name on a line of its own, because a key of a file with dots is one name"
+    return Finding(path, f"nothing reads it there{effect}", "warning")
