@@ -39,7 +39,8 @@ class Engines:
         self._lets_go.set()
         self._num_decoding = [0, 0]
         self._shards = [
-            StreamShard(e, StreamEngine(partial(self._decode, e), 4), partial(self._ask, e, exchange)) for e in (0, 1)
+            StreamShard(e, StreamEngine(partial(self._decode, e), 4), partial(self._ask, e, exchange), None)
+            for e in (0, 1)
         ]
         for speaks in self._speaks:
             speaks.set()
