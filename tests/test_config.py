@@ -11,6 +11,7 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from plugin_package import install_plugin
 
 from lab.cli.prepare import prepare
 from lab.local.run_config import BenchConfig, RunConfig, read_run_config
@@ -265,6 +266,28 @@ def test_racing_needs_engines_and_engines_need_requests() -> None:
     assert quickstart(f"{FASTEST}={{enabled: false}}").cluster.rollout_workers == 1, (
         "a disabled block needs no second engine"
     )
+
+
+def test_no_run_continues_requests_whose_tokens_depend_on_the_end_of_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests continue from the text so far where they move, where an engine dies, and after an update in flight."""
+    kwargs = "policy.generation.vllm_kwargs"
+    processors = f"{kwargs}.logits_processors=['a.b:C']"
+    assert quickstart(processors).policy.generation.vllm_kwargs["logits_processors"] == ["a.b:C"]
+    sentence = (
+        f"{kwargs}.logits_processors: with several rollout workers, requests continue from the text so far, but a log"
+    )
+    assert_refused(sentence, processors, "cluster.rollout_workers=2")
+    in_flight = "in_flight_weight_updates: true, recompute_kv_cache_after_weight_updates: true"
+    asynchronous = f"grpo.async_grpo={{enabled: true, {in_flight}}}"
+    corrected = "loss_fn.use_importance_sampling_correction=true"
+    assert_refused(f"{kwargs}.logits_processors: with recompute_kv_cache_after", processors, asynchronous, corrected)
+    watermark = (f"{kwargs}.watermark_config={{key: 1}}", f"{BLOCK_PATH}.drafters=[]")
+    assert_refused(f"{kwargs}.watermark_config: with several rollout workers", *watermark, "cluster.rollout_workers=2")
+    install_plugin(tmp_path, monkeypatch)
+    assert_refused("vllm.logits_processors: ['budget'] are installed here; with several", "cluster.rollout_workers=2")
+    assert quickstart().cluster.rollout_workers == 1
 
 
 def test_each_engine_has_at_most_one_drafter_with_weights() -> None:

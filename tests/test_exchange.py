@@ -6,23 +6,31 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import STEP_ADDER
+from counting_processor import CountingProcessor
+from plugin_package import install_plugin
 from rollout_world import WildPolicy, drive_clock
 from shard_world import OneAtATime, Shard, ThreadLink, given, rolled_out, sharded
 from test_equality import assert_equal, requests
-from test_racing import MAX_TOKENS, SAMPLINGS, engine_pair, plain_rollouts, six_prompts
+from test_racing import DRAFTING, MAX_TOKENS, SAMPLINGS, engine_pair, plain_rollouts, six_prompts
+from test_stream_exchange import MOVING_KINDS
+from tiny_policies import save_policy
+from vllm.engine.arg_utils import EngineArgs
 
 from lab.local.engine import RolloutEngine
 from lab.local.rollout_pool import OwnRay, ray
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
+from nemo_specrollout.config.staying_requests import PLUGINS
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest
 from nemo_specrollout.generation.engine.vllm_requests import (
-    RolloutSamplingParams,
     as_vllm_returns,
     is_portable,
+    reason_to_stay,
     shard_requests,
 )
 from nemo_specrollout.nemo_rl.engine_inputs import engine_arguments
@@ -32,6 +40,7 @@ from nemo_specrollout.nemo_rl.supervisor import SpecrolloutExchange
 from nemo_specrollout.stragglers import coordinator
 from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turn_engine import Ask
+from nemo_specrollout.stragglers.turn_shard import TurnShard
 from nemo_specrollout.stragglers.turns import ExchangeFailed
 
 pytestmark = pytest.mark.integration
@@ -285,7 +294,7 @@ def test_the_record_is_vllm_s_own(engines: list[RolloutEngine], expected: dict[s
     params = [given(engines[1], r, {}) for r in work]
     prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in work]
     native = engines[1]._llm.generate(prompts, params, use_tqdm=False)
-    asked = shard_requests(0, prompts, params)
+    asked = shard_requests(0, prompts, params, None)
     assert asked is not None
     for request, theirs, made in zip(asked, native, expected["T=1"], strict=False):
         ours = as_vllm_returns(request, theirs.request_id, made)
@@ -302,18 +311,125 @@ def test_the_record_is_vllm_s_own(engines: list[RolloutEngine], expected: dict[s
     [
         {"stop": ["x"], "detokenize": True}, {"repetition_penalty": 1.1}, {"min_tokens": 3}, {"n": 2}, {"logprobs": 2},
         {"prompt_logprobs": 1}, {"bad_words": ["a"]}, {"max_tokens": None}, {"logprobs": None}, {"frequency_penalty": 0.5},
+        {"prompt_logprobs": 0}, {"thinking_token_budget": 0}, {"thinking_token_budget": 9}, {"watermarking": False},
+        {"_bad_words_token_ids": [[3]]}, {"trace_decode_token_ids": [3]}, {"structured_outputs": {"regex": "a"}},
+        {"prompt_logprob_token_ids": [[3]]}, {"extra_args": {EXTRA_ARGS_KEY: {"seed": 1}, "budget": 9}},
+        {"extra_args": {EXTRA_ARGS_KEY: {"prompt_index": 1}}}, {"extra_args": None},
     ],
     ids=str,
 )  # fmt: skip
 def test_requests_that_look_back_at_the_response_do_not_move(
     engines: list[RolloutEngine], change: dict[str, Any]
 ) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
     request: RolloutRequest = requests(1, 1)[0]
     prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
-    usual = {**engines[0]._sampling(request), "top_k": -1, "min_p": 0.1}
-    assert is_portable(prompt, RolloutSamplingParams(**usual))
-    assert not is_portable(prompt, RolloutSamplingParams(**{**usual, **change}))
-    assert not is_portable({**prompt, "multi_modal_data": {}}, RolloutSamplingParams(**usual))
+    params = given(engines[0], request, {"top_k": -1, "min_p": 0.1, "stop": [], "bad_words": None})
+    assert is_portable(prompt, params, None)
+    assert not is_portable(prompt, params, "a reason of the engine's")
+    assert not is_portable({**prompt, "multi_modal_data": {}}, params, None)
+    (name, value) = next(iter(change.items()))
+    if name == "structured_outputs":
+        value = StructuredOutputsParams(**value)
+    if name == "prompt_logprob_token_ids":
+        value = np.asarray(value)
+    setattr(params, name, value)
+    assert not is_portable(prompt, params, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, None),
+        ({"reasoning_config": {"reasoning_start_str": "so", "reasoning_end_str": "answer"}}, None),
+        ({"logits_processors": [CountingProcessor]}, "logits_processors: a logits processor may count"),
+        ({"watermark_config": {"algorithm": "gumbel", "key": 5}}, "watermark_config: a watermark depends"),
+        ({"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}, "return_sampling_mask: an engine"),
+        ({"hf_overrides": {"rswa_window": 128}}, "rswa_window: the policy's attention sees all of the prompt"),
+        ({"hf_overrides": {"canvas_length": 128}}, "canvas_length: the policy is a diffusion model"),
+    ],
+    ids=str,
+)
+def test_an_engine_may_keep_all_its_requests(arguments: dict[str, Any], reason: str | None) -> None:
+    config = EngineArgs(model=str(STEP_ADDER), max_model_len=256, **arguments).create_engine_config()
+    assert (reason_to_stay(config) or "").startswith(reason or "") and (reason is None) == (
+        reason_to_stay(config) is None
+    )
+
+
+def test_an_engine_that_returns_experts_keeps_all_its_requests(tmp_path: Path) -> None:
+    policy = save_policy("Qwen3-MoE", tmp_path)
+    config = EngineArgs(model=str(policy), max_model_len=256, enable_return_routed_experts=True).create_engine_config()
+    assert "returns the experts of its own tokens only" in (reason_to_stay(config) or "")
+
+
+def test_an_installed_plugin_keeps_all_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineArgs(model=str(STEP_ADDER), max_model_len=256).create_engine_config()
+    install_plugin(tmp_path, monkeypatch)
+    assert (reason_to_stay(config) or "").startswith(f"{PLUGINS}: a logits processor may count")
+
+
+def engines_own(llm: Any, params: list[Any]) -> list[Any]:
+    """Returns what vLLM returns for the first of `six_prompts`, one for each of `params`."""
+    prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in six_prompts()[: len(params)]]
+    made: list[Any] = llm.generate(prompts, params, use_tqdm=False)
+    return made
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_synchronous_engine_with_a_logits_processor_works_alone(
+    start_engine: Callable[..., RolloutEngine], name: str
+) -> None:
+    """It does not work for others either, whose requests it would continue with another count."""
+    pair = [start_engine(STEP_ADDER, DRAFTING, MAX_TOKENS, logits_processors=[CountingProcessor]) for _ in range(2)]
+    exchange = wild(8)
+    exchange.begin()
+    shards = [TurnShard(engine._llm, w, ThreadLink(exchange, w)) for w, engine in enumerate(pair)]
+    work = six_prompts()[:8]
+    params = [given(pair[0], r, SAMPLINGS[name]) for r in work]
+    prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in work]
+    made = shards[0].generate(prompts, params, lambda: engines_own(pair[0]._llm, params), use_tqdm=False)
+    assert shards[1].generate([], [], list) == []
+    exchange.end()
+    assert_equal([Rollout.from_vllm(m) for m in made], pair[1].generate(work, **SAMPLINGS[name]))
+    assert exchange.take_figures()["moves"] == 0
+
+
+def test_requests_with_further_arguments_stay(engines: list[RolloutEngine]) -> None:
+    """Other engines would not get them. `use_tqdm` concerns no token, so such requests go to the exchange, which is lost."""
+    params = [given(engines[1], r, {}) for r in six_prompts()[:2]]
+    prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in six_prompts()[:2]]
+    asked: list[str] = []
+
+    def lost(method: Callable[..., object], *_: Any) -> Callable[[], Any]:
+        asked.append(method.__name__)
+        raise ExchangeFailed("it died")
+
+    shard = TurnShard(engines[1]._llm, 0, lost)
+    shard.generate(prompts, params, lambda: engines_own(engines[1]._llm, params), use_tqdm=False, lora_request=None)
+    shard.generate(prompts, params, lambda: engines_own(engines[1]._llm, params), lora_request=object())
+    assert asked == ["join", "leave"]
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_each_portable_kind_of_request_goes_on_from_any_token(engines: list[RolloutEngine], name: str) -> None:
+    work = six_prompts()
+    kinds = [MOVING_KINDS[i % len(MOVING_KINDS)] for i in range(len(work))]
+    params = [given(engines[1], r, {**SAMPLINGS[name], **kind}) for r, kind in zip(work, kinds, strict=True)]
+    prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in work]
+    whole = [Rollout.from_vllm(m) for m in engines_own(engines[1]._llm, params)]
+    asked = shard_requests(0, prompts, params, None)
+    assert asked is not None
+    for seed in range(3):
+        cuts = [(seed * 41 + 7 * i) % len(w.token_ids) for i, w in enumerate(whole)]
+        rest = [replace(r, prefix_token_ids=w.token_ids[:c]) for r, w, c in zip(asked, whole, cuts, strict=True)]
+        hosted, made = OneAtATime(engines[0]._llm), {}
+        ids = hosted.submit(rest, {})
+        while len(made) < len(ids):
+            made |= hosted.step()
+        assert [made[i].token_ids for i in ids] == [w.token_ids[c:] for w, c in zip(whole, cuts, strict=True)]
+        assert [made[i].finish_reason for i in ids] == [w.finish_reason for w in whole]
 
 
 def test_a_prefix_of_any_length_goes_on(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:

@@ -14,6 +14,7 @@ from own_ray import ray_for_actors_of
 
 from lab.local.rollout_pool import ray
 from nemo_specrollout.config.block import FastestOfNConfig
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange_async
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.nemo_rl.supervisor import EngineStillDecodes, ExchangeDriver, SpecrolloutExchange
@@ -39,7 +40,8 @@ class Engines:
         self._lets_go.set()
         self._num_decoding = [0, 0]
         self._shards = [
-            StreamShard(e, StreamEngine(partial(self._decode, e), 4), partial(self._ask, e, exchange)) for e in (0, 1)
+            StreamShard(e, StreamEngine(partial(self._decode, e), 4), partial(self._ask, e, exchange), None)
+            for e in (0, 1)
         ]
         for speaks in self._speaks:
             speaks.set()
@@ -83,7 +85,8 @@ class Engines:
     async def _request(self, engine: int) -> Any:
         from nemo_specrollout.generation.engine.vllm_requests import RolloutSamplingParams
 
-        params = RolloutSamplingParams(max_tokens=NUM_TOKENS, logprobs=0, detokenize=False, seed=engine)
+        extra_args = {EXTRA_ARGS_KEY: {"seed": engine}}
+        params = RolloutSamplingParams(max_tokens=NUM_TOKENS, logprobs=0, detokenize=False, extra_args=extra_args)
         prompt = {"prompt_token_ids": [1, 2, 3]}
         shard = self._shards[engine]
         outputs = shard.generate(prompt, params, f"r{engine}", lambda: self._decode_alone(engine))

@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 from conftest import STEP_ADDER
+from counting_processor import FORCED, FORCED_AT, CountingProcessor
 from rollout_world import WildPolicy
 from safetensors.torch import load_file
 from shard_world import LoopLink, StreamingEngine, given
 from test_equality import count_equal
-from test_racing import MAX_TOKENS, SAMPLINGS, engine_pair, noisy, plain_rollouts, six_prompts
+from test_racing import DRAFTING, MAX_TOKENS, SAMPLINGS, engine_pair, noisy, plain_rollouts, six_prompts
+from test_request_kinds import REASONING
 
 from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest
-from nemo_specrollout.generation.engine.vllm_requests import REFUSALS, RolloutSamplingParams, shard_request
+from nemo_specrollout.generation.engine.vllm_requests import (
+    REFUSALS,
+    RolloutSamplingParams,
+    reason_to_stay,
+    shard_request,
+)
 from nemo_specrollout.stragglers import coordinator
 from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.stream_engine import StreamEngine, StreamShard
@@ -55,8 +62,9 @@ class Fleet:
         self.exchange = StragglerExchange(["drafting", "plain"], FastestOfNConfig(), MAX_TOKENS)
         self.exchange._coordinator.policy = WildPolicy(seed)
         self.engines, self.streams = engines, [StreamingEngine(engine) for engine in engines]
+        stays = reason_to_stay(engines[0]._llm.llm_engine.vllm_config)
         self.shards = [
-            StreamShard(w, StreamEngine(stream.generate, 6), LoopLink(self.exchange, w, dies_after))
+            StreamShard(w, StreamEngine(stream.generate, 6), LoopLink(self.exchange, w, dies_after), stays)
             for w, stream in enumerate(self.streams)
         ]
 
@@ -119,6 +127,87 @@ def test_moves_change_no_token(engines: list[RolloutEngine], expected: dict[str,
         made, figures = run(work())
         assert_same(made, expected[name])
         num_moves, num_races = num_moves + figures["moves"], num_races + figures["races"]
+
+
+# Every kind of request
+
+MOVING_KINDS: tuple[dict[str, Any], ...] = (
+    {}, {"top_p": 0.9, "top_k": 20, "min_p": 0.05}, {"logit_bias": {10: 1.5, 11: -1.0}}, {"ignore_eos": True},
+    {"allowed_token_ids": list(range(2, 60))}, {"stop_token_ids": [12, 20]},
+)  # fmt: skip
+STAYING_KINDS: tuple[dict[str, Any], ...] = (
+    {"presence_penalty": 0.4, "frequency_penalty": 0.2}, {"min_tokens": 40}, {"_bad_words_token_ids": [[12], [10, 11]]},
+    {"thinking_token_budget": 6}, {"thinking_token_budget": 0}, {"stop": ["7 ,"], "detokenize": True}, {"logprobs": 2},
+    {"prompt_logprobs": 0}, {"structured_outputs": r"(we|so)(add[0-9]{2,4}[+=]){3}answer:[0-9]{1,3}"},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kinds_engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
+    """Two engines that can take every kind of request, and one without drafters to compare them with."""
+    blocks = DRAFTING, SpecrolloutConfig(drafters=()), SpecrolloutConfig(drafters=())
+    kwargs = {"max_num_seqs": 6, "skip_tokenizer_init": False, "reasoning_config": REASONING}
+    return [start_engine(STEP_ADDER, block, MAX_TOKENS, **kwargs) for block in blocks]
+
+
+def of_kind(i: int) -> dict[str, Any]:
+    """Returns the parameters of request `i`. Every second request may move."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    kinds = (STAYING_KINDS, MOVING_KINDS)[i % 2]
+    kind = dict(kinds[i // 2 % len(kinds)])
+    if "structured_outputs" in kind:  # vLLM changes the object
+        kind["structured_outputs"] = StructuredOutputsParams(regex=kind["structured_outputs"])
+    return kind
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_moves_change_no_token_of_any_kind_of_request(kinds_engines: list[RolloutEngine], name: str) -> None:
+    *pair, plain_ = kinds_engines
+    work = six_prompts()
+    prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in work]
+    params = [given(plain_, r, {**SAMPLINGS[name], **of_kind(i)}) for i, r in enumerate(work)]
+    native = plain_._llm.generate(prompts, params, use_tqdm=False)
+
+    async def roll_out(seed: int) -> tuple[list[Any], float]:
+        fleet = await Fleet(pair, seed).begin()
+        asked = (fleet.ask(i, r, **SAMPLINGS[name], **of_kind(i)) for i, r in enumerate(work))
+        made = await asyncio.gather(*asked)
+        await fleet.end()
+        figures = fleet.exchange.take_figures()
+        return made, figures["moves"] + figures["races"]
+
+    num_changes = 0.0
+    seed = 1
+    while num_changes <= 3:
+        made, changes = run(roll_out(seed))
+        assert_same(made, [Rollout.from_vllm(output) for output in native])
+        assert [m.prompt_logprobs is None for m in made] == [n.prompt_logprobs is None for n in native]
+        num_changes += changes
+        seed += 1
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_an_engine_with_a_logits_processor_keeps_its_requests(
+    start_engine: Callable[..., RolloutEngine], name: str
+) -> None:
+    """The processor counts from the end of the prompt, so that a request which moved would get other tokens."""
+    processors = {"logits_processors": [CountingProcessor], "max_num_seqs": 6}
+    blocks = DRAFTING, SpecrolloutConfig(drafters=()), SpecrolloutConfig(drafters=())
+    *pair, plain_ = (start_engine(STEP_ADDER, block, MAX_TOKENS, **processors) for block in blocks)
+    alone = plain_.generate(six_prompts(), **SAMPLINGS[name])
+    assert all(r.token_ids[FORCED_AT] == FORCED for r in alone if len(r.token_ids) > FORCED_AT)
+
+    async def work() -> tuple[list[Any], dict[str, float]]:
+        fleet = await Fleet(pair, 1).begin()
+        made = await asyncio.gather(*(fleet.ask(i, r, **SAMPLINGS[name]) for i, r in enumerate(six_prompts())))
+        reason = "logits_processors: a logits processor may count from the end of the prompt, as budgets do"
+        await fleet.end(reason, reason)
+        return made, fleet.exchange.take_figures()
+
+    made, figures = run(work())
+    assert_same(made, alone)
+    assert figures["moves"] == figures["races"] == 0
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 7, 15])

@@ -22,6 +22,7 @@ from lab.local.run_sections import (
     PolicyConfig,
 )
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.staying_requests import ARGUMENTS_FOR_TOKENS, PLUGINS, WHY_ALL_STAY, plugins_here
 from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join, nearest, raise_first_mistake
 
 
@@ -100,6 +101,7 @@ class RunConfig:
         """Raises ConfigError if sections contradict each other."""
         self._check_lengths()
         self._check_rollout_workers()
+        self._check_continued_requests()
         self._check_asynchrony()
         self._check_draftless()
         samples = self.grpo.samples_per_step
@@ -208,6 +210,28 @@ class RunConfig:
                 "false with fastest_of_n; "
                 "after an update, a request that moved would have another KV cache than one that stayed: set it to true",
             ),
+        )
+
+    def _check_continued_requests(self) -> None:
+        """Raises ConfigError if a run continues requests from the text so far, and their tokens depend on where a prompt ends.
+
+        Several engines continue requests that move, or whose engine dies. One engine does so after an update in flight.
+        """
+        generation = self.policy.generation
+        asynchronous = self.grpo.async_grpo
+        has_several = self.cluster.rollout_workers > 1
+        recomputes = asynchronous.enabled and asynchronous.recompute_kv_cache_after_weight_updates
+        if not has_several and (not recomputes or generation.specrollout.runs_ahead):
+            return
+        where = "several rollout workers" if has_several else "recompute_kv_cache_after_weight_updates"
+        text = f"with {where}, requests continue from the text so far, but {{}}: remove one of the two"
+        plugins = plugins_here()
+        raise_first_mistake(
+            "", (plugins, PLUGINS, f"{plugins} are installed here; " + text.format(WHY_ALL_STAY[PLUGINS]))
+        )
+        raise_first_mistake(
+            "policy.generation.vllm_kwargs",
+            *((generation.vllm_kwargs.get(n), n, text.format(WHY_ALL_STAY[n])) for n in ARGUMENTS_FOR_TOKENS),
         )
 
     def _check_rollout_workers(self) -> None:

@@ -33,6 +33,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     stale_kv_field,
     strings_at,
 )
+from nemo_specrollout.config.staying_requests import staying_findings
 from nemo_specrollout.config.strict import nearest
 
 
@@ -197,8 +198,6 @@ _V1_OPTIONS = ("parallel_drafting", "disable_padded_drafter_batch", "use_heterog
 """Options of `speculative_config` that only vLLM's V1 model runner has."""
 _PARALLEL_METHODS = ("dflash", "dspark")
 """Methods that draft all positions in one pass by nature, with speculators of the V2 model runner."""
-_STOP_AT_STRINGS = ("sliding_puzzle_game", "code", "retriever")
-"""NeMo-RL's environments that end each turn at a string, by their names in `env`."""
 
 
 def backend_findings(tree: Tree) -> Iterator[Finding]:
@@ -338,21 +337,7 @@ def fastest_of_n_findings(tree: Tree, fastest: FastestOfNConfig | None) -> Itera
             "from another KV cache than one that stayed: set it to true"
         )
         yield Finding(field, text, "error")
-    stay = "requests with it stay in their engine, so none moves"
-    for path in (
-        f"{GENERATION}.stop_strings",
-        f"{GENERATION}.bad_words",
-        f"{VLLM_KWARGS}.enable_return_routed_experts",
-    ):
-        if value := at(tree, path):
-            yield Finding(path, f"{json.dumps(value)} with fastest_of_n; {stay}", "warning")
-    for name in _STOP_AT_STRINGS:
-        if at(tree, f"env.{name}") is not None and _is_used(tree, name):
-            text = "its turns end at a string; with fastest_of_n such requests stay in their engine, so none moves"
-            yield Finding(f"env.{name}", text, "warning")
-    if at(tree, f"{VLLM_CFG}.expose_http_server"):
-        text = "true with fastest_of_n; requests that come through the server stay in their engine"
-        yield Finding(f"{VLLM_CFG}.expose_http_server", text, "warning")
+    yield from staying_findings(tree)
 
 
 def _number_of_engines(fastest: FastestOfNConfig, engines: int) -> Iterator[Finding]:
@@ -378,12 +363,6 @@ def _number_of_engines(fastest: FastestOfNConfig, engines: int) -> Iterator[Find
             "error",
         ),
     )
-
-
-def _is_used(tree: Tree, environment: str) -> bool:
-    """Returns whether the data name an environment. NeMo-RL's base configs describe environments that no data use."""
-    named = [at(tree, f"data.{block}.env_name") for block in ("train", "default", "validation")]
-    return environment in named or not any(named)
 
 
 _FREE = (BLOCK_PATH, VLLM_KWARGS, "env", "runtime")

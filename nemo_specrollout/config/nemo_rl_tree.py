@@ -34,10 +34,14 @@ def at(tree: Tree, path: str, default: Any = None) -> Any:
 
 
 def strings_at(tree: Tree, keys: Collection[str], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yields path and value of each string under one of `keys`, in any block of `tree`."""
+    """Yields path and value of each string under one of `keys`, in any block of `tree`, also in lists of blocks."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from strings_at(value, keys, f"{above}{name}.")
+        elif isinstance(value, list):
+            for i, block in enumerate(value):
+                if isinstance(block, Mapping):
+                    yield from strings_at(block, keys, f"{above}{name}[{i}].")
         elif name in keys and isinstance(value, str):
             yield f"{above}{name}", value
 

@@ -5,9 +5,7 @@ NeMo-RL calls these actors workers, too (`VllmGenerationWorker`). Here a worker 
 process for a GPU. An engine actor asks the workers of its engine through `collective_rpc`.
 """
 
-import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -18,21 +16,16 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
-from nemo_specrollout.generation.engine.vllm_requests import as_vllm_returns, shard_request, shard_requests
+from nemo_specrollout.generation.engine.vllm_requests import reason_to_stay, shard_request
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
 from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, ROOTS_KEY, SEEDS_KEY, Row
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.run_ahead.early_requests import AheadTasks, AheadTurns
 from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
-from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.stream_engine import StreamEngine, StreamShard
-from nemo_specrollout.stragglers.turn_engine import roll_out_shard
-from nemo_specrollout.stragglers.turns import ExchangeFailed
-
-logger = logging.getLogger(__name__)
+from nemo_specrollout.stragglers.turn_shard import TurnShard
 
 _rows: ContextVar[list[Row] | None] = ContextVar("specrollout_rows", default=None)
 """Rows of this generate call."""
@@ -45,35 +38,6 @@ def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
         return None
     seeds, prompt_lengths, speculate = (column.tolist() for column in columns)
     return [Row(*facts) for facts in zip(seeds, prompt_lengths, speculate, strict=True)]
-
-
-class ShardRacing:
-    """Stands in for `vllm.LLM.generate` of a synchronous engine, whose shard is rolled out together with the others'."""
-
-    def __init__(self, llm: Any, actor: Any, engine: int) -> None:
-        self._hosted = HostedEngine(llm)
-        self._ask = partial(ask_exchange, actor, engine)
-        self._engine = engine
-        self._has_warned = False
-
-    def generate(self, prompts: Sequence[Any], params: Sequence[Any], native: Callable[[], list[Any]]) -> list[Any]:
-        """Returns vLLM's records of the requests, in their order.
-
-        The engine works alone, by `native`, if one of the requests cannot go on in another engine, or the exchange is lost.
-        """
-        requests = shard_requests(self._engine, prompts, params)
-        if requests is None:
-            with suppress(ExchangeFailed):
-                self._ask(StragglerExchange.leave)()
-            return native()
-        try:
-            made = roll_out_shard(self._hosted, self._ask, requests)
-        except ExchangeFailed as error:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning("specrollout: the exchange failed, so each engine makes its own requests: %s", error)
-            return native()
-        return [as_vllm_returns(r, str(i), m) for i, (r, m) in enumerate(zip(requests, made, strict=True))]
 
 
 class _SeededEngine(EngineActorCalls):
@@ -153,7 +117,7 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         params = self._request_seeds.of_rows(sampling_params, rows)
         if self._racing is None:
             return self._generate(prompts, params, **kwargs)
-        return self._racing.generate(prompts, params, lambda: self._generate(prompts, params, **kwargs))
+        return self._racing.generate(prompts, params, lambda: self._generate(prompts, params, **kwargs), **kwargs)
 
     def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
         """Generates as NeMo-RL does. An engine without rows works for the others."""
@@ -171,7 +135,7 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
 
     def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
         """Joins the exchange of requests as engine number `engine`."""
-        self._racing = ShardRacing(self.llm, actor, engine)
+        self._racing = TurnShard(self.llm, engine, partial(ask_exchange, actor, engine))
 
     def specrollout_run_ahead(
         self, prompts: list[list[int]], rows: list[Row], seconds: float, after: int
@@ -245,7 +209,8 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     async def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
         """Joins the exchange of requests as engine number `engine`."""
         stream = StreamEngine(self._generate, int(self.llm.vllm_config.scheduler_config.max_num_seqs))
-        self._racing = StreamShard(engine, stream, partial(ask_exchange_async, actor, engine))
+        stays = reason_to_stay(self.llm.vllm_config)
+        self._racing = StreamShard(engine, stream, partial(ask_exchange_async, actor, engine), stays)
         await self._racing.begin()
 
     async def specrollout_leave_exchange(self) -> None:

@@ -180,8 +180,10 @@ class StreamShard:
     If the exchange is lost, the engine makes its own requests alone from their beginning: the same tokens, later.
     """
 
-    def __init__(self, number: int, engine: StreamEngine, ask: Ask) -> None:
+    def __init__(self, number: int, engine: StreamEngine, ask: Ask, stays: str | None) -> None:
+        """`stays` is why every request must stay in this engine (`reason_to_stay`); None if requests may move."""
         self._number = number
+        self._stays = stays
         self._engine = engine
         self._ask = ask
         self._waiting: dict[int, asyncio.Future[Rollout | None]] = {}
@@ -192,6 +194,10 @@ class StreamShard:
         """Reason why the engine is alone; None while it is connected."""
 
     async def begin(self) -> None:
+        """Joins the exchange, unless requests must stay in this engine. It could not continue others' requests either."""
+        if self._stays is not None:
+            await self._go_alone(ExchangeFailed(self._stays))
+            return
         try:
             await self._ask(StragglerExchange.join, self._engine.capacity)
         except ExchangeFailed as error:
@@ -209,7 +215,7 @@ class StreamShard:
     ) -> AsyncIterator[Any]:
         """Replaces `AsyncLLM.generate`: yields the last output only. `native` serves what other engines cannot take over."""
         rollout = None
-        if self.failure is None and is_portable(prompt, params):
+        if self.failure is None and is_portable(prompt, params, self._stays):
             request = shard_request((self._number, self._num_requests), prompt, params)
             self._num_requests += 1
             rollout = await self._roll_out(request)

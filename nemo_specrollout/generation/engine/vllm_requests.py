@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's requests: sampling parameters that engines hand each other, and finished outputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from nemo_specrollout.config.staying_requests import PLUGINS, WHY_ALL_STAY, plugins_here
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES, Rollout, ShardRequest
 from nemo_specrollout.sampling.seeds import content_hash
@@ -41,9 +42,12 @@ _PORTABLE_PARAMS = {
     "skip_reading_prefix_cache",
     "_all_stop_token_ids",
     "_eos_token_id",
-    "_bad_words_token_ids",
 }
-"""Parameters that concern one position at a time, or no token at all. All others look back at the response's text."""
+"""Parameters that concern one position at a time, or no token at all.
+
+All others look back at the response from its beginning, or ask for something that an engine returns only of tokens that it
+made itself.
+"""
 
 
 class RolloutSamplingParams(SamplingParams):
@@ -65,23 +69,65 @@ class RolloutSamplingParams(SamplingParams):
             )
 
 
-def is_portable(prompt: Any, params: Any) -> bool:
+def reason_to_stay(vllm_config: Any) -> str | None:
+    """Returns why every request must stay in an engine of this config of vLLM's; None if requests may leave it.
+
+    An engine that continues a request has the text so far as its prompt. What the engine derives from the place where the
+    prompt ends is then another: what a logits processor counts, or which tokens attention sees.
+    """
+    model = vllm_config.model_config
+    outputs = getattr(vllm_config, "aux_output_config", model)  # before 0.32 in the latter
+    has = {
+        "logits_processors": model.logits_processors,
+        PLUGINS: plugins_here(),
+        "watermark_config": getattr(vllm_config, "watermark_config", None),
+        "enable_return_routed_experts": getattr(outputs, "enable_return_routed_experts", False),
+        "return_sampling_mask": getattr(model, "return_sampling_mask", False),
+        "rswa_window": getattr(model, "rswa_window", None) is not None,
+        "canvas_length": getattr(model, "is_diffusion", False),
+    }
+    return next((f"{name}: {WHY_ALL_STAY[name]}" for name, value in has.items() if value), None)
+
+
+def is_portable(prompt: Any, params: Any, stays: str | None) -> bool:
     """Returns whether another engine can continue a request from any token.
 
-    Such a request has a text prompt, and parameters that look at one position at a time. Stop strings, penalties, minimum
-    lengths and the like need the response from its beginning.
+    `stays` is what `reason_to_stay` says of the request's engine. A portable request has a text prompt, a seed that is equal
+    in all engines, and parameters that look at one position at a time. Stop strings, penalties, budgets, minimum lengths and
+    the like need the response from its beginning. Further `extra_args` may be for code of the user's that needs it, too.
     """
-    if not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"} or params.max_tokens is None:
+    if stays is not None or not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
+        return False
+    extra = params.extra_args or {}
+    identity = extra.get(EXTRA_ARGS_KEY)
+    if len(extra) != 1 or not isinstance(identity, Mapping) or "seed" not in identity:
         return False
     default = type(params)(logprobs=0)
     others = set(type(params).__struct_fields__) - _PORTABLE_PARAMS
-    is_default = all((getattr(params, name) or None) == (getattr(default, name) or None) for name in others)
-    return is_default and params.logprobs == 0
+    is_default = all(_are_equal(getattr(params, name), getattr(default, name)) for name in others)
+    return is_default and params.logprobs == 0 and params.max_tokens is not None
 
 
-def shard_requests(engine: int, prompts: Sequence[Any], params: Sequence[Any]) -> list[ShardRequest] | None:
-    """Returns the requests of engine number `engine` for others to continue; None if one of them is not portable."""
-    if not all(map(is_portable, prompts, params)):
+def _are_equal(value: Any, default: Any) -> bool:
+    """Returns whether a parameter has its default. An empty list is as good as none, but 0 and False are values."""
+    if _is_empty(value) or _is_empty(default):
+        return _is_empty(value) and _is_empty(default)
+    return bool(value == default)
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, Sized) and len(value) == 0)
+
+
+def shard_requests(
+    engine: int, prompts: Sequence[Any], params: Sequence[Any], stays: str | None
+) -> list[ShardRequest] | None:
+    """Returns the requests of engine number `engine` for others to continue; None if one of them is not portable.
+
+    `stays` is what `reason_to_stay` says of the engine. Such an engine cannot continue requests of others either, so the
+    result is None even if it has no requests.
+    """
+    if stays is not None or not all(is_portable(*request, stays) for request in zip(prompts, params, strict=True)):
         return None
     return [shard_request((engine, i), p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
 

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A synchronous engine's part in the rollouts that it shares with other engines."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
+from nemo_specrollout.generation.engine.vllm_requests import as_vllm_returns, reason_to_stay, shard_requests
+from nemo_specrollout.stragglers.exchange import StragglerExchange
+from nemo_specrollout.stragglers.turn_engine import Ask, roll_out_shard
+from nemo_specrollout.stragglers.turns import ExchangeFailed
+
+logger = logging.getLogger(__name__)
+
+_ABOUT_PROGRESS = {"use_tqdm"}
+"""Arguments of `vllm.LLM.generate` that concern no token."""
+
+
+class TurnShard:
+    """Stands in for `vllm.LLM.generate` of a synchronous engine, whose shard is rolled out together with the others'."""
+
+    def __init__(self, llm: Any, number: int, ask: Ask) -> None:
+        """`number` is the engine's in the exchange, which `ask` calls."""
+        self._hosted = HostedEngine(llm)
+        self._number = number
+        self._ask = ask
+        self._stays = reason_to_stay(llm.llm_engine.vllm_config)
+        self._has_warned = False
+
+    def generate(
+        self, prompts: Sequence[Any], params: Sequence[Any], native: Callable[[], list[Any]], **arguments: Any
+    ) -> list[Any]:
+        """Returns vLLM's records of the requests, in their order.
+
+        The engine works alone, by `native`, if one of the requests cannot go on in another engine, or the exchange is lost.
+        `arguments` are those of vLLM's `generate` besides prompts and parameters. Requests with one that other engines would
+        not get, such as a LoRA adapter, stay.
+        """
+        is_plain = {name for name, value in arguments.items() if value is not None} <= _ABOUT_PROGRESS
+        requests = shard_requests(self._number, prompts, params, self._stays) if is_plain else None
+        if requests is None:
+            with suppress(ExchangeFailed):
+                self._ask(StragglerExchange.leave)()
+            if self._stays is not None:
+                self._warn(f"no request leaves this engine ({self._stays})")
+            return native()
+        try:
+            made = roll_out_shard(self._hosted, self._ask, requests)
+        except ExchangeFailed as error:
+            self._warn(f"the exchange failed, so each engine makes its own requests: {error}")
+            return native()
+        return [as_vllm_returns(r, str(i), m) for i, (r, m) in enumerate(zip(requests, made, strict=True))]
+
+    def _warn(self, sentence: str) -> None:
+        """Logs a sentence, but only the first one of the engine."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("specrollout: %s", sentence)
