@@ -123,9 +123,9 @@ ATTRIBUTES = {
     "vllm.config.speculative.SpeculativeConfig": "disable_eagle_block_drop draft_model_config enable_adaptive_verification "
     "method model num_speculative_tokens quantization",
     "vllm.engine.arg_utils.EngineArgs": "additional_config async_scheduling disable_log_stats "
-    "distributed_executor_backend dtype enable_prefix_caching enforce_eager kv_cache_memory_bytes logits_processors logprobs_mode "
-    "max_model_len max_num_batched_tokens max_num_seqs model scheduler_cls seed skip_tokenizer_init speculative_config use_tqdm_on_load "
-    "worker_cls",
+    "distributed_executor_backend dtype enable_prefix_caching enforce_eager kv_cache_memory_bytes logits_processors "
+    "logprobs_mode max_model_len max_num_batched_tokens max_num_seqs model scheduler_cls seed skip_tokenizer_init "
+    "speculative_config use_tqdm_on_load worker_cls",
     "vllm.entrypoints.llm.LLM": "llm_engine collective_rpc reset_prefix_cache",
     "vllm.v1.core.sched.scheduler.Scheduler": "requests running",
     "vllm.v1.engine.core": "cleanup_dist_env_and_memory",
