@@ -30,7 +30,7 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.drafters.device_index import MAX_LISTED
 from nemo_specrollout.generation.engine import arguments
-from nemo_specrollout.generation.engine.arguments import VllmAbilities, with_specrollout
+from nemo_specrollout.generation.engine.arguments import VllmAbilities, users_processors, with_specrollout
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 pytestmark = pytest.mark.integration
@@ -87,6 +87,7 @@ def test_vllm_asks_us_about_each_request(theirs: list[str] | None) -> None:
     for block in (FIXED, SpecrolloutConfig(drafters=())):
         checked = with_specrollout(given, block, "cpu")["logits_processors"]
         assert checked == [*(theirs or []), arguments.REQUEST_CHECK] and given.get("logits_processors") == theirs
+        assert users_processors(checked) == (theirs or []) == users_processors(theirs)
     masks = with_specrollout({**given, "return_sampling_mask": True}, FIXED, "cpu")
     older = with_specrollout(given, FIXED, "cpu", VllmAbilities(checks_requests=False))
     assert masks.get("logits_processors") == older.get("logits_processors") == theirs

@@ -3,7 +3,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,12 +111,17 @@ def with_specrollout(
         _make_room_for_drafts(result, block.most_drafts, abilities)
         result.setdefault("scheduler_cls", SCHEDULER)
     if abilities.checks_requests and not result.get("return_sampling_mask"):  # which vLLM refuses beside processors
-        result["logits_processors"] = [*(result.get("logits_processors") or ()), REQUEST_CHECK]
+        result["logits_processors"] = [*users_processors(result.get("logits_processors")), REQUEST_CHECK]
     block_dict = dataclasses.asdict(block)
     block_dict["drafters"] = list(block_dict["drafters"])
     ours = {"specrollout": block_dict, HOST_CHOOSES: reason}
     result["additional_config"] = {**(result.get("additional_config") or {}), **ours}
     return result
+
+
+def users_processors(processors: Sequence[Any] | None) -> list[Any]:
+    """Returns an engine's logits processors without ours, which changes no logits."""
+    return [processor for processor in processors or () if processor != REQUEST_CHECK]
 
 
 def host_choice(arguments: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
