@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad requests among good ones: each is refused with field, value and fix, and the others get the tokens of plain decoding."""
 
-import asyncio
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from conftest import ROOT, STEP_ADDER
-from engines import KV_CACHE_BYTES
+from conftest import STEP_ADDER
 from test_equality import requests
 
 from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine.requests import RolloutRequest, as_bytes, rollout_extra_args
+from nemo_specrollout.generation.engine.requests import RolloutRequest, as_bytes
 
 pytestmark = pytest.mark.integration
 
@@ -158,103 +152,3 @@ def test_a_bad_request_that_came_another_way_harms_no_other(
     assert all(done[name].finish_reason in ("length", "stop") for name in of_workers)
     logged = [record.getMessage() for record in caplog.records if "is decoded without drafts" in record.getMessage()]
     assert len(logged) == len(of_workers)
-
-
-def test_an_asynchronous_engine_and_its_http_server_refuse_bad_requests(expected: list[list[int]]) -> None:
-    """The engine core runs in a process of its own, as in a server."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "VLLM_LOGGING_LEVEL": "ERROR"}
-    made = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, check=False, env=environment, cwd=ROOT, timeout=500
-    )
-    assert made.returncode == 0, made.stderr[-4000:]
-    found = json.loads(made.stdout.splitlines()[-1])
-    assert found["good"] == expected
-    for name, (_, words) in BAD.items():
-        kind, text = found["bad"][name]
-        assert kind in ("VLLMValidationError", "ValueError") and words in text, (name, kind, text)
-    for name, (status, text) in found["http"].items():
-        assert status == (200 if name.startswith("good") else 400), (name, status, text)
-
-
-HTTP: dict[str, dict[str, Any]] = {
-    "good": {"seed": 3},
-    "no seed": {},
-    "seed -1": {"seed": -1},
-    "a text for an identity": {"seed": 3, "vllm_xargs": {"specrollout": "seed=1"}},
-    "a list for an identity": {"seed": 3, "vllm_xargs": {"specrollout": ["seed", 1]}},
-    "a number for an identity": {"seed": 3, "vllm_xargs": {"specrollout": 0}},
-    "a mapping, which vLLM's protocol does not have": {"seed": 3, "vllm_xargs": {"specrollout": {"seed": 1}}},
-    "a key beside the identity": {"seed": 3, "vllm_xargs": {"specrollout_speculate": 0}},
-    "good, with a key of others": {"seed": 3, "vllm_xargs": {"theirs": 1}},
-    "good again": {"seed": 3},
-}
-"""Bodies of requests for completions."""
-
-
-async def _ask_http(engine: Any) -> dict[str, tuple[int, str]]:
-    """Returns status and text of vLLM's OpenAI server's answers."""
-    import httpx
-    from vllm.entrypoints.openai.api_server import build_app, init_app_state
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(STEP_ADDER)])
-    tasks = await engine.get_supported_tasks()
-    app = build_app(args, tasks)
-    await init_app_state(engine, app.state, args, tasks)
-    found = {}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
-        for name, more in HTTP.items():
-            body = {"model": str(STEP_ADDER), "prompt": PROMPT["prompt_token_ids"], "max_tokens": 4, **more}
-            answer = await client.post("/v1/completions", json={"temperature": 1.0, **body})
-            found[name] = (answer.status_code, answer.text)
-    return found
-
-
-async def _ask_asynchronous_engine() -> dict[str, Any]:
-    from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from nemo_specrollout.generation.engine import compat
-    from nemo_specrollout.generation.engine.arguments import with_specrollout
-
-    arguments = {
-        "model": str(STEP_ADDER), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 64, "seed": 7,
-        "kv_cache_memory_bytes": KV_CACHE_BYTES, "disable_log_stats": True,
-    }  # fmt: skip
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(**with_specrollout(arguments, BLOCK, compat.device_type(), compat.vllm_abilities(arguments)))
-    )
-
-    async def ask(name: str, prompt: Any, params: Any) -> list[int]:
-        outputs = [output async for output in engine.generate(prompt, params, name)]
-        return list(outputs[-1].outputs[0].token_ids)
-
-    async def refusal(name: str, given: Mapping[str, Any]) -> tuple[str, str]:
-        try:
-            await ask(name, PROMPT, sampling(SamplingParams, given))
-        except Exception as error:
-            return type(error).__name__, str(error)
-        return "none", ""
-
-    good = [
-        ask(f"good {i}", {"prompt_token_ids": list(r.prompt_token_ids)}, _as_the_engine_of_tests(r))
-        for i, r in enumerate(requests(4, 2))
-    ]
-    bad = [refusal(f"bad {name}", given) for name, (given, _) in BAD.items()]
-    texts, refusals = await asyncio.gather(asyncio.gather(*good), asyncio.gather(*bad))
-    found = {"good": texts, "bad": dict(zip(BAD, refusals, strict=True)), "http": await _ask_http(engine)}
-    engine.shutdown()
-    return found
-
-
-def _as_the_engine_of_tests(request: RolloutRequest) -> Any:
-    """Returns sampling parameters like those of `RolloutEngine`, of vLLM's own class."""
-    from vllm import SamplingParams
-
-    return sampling(SamplingParams, {"max_tokens": 64, "extra_args": rollout_extra_args(request)})
-
-
-if __name__ == "__main__":
-    print("\n" + json.dumps(asyncio.run(_ask_asynchronous_engine())))
