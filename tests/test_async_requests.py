@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad requests of an asynchronous engine, whose core runs in a process of its own, and of vLLM's HTTP server around it.
+"""Bad requests of an asynchronous engine, whose core runs in a process of its own, and those that HTTP clients can send it.
 
 As a program, this module starts the engine and prints what came of the requests as JSON.
 """
@@ -25,7 +25,7 @@ from nemo_specrollout.generation.engine.requests import RolloutRequest, rollout_
 pytestmark = pytest.mark.integration
 
 
-def test_an_asynchronous_engine_and_its_http_server_refuse_bad_requests(
+def test_an_asynchronous_engine_refuses_bad_requests_and_finishes_the_others(
     start_engine: Callable[..., RolloutEngine],
 ) -> None:
     plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()))
@@ -61,25 +61,23 @@ HTTP: dict[str, dict[str, Any]] = {
 """Bodies of requests for completions."""
 
 
-async def _ask_http(engine: Any) -> dict[str, tuple[int, str]]:
-    """Returns the status of each answer of vLLM's OpenAI server, and its completion or the error."""
-    import httpx
-    from vllm.entrypoints.openai.api_server import build_app, init_app_state
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+async def _ask_as_the_server(engine: Any, name: str, more: Mapping[str, Any]) -> tuple[int, Any]:
+    """Returns the status of the answer to a body, and its tokens or the error.
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(STEP_ADDER)])
-    tasks = await engine.get_supported_tasks()
-    app = build_app(args, tasks)
-    await init_app_state(engine, app.state, args, tasks)
-    found = {}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
-        for name, more in HTTP.items():
-            body = {"model": str(STEP_ADDER), "prompt": PROMPT["prompt_token_ids"], "max_tokens": 4, **more}
-            answer = await client.post("/v1/completions", json={"temperature": 1.0, **body})
-            is_good = answer.status_code == 200
-            found[name] = (answer.status_code, answer.json()["choices"][0]["text"] if is_good else answer.text)
-    return found
+    The body becomes sampling parameters by vLLM's own protocol. The server itself needs packages that are not installed here.
+    It answers with status 400 to what the protocol does not take, and to vLLM's errors of clients.
+    """
+    from pydantic import ValidationError
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.exceptions import VLLMClientError
+
+    body = {"model": "policy", "prompt": PROMPT["prompt_token_ids"], "max_tokens": 4, "temperature": 1.0, **more}
+    try:
+        params = CompletionRequest.model_validate(body).to_sampling_params(4, {})
+        outputs = [output async for output in engine.generate(PROMPT, params, f"http {name}")]
+    except (ValidationError, VLLMClientError) as error:
+        return 400, str(error)
+    return 200, [token for output in outputs for token in output.outputs[0].token_ids]
 
 
 async def _ask_asynchronous_engine() -> dict[str, Any]:
@@ -115,7 +113,8 @@ async def _ask_asynchronous_engine() -> dict[str, Any]:
     ]
     bad = [refusal(f"bad {name}", given) for name, (given, _) in BAD.items()]
     texts, refusals = await asyncio.gather(asyncio.gather(*good), asyncio.gather(*bad))
-    found = {"good": texts, "bad": dict(zip(BAD, refusals, strict=True)), "http": await _ask_http(engine)}
+    http = {name: await _ask_as_the_server(engine, name, more) for name, more in HTTP.items()}
+    found = {"good": texts, "bad": dict(zip(BAD, refusals, strict=True)), "http": http}
     engine.shutdown()
     return found
 
