@@ -151,3 +151,9 @@ def test_the_likeliest_drafts_are_prefixes_within_caps(most: int, seed: int) -> 
         if sum(n) == counts_B.sum()
     )
     assert sum(survival_BK[b, : counts_B[b]].sum() for b in range(3)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("most", [-(10**9), -1, 0, 1, 5, 12, 2**40])
+def test_without_room_no_draft_is_chosen(most: int) -> None:
+    counts_B = likeliest(np.full((3, 4), 0.5), np.array([4, 0, 99]), most)
+    assert counts_B.sum() == min(max(most, 0), 8) and counts_B[1] == 0

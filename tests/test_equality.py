@@ -181,7 +181,9 @@ def test_a_million_tokens(
 
 
 def test_seedless_sampling_is_refused(plain: RolloutEngine) -> None:
-    with pytest.raises(ValueError, match="needs a seed that does not depend on arrival order"):
+    from nemo_specrollout.generation.engine.vllm_requests import REFUSAL
+
+    with pytest.raises(REFUSAL, match="needs a seed that does not depend on arrival order"):
         plain.generate(requests(1, 1), extra_args=None)
 
 

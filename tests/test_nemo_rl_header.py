@@ -34,7 +34,7 @@ def test_a_request_is_asked_for_within_the_seed_of_its_header(client: TestClient
     assert client.get("/seed").json() is None
 
 
-@pytest.mark.parametrize("text", ["-1", "1.5", "x", "", str(2**63), "1" * 400])
+@pytest.mark.parametrize("text", ["-1", "1.5", "x", "", str(2**63), "1" * 400, "1" * 5000])
 def test_a_bad_header_is_refused_as_the_openai_client_expects(client: TestClient, text: str) -> None:
     answer = client.get("/seed", headers={"X-Specrollout-Seed": text})
     assert answer.status_code == 400 and "whole number from 0 to 2^63 - 1" in answer.json()["error"]["message"]

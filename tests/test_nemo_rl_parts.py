@@ -20,8 +20,10 @@ from torch import nn
 from vllm import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from nemo_specrollout.generation.engine.requests import RequestIdentity, resolve_identity
-from nemo_specrollout.generation.engine.vllm_requests import REFUSAL
+from nemo_specrollout.generation.engine.admission import check_params
+from nemo_specrollout.generation.engine.identity import resolve_identity
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, RequestIdentity
+from nemo_specrollout.generation.engine.vllm_requests import REFUSAL, shard_request
 from nemo_specrollout.heads.serving.head_loading import part_from_policy, shared_modules
 from nemo_specrollout.nemo_rl.early_rows import NextPrompt, early_rows
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, header_seed
@@ -91,7 +93,7 @@ def test_a_copy_for_another_process_goes_on_by_itself() -> None:
 
 
 def resolved(params: Any) -> RequestIdentity:
-    return resolve_identity("r", params, [1, 2], engine_seed=3)
+    return resolve_identity(params, [1, 2], engine_seed=3)
 
 
 def test_rows_of_a_task_can_opt_out_of_drafts() -> None:
@@ -134,6 +136,22 @@ def test_an_unclear_word_on_drafts_is_refused() -> None:
         RequestSeeds(5).of_requests(SamplingParams(extra_args={DRAFTS_KEY: "no"}), [[1, 2]])
 
 
+@pytest.mark.parametrize("seed", [1.5, "7", True, 2**63])
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    with pytest.raises(REFUSAL, match=r"seed: .* is not a whole number of 64 bits"):
+        RequestSeeds(5).of_requests(SamplingParams(seed=seed), [[1, 2]])
+
+
+@pytest.mark.parametrize("given", ["seed=1", None, [1], {"sead": 1}, {"seed": -1}, {"seed": 1, "speculate": "no"}])
+def test_a_malformed_identity_reaches_no_engine(given: Any) -> None:
+    """Over HTTP a client can send a text, a number or a list. vLLM asks `check_params`; the exchange of requests asks too."""
+    (params,) = RequestSeeds(5).of_requests(SamplingParams(extra_args={EXTRA_ARGS_KEY: given}), [[1, 2]])
+    with pytest.raises(ValueError, match=r'^extra_args\["specrollout"\]'):
+        check_params(params)
+    with pytest.raises(REFUSAL, match=r'^extra_args\["specrollout"\]'):
+        shard_request((0, 0), {"prompt_token_ids": [1, 2]}, params)
+
+
 def test_threads_never_share_a_seed() -> None:
     identities = RowSeeds(42)
     with ThreadPoolExecutor(8) as pool:
@@ -161,7 +179,7 @@ def test_requests_get_seed_and_first_prompt_length_of_their_row() -> None:
 def seed_of(seeds: RequestSeeds, tokens: list[int], **params: Any) -> int:
     """The seed with which a request over HTTP samples, on an engine whose own seed is 3."""
     (made,) = seeds.of_requests(SamplingParams(**params), [{"prompt_token_ids": tokens}])
-    return resolve_identity("r", made, tokens, engine_seed=3).seed
+    return resolve_identity(made, tokens, engine_seed=3).seed
 
 
 def test_a_missing_seed_is_derived_from_the_prompt() -> None:
@@ -197,9 +215,9 @@ def test_the_samples_of_one_request_have_seeds_of_their_own(given: int | None) -
     (params,) = RequestSeeds().of_requests(SamplingParams(n=4, seed=given), [prompt])
     parent = ParentRequest(SimpleNamespace(params=params, request_id="r", external_req_id="r"))
     children = [parent.get_child_info(i)[1] for i in range(4)]
-    seeds = {resolve_identity("r", child, [1, 2], engine_seed=3).seed for child in children}
+    seeds = {resolve_identity(child, [1, 2], engine_seed=3).seed for child in children}
     assert len(seeds) == 4 and all(0 <= child.seed < 2**63 for child in children)
-    assert seeds == {resolve_identity("r", child, [1, 2], engine_seed=4).seed for child in children}
+    assert seeds == {resolve_identity(child, [1, 2], engine_seed=4).seed for child in children}
 
 
 def test_later_turns_of_a_conversation_keep_its_group() -> None:

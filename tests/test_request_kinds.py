@@ -31,6 +31,8 @@ OBJECT = {
 REASONING = {"reasoning_start_str": "so", "reasoning_end_str": "answer"}
 DIGITS = {"type": "integer", "minimum": 10, "maximum": 9999}
 PENALTIES = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.1, "min_p": 0.05}
+SEEDED = {"seed": 5, "extra_args": None}
+"""A seed to which vLLM adds the number of the sample."""
 KINDS: dict[str, dict[str, Any]] = {
     "stop strings": {"stop": ["answer", "total"], "detokenize": True},
     "stop strings that stay": {"stop": ["5 ,"], "detokenize": True, "include_stop_str_in_output": True},
@@ -39,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "allowed ids": {"allowed_token_ids": list(range(2, 60))},
     "bias": {"logit_bias": {10: 1.5, 11: -1.0}},
     "penalties with min-p": PENALTIES,
-    "several samples": {"n": 3},
+    "several samples": {"n": 3, **SEEDED},
     "prompt log-probs": {"prompt_logprobs": 2},
     "log-probs of given ids": {"logprobs": 2, "logprob_token_ids": [7, 12]},
     "best log-probs": {"logprobs": 4},
@@ -50,7 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "a choice": {"structured_outputs": {"choice": ["so12", "we12+5=17", "so12+5=17", "now17"]}},
     "a JSON number": {"structured_outputs": {"json": DIGITS}},
-    "several structured samples": {"structured_outputs": {"regex": r"(so|we)add[0-9]{2,6}"}, "n": 4},
+    "several structured samples": {"structured_outputs": {"regex": r"(so|we)add[0-9]{2,6}"}, "n": 4, **SEEDED},
 }  # fmt: skip
 
 

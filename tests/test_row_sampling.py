@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from test_equality import SAMPLINGS, SUFFIX, WRONG, requests
 
 from lab.local.engine import RolloutEngine
 from lab.local.random_budgets import RANDOM
-from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.generation.engine.requests import Rollout
 
 pytestmark = pytest.mark.integration
@@ -99,8 +100,9 @@ def test_more_log_probs_go_the_way_of_vllm(engine: RolloutEngine) -> None:
     assert results(engine.generate(asked, **way, logprobs=5)) == results(engine.generate(asked, **way))
 
 
+@pytest.mark.parametrize("budget", [RANDOM, BudgetConfig("fixed", k=4)], ids=["random", "fixed"])
 def test_more_requests_than_a_chunk_has_rows(
-    start_engine: Callable[..., RolloutEngine], monkeypatch: pytest.MonkeyPatch
+    start_engine: Callable[..., RolloutEngine], monkeypatch: pytest.MonkeyPatch, budget: BudgetConfig
 ) -> None:
     """vLLM verifies at most a gigabyte of logits at a time, and allows one such chunk where the device chooses the drafts.
 
@@ -111,7 +113,7 @@ def test_more_requests_than_a_chunk_has_rows(
     num_rows = 5
     plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()))
     monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 4 * num_rows * runner_of(plain).vocab_size)
-    engine = start_engine(STEP_ADDER, BLOCK)
+    engine = start_engine(STEP_ADDER, replace(BLOCK, budget=budget))
     assert runner_of(engine).rejection_sampler.enable_adaptive_verification
     for asked in (requests(4, 3), requests(1, 3)):
         assert results(engine.generate(asked)) == results(plain.generate(asked))

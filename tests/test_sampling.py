@@ -28,10 +28,11 @@ from nemo_specrollout.drafters.base import NUM_LEVELS, SCORE_GAP_EDGES
 from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
 from nemo_specrollout.generation.drafting.model_drafter import share_noise
 from nemo_specrollout.generation.engine.arguments import set_process_environment
+from nemo_specrollout.generation.engine.identity import check_request, identity_of_unchecked, resolve_identity
 from nemo_specrollout.generation.engine.requests import (
     RequestIdentity,
     RolloutRequest,
-    resolve_identity,
+    as_bytes,
     rollout_extra_args,
 )
 from nemo_specrollout.sampling.equality import accept_by_equality
@@ -362,21 +363,22 @@ def test_siblings_sample_independently() -> None:
 
 @dataclass(frozen=True)
 class Params:
-    """The three fields of vLLM's `SamplingParams` that identities are made from."""
+    """The fields of vLLM's `SamplingParams` that identities are made from."""
 
     temperature: float = 1.0
-    seed: int | None = None
-    extra_args: dict[str, Any] | None = field(default=None)
+    seed: Any = None
+    extra_args: Any = field(default=None)
+    n: int = 1
 
 
 def identity(params: Params, engine_seed: int = 9, prompt: tuple[int, ...] = (1, 2, 3)) -> RequestIdentity:
-    return resolve_identity("request-0", params, list(prompt), engine_seed)
+    return resolve_identity(params, list(prompt), engine_seed)
 
 
 def test_an_explicit_seed_comes_first() -> None:
     extra_args = {"specrollout": {"seed": 55, "prompt_index": 1, "speculate": False}}
     assert identity(Params(seed=4, extra_args=extra_args)) == RequestIdentity(55, content_hash([1, 2, 3]), False)
-    assert identity(Params(extra_args={"specrollout": {"seed": 2**63 + 5}})).seed == 5
+    assert identity(Params(extra_args={"specrollout": {"seed": 2**63 - 1}})).seed == 2**63 - 1
 
 
 def test_indices_come_second() -> None:
@@ -397,8 +399,99 @@ def test_a_greedy_request_needs_no_seed() -> None:
 
 
 def test_a_sampled_request_without_seed_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"request-0.*temperature 0\.7.*SamplingParams\.seed.*prompt_index"):
+    with pytest.raises(ValueError, match=r"seed: None.*temperature 0\.7.*SamplingParams\.seed.*-1.*prompt_index"):
         identity(Params(temperature=0.7))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("seed=1", r"\]: 'seed=1' is no mapping; send one such as .*Over HTTP.*send `seed`"),
+        (None, r"\]: None is no mapping"),
+        ([1], r"\]: \[1\] is no mapping"),
+        ({"sead": 1}, "has no key 'sead'; did you mean 'seed'"),
+        ({"seed": 1, 7: 1}, "has no key 7; known: seed, prompt_index"),
+        *(({"seed": bad}, r'"seed"\]: .* is not a whole number from 0') for bad in ("x", None, -1, 2**63, 1.0, True)),
+        *(({"seed": bad}, r'"seed"\]: .* is not a whole number from 0') for bad in ([1], float("nan"), b"1")),
+        *(
+            ({"prompt_index": 1, name: bad}, rf'"{name}"\]: .* is not a whole number of 64 bits')
+            for name in ("sample_index", "policy_version", "engine_seed")
+            for bad in ("3", None, 1.5, False, 2**63, [])
+        ),
+        *(({"prompt_index": bad}, r'"prompt_index"\]: ') for bad in ("3", None, 1.5, False, -(2**63) - 1)),
+        ({"sample_index": 3}, r'"sample_index"\]: 3 without prompt_index; send both'),
+        ({"policy_version": 3}, r'"policy_version"\]: 3 without prompt_index'),
+        *(
+            ({"seed": 1, "speculate": bad}, r'"speculate"\]: .* is not true or false; send that')
+            for bad in ("no", "", 0, 1, None, [])
+        ),
+        *(
+            ({"seed": 1, "prompt_length": bad}, r'"prompt_length"\]: .* is not a number of tokens')
+            for bad in ("3", -1, 2.0, None, True, 2**31)
+        ),
+        *(({"seed": 1, "ahead": bad}, r'"ahead"\]: .* is not bytes of int32') for bad in ("abc", [300, 5], None, 7)),
+        ({"seed": 1, "ahead": b"abc"}, "is not bytes of int32 numbers, which `requests.as_bytes` makes"),
+    ],
+)
+def test_a_malformed_identity_is_refused(given: Any, words: str, temperature: float) -> None:
+    """A greedy request is refused too: its fields mean something else than the user believes."""
+    with pytest.raises(ValueError, match=r'^extra_args\["specrollout"' + r".*" + words):
+        check_request(Params(temperature, seed=4, extra_args={"specrollout": given}))
+
+
+@pytest.mark.parametrize("seed", [1.5, "7", True, -(2**63) - 1, 2**63, [1]])
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    for temperature, extra_args in ((0.0, None), (1.0, None), (1.0, {"specrollout": {"seed": 1}})):
+        with pytest.raises(ValueError, match=r"^seed: .* is not a whole number of 64 bits"):
+            check_request(Params(temperature, seed, extra_args))
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    given = {"prompt_index": np.int64(3), "sample_index": np.int32(1)}
+    assert identity(Params(extra_args={"specrollout": given})).seed == request_seed(9, 3, 1, 0)
+    assert identity(Params(seed=np.int64(42))).seed == identity(Params(seed=42)).seed
+
+
+@pytest.mark.parametrize("given", [{"seed": 1}, {"prompt_index": 1}])
+def test_several_samples_of_one_seed_are_refused(given: dict[str, int]) -> None:
+    with pytest.raises(
+        ValueError, match=r"n: 3 with a seed or prompt_index.*all samples would be equal: set SamplingParams"
+    ):
+        check_request(Params(extra_args={"specrollout": given}, n=3))
+    check_request(Params(seed=1, extra_args={"specrollout": {"engine_seed": 0}}, n=3))
+
+
+@pytest.mark.parametrize("extra_args", ["specrollout", [1], 7])
+def test_extra_args_that_are_no_mapping_are_refused(extra_args: Any) -> None:
+    with pytest.raises(ValueError, match=r"extra_args: .* is no mapping; send one"):
+        check_request(Params(seed=1, extra_args=extra_args))
+
+
+def test_a_key_that_looks_like_ours_is_refused() -> None:
+    """vLLM ignores keys that nobody knows, and so would a typing error pass in silence."""
+    with pytest.raises(
+        ValueError, match=r'extra_args\["specrollout_speculate"\]: 0; this engine knows the key "specrollout"'
+    ):
+        check_request(Params(seed=1, extra_args={"specrollout_speculate": 0}))
+    check_request(Params(seed=1, extra_args={"theirs": 0}))
+
+
+def test_a_longer_prompt_length_means_the_whole_prompt() -> None:
+    beyond, none = (identity(Params(seed=1, extra_args={"specrollout": g})) for g in ({"prompt_length": 99}, {}))
+    assert beyond == none
+
+
+def test_what_is_given_is_kept() -> None:
+    given = {"seed": 3, "speculate": False, "prompt_length": 2, "ahead": as_bytes([5, 6])}
+    expected = RequestIdentity(3, content_hash([1, 2]), False, as_bytes([5, 6]))
+    assert identity(Params(extra_args={"specrollout": given})) == expected
+
+
+def test_a_bad_request_that_nothing_refused_has_noise_of_its_own_and_no_drafts() -> None:
+    first, again, other = map(identity_of_unchecked, ("bad-1", "bad-1", "bad-2"))
+    assert first == again and first.seed != other.seed and 0 <= first.seed < 2**63
+    assert not first.speculate
 
 
 def test_siblings_share_a_group_and_nothing_else() -> None:

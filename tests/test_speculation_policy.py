@@ -292,3 +292,27 @@ def test_batch_sizes_are_those_of_the_last_rollouts() -> None:
     shares = dict(sizes.until_the_end(32))
     assert shares[32] > 0.7 and shares[1] > 0.2
     assert sizes.until_the_end(1) == [(1, 1.0)]
+
+
+ROOMS = (-(10**9), -1, 0, 1, 7, 1023, 2**31, 2**40)
+"""Drafts that a step has room for, as little and as much as anyone may say."""
+SIZES = (0, 1, 7, 1024, 2**20, 2**40)
+"""Requests of a step."""
+
+
+@pytest.mark.parametrize("deepest", [0, 1, K, 1000])
+@pytest.mark.parametrize(("name", "k"), [("fixed", 0), ("fixed", 3), ("fixed", 64), ("auto", 3)])
+@pytest.mark.parametrize("costs", [None, COSTS, COSTS._replace(graph_sizes=np.array([1.0, 8.0, 512.0]), drafting=None)])
+def test_no_bound_from_outside_leads_out_of_bounds(name: str, k: int, deepest: int, costs: StepCosts | None) -> None:
+    """A number of drafts is at least 0 and at most the room, and a depth is one that the board has, whatever is asked."""
+    policy = build_policy(BudgetConfig(name, k=k), K, deepest)
+    policy.costs = costs
+    for num_submitted in (0, 1, 10**6):
+        for num_requests in SIZES:
+            policy.requests_arrived(num_requests)
+            for room in ROOMS:
+                assert 0 <= policy.num_drafts(num_requests, room) <= max(room, 0)
+                assert 0 <= policy.plan(num_requests, min(num_requests, 9)) <= min(K, deepest)
+                tokens = np.full((K + 1, NUM_BINS), num_submitted)
+                policy.observe(Spread(tokens, np.full(K + 1, num_requests), tokens[0], num_requests))
+                policy.ends_step(num_requests, min(num_requests, 9))

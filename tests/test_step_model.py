@@ -150,3 +150,16 @@ def test_drafting_is_learned() -> None:
 def test_a_model_that_drafts_all_or_nothing_costs_all() -> None:
     costs = TRUE._replace(least_depth=8)
     assert costs.seconds(4, 1) == costs.seconds(4, 8) == TRUE.seconds(4, 8) > costs.seconds(4, 0)
+
+
+@pytest.mark.parametrize("max_rows", [0, 1, 2, 100_000])
+@pytest.mark.parametrize("graph_sizes", [(), (1, 8, 512)])
+def test_steps_of_any_size_leave_finite_predictions(max_rows: int, graph_sizes: tuple[int, ...]) -> None:
+    """Also the first step, whose number of rows is the unit of all others."""
+    model = StepModel(max_rows, graph_sizes)
+    for num_requests, num_rows in ((0, 0), (1, 1), (4, 40), (10**6, 10**7)):
+        model.observe(num_requests, num_rows, 0.01)
+        costs = learned(model)
+        for asked in (0, 1, 10**6):
+            assert np.isfinite(costs.seconds(asked, np.array([0, 1, 10**6]))).all()
+            assert costs.most_drafts(asked) >= 0

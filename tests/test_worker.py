@@ -30,7 +30,7 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.drafters.device_index import MAX_LISTED
 from nemo_specrollout.generation.engine import arguments
-from nemo_specrollout.generation.engine.arguments import with_specrollout
+from nemo_specrollout.generation.engine.arguments import VllmAbilities, users_processors, with_specrollout
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 pytestmark = pytest.mark.integration
@@ -78,6 +78,19 @@ def test_an_enabled_block_sets_worker_and_additional_config(device: str) -> None
     assert result["additional_config"]["theirs"] == 1
     assert [d["type"] for d in result["additional_config"]["specrollout"]["drafters"]] == ["suffix", "ngram"]
     assert "async_scheduling" not in result
+
+
+@pytest.mark.parametrize("theirs", [None, ["mine:Processor"]])
+def test_vllm_asks_us_about_each_request(theirs: list[str] | None) -> None:
+    """A user's own processors stay. vLLM refuses processors beside sampling masks, and on the V2 model runner before 0.32."""
+    given: dict[str, Any] = {} if theirs is None else {"logits_processors": theirs}
+    for block in (FIXED, SpecrolloutConfig(drafters=())):
+        checked = with_specrollout(given, block, "cpu")["logits_processors"]
+        assert checked == [*(theirs or []), arguments.REQUEST_CHECK] and given.get("logits_processors") == theirs
+        assert users_processors(checked) == (theirs or []) == users_processors(theirs)
+    masks = with_specrollout({**given, "return_sampling_mask": True}, FIXED, "cpu")
+    older = with_specrollout(given, FIXED, "cpu", VllmAbilities(checks_requests=False))
+    assert masks.get("logits_processors") == older.get("logits_processors") == theirs
 
 
 @pytest.mark.parametrize(

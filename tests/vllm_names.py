@@ -110,7 +110,8 @@ ATTRIBUTES = {
     "vllm.v1.core.sched.output.NewRequestData": "req_id prompt_token_ids prefill_token_ids sampling_params",
     "vllm.v1.core.sched.output.CachedRequestData": "req_ids",
     "vllm.sampling_params.SamplingParams": "seed stop_token_ids ignore_eos eos_token_id max_tokens extra_args "
-    "skip_reading_prefix_cache _validate_spec_decode",
+    "skip_reading_prefix_cache _validate_spec_decode verify update_from_tokenizer n min_tokens allowed_token_ids logit_bias "
+    "bad_words_token_ids",
     f"{GPU}.model_runner.ExecuteModelState": "input_batch",
     f"{GPU}.sample.output.SamplerOutput": "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected",
     "vllm.v1.outputs.LogprobsTensors": "cu_num_generated_tokens cu_num_generated_tokens_tensor logprob_token_ids logprobs "
@@ -122,9 +123,9 @@ ATTRIBUTES = {
     "vllm.config.speculative.SpeculativeConfig": "disable_eagle_block_drop draft_model_config enable_adaptive_verification "
     "method model num_speculative_tokens quantization",
     "vllm.engine.arg_utils.EngineArgs": "additional_config async_scheduling disable_log_stats "
-    "distributed_executor_backend dtype enable_prefix_caching enforce_eager kv_cache_memory_bytes logprobs_mode max_model_len "
-    "max_num_batched_tokens max_num_seqs model scheduler_cls seed skip_tokenizer_init speculative_config use_tqdm_on_load "
-    "worker_cls",
+    "distributed_executor_backend dtype enable_prefix_caching enforce_eager kv_cache_memory_bytes logits_processors "
+    "logprobs_mode max_model_len max_num_batched_tokens max_num_seqs model scheduler_cls seed skip_tokenizer_init "
+    "speculative_config use_tqdm_on_load worker_cls",
     "vllm.entrypoints.llm.LLM": "llm_engine collective_rpc reset_prefix_cache",
     "vllm.v1.core.sched.scheduler.Scheduler": "requests running",
     "vllm.v1.engine.core": "cleanup_dist_env_and_memory",

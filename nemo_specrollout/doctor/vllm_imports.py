@@ -22,6 +22,7 @@ LATER = (
     f"{GPU}.spec_decode.rejection_sampler.get_max_chunk_logits",
     f"{GPU}.buffer_utils.NonUvaBuffer",
     f"{GPU}.sample.logprob.compute_topk_scores",
+    f"{GPU}.sample.logits_processor",
 )
 """Names that are imported only where vLLM has them. They must exist from version `ENOUGH` on."""
 

@@ -25,9 +25,10 @@ from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.arguments import HOST_CHOOSES
+from nemo_specrollout.generation.engine.identity import identity_of_unchecked, resolve_identity
 from nemo_specrollout.generation.engine.older_runners import allow_text_drafters, fix_bad_words
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
-from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity, resolve_identity
+from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
 from nemo_specrollout.generation.engine.transfers import is_output_rank
 from nemo_specrollout.generation.step.host_budget import HostBudget
 from nemo_specrollout.generation.step.row_sampling import RowSampler
@@ -227,9 +228,17 @@ class VllmWorkerMixin(WorkerCalls):
         return output if self.specrollout_router is None else self.specrollout_router.end_step(batch, output)
 
     def _set_seed(self, new: Any) -> RequestIdentity:
-        """Puts the seed of a new request's identity into a copy of its sampling parameters. Returns the identity."""
-        engine_seed = self.vllm_config.model_config.seed
-        identity = resolve_identity(new.req_id, new.sampling_params, new.prompt_token_ids, engine_seed)
+        """Puts the seed of a new request's identity into a copy of its sampling parameters. Returns the identity.
+
+        Bad requests are refused before they get here (`admission.py`). One that came another way must not end the engine,
+        which would lose all other requests, so it is decoded without drafts, and an error is logged.
+        """
+        try:
+            prompt = new.prompt_token_ids or []  # none if the prompt is made of embeddings
+            identity = resolve_identity(new.sampling_params, prompt, self.vllm_config.model_config.seed)
+        except ValueError as error:
+            logger.error("specrollout: request %s is decoded without drafts: %s", new.req_id, error)
+            identity = identity_of_unchecked(new.req_id)
         new.sampling_params = copy.copy(new.sampling_params)
         new.sampling_params.seed = identity.seed
         return identity

@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.arguments import with_specrollout
+from nemo_specrollout.generation.engine.identity import check_seed
 from nemo_specrollout.generation.engine.older_runners import allow_text_drafters
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY
-from nemo_specrollout.generation.engine.vllm_requests import REFUSAL, RolloutSamplingParams
+from nemo_specrollout.generation.engine.vllm_requests import REFUSAL, RolloutSamplingParams, refused_as_by_vllm
 from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, Conversations, Row, RowSeeds, SeedKind
 from nemo_specrollout.run_ahead.texts import TextsAhead
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
@@ -27,6 +28,8 @@ MTP_FROM_FOLDER = "specrollout_mtp_from_folder"
 """Key of vLLM's `additional_config`: true if the trainer does not train the native heads, so no refit brings them."""
 HEADER = b"x-specrollout-seed"
 """HTTP header in which a client sends a seed if it cannot send one in the body."""
+_MOST_DIGITS = len(str(2**63))
+"""Digits of a seed. Python raises an error for a number of some thousands."""
 
 header_seed: ContextVar[int | None] = ContextVar("specrollout_header_seed", default=None)
 """Seed from the header of this task's HTTP request."""
@@ -87,7 +90,9 @@ class RequestSeeds(RowSeeds):
 
     def _of_request(self, params: Any, tokens: Sequence[int]) -> Any:
         if EXTRA_ARGS_KEY in (params.extra_args or {}):
-            return RolloutSamplingParams.of(params)
+            return RolloutSamplingParams.of(params)  # which vLLM asks whether they are valid
+        with refused_as_by_vllm():
+            check_seed(params)
         given = header_seed.get() if params.seed is None else params.seed
         if given is None:
             seed = self._derived(tokens)
@@ -161,7 +166,7 @@ class SeedHeader:
         text = dict(scope.get("headers") or ()).get(HEADER) if scope["type"] == "http" else None
         if text is None:
             await self._app(scope, receive, send)
-        elif not text.isdigit() or int(text) >= 2**63:
+        elif not text.isdigit() or len(text) > _MOST_DIGITS or int(text) >= 2**63:
             sentence = f"X-Specrollout-Seed: {text.decode('latin-1')!r} is not a whole number from 0 to 2^63 - 1"
             error = {"message": sentence, "type": "invalid_request_error", "code": 400}
             await JSONResponse({"error": error}, 400)(scope, receive, send)

@@ -104,10 +104,10 @@ def best_depth(count_FQ: np.ndarray, num_requests: int, costs: StepCosts, margin
 def likeliest(rates_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndarray:
     """Returns how many of each request's drafts are among the `most` likeliest of the batch, int64 [B].
 
-    A draft with rate 0 is none. `caps_B` are the most drafts of each request.
+    A draft with rate 0 is none. `caps_B` are the most drafts of each request. None is chosen if `most` is not above 0.
     """
     survival_BK = rates_BK.astype(np.float64).cumprod(axis=1)
     survival_BK[np.arange(rates_BK.shape[1]) >= caps_B[:, None]] = 0.0
     flat = survival_BK.ravel()
-    chosen = np.argsort(-flat, kind="stable")[:most]
+    chosen = np.argsort(-flat, kind="stable")[: max(0, most)]
     return np.bincount(chosen[flat[chosen] > 0.0] // rates_BK.shape[1], minlength=len(caps_B))

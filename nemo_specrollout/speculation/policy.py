@@ -53,7 +53,7 @@ class SpeculationPolicy(ABC):
 
     @abstractmethod
     def num_drafts(self, num_requests: int, most: int) -> int:
-        """Returns how many draft tokens the next step of `num_requests` requests verifies, at most `most`."""
+        """Returns how many draft tokens the next step of `num_requests` requests verifies: at most `most`, and at least 0."""
 
     @abstractmethod
     def plan(self, num_requests: int, num_followed: int) -> int:
@@ -84,7 +84,7 @@ class FixedPolicy(SpeculationPolicy):
     """
 
     def __init__(self, k: int, num_positions: int) -> None:
-        self.most_drafts = min(k, num_positions)
+        self.most_drafts = max(0, min(k, num_positions))
         self._num_submitted = 0
         """Draft tokens that were submitted, by the latest histogram that has reached the host."""
 
@@ -92,7 +92,7 @@ class FixedPolicy(SpeculationPolicy):
         self._num_submitted = int(spread.submitted_Q.sum())
 
     def num_drafts(self, num_requests: int, most: int) -> int:
-        return min(most, self._num_submitted)
+        return max(0, min(most, self._num_submitted))
 
     def plan(self, num_requests: int, num_followed: int) -> int:
         return self.most_drafts
@@ -141,13 +141,17 @@ class BatchSizes:
     def count(self, num_requests: int) -> None:
         """Adds a step."""
         self._steps *= 1.0 - 1.0 / GENERATION
-        self._steps[num_requests.bit_length()] += 1.0
+        self._steps[self._bits(num_requests)] += 1.0
 
     def until_the_end(self, num_requests: int) -> list[tuple[int, float]]:
         """Returns the sizes that a batch will have until it ends, and the share of its steps that each takes."""
-        most = num_requests.bit_length()
+        most = self._bits(num_requests)
         share = self._steps[1 : most + 1] / self._steps[1 : most + 1].sum()
         return [(min(num_requests, 3 * 2**i // 2), float(share[i])) for i in range(most)]
+
+    def _bits(self, num_requests: int) -> int:
+        """Returns the bit length of a size; all sizes beyond the longest one that is counted have that."""
+        return min(num_requests.bit_length(), len(self._steps) - 1)
 
 
 class Forecast:
@@ -165,7 +169,7 @@ class Forecast:
     @property
     def num_seen(self) -> float:
         """Requests, summed over steps, from which the model's first drafts are known."""
-        return float(self._weight_F[1])
+        return float(self._weight_F[1:2].sum())  # none where the model may draft nothing
 
     def observe(self, spread: Spread) -> None:
         """Adds the latest proposals, up to the deepest drafting that is forecast."""
@@ -323,7 +327,7 @@ class AutoPolicy(SpeculationPolicy):
             depth = self._best(num_requests, num_followed).depth
         if self._to_look_at > 0:
             self._to_look_at -= num_followed
-            return max(depth, 1)
+            return min(max(depth, 1), self._deepest)
         if self._judged <= 0:
             self._judged = JUDGED_STEPS
             self._judge(num_requests)

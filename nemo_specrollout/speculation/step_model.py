@@ -162,7 +162,7 @@ class StepModel:
         Rows beyond `num_requests` are drafts. `has_drafters`: whether drafters were at work in it.
         """
         if not self._steps.is_known:
-            self._unit = float(num_rows)
+            self._unit = float(max(num_rows, 1))
         size = (num_rows, num_rows > num_requests)
         noise = NOISE if size in self._sizes_seen else COLD * NOISE
         self._sizes_seen.add(size)

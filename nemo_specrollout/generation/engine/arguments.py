@@ -3,7 +3,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from nemo_specrollout.config.model_families import recurrent_layers
 
 WORKER = "nemo_specrollout.generation.vllm_worker.SpecrolloutWorker"
 SCHEDULER = "nemo_specrollout.generation.engine.step_outputs.build_scheduler"
+REQUEST_CHECK = "nemo_specrollout.generation.engine.admission:RequestCheck"
+"""Our entry in vLLM's `logits_processors`. It checks requests and changes no logits."""
 TEXT_METHOD = "ngram_gpu"
 """vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace its own."""
 HOST_CHOOSES = "specrollout_host_chooses"
@@ -52,6 +54,8 @@ class VllmAbilities:
     """Whether vLLM can choose on the device which drafts a step verifies."""
     keeps_last_block: bool = True
     """Whether vLLM can reuse the last block of a cached prompt where a head drafts."""
+    checks_requests: bool = True
+    """Whether vLLM asks logits processors of the V2 model runner about each request."""
     default_tokens: int = 2048
     """vLLM's default of `max_num_batched_tokens`."""
     default_requests: int = 128
@@ -106,11 +110,18 @@ def with_specrollout(
             result["speculative_config"]["enable_adaptive_verification"] = True
         _make_room_for_drafts(result, block.most_drafts, abilities)
         result.setdefault("scheduler_cls", SCHEDULER)
+    if abilities.checks_requests and not result.get("return_sampling_mask"):  # which vLLM refuses beside processors
+        result["logits_processors"] = [*users_processors(result.get("logits_processors")), REQUEST_CHECK]
     block_dict = dataclasses.asdict(block)
     block_dict["drafters"] = list(block_dict["drafters"])
     ours = {"specrollout": block_dict, HOST_CHOOSES: reason}
     result["additional_config"] = {**(result.get("additional_config") or {}), **ours}
     return result
+
+
+def users_processors(processors: Sequence[Any] | None) -> list[Any]:
+    """Returns an engine's logits processors without ours, which changes no logits."""
+    return [processor for processor in processors or () if processor != REQUEST_CHECK]
 
 
 def host_choice(arguments: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:

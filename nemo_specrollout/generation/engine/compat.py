@@ -59,6 +59,8 @@ HAS_SCORE_GAPS = hasattr(gumbel, "murmur3_uniform32")
 """Whether `draft_sampling` can compute the noise of this vLLM. Score gaps of drafts need it (0.31 and later)."""
 CHOOSES_ON_DEVICE = takes(BaseSpeculator.propose, "num_speculative_tokens")
 """Whether vLLM drafts to a given depth, and chooses on the device which drafts a step verifies (0.32 and later)."""
+HAS_REQUEST_CHECKS = importlib.util.find_spec("vllm.v1.worker.gpu.sample.logits_processor") is not None
+"""Whether the V2 model runner takes logits processors, which vLLM asks about each request (0.32 and later)."""
 HAS_TEXT_METHOD = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
 """Whether the V2 model runner takes drafters without weights (0.32 and later)."""
 _TARGET_NOISE: dict[str, Any] = {"is_drafting": False} if takes(gumbel.gumbel_sample, "is_drafting") else {}
@@ -179,7 +181,8 @@ def vllm_abilities(arguments: Mapping[str, Any], is_async: bool = False) -> Vllm
     `is_async`: whether NeMo-RL's asynchronous engine gets the arguments; else `vllm.LLM` does.
     """
     keeps_last_block = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
-    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, *_default_sizes(arguments, is_async), _policy(arguments))
+    sizes = _default_sizes(arguments, is_async)
+    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, HAS_REQUEST_CHECKS, *sizes, _policy(arguments))
 
 
 def _policy(arguments: Mapping[str, Any]) -> dict[str, Any]:

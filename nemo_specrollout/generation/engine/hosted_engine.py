@@ -95,12 +95,22 @@ class HostedEngine:
         self.num_steps = self._num_requests = 0
 
     def submit(self, requests: Sequence[Any], sampling: Mapping[str, Any]) -> list[str]:
-        """Queues requests and returns their ids. `sampling` overrides their sampling parameters."""
+        """Queues requests and returns their ids. `sampling` overrides their sampling parameters.
+
+        If vLLM refuses one of them, its error is raised and none of them is queued.
+        """
         ids = [f"{type(self).__name__}-{self._num_requests + i}" for i in range(len(requests))]
         self._num_requests += len(requests)
-        for request_id, request in zip(ids, requests, strict=True):
-            text, params = self._text_and_params(request, sampling)
-            self._llm.llm_engine.add_request(request_id, {"prompt_token_ids": text}, params)
+        engine = self._llm.llm_engine
+        queued: list[str] = []
+        try:
+            for request_id, request in zip(ids, requests, strict=True):
+                text, params = self._text_and_params(request, sampling)
+                engine.add_request(request_id, {"prompt_token_ids": text}, params)
+                queued.append(request_id)
+        except Exception:
+            engine.abort_request(queued)
+            raise
         return ids
 
     def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:

@@ -8,20 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
-
 EXTRA_ARGS_KEY = "specrollout"
 """Key of `SamplingParams.extra_args` under which a request carries its identity."""
-_KNOWN_KEYS = (
-    "seed",
-    "prompt_index",
-    "sample_index",
-    "policy_version",
-    "speculate",
-    "prompt_length",
-    "engine_seed",
-    "ahead",
-)
 TOKEN_BYTES = 4
 """Bytes of a token in a text that was made ahead."""
 
@@ -114,7 +102,7 @@ class NewRequest:
     def from_vllm(cls, new: Any, identity: RequestIdentity, slot: int, max_model_len: int) -> "NewRequest":
         """Builds the record from vLLM's `NewRequestData`."""
         params = new.sampling_params
-        prompt_length = len(new.prompt_token_ids)
+        prompt_length = len(new.prefill_token_ids if new.prompt_token_ids is None else new.prompt_token_ids)
         limit = min(max_model_len, prompt_length + params.max_tokens)
         eos = set() if params.ignore_eos or params.eos_token_id is None else {params.eos_token_id}
         stop_token_ids = frozenset(params.stop_token_ids or ()) | eos
@@ -160,39 +148,3 @@ def longest_known_text(text: Sequence[int], older: bytes) -> bytes:
     numbers. So a request that has to begin again early in its response still brings everything that was ever made of it.
     """
     return as_bytes(text) + older[TOKEN_BYTES * len(text) :]
-
-
-def resolve_identity(request_id: str, params: Any, prompt_token_ids: list[int], engine_seed: int) -> RequestIdentity:
-    """Returns the identity of a request, from the first of these sources that it has:
-
-    1. `extra_args["specrollout"]["seed"]`;
-    2. `extra_args["specrollout"]` with prompt_index, sample_index (default 0) and policy_version (default 0);
-    3. `SamplingParams.seed` (vLLM gives the children of `n > 1` seed + index);
-    4. greedy sampling, which needs no seed.
-
-    An `engine_seed` in `extra_args["specrollout"]` replaces the engine's own seed, so that all engines sample alike.
-
-    Raises ValueError if the request has none of them: a seed of the arrival order would make rollouts depend on scheduling.
-    """
-    given: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
-    for key in given:
-        if key not in _KNOWN_KEYS:
-            raise ValueError(
-                f'request {request_id}: extra_args["{EXTRA_ARGS_KEY}"] has no key {key!r}; known: {", ".join(_KNOWN_KEYS)}'
-            )
-    engine_seed = int(given.get("engine_seed", engine_seed))
-    group = content_hash(prompt_token_ids[: given.get("prompt_length")])
-    rest = (bool(given.get("speculate", True)), bytes(given.get("ahead", b"")))
-    if "seed" in given:
-        return RequestIdentity(int(given["seed"]) & (2**63 - 1), group, *rest)
-    if "prompt_index" in given:
-        indices = (given["prompt_index"], given.get("sample_index", 0), given.get("policy_version", 0))
-        return RequestIdentity(request_seed(engine_seed, *map(int, indices)), group, *rest)
-    if params.seed is not None:
-        return RequestIdentity(combine(engine_seed, params.seed) >> 1, group, *rest)
-    if params.temperature < 1e-5:
-        return RequestIdentity(0, group, *rest)
-    raise ValueError(
-        f"request {request_id}: sampling at temperature {params.temperature} needs a seed that does not depend on arrival "
-        f'order; set SamplingParams.seed, or extra_args={{"{EXTRA_ARGS_KEY}": {{"prompt_index": ..., "sample_index": ...}}}}'
-    )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's requests: sampling parameters that engines hand each other, and finished outputs."""
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -13,6 +14,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from nemo_specrollout.config.staying_requests import PLUGINS, WHY_ALL_STAY, plugins_here
 from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.engine.admission import check_bad_words, check_params
+from nemo_specrollout.generation.engine.arguments import REQUEST_CHECK
+from nemo_specrollout.generation.engine.identity import given_identity
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES, Rollout, ShardRequest
 from nemo_specrollout.sampling.seeds import content_hash
 
@@ -50,8 +54,22 @@ made itself.
 """
 
 
+@contextmanager
+def refused_as_by_vllm() -> Iterator[None]:
+    """Raises vLLM's error for a bad request in the place of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, REFUSAL):
+            raise
+        raise REFUSAL(str(error)) from error
+
+
 class RolloutSamplingParams(SamplingParams):
-    """Sampling parameters for an engine with our sampler, which applies min-p and logit bias to draft rows too."""
+    """Sampling parameters for an engine with our sampler, which applies min-p and logit bias to draft rows too.
+
+    vLLM asks them whether they are valid before it admits a request. So a bad request is refused in every version of vLLM.
+    """
 
     @classmethod
     def of(cls, params: SamplingParams) -> "RolloutSamplingParams":
@@ -60,6 +78,18 @@ class RolloutSamplingParams(SamplingParams):
         for name in params.__struct_fields__:
             setattr(copied, name, getattr(params, name))
         return copied
+
+    def verify(self, *engine: Any, **more: Any) -> None:
+        """Does vLLM's checks for the engine, then ours. Raises vLLM's errors for a bad request."""
+        super().verify(*engine, **more)
+        with refused_as_by_vllm():
+            check_params(self)
+
+    def update_from_tokenizer(self, tokenizer: Any) -> None:
+        """Does vLLM's work, and checks what came of it. Raises vLLM's errors for a bad request."""
+        super().update_from_tokenizer(tokenizer)
+        with refused_as_by_vllm():
+            check_bad_words(self)
 
     def _validate_spec_decode(self, speculative_config: Any) -> None:
         """Accepts what our verifier can do, where vLLM's own rejection sampler cannot (`min_p`, `logit_bias`)."""
@@ -78,7 +108,7 @@ def reason_to_stay(vllm_config: Any) -> str | None:
     model = vllm_config.model_config
     outputs = getattr(vllm_config, "aux_output_config", model)  # before 0.32 in the latter
     has = {
-        "logits_processors": model.logits_processors,
+        "logits_processors": [name for name in model.logits_processors or () if name != REQUEST_CHECK],
         PLUGINS: plugins_here(),
         "watermark_config": getattr(vllm_config, "watermark_config", None),
         "enable_return_routed_experts": getattr(outputs, "enable_return_routed_experts", False),
@@ -133,10 +163,10 @@ def shard_requests(
 
 
 def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardRequest:
-    """Returns a portable request of vLLM's for others to continue."""
+    """Returns a portable request of vLLM's for others to continue. Raises vLLM's error for a malformed identity."""
     tokens = list(prompt["prompt_token_ids"])
-    # A later turn of a conversation belongs to the group of its first turn.
-    first_turn = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}).get("prompt_length")
+    with refused_as_by_vllm():
+        first_turn = given_identity(params).prompt_length  # a later turn of a conversation belongs to its group
     return ShardRequest(tokens, content_hash(tokens[:first_turn]), home, msgspec.msgpack.encode(params))
 
 

@@ -265,7 +265,9 @@ class VerificationBudget(AdaptiveVerificationManager):
         """Returns the tokens of the step's forward pass, including drafts within the budget. Sets the step's budget."""
         num_drafts = {name: len(draft_tokens.get(name, ())) for name in num_tokens_per_req}
         num_others = {name: num_tokens_per_req[name] - count for name, count in num_drafts.items()}
-        most = min(sum(num_drafts.values()), self._max_total_logits - len(num_drafts) * self.num_bonus_tokens)
+        # A chunk of logits may have fewer rows than there are requests. Then it has no room for any draft.
+        room = max(0, self._max_total_logits - len(num_drafts) * self.num_bonus_tokens)
+        most = min(sum(num_drafts.values()), room)
         budget = self._router.num_drafts(len(num_drafts), most)
         self._batch_budget = (num_drafts, num_others, budget)
         return sum(num_others.values()) + budget

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses bad requests where vLLM admits requests, in the process of the caller, before an engine core hears of them.
+
+vLLM asks the class method `validate_params` of each logits processor of an engine about each request (0.32 and later). This
+is vLLM's own place for such checks, so every way in is covered: `LLM`, `AsyncLLM`, and the OpenAI server, which answers with
+status 400. `arguments.with_specrollout` names `RequestCheck` to vLLM. Older versions take no processors on the V2 model
+runner, so there `RolloutSamplingParams` checks what NeMo-RL sends, and the vLLM worker outlives the rest.
+
+vLLM loads this module while GPUs are hidden, so it must stay small.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.v1.worker.gpu.sample import bad_words, logit_bias
+
+from nemo_specrollout.generation.engine.identity import check_request
+
+if TYPE_CHECKING:
+    LogitsProcessor: Any = object
+else:
+    try:
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+    except ImportError:  # before 0.32
+        LogitsProcessor = object
+
+_END_TOKENS = 8
+"""Room that is left for the model's own end tokens, which vLLM adds to a request's stop tokens later."""
+
+
+def check_params(params: Any) -> None:
+    """Raises ValueError, with field, value and fix, for sampling parameters that an engine with our worker cannot serve.
+
+    These are identities that are malformed or absent (`check_request`), and lists longer than the V2 model runner has room
+    for, which vLLM itself finds out in the middle of a step only.
+    """
+    check_request(params)
+    lists = [
+        ("allowed_token_ids", params.allowed_token_ids, logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("logit_bias", params.logit_bias, logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
+    ]
+    if params.min_tokens > 0:
+        most = logit_bias.MAX_NUM_STOP_TOKEN_IDS - _END_TOKENS
+        lists.append(("stop_token_ids with min_tokens", params.stop_token_ids, most))
+    for name, given, most in lists:
+        if given and len(given) > most:
+            raise ValueError(f"{name}: {len(given)} tokens; vLLM's V2 model runner has room for {most}: send fewer")
+
+
+def check_bad_words(params: Any) -> None:
+    """Raises ValueError if `bad_words`, whose tokens are known now, are more than the V2 model runner has room for."""
+    words = params.bad_words_token_ids or ()
+    sizes = {"MAX_NUM_BAD_WORDS": len(words), "MAX_BAD_WORDS_TOTAL_TOKENS": sum(map(len, words))}
+    for name, size in sizes.items():
+        most = getattr(bad_words, name, None) or getattr(envs, f"VLLM_{name}")  # a constant before 0.28
+        if size > most:
+            what = "words" if size == len(words) else "tokens in all"
+            raise ValueError(f"bad_words: {size} {what}; vLLM's V2 model runner has room for {most}: send fewer")
+
+
+class RequestCheck(LogitsProcessor):
+    """A logits processor of vLLM that checks requests and changes no logits."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises ValueError for a request that must not reach the engine."""
+        check_params(sampling_params)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Returns False, because no request's logits are changed."""
+        return False
+
+    def apply(self, logits: Any, ctx: Any) -> Any:
+        """Returns the logits as they are."""
+        return logits

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request may say of itself in its `extra_args`, and the identity that follows from it. vLLM is not imported.
+
+`check_request` is called before a request reaches an engine, because an error in an engine's step would end the engine and
+all other requests with it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from reprlib import repr as shortened
+from typing import Any, NamedTuple
+
+from nemo_specrollout.config.strict import nearest
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES, RequestIdentity
+from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
+
+_FIELD = f'extra_args["{EXTRA_ARGS_KEY}"]'
+_GREEDY = 1e-5
+"""Temperature below which vLLM samples greedily."""
+
+
+@dataclass(frozen=True)
+class GivenIdentity:
+    """The fields of `extra_args["specrollout"]`, of which a request may give any; None where it gives none."""
+
+    seed: int | None = None
+    """Key of the request's noise."""
+    prompt_index: int | None = None
+    """The noise follows from this and the next two fields, if there is no `seed`."""
+    sample_index: int | None = None
+    policy_version: int | None = None
+    speculate: bool = True
+    """False for a request that must be decoded without drafts."""
+    prompt_length: int | None = None
+    """Tokens of the prompt that all samples of a group share. A larger number than the prompt has means all of it."""
+    engine_seed: int | None = None
+    """Replaces the engine's own seed, so that all engines sample alike."""
+    ahead: bytes = b""
+    """Expected text after the prompt, as int32 numbers."""
+
+
+class _Rule(NamedTuple):
+    """What a field may be."""
+
+    holds: Callable[[Any], bool]
+    wanted: str
+
+
+def _whole(low: int, high: int, words: str) -> _Rule:
+    """Returns the rule for whole numbers. A bool is none, although Python counts with it."""
+    return _Rule(
+        lambda value: isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high, words
+    )
+
+
+_SEED = _whole(0, 2**63 - 1, "a whole number from 0 to 2^63 - 1")
+_INDEX = _whole(-(2**63), 2**63 - 1, "a whole number of 64 bits")
+_LENGTH = _whole(0, 2**31 - 1, "a number of tokens")
+_RULES = {
+    "seed": _SEED,
+    "prompt_index": _INDEX,
+    "sample_index": _INDEX,
+    "policy_version": _INDEX,
+    "speculate": _Rule(lambda value: isinstance(value, bool), "true or false"),
+    "prompt_length": _LENGTH,
+    "engine_seed": _INDEX,
+    "ahead": _Rule(
+        lambda value: isinstance(value, bytes) and len(value) % TOKEN_BYTES == 0,
+        "bytes of int32 numbers, which `requests.as_bytes` makes of token ids",
+    ),
+}
+
+
+def check_request(params: Any) -> GivenIdentity:
+    """Returns what a request says of itself in vLLM's sampling parameters `params`.
+
+    Raises ValueError, with field, value and fix, for a request that an engine could not sample reproducibly: one whose
+    fields are malformed, one without a source of noise, and one whose `n` samples would all be equal.
+    """
+    given = given_identity(params)
+    check_seed(params)
+    names_one_sample = given.seed is not None or given.prompt_index is not None
+    if params.n > 1 and names_one_sample:
+        raise ValueError(
+            f"n: {params.n} with a seed or prompt_index in {_FIELD}; all samples would be equal: set SamplingParams.seed, "
+            "to which vLLM adds the number of the sample, or send a request for each sample"
+        )
+    if not names_one_sample and params.seed is None and params.temperature >= _GREEDY:
+        raise ValueError(
+            f"seed: None; sampling at temperature {params.temperature} needs a seed that does not depend on arrival order; "
+            "set SamplingParams.seed to a number other than -1, which vLLM takes for none, or "
+            f'extra_args={{"{EXTRA_ARGS_KEY}": {{"prompt_index": ..., "sample_index": ...}}}}'
+        )
+    return given
+
+
+def given_identity(params: Any) -> GivenIdentity:
+    """Returns what vLLM's sampling parameters `params` have in `extra_args["specrollout"]`.
+
+    Raises ValueError, with field, value and fix, if something there is malformed.
+    """
+    extra_args = {} if params.extra_args is None else params.extra_args
+    if not isinstance(extra_args, Mapping):
+        raise ValueError(f"extra_args: {shortened(extra_args)} is no mapping; send one, or leave it out")
+    _check_keys(extra_args)
+    given = extra_args.get(EXTRA_ARGS_KEY, {})
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f'{_FIELD}: {shortened(given)} is no mapping; send one such as {{"seed": 1}}, or leave it out. Over HTTP, where '
+            "vllm_xargs cannot hold a mapping, send `seed`"
+        )
+    for name, value in given.items():
+        if name not in _RULES:
+            raise ValueError(f"{_FIELD} has no key {shortened(name)}{_suggestion(name, _RULES)}")
+        if not _RULES[name].holds(value):
+            raise ValueError(
+                f'{_FIELD}["{name}"]: {shortened(value)} is not {_RULES[name].wanted}; send that, or leave it out'
+            )
+    if "seed" not in given and "prompt_index" not in given:
+        for name in ("sample_index", "policy_version"):
+            if name in given:
+                raise ValueError(f'{_FIELD}["{name}"]: {given[name]} without prompt_index; send both, or neither')
+    return GivenIdentity(**given)
+
+
+def _check_keys(extra_args: Mapping[Any, Any]) -> None:
+    """Raises ValueError for a key that looks like ours, because vLLM ignores the keys that nobody knows."""
+    for key in extra_args:
+        if isinstance(key, str) and key.startswith(EXTRA_ARGS_KEY) and key != EXTRA_ARGS_KEY:
+            raise ValueError(
+                f'extra_args["{key}"]: {shortened(extra_args[key])}; this engine knows the key "{EXTRA_ARGS_KEY}" only: '
+                f"write {_FIELD}, with some of {', '.join(_RULES)}"
+            )
+
+
+def _suggestion(name: Any, known: Iterable[str]) -> str:
+    return nearest(name, known) if isinstance(name, str) else f"; known: {', '.join(known)}"
+
+
+def check_seed(params: Any) -> None:
+    """Raises ValueError, with field, value and fix, if `SamplingParams.seed` is no seed."""
+    if params.seed is not None and not _INDEX.holds(params.seed):
+        raise ValueError(f"seed: {shortened(params.seed)} is not {_INDEX.wanted}; send one, or leave it out")
+
+
+def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int) -> RequestIdentity:
+    """Returns the identity of a request, from the first of these sources that it has:
+
+    1. `extra_args["specrollout"]["seed"]`;
+    2. `extra_args["specrollout"]` with prompt_index, sample_index (default 0) and policy_version (default 0);
+    3. `SamplingParams.seed` (vLLM gives the children of `n > 1` seed + index);
+    4. greedy sampling, which needs no seed.
+
+    An `engine_seed` in `extra_args["specrollout"]` replaces the engine's own seed.
+
+    Raises ValueError if the request has none of them: a seed of the arrival order would make rollouts depend on scheduling.
+    """
+    given = check_request(params)
+    engine_seed = engine_seed if given.engine_seed is None else int(given.engine_seed)
+    group = content_hash(prompt_token_ids[: given.prompt_length])
+    rest = (group, given.speculate, given.ahead)
+    if given.seed is not None:
+        return RequestIdentity(int(given.seed), *rest)
+    if given.prompt_index is not None:
+        indices = (given.prompt_index, given.sample_index or 0, given.policy_version or 0)
+        return RequestIdentity(request_seed(engine_seed, *map(int, indices)), *rest)
+    if params.seed is not None:
+        return RequestIdentity(combine(engine_seed, int(params.seed)) >> 1, *rest)
+    return RequestIdentity(0, *rest)
+
+
+def identity_of_unchecked(request_id: str) -> RequestIdentity:
+    """Returns the identity of a bad request that nothing refused before it reached the engine.
+
+    Its noise follows from its id, so it differs between requests like that of vLLM's requests without a seed, and all ranks
+    of an engine agree on it. It gets no drafts.
+    """
+    own = content_hash(list(request_id.encode()))
+    return RequestIdentity(own, own, speculate=False)
