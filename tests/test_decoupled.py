@@ -32,12 +32,13 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
-from nemo_specrollout.remote.protocol import publishing, verifier_side
+from nemo_specrollout.remote.protocol import peer as peers
+from nemo_specrollout.remote.protocol import publishing
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT
 from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES
+from nemo_specrollout.remote.protocol.peer import PeerState
 from nemo_specrollout.remote.protocol.publishing import publish
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
-from nemo_specrollout.remote.protocol.verifier_side import PeerState
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 
 pytestmark = pytest.mark.integration
@@ -50,7 +51,7 @@ PATIENT_S = 600.0
 @pytest.fixture(scope="module", autouse=True)
 def patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verifier_side, "ANSWER_DEADLINE_S", PATIENT_S)
+        patch.setattr(peers, "ANSWER_DEADLINE_S", PATIENT_S)
         patch.setattr(publishing, "ANSWERS_WITHIN_S", PATIENT_S)
         yield
 
@@ -253,10 +254,10 @@ def test_a_hanging_drafter_is_dropped_until_it_answers(
     peer = remote_of(engine).side.peers[0]
     victim, found = signal_mid_rollout(pool, engine, signal.SIGSTOP)
     assert_equal(found, expected["T=1"])
-    monkeypatch.setattr(verifier_side, "ANSWER_DEADLINE_S", 1.0)
+    monkeypatch.setattr(peers, "ANSWER_DEADLINE_S", 1.0)
     roll_out_until(engine, expected, lambda: peer.state is not PeerState.READY)
     assert peer.reason == "left a step unanswered"
-    monkeypatch.setattr(verifier_side, "ANSWER_DEADLINE_S", PATIENT_S)
+    monkeypatch.setattr(peers, "ANSWER_DEADLINE_S", PATIENT_S)
     os.kill(victim, signal.SIGCONT)
     wait_until_ready(engine)
     assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
