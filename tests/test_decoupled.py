@@ -35,7 +35,7 @@ from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 from nemo_specrollout.remote.protocol import peer as peers
 from nemo_specrollout.remote.protocol import publishing
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT
-from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES
+from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES, PROTOCOL, FrameError, Hello, Welcome
 from nemo_specrollout.remote.protocol.peer import PeerState
 from nemo_specrollout.remote.protocol.publishing import publish
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
@@ -364,15 +364,16 @@ def test_drafters_may_move_and_be_without_address(
     assert [p.num_failures for p in remote_of(engine).side.peers] == failures, "a move is no failure"
 
 
-def test_a_wrong_secret_is_never_answered(pool: DrafterPool) -> None:
-    from nemo_specrollout.remote.protocol.messages import PROTOCOL, Hello
-
+def test_a_wrong_secret_gets_no_welcome(pool: DrafterPool) -> None:
     hello = Hello(PROTOCOL, 1, 96, "", [])
     wrong, right = (VerifierSocket(pool.addresses()[0], secret) for secret in (b"not the secret", b""))
     wrong.send(hello)
     right.send(hello)
-    assert right.wait(PATIENT_S)  # the drafter has read the other frame by then
-    assert not wrong.wait(0.5)
+    assert right.wait(PATIENT_S)
+    assert [type(answer) for answer in right.receive()] == [Welcome]
+    assert wrong.wait(PATIENT_S)
+    with pytest.raises(FrameError, match="the drafter has another secret"):
+        list(wrong.receive())
     for socket in (wrong, right):
         socket.close()
 

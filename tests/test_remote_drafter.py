@@ -142,7 +142,7 @@ def test_a_plain_request_is_sent_to_no_drafter(engine: Engine) -> None:
     assert engine.drafter_text(10) == []
 
 
-NUM_LONG, LONG_TEXT = 256, 16384
+NUM_LONG, LONG_TEXT = 512, 32768
 
 
 class DrafterOfLongTexts(FakeDrafter):
@@ -163,7 +163,7 @@ def requests_with_drafts(remote: RemoteDrafter, drafter: FakeDrafter, wire: Wire
 
 
 def test_a_restarted_drafter_gets_more_text_than_a_frame_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All texts are told again after a restart, 16.8 MB here."""
+    """All texts are told again after a restart, 67 MB here."""
     assert NUM_LONG * LONG_TEXT * 4 >= MAX_FRAME_BYTES
     monkeypatch.setattr(peers, "ANSWER_DEADLINE_S", 600.0)  # a busy machine may be slow
     wire = Wire()

@@ -88,8 +88,11 @@ def in_words(figures: Mapping[str, Any]) -> str:
     if not figures["num_ready"]:
         return f"none of {figures['num_drafters']} drafters answers: {figures['problem'] or 'not yet'}"
     known = {name: figures[name] or 0.0 for name in ("occupancy", "run_ahead", "waste")}
+    trouble = f"{figures['num_failures']} failures and {figures['num_refused']} requests refused"
+    has_trouble = figures["num_failures"] or figures["num_refused"]
+    told = f"; {trouble}, the latest: {figures['last_problem']}" if has_trouble else ""
     return (
         f"{figures['num_ready']} of {figures['num_drafters']} drafters; drafts in time for {known['occupancy']:.0%} of "
         f"request steps, {known['run_ahead']:.1f} tokens each; {known['waste']:.0%} of all drafts wasted; a draft token takes "
-        f"{1e3 * figures['draft_token_s']:.1f} ms; bottleneck: {figures['bottleneck']}"
+        f"{1e3 * figures['draft_token_s']:.1f} ms; bottleneck: {figures['bottleneck']}{told}"
     )
