@@ -55,7 +55,9 @@ class DrafterStats:
         """Returns the stats of engines that share their drafters: sums of the counts, and the worst state."""
         sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
         worst = {name: choose(getattr(part, name) for part in parts) for name, choose in _WORST.items()}
-        words = {name: next((getattr(part, name) for part in parts if getattr(part, name)), "") for name in _WORDS}
+        words: dict[str, Any] = {
+            name: next((getattr(part, name) for part in parts if getattr(part, name)), "") for name in _WORDS
+        }
         return cls(**sums, **worst, **words)
 
     def figures(self) -> dict[str, Any]:
