@@ -32,12 +32,13 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
-from nemo_specrollout.remote.protocol import publishing, verifier_side
+from nemo_specrollout.remote.protocol import peer as peers
+from nemo_specrollout.remote.protocol import publishing
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT
-from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES
+from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES, PROTOCOL, FrameError, Hello, Welcome
+from nemo_specrollout.remote.protocol.peer import PeerState
 from nemo_specrollout.remote.protocol.publishing import publish
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
-from nemo_specrollout.remote.protocol.verifier_side import PeerState
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 
 pytestmark = pytest.mark.integration
@@ -50,7 +51,7 @@ PATIENT_S = 600.0
 @pytest.fixture(scope="module", autouse=True)
 def patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verifier_side, "ANSWER_DEADLINE_S", PATIENT_S)
+        patch.setattr(peers, "ANSWER_DEADLINE_S", PATIENT_S)
         patch.setattr(publishing, "ANSWERS_WITHIN_S", PATIENT_S)
         yield
 
@@ -253,10 +254,10 @@ def test_a_hanging_drafter_is_dropped_until_it_answers(
     peer = remote_of(engine).side.peers[0]
     victim, found = signal_mid_rollout(pool, engine, signal.SIGSTOP)
     assert_equal(found, expected["T=1"])
-    monkeypatch.setattr(verifier_side, "ANSWER_DEADLINE_S", 1.0)
+    monkeypatch.setattr(peers, "ANSWER_DEADLINE_S", 1.0)
     roll_out_until(engine, expected, lambda: peer.state is not PeerState.READY)
     assert peer.reason == "left a step unanswered"
-    monkeypatch.setattr(verifier_side, "ANSWER_DEADLINE_S", PATIENT_S)
+    monkeypatch.setattr(peers, "ANSWER_DEADLINE_S", PATIENT_S)
     os.kill(victim, signal.SIGCONT)
     wait_until_ready(engine)
     assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
@@ -363,15 +364,16 @@ def test_drafters_may_move_and_be_without_address(
     assert [p.num_failures for p in remote_of(engine).side.peers] == failures, "a move is no failure"
 
 
-def test_a_wrong_secret_is_never_answered(pool: DrafterPool) -> None:
-    from nemo_specrollout.remote.protocol.messages import PROTOCOL, Hello
-
+def test_a_wrong_secret_gets_no_welcome(pool: DrafterPool) -> None:
     hello = Hello(PROTOCOL, 1, 96, "", [])
     wrong, right = (VerifierSocket(pool.addresses()[0], secret) for secret in (b"not the secret", b""))
     wrong.send(hello)
     right.send(hello)
-    assert right.wait(PATIENT_S)  # the drafter has read the other frame by then
-    assert not wrong.wait(0.5)
+    assert right.wait(PATIENT_S)
+    assert [type(answer) for answer in right.receive()] == [Welcome]
+    assert wrong.wait(PATIENT_S)
+    with pytest.raises(FrameError, match="the drafter has another secret"):
+        list(wrong.receive())
     for socket in (wrong, right):
         socket.close()
 

@@ -12,7 +12,8 @@ import pytest
 import ray
 
 from lab.local.rollout_pool import OwnRay
-from nemo_specrollout.config.drafter_configs import as_key, is_loopback, secret_of_run
+from nemo_specrollout.config.addresses import is_loopback
+from nemo_specrollout.config.drafter_configs import as_key, secret_of_run
 from nemo_specrollout.nemo_rl.remote_drafters import SpecrolloutDrafter
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec
 from nemo_specrollout.remote.protocol.messages import PROTOCOL, Hello, Welcome

@@ -93,7 +93,7 @@ def opening(request: int, temperature: float = 1.0) -> Open:
 
 def test_opened_requests_get_drafts(service: DrafterService, socket: VerifierSocket) -> None:
     assert isinstance(ask(service, socket, hello(1))[0], Welcome)
-    answers = ask(service, socket, Step(1, [opening(1 << 16)], **NOTHING), turns=8)
+    answers = ask(service, socket, Step(1, 1, [opening(1 << 16)], **NOTHING), turns=8)
     positions = np.concatenate([column(a.drafts, DRAFT_ROW)["position"] for a in answers if isinstance(a, Drafts)])
     assert positions.tolist() == [20, 21, 22, 23]
 
@@ -101,7 +101,7 @@ def test_opened_requests_get_drafts(service: DrafterService, socket: VerifierSoc
 def test_requests_that_vllm_refuses_get_no_drafts(service: DrafterService, socket: VerifierSocket) -> None:
     ask(service, socket, hello(2))
     opens = [opening(1 << 16, temperature=-1.0), opening(2 << 16 | 1)]
-    answers = ask(service, socket, Step(2, opens, **NOTHING), turns=8)
+    answers = ask(service, socket, Step(2, 1, opens, **NOTHING), turns=8)
     requests = np.concatenate([column(a.drafts, DRAFT_ROW)["owner"] for a in answers if isinstance(a, Drafts)])
     assert set(requests.tolist()) == {2 << 16 | 1}
 
@@ -109,15 +109,15 @@ def test_requests_that_vllm_refuses_get_no_drafts(service: DrafterService, socke
 def test_a_full_drafter_lists_the_requests_it_lacks(service: DrafterService, socket: VerifierSocket) -> None:
     ask(service, socket, hello(3))
     opens = [opening(n << 16 | n) for n in range(1, 8)]
-    ask(service, socket, Step(3, opens, **NOTHING))
-    answers = ask(service, socket, Step(3, [], **{**NOTHING, **commits(*(o.request for o in opens))}))
+    ask(service, socket, Step(3, 1, opens, **NOTHING))
+    answers = ask(service, socket, Step(3, 2, [], **{**NOTHING, **commits(*(o.request for o in opens))}))
     lacking = [r for a in answers if isinstance(a, Drafts) for r in column(a.lacking, np.int64).tolist()]
     assert opens[-1].request in lacking
 
 
 def test_strangers_are_refused(service: DrafterService, socket: VerifierSocket) -> None:
-    refusal = ask(service, socket, Step(99, [], **NOTHING))[0]
-    assert isinstance(refusal, Refuse) and "hello" in refusal.reason
+    refusal = ask(service, socket, Step(99, 1, [], **NOTHING))[0]
+    assert isinstance(refusal, Refuse) and "started again" in refusal.reason
     refusal = ask(service, socket, hello(4, vocab_size=97))[0]
     assert isinstance(refusal, Refuse) and "vocabulary has 96 ids, the policy's 97" in refusal.reason
 
@@ -188,11 +188,11 @@ def test_publish_draft_gives_a_running_drafter_new_weights(
     ],
 )
 def test_invalid_steps_are_no_messages(change: dict[str, object]) -> None:
-    valid = msgspec.to_builtins(Step(1, [opening(5)], **NOTHING), builtin_types=(bytes,))
-    assert decode(msgspec.msgpack.encode(valid)) == Step(1, [opening(5)], **NOTHING)
+    valid = msgspec.to_builtins(Step(1, 1, [opening(5)], **NOTHING), builtin_types=(bytes,))
+    assert decode(msgspec.msgpack.encode(valid)) == Step(1, 1, [opening(5)], **NOTHING)
     try:
         frame = msgspec.msgpack.encode({**valid, **change})
     except OverflowError:
-        frame = encode(Step(1, [], **NOTHING))[:-3]
+        frame = encode(Step(1, 1, [], **NOTHING))[:-3]
     with pytest.raises(FrameError):
         decode(frame)

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,14 +13,13 @@ import pytest
 from nemo_rl_records import watching_logger
 
 from nemo_specrollout.cli.describe import describe_nemo_rl
+from nemo_specrollout.config.addresses import any_port, check_listening_address, is_loopback
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
     SECRET_VARIABLE,
     RemoteDrafterConfig,
-    any_port,
     as_key,
-    check_address,
     secret_of_run,
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
@@ -34,7 +34,7 @@ from nemo_specrollout.nemo_rl.remote_drafters import (
 )
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.remote.drafter.drafter_spec import GPU_MEMORY_SHARE, DrafterReport, drafter_spec
-from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
+from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats, in_words
 
 pytestmark = pytest.mark.unit
 
@@ -257,9 +257,128 @@ def test_a_run_has_the_secret_of_its_environment_or_a_new_one(monkeypatch: pytes
     assert "'short'" not in str(caught.value)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7", "fe80::1"])
+def test_a_problem_that_is_over_is_told() -> None:
+    stats = DrafterStats(
+        num_drafters=1, num_ready=1, num_failures=2, num_refused=3, last_problem="left a step unanswered"
+    )
+    assert "; 2 failures and 3 requests refused, the latest: left a step unanswered" in in_words(stats.figures())
+    assert "failures" not in in_words(DrafterStats(num_drafters=1, num_ready=1).figures())
+    assert DrafterStats.together([DrafterStats(), stats]).last_problem == "left a step unanswered"
+
+
+def test_a_secret_of_any_bytes_is_a_key() -> None:
+    assert as_key("sixteen letters \udcff") == b"sixteen letters \xff"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7", "fd00::1", "fe80::1%eth0"])
 def test_any_port_is_an_address(host: str) -> None:
-    check_address("host", any_port(host))
+    check_listening_address("host", any_port(host))
+
+
+def remote(**fields: Any) -> RemoteDrafterConfig:
+    """Returns the drafter of a block with these fields. Raises ConfigError, as `check` does."""
+    built = build_tagged(DRAFTERS, {"type": "remote", "model": "DRAFT", **fields}, f"{BLOCK_PATH}.drafters[0]")
+    assert isinstance(built, RemoteDrafterConfig)
+    return built
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        HERE, "tcp://node-01.cluster_a.example:5570", "tcp://localhost:65535", "tcp://[::1]:5570", "tcp://[fd00::7]:5570",
+        "tcp://[fe80::1%eth0]:5570", "tcp://[::ffff:10.0.0.7]:5570",
+    ],
+)  # fmt: skip
+def test_addresses_of_drafters(address: str) -> None:
+    assert remote(addresses=[address]).addresses == (address,)
+    check_listening_address("--address", address)
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("10.0.0.7:5570", "is not an address; write tcp://HOST:PORT"),
+        (" tcp://10.0.0.7:5570", "is not an address; write"),
+        ("tcp://10.0.0.7:5570 ", "is not an address; write"),
+        ("tcp://10.0.0.7:5570\n", "is not an address; write"),
+        ("tcp://10.0.0.7", "is not an address; write"),
+        ("tcp://10.0.0.7:65536", "is not an address; write"),
+        ("tcp://10.0.0.300:5570", "is not an address; write"),
+        ("tcp://10.0.0:5570", "is not an address; write"),
+        ("tcp://10.0.0.7:\u0665\u0665", "is not an address; write"),
+        ("tcp://nödé:5570", "is not an address; write"),
+        ("tcp://::1:5570", r"is not an address; write .* or tcp://\[::1\]:5570"),
+        ("tcp://[10.0.0.7]:5570", "is not an address; write"),
+        ("tcp://[::g]:5570", "is not an address; write"),
+        ("tcp://[fe80::1%e th]:5570", "is not an address; write"),
+        ("tcp://*:5570", "is not an address; write .* or tcp://0.0.0.0:PORT to listen at all IPv4 addresses"),
+        ("tcp://[fe80::1]:5570", r"exists on each interface of a machine; write .* tcp://\[fe80::1%eth0\]:5570"),
+        ("ipc:///tmp/socket", "is not an address; write"),
+        ("", "is not an address; write"),
+    ],
+)
+def test_what_is_no_address_is_refused_on_both_ends(address: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=rf"drafters\[0\]\.addresses: {re.escape(repr(address))} {sentence}"):
+        remote(addresses=[address])
+    with pytest.raises(ConfigError, match=f"--address: {re.escape(repr(address))} {sentence}"):
+        check_listening_address("--address", address)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "sentence"),
+    [
+        (["tcp://10.0.0.7:0"], "has port 0, where nothing listens"),
+        (["tcp://0.0.0.0:5570"], "is the address of no machine"),
+        (["tcp://[::]:5570"], "is the address of no machine"),
+        ([HERE, THERE, HERE], "are the same drafter; write it once"),
+        (["tcp://[fd00::7]:5570", "tcp://[fd00:0::7]:05570"], "are the same drafter; write it once"),
+    ],
+)
+def test_addresses_at_which_only_a_drafter_can_listen(addresses: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        remote(addresses=addresses)
+    for address in addresses:
+        check_listening_address("--address", address)
+
+
+def test_only_loopback_addresses_need_no_secret() -> None:
+    assert all(map(is_loopback, ["tcp://127.0.0.1:1", "tcp://127.0.0.2:1", "tcp://localhost:1", "tcp://[::1]:1"]))
+    assert not any(
+        map(is_loopback, ["tcp://10.0.0.7:1", "tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://node:1", "localhost"])
+    )
+
+
+HOSTS = ["10.0.0.7", "10.0.0.0/24", "0.0.0.0/0", "fd00::7", "fd00::/8", "fe80::1%eth0", "node-01.cluster", "localhost"]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_hosts_that_may_be_allowed(host: str) -> None:
+    assert remote(addresses=[HERE], allowed_hosts=[host]).allowed_hosts == (host,)
+
+
+@pytest.mark.parametrize(
+    ("host", "sentence"),
+    [
+        ("127.0.0.1 ", "is neither an IP address, .* without blanks"),
+        (" node01", "is neither an IP address"),
+        ("", "is neither an IP address"),
+        ("10.0.0.300", "is neither an IP address"),
+        ("10.0.0", "is neither an IP address"),
+        ("10.0.0.1-10.0.0.9", "is neither an IP address"),
+        ("10.0.0.7:5570", "is neither an IP address, .* or a port"),
+        ("[::1]", "is neither an IP address, .* brackets"),
+        ("tcp://10.0.0.7:5570", "is neither an IP address"),
+        ("10.0.0.7/8", "has bits beyond its prefix; write 10.0.0.0/8, or one address"),
+        ("10.0.0.0/33", "is neither an IP address"),
+        ("*", "is no host; leave the list empty to allow every host that knows the secret"),
+        ("10.0.0.*", "is no host; .* or write a network such as 10.0.0.0/24"),
+        ("0.0.0.0", "is the address of no machine; leave the list empty"),
+        ("::", "is the address of no machine; leave the list empty"),
+    ],
+)
+def test_what_is_no_host_is_refused(host: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=rf"drafters\[0\]\.allowed_hosts: {re.escape(repr(host))} {sentence}"):
+        remote(addresses=[HERE], allowed_hosts=[host])
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ import torch
 from decoupled_world import MAX_AHEAD, MAX_LEN, VOCAB, FakeDrafter, policy_token
 
 from nemo_specrollout.drafters.base import Proposals, Texts
-from nemo_specrollout.remote.protocol import verifier_side
+from nemo_specrollout.remote.protocol import peer as peers
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide, DraftModel
 from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES, decode, encode
+from nemo_specrollout.remote.protocol.peer import PeerState
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
-from nemo_specrollout.remote.protocol.verifier_side import PeerState, PolicyModel, StreamRequest
+from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream, RemoteDrafter
 
 pytestmark = pytest.mark.unit
@@ -141,7 +142,7 @@ def test_a_plain_request_is_sent_to_no_drafter(engine: Engine) -> None:
     assert engine.drafter_text(10) == []
 
 
-NUM_LONG, LONG_TEXT = 256, 16384
+NUM_LONG, LONG_TEXT = 512, 32768
 
 
 class DrafterOfLongTexts(FakeDrafter):
@@ -162,9 +163,9 @@ def requests_with_drafts(remote: RemoteDrafter, drafter: FakeDrafter, wire: Wire
 
 
 def test_a_restarted_drafter_gets_more_text_than_a_frame_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All texts are told again after a restart, 16.8 MB here."""
+    """All texts are told again after a restart, 67 MB here."""
     assert NUM_LONG * LONG_TEXT * 4 >= MAX_FRAME_BYTES
-    monkeypatch.setattr(verifier_side, "ANSWER_DEADLINE_S", 600.0)  # a busy machine may be slow
+    monkeypatch.setattr(peers, "ANSWER_DEADLINE_S", 600.0)  # a busy machine may be slow
     wire = Wire()
     drafter = DrafterOfLongTexts("d", random.Random(0), {})
     table_SX = np.zeros((NUM_LONG, DraftStream.columns(MAX_AHEAD)), np.int32)

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_specrollout.config.addresses import is_loopback
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DrafterConfig,
@@ -11,7 +12,6 @@ from nemo_specrollout.config.drafter_configs import (
     LookupDrafterConfig,
     ModelDrafterConfig,
     RemoteDrafterConfig,
-    is_loopback,
 )
 from nemo_specrollout.config.model_families import families_of, options_of
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_config, malformed, script_of

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.command_line import use_threads
+from nemo_specrollout.config.addresses import check_addresses, check_listening_address
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, check_address, shared_secret
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, shared_secret
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, at
 from nemo_specrollout.config.strict import ConfigError, build
@@ -17,10 +18,13 @@ from nemo_specrollout.config.strict import ConfigError, build
 if TYPE_CHECKING:
     from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport
 
+_LONGEST_PATH = 4095
+"""Longest path that Linux opens, in bytes."""
+
 
 def serve_drafter(parsed: argparse.Namespace) -> int:
     """Drafts until interrupted. Raises ConfigError, as far as possible before anything is loaded."""
-    check_address("--address", parsed.address)
+    check_listening_address("--address", parsed.address)
     shared_secret([parsed.address])
     tree = load_config(parsed.config, parsed.overrides)
     drafter = _remote_drafter(tree)
@@ -54,14 +58,16 @@ def publish_draft(parsed: argparse.Namespace) -> int:
     addresses = list(dict.fromkeys(parsed.address or drafter.addresses))
     if not addresses:
         raise ConfigError("--address: none, and the config has no drafters.addresses; name where the drafters listen")
-    for address in addresses:
-        check_address("--address", address, any_port=False)
+    check_addresses("--address", addresses)
     version = int(time.time()) if parsed.version is None else parsed.version
     if not 0 <= version < 2**63:
         raise ConfigError(f"--version: {version} is out of range; it must be at least 0 and below 2^63")
     folder = str(Path(parsed.weights).absolute())
     if not _is_utf8(folder):
         raise ConfigError(f"--weights: {folder!r} is not UTF-8, as messages to drafters have to be; rename the folder")
+    if len(folder) > _LONGEST_PATH:
+        fix = f"no drafter can open more than {_LONGEST_PATH}: name a shorter path"
+        raise ConfigError(f"--weights: a path of {len(folder)} characters; {fix}")
     secret = shared_secret(addresses)
     from nemo_specrollout.remote.protocol.publishing import publish
 
@@ -97,8 +103,9 @@ def _remote_drafter(tree: Mapping[str, Any]) -> RemoteDrafterConfig:
 
 def _in_words(status: "DrafterReport") -> str:
     share = status.busy_s / status.up_s if status.up_s else 0.0
+    why = f" (the latest: {status.refusal})" if status.refusal else ""
     return (
         f"{status.num_open} requests; {status.num_drafted:,} tokens drafted in {status.num_steps:,} steps, "
         f"{status.num_corrections:,} corrections; busy {share:.0%} of {status.up_s:.0f} s; "
-        f"{status.num_refused_frames} frames refused; weights of version {status.draft_version}"
+        f"{status.num_refused_frames} messages refused or lost{why}; weights of version {status.draft_version}"
     )

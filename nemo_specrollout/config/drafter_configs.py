@@ -1,34 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the drafters: one frozen dataclass for each `type` in the block's `drafters`; addresses of remote drafters."""
+"""Options of the drafters: one frozen dataclass for each `type` in the block's `drafters`; the secret of remote drafters."""
 
 import os
-import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_specrollout.config.addresses import check_addresses, check_allowed_hosts, is_loopback
 from nemo_specrollout.config.strict import ConfigError, bounded, choice, raise_first_mistake, required
 
 DRAFT_SAMPLING = ("shared_noise", "greedy")
 
 SECRET_VARIABLE = "NEMO_SPECROLLOUT_SECRET"
 _SHORTEST_SECRET = 16
-_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})")
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-
-
-def check_address(path: str, address: str, *, any_port: bool = True) -> None:
-    """Raises ConfigError unless `address` is tcp://HOST:PORT. Port 0, any free port, is valid only with `any_port`."""
-    match = _ADDRESS.fullmatch(address)
-    if match is None or int(match[2]) > 65535 or (int(match[2]) == 0 and not any_port):
-        raise ConfigError(f"{path}: {address!r} is not an address; write tcp://HOST:PORT, e.g. tcp://127.0.0.1:5570")
-
-
-def is_loopback(address: str) -> bool:
-    """Returns whether only this machine can reach `address`."""
-    match = _ADDRESS.fullmatch(address)
-    return match is not None and match[1] in _LOOPBACK
 
 
 def shared_secret(addresses: Iterable[str]) -> bytes:
@@ -55,11 +40,6 @@ def secret_of_run() -> str:
         fix = f"give it at least {_SHORTEST_SECRET} characters, or remove it: the run then makes a secret of its own"
         raise ConfigError(f"{SECRET_VARIABLE}: too short; {fix}")
     return secret or secrets.token_hex(32)
-
-
-def any_port(host: str) -> str:
-    """Returns the address by which a socket takes any free port of `host`, an IP address of this machine."""
-    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +177,8 @@ class RemoteDrafterConfig(DrafterConfig):
     max_requests: int = bounded(256, low=1, high=4096)
     """Requests that one drafter process serves at a time, all engines together."""
     allowed_hosts: tuple[str, ...] = ()
-    """IP addresses of the hosts that may ask for drafts; empty allows every host that knows the secret."""
+    """IP addresses, networks and names of the hosts that may ask for drafts. A drafter looks names up when it starts. Empty
+    allows every host that knows the secret."""
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the drafter's vLLM engine, e.g. gpu_memory_utilization."""
     placement: str = choice("as_written", "auto", default="as_written")
@@ -209,7 +190,7 @@ class RemoteDrafterConfig(DrafterConfig):
     """For `placement: auto`, the expected probability that a draft token is accepted if all before it were."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if options contradict each other, or an address is malformed."""
+        """Raises ConfigError if options contradict each other, or an address or a host cannot be used."""
         raise_first_mistake(
             path,
             (
@@ -231,8 +212,8 @@ class RemoteDrafterConfig(DrafterConfig):
                 "that `specrollout-lab profile` wrote",
             ),
         )
-        for address in self.addresses:
-            check_address(f"{path}.addresses", address, any_port=False)
+        check_addresses(f"{path}.addresses", self.addresses)
+        check_allowed_hosts(f"{path}.allowed_hosts", self.allowed_hosts)
 
 
 DRAFTERS: dict[str, type[DrafterConfig]] = {

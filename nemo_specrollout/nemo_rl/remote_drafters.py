@@ -14,7 +14,8 @@ from typing import Any
 
 import ray
 
-from nemo_specrollout.config.drafter_configs import SECRET_VARIABLE, RemoteDrafterConfig, any_port, secret_of_run
+from nemo_specrollout.config.addresses import any_port
+from nemo_specrollout.config.drafter_configs import SECRET_VARIABLE, RemoteDrafterConfig, secret_of_run
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, EngineClient, failure_text
 from nemo_specrollout.nemo_rl.step_log import StepLog

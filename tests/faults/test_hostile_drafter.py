@@ -17,10 +17,8 @@ from nemo_specrollout.remote.protocol.messages import (
     decode,
     encode,
 )
+from nemo_specrollout.remote.protocol.peer import FIRST_PAUSE_S, LONGEST_PAUSE_S, PeerState
 from nemo_specrollout.remote.protocol.verifier_side import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    PeerState,
     PolicyModel,
     StreamRequest,
     VerifierSide,
@@ -35,7 +33,7 @@ def drafts(number: int, num_rows: int = 0, **more: Any) -> Drafts:
     """Returns a drafter's answer, with rows of an unknown request."""
     known = {
         "session": SESSION, "drafter": DRAFTER, "number": number, "token_s": 0.01, "num_shadows": 1,
-        "drafts": np.zeros(num_rows, DRAFT_ROW).tobytes(), "lacking": b"",
+        "drafts": np.zeros(num_rows, DRAFT_ROW).tobytes(), "lacking": b"", "step": 0, "refused": b"", "reason": "",
     }  # fmt: skip
     return Drafts(**{**known, **more})
 

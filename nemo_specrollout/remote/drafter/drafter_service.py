@@ -13,6 +13,8 @@ from nemo_specrollout.remote.protocol.transport import DrafterSocket
 
 IDLE_WAIT_S = 0.05
 """Longest wait for a message while no shadow sequence may draft, in seconds."""
+LONGEST_READING_S = 0.25
+"""Seconds after which a turn reads no further message, because verifiers drop a drafter that does not answer."""
 STATUS_PERIOD_S = 1.0
 """Seconds between two status reports."""
 
@@ -50,8 +52,11 @@ class DrafterService:
         """Reads messages, drafts a token for each shadow sequence that may draft, and answers. Returns whether it drafted."""
         side = self._side
         status = self.status
+        read_until_s = time.monotonic() + LONGEST_READING_S
         for peer, message in self._socket.receive():
             side.receive(peer, message, time.monotonic())
+            if time.monotonic() > read_until_s:
+                break  # what is left is read in the next turn, after the answers to these messages
         shadows_M = side.shadows.ready_to_draft()
         if len(shadows_M):
             started = time.perf_counter()
@@ -65,6 +70,7 @@ class DrafterService:
             self._socket.send(verifier, reply)
         status.num_open = side.num_open
         status.num_refused_frames = self._socket.num_refused
+        status.refusal = self._socket.refusal
         status.num_corrections = side.num_corrections
         status.draft_version = side.draft_version
         return len(shadows_M) > 0

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, any_port
+from nemo_specrollout.config.addresses import any_port
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.strict import ConfigError
 
 CPU_KV_BYTES = 256 << 20
@@ -38,6 +39,9 @@ class DrafterReport:
     num_drafted: int = 0
     num_corrections: int = 0
     num_refused_frames: int = 0
+    """Messages that it refused to read, and answers that did not reach their verifier."""
+    refusal: str = ""
+    """Reason of the latest of them."""
     num_open: int = 0
     """Shadow sequences in use."""
     draft_version: int = 0

@@ -16,6 +16,8 @@ from nemo_specrollout.remote.protocol.draft_buffers import SLOT_MASK
 from nemo_specrollout.remote.protocol.messages import (
     COMMIT_ROW,
     DRAFT_ROW,
+    LONGEST_TOKEN_S,
+    MAX_ROWS,
     PROTOCOL,
     Drafts,
     Hello,
@@ -26,6 +28,7 @@ from nemo_specrollout.remote.protocol.messages import (
     Refuse,
     Step,
     Welcome,
+    as_line,
     column,
 )
 from nemo_specrollout.remote.protocol.shadow_sequences import ShadowSequences
@@ -34,8 +37,6 @@ SESSION_TIMEOUT_S = 120.0
 """Silence after which a verifier is forgotten, in seconds. If it comes back, it opens all of its requests again."""
 MAX_SESSIONS = 1024
 """Largest number of verifiers at a time."""
-LONGEST_REASON = 1000
-"""Characters of an engine's error that are sent to a publisher. A `Line` may have four times as many bytes."""
 NO_SHADOW = -1
 
 
@@ -59,10 +60,20 @@ class _Session:
     heard_s: float
     shadow_of_slot: np.ndarray = field(default_factory=lambda: np.full(SLOT_MASK + 1, NO_SHADOW, np.int32))
     num_sent: int = 0
+    last_step: int = 0
+    """Number of the latest `Step`."""
     owes_answer: bool = False
-    lacking: list[int] = field(default_factory=list)
+    lacking: set[int] = field(default_factory=set)
+    refused: set[int] = field(default_factory=set)
+    reason: str = ""
+    """Reason of the latest refusal in `refused`."""
     rows: list[np.ndarray] = field(default_factory=list)
     """Draft tokens to send, as `DRAFT_ROW`."""
+
+    def refuse(self, request: int, reason: str) -> None:
+        self.lacking.discard(request)
+        self.refused.add(request)
+        self.reason = reason
 
 
 class DrafterSide:
@@ -76,6 +87,8 @@ class DrafterSide:
         self.engine: Any = engine
         self.model: DraftModel = engine.model
         self.num_corrections = 0
+        self.num_refused = 0
+        """Requests that this drafter cannot draft for."""
         self.draft_version = 0
         """Version of the weights that were published last; 0 for those that the drafter was started with."""
         self.shadows = ShadowSequences(num_shadows, most_ahead)
@@ -100,14 +113,18 @@ class DrafterSide:
             self._replies.append((peer, self._load_weights(message)))
         elif isinstance(message, Step):
             session = self._sessions.get(message.session)
-            if session is None or session.peer != peer:
-                self._replies.append((peer, Refuse(message.session, "unknown session: say hello")))
+            if session is None:
+                reason = f"it was started again, or heard nothing of this engine for {SESSION_TIMEOUT_S:.0f} s"
+                self._replies.append((peer, Refuse(message.session, f"unknown session: {reason}")))
+            elif session.peer != peer:
+                reason = "the connection was interrupted, so messages may be lost"
+                self._replies.append((peer, Refuse(message.session, f"unknown session: {reason}")))
             else:
                 self._follow(session, message, now_s)
 
     def drafted(self, rows_M: np.ndarray, token_s: float) -> None:
         """Takes the tokens that the engine drafted, `DRAFT_ROW` [M], in a step of `token_s` seconds."""
-        self._token_s = token_s
+        self._token_s = min(token_s, LONGEST_TOKEN_S)
         sessions_M = self._session_of[rows_M["owner"]]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
             session = self._sessions[number]
@@ -120,7 +137,7 @@ class DrafterSide:
         replies = self._replies
         self._replies = []
         for session in self._sessions.values():
-            if session.rows or session.lacking or session.owes_answer:
+            while session.rows or session.lacking or session.refused or session.owes_answer:
                 replies.append((session.peer, self._drafts(session)))
         return replies
 
@@ -164,8 +181,7 @@ class DrafterSide:
         try:
             self.engine.load_weights(Path(message.folder))
         except (ValueError, OSError, RuntimeError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            return Published(message.version, reason[:LONGEST_REASON])
+            return Published(message.version, as_line(error) or type(error).__name__)
         self.draft_version = message.version
         return Published(message.version, "")
 
@@ -189,6 +205,7 @@ class DrafterSide:
     def _follow(self, session: _Session, step: Step, now_s: float) -> None:
         session.heard_s = now_s
         session.owes_answer = True
+        session.last_step = max(session.last_step, step.number)
         self._close_requests(session, column(step.closes, np.int64))
         for opening in step.opens:
             self._open(session, opening)
@@ -201,46 +218,95 @@ class DrafterSide:
         return np.where((shadows_N >= 0) & is_its_N, shadows_N, NO_SHADOW)
 
     def _open(self, session: _Session, opening: Open) -> None:
-        """Opens a shadow sequence. A request for which there is none, or which the engine refuses, gets no drafts."""
+        """Opens a shadow sequence, or tells the verifier that there is none free, or why there will never be one."""
+        request = opening.request
         text = column(opening.tokens, np.int32)
-        if not self._are_valid(text) or not 0 < len(text) < self.model.max_model_len:
+        self._close_requests(session, np.array([request]))
+        if not 0 < len(text) < self.model.max_model_len:
+            reason = f"a text of {len(text)} tokens, where the draft model takes 1 to {self.model.max_model_len - 1}"
+            self._refuse(session, request, reason)
             return
-        self._close_requests(session, np.array([opening.request]))
+        if len(strange := text[self._are_strange(text)]):
+            self._refuse(session, request, self._why_strange(strange))
+            return
         if not self._free:
+            session.lacking.add(request)
             return
         shadow = self._free[0]
         try:
             self.engine.open(shadow, opening)
-        except ValueError:
+        except ValueError as error:
+            self._refuse(session, request, as_line(error) or type(error).__name__)
             return
         self._free.popleft()
-        self._requests[shadow] = opening.request
+        self._requests[shadow] = request
         self._session_of[shadow] = session.number
-        session.shadow_of_slot[opening.request & SLOT_MASK] = shadow
+        session.shadow_of_slot[request & SLOT_MASK] = shadow
+        session.lacking.discard(request)
         self.shadows.open(shadow, opening.seed, text, min(opening.limit, self.model.max_model_len), opening.window)
+
+    def _refuse(self, session: _Session, request: int, reason: str) -> None:
+        self.num_refused += 1
+        session.refuse(request, reason)
 
     def _commit(self, session: _Session, step: Step) -> None:
         rows_N = column(step.commits, COMMIT_ROW)
         tokens = column(step.tokens, np.int32)
-        if len(rows_N) == 0 or not self._are_valid(tokens):
+        if len(rows_N) == 0:
             return
+        is_strange_N = self._refuse_strange(session, rows_N, tokens)
         shadows_N = self._shadows_of(session, rows_N["request"])
         corrections, is_lacking_N = self.shadows.commit(shadows_N, rows_N, tokens)
         for correction in corrections:
             self.engine.correct(*correction)
         self.num_corrections += len(corrections)
-        session.lacking += rows_N["request"][is_lacking_N].tolist()
+        session.lacking.update(rows_N["request"][is_lacking_N & ~is_strange_N].tolist())
 
-    def _are_valid(self, tokens: np.ndarray) -> bool:
-        return len(tokens) == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < self.model.vocab_size)
+    def _refuse_strange(self, session: _Session, rows_N: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Gives up the requests whose new tokens the draft model does not have. Returns which rows are theirs, bool [N]."""
+        is_strange_N = np.zeros(len(rows_N), np.bool_)
+        stops_N = np.cumsum(rows_N["count"])
+        for place in np.flatnonzero(self._are_strange(tokens)).tolist():
+            row = int(np.searchsorted(stops_N, place, side="right"))
+            if not is_strange_N[row]:
+                is_strange_N[row] = True
+                request = int(rows_N["request"][row])
+                self._close_requests(session, np.array([request]))
+                self._refuse(session, request, self._why_strange(tokens[place : place + 1]))
+        return is_strange_N
+
+    def _are_strange(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns which of these tokens the draft model does not have."""
+        return (tokens < 0) | (tokens >= self.model.vocab_size)
+
+    def _why_strange(self, tokens: np.ndarray) -> str:
+        return f"token {tokens[0]} is not among the {self.model.vocab_size} of the draft model"
 
     def _drafts(self, session: _Session) -> Drafts:
+        """Returns the next message to a verifier, with as much of what it has to be told as a message holds."""
         rows = np.concatenate([np.zeros(0, DRAFT_ROW), *session.rows], dtype=DRAFT_ROW)
+        session.rows = [rows[MAX_ROWS:]] if len(rows) > MAX_ROWS else []
+        rows = rows[:MAX_ROWS]
         rows["owner"] = self._requests[rows["owner"]]
-        lacking = np.array(session.lacking, np.int64)
-        session.rows = []
-        session.lacking = []
+        lacking, refused = _take(session.lacking), _take(session.refused)
         session.owes_answer = False
         session.num_sent += 1
-        facts = (session.number, self._drafter, session.num_sent, self._token_s, self.num_open)
-        return Drafts(*facts, rows.tobytes(), lacking.tobytes())
+        return Drafts(
+            session=session.number,
+            drafter=self._drafter,
+            number=session.num_sent,
+            step=session.last_step,
+            token_s=self._token_s,
+            num_shadows=self.num_open,
+            drafts=rows.tobytes(),
+            lacking=lacking,
+            refused=refused,
+            reason=session.reason if refused else "",
+        )
+
+
+def _take(requests: set[int]) -> bytes:
+    """Takes as many requests as a message holds; returns their numbers, in order, as int64."""
+    taken = sorted(requests)[:MAX_ROWS]
+    requests.difference_update(taken)
+    return np.array(taken, np.int64).tobytes()

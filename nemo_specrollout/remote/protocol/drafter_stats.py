@@ -36,10 +36,15 @@ class DrafterStats:
     """Drafters that answer."""
     num_failures: int = 0
     """Number of times that a drafter was dropped."""
+    num_refused: int = 0
+    """Requests that a drafter refused to draft for."""
     draft_token_s: float = 0.0
     """Seconds that the slowest drafter takes to draft one token for each of its requests."""
     problem: str = ""
     """Reason why the first drafter that is not ready does not answer."""
+    last_problem: str = ""
+    """Reason why the first drafter that ever failed did so last, although it may answer by now; without any, the reason of the
+    latest refusal of a request."""
 
     def since(self, before: "DrafterStats") -> "DrafterStats":
         """Returns the counts since `before`, with the present state."""
@@ -50,7 +55,10 @@ class DrafterStats:
         """Returns the stats of engines that share their drafters: sums of the counts, and the worst state."""
         sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
         worst = {name: choose(getattr(part, name) for part in parts) for name, choose in _WORST.items()}
-        return cls(**sums, **worst, problem=next((part.problem for part in parts if part.problem), ""))
+        words: dict[str, Any] = {
+            name: next((getattr(part, name) for part in parts if getattr(part, name)), "") for name in _WORDS
+        }
+        return cls(**sums, **worst, **words)
 
     def figures(self) -> dict[str, Any]:
         """Returns ratios and counts by the names of docs/reference/metrics.md. A ratio without counts is None."""
@@ -73,7 +81,8 @@ class DrafterStats:
 
 
 _WORST: Mapping[str, Any] = {"num_drafters": max, "num_ready": min, "draft_token_s": max}
-_COUNTS = [field.name for field in fields(DrafterStats) if field.name not in (*_WORST, "problem")]
+_WORDS = ("problem", "last_problem")
+_COUNTS = [field.name for field in fields(DrafterStats) if field.name not in (*_WORST, *_WORDS)]
 
 
 def in_words(figures: Mapping[str, Any]) -> str:
@@ -81,8 +90,11 @@ def in_words(figures: Mapping[str, Any]) -> str:
     if not figures["num_ready"]:
         return f"none of {figures['num_drafters']} drafters answers: {figures['problem'] or 'not yet'}"
     known = {name: figures[name] or 0.0 for name in ("occupancy", "run_ahead", "waste")}
+    trouble = f"{figures['num_failures']} failures and {figures['num_refused']} requests refused"
+    has_trouble = figures["num_failures"] or figures["num_refused"]
+    told = f"; {trouble}, the latest: {figures['last_problem']}" if has_trouble else ""
     return (
         f"{figures['num_ready']} of {figures['num_drafters']} drafters; drafts in time for {known['occupancy']:.0%} of "
         f"request steps, {known['run_ahead']:.1f} tokens each; {known['waste']:.0%} of all drafts wasted; a draft token takes "
-        f"{1e3 * figures['draft_token_s']:.1f} ms; bottleneck: {figures['bottleneck']}"
+        f"{1e3 * figures['draft_token_s']:.1f} ms; bottleneck: {figures['bottleneck']}{told}"
     )

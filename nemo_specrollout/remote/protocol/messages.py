@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the protocol. Both sides must have the same."""
 MAX_FRAME_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
@@ -20,9 +20,14 @@ MAX_OPENS = 4096
 """Largest number of requests that one `Step` opens."""
 LONGEST_TEXT_BYTES = MAX_FRAME_BYTES - (2 << 20)
 """Largest text that a request may be opened with. The rest of the frame is left for the other requests of the `Step`."""
-OPENED_BYTES = MAX_FRAME_BYTES // 4
-"""Bytes of text after which a `Step` opens no further request, so that neither side packs or reads a large frame for long.
-The requests that are left over are opened by the steps that follow."""
+OPENED_BYTES = 1 << 20
+"""Bytes of text that a verifier opens requests with at a time, and that a drafter has not read yet. Packing and signing them
+takes a few milliseconds of an engine's step. The requests that are left over are opened by the steps that follow."""
+MAX_STOP_TOKENS = 1024
+NO_SESSION = 0
+"""Session of a `Refuse` whose receiver is not known, because its message could not be read. No verifier has this number."""
+LONGEST_REASON = 1000
+"""Characters of an error's text that are sent. A `Line` may have four times as many."""
 LONGEST_TOKEN_S = 60.0
 """Largest valid `Drafts.token_s`. A verifier drops a drafter that is silent for much less."""
 
@@ -71,7 +76,7 @@ class Hello(_Tagged, frozen=True):
     vocab_size: Count
     tokenizer: Line
     """Fingerprint of the policy's tokenizer; empty if unknown."""
-    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=1024)]
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_TOKENS)]
     """Tokens that end a text: nothing is drafted after them."""
 
 
@@ -87,7 +92,7 @@ class Welcome(_Tagged, frozen=True):
 
 
 class Refuse(_Tagged, frozen=True):
-    """Tells a verifier why the drafter refuses its session."""
+    """Tells a verifier why the drafter refuses its session, or the message that it sent."""
 
     session: Count
     reason: Line
@@ -113,6 +118,8 @@ class Step(_Tagged, frozen=True):
     """Tells a drafter which requests were opened, continued and closed in a step of the verifier's engine."""
 
     session: Count
+    number: Count
+    """Number of this message in the session, from 1 on. The answers repeat it."""
     opens: Annotated[list[Open], msgspec.Meta(max_length=MAX_OPENS)]
     closes: bytes
     """Numbers of the requests that ended, as int64."""
@@ -129,6 +136,8 @@ class Drafts(_Tagged, frozen=True):
     drafter: Count
     number: Count
     """Number of this message in the session. A gap in the numbers tells the verifier that a message was lost."""
+    step: Count
+    """Number of the latest `Step` that the drafter has read; 0 for none."""
     token_s: float
     """Seconds that the drafter takes to draft one token for each of its requests."""
     num_shadows: Count
@@ -137,6 +146,10 @@ class Drafts(_Tagged, frozen=True):
     """One `DRAFT_ROW` for each draft token."""
     lacking: bytes
     """Numbers of the requests that the verifier has to open again, as int64."""
+    refused: bytes
+    """Numbers of the requests that the drafter will never draft for, as int64."""
+    reason: Line
+    """Reason of the latest of these refusals; empty without any."""
 
 
 class Publish(_Tagged, frozen=True):
@@ -154,6 +167,18 @@ class Published(_Tagged, frozen=True):
     version: Count
     error: Line
     """One sentence that says why the drafter keeps its old weights; empty if it uses the new ones."""
+
+
+def refusal_of(message: "Message", reason: str) -> "Refuse | Published":
+    """Returns the answer to a verifier or a publisher whose messages a drafter does not take."""
+    if isinstance(message, Publish):
+        return Published(message.version, reason)
+    return Refuse(getattr(message, "session", NO_SESSION), reason)
+
+
+def as_line(text: object) -> str:
+    """Returns a text as a `Line`: one line, of characters that a message can carry, and short enough for one."""
+    return " ".join(str(text).split()).encode(errors="replace").decode()[:LONGEST_REASON]
 
 
 Message = Hello | Welcome | Refuse | Step | Drafts | Publish | Published
@@ -179,7 +204,7 @@ def decode(frame: bytes) -> Message:
     elif isinstance(message, Drafts):
         if not 0.0 <= message.token_s <= LONGEST_TOKEN_S:  # false of NaN too
             raise FrameError("token_s out of range")
-        _check_rows((message.lacking, np.int64), (message.drafts, DRAFT_ROW))
+        _check_rows((message.lacking, np.int64), (message.refused, np.int64), (message.drafts, DRAFT_ROW))
     return message
 
 

@@ -4,7 +4,7 @@
 import time
 from collections.abc import Sequence
 
-from nemo_specrollout.remote.protocol.messages import FrameError, Publish, Published
+from nemo_specrollout.remote.protocol.messages import FrameError, Publish, Published, Refuse
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
 
 ANSWERS_WITHIN_S = 120.0
@@ -25,7 +25,7 @@ def publish(addresses: Sequence[str], secret: bytes, folder: str, version: int) 
     sockets = {address: VerifierSocket(address, secret) for address in addresses}
     try:
         for socket in sockets.values():
-            socket.send(Publish(folder, version))
+            socket.send(Publish(folder, version))  # a new socket takes a short message
         deadline_s = time.monotonic() + ANSWERS_WITHIN_S
         errors = {address: _error_of(socket, version, deadline_s) for address, socket in sockets.items()}
     finally:
@@ -42,6 +42,8 @@ def _error_of(socket: VerifierSocket, version: int, deadline_s: float) -> str:
             for message in socket.receive():
                 if isinstance(message, Published) and message.version == version:
                     return message.error
+                if isinstance(message, Refuse):
+                    return message.reason
         except FrameError as error:
             return f"the answer is no drafter's: {error}"
-    return f"no answer within {ANSWERS_WITHIN_S:.0f} s; check the address, the secret and allowed_hosts, unless it still loads"
+    return f"no answer within {ANSWERS_WITHIN_S:.0f} s; check the address, unless the drafter still loads the weights"

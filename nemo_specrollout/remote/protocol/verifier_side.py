@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
@@ -17,6 +16,8 @@ from nemo_specrollout.remote.protocol.messages import (
     DRAFT_ROW,
     LONGEST_TEXT_BYTES,
     MAX_OPENS,
+    MAX_STOP_TOKENS,
+    NO_SESSION,
     OPENED_BYTES,
     PROTOCOL,
     Drafts,
@@ -28,32 +29,14 @@ from nemo_specrollout.remote.protocol.messages import (
     Welcome,
     column,
 )
+from nemo_specrollout.remote.protocol.peer import FIRST_PAUSE_S, Peer, PeerState
 
-ANSWER_DEADLINE_S = 2.0
-"""Longest silence of a drafter that owes an answer."""
-FLOOD_FACTOR = 4
-"""A drafter is dropped if it sends this many times the draft tokens that it was asked for."""
-FLOOD_ALLOWANCE = 4096
-"""Draft tokens beyond that number which are still accepted."""
-FIRST_PAUSE_S = 0.5
-"""Pause before a drafter that failed is greeted again, in seconds. It doubles with each failure."""
-LONGEST_PAUSE_S = 30.0
-"""Longest such pause. A drafter that was ready for longer starts at the first pause again."""
 HEARTBEAT_S = 0.2
 """Seconds between messages to a drafter without requests of ours. Its answers say that it lives, and how full it is."""
 NO_DRAFTER = -1
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 logger = logging.getLogger(__name__)
-
-
-class PeerState(Enum):
-    """State of a drafter, as a verifier sees it."""
-
-    AWAY = "away"  # It is greeted when its pause is over.
-    GREETED = "greeted"  # It has not answered yet.
-    READY = "ready"
-    REFUSED = "refused"  # It does not fit the policy, and is never greeted again.
 
 
 @dataclass(frozen=True)
@@ -79,86 +62,6 @@ class StreamRequest:
     token_ids: Sequence[int] = ()
 
 
-@dataclass
-class Peer:
-    """One drafter, as a verifier sees it. All times are seconds of the verifier's clock."""
-
-    state: PeerState = PeerState.AWAY
-    reason: str = ""
-    """Reason why the drafter is not ready; empty if it is, or if it was not tried yet."""
-    # What it said last (see `Welcome` and `Drafts`).
-    drafter: int = 0
-    max_model_len: int = 0
-    num_shadows: int = 0
-    token_s: float = 0.0
-    num_open_there: int = 0
-    """Requests that it held when it answered last, of all verifiers."""
-    resume_at_s: float = 0.0
-    """Time at which it is greeted next, or at which a greeting counts as unanswered."""
-    pause_s: float = FIRST_PAUSE_S
-    ready_s: float = 0.0  # Time at which it became ready.
-    waiting_since_s: float | None = None  # Time of the first step that it has not answered.
-    told_s: float = 0.0  # Time of the latest step that it was sent.
-    last_number: int = -1  # Number of its latest `Drafts`.
-    num_rows: int = 0  # Draft tokens that it sent.
-    num_asked: int = 0  # Requests that it was asked to draft for, summed over steps.
-    num_failures: int = 0
-
-    def greets(self, now_s: float) -> bool:
-        """Returns whether to greet the drafter now, and notes the greeting."""
-        if self.state not in (PeerState.AWAY, PeerState.GREETED) or now_s < self.resume_at_s:
-            return False
-        if self.state is PeerState.GREETED:
-            self.reason = self.reason or "does not answer"
-        self.state = PeerState.GREETED
-        self.resume_at_s = now_s + ANSWER_DEADLINE_S
-        return True
-
-    def welcome(self, message: Welcome, now_s: float) -> None:
-        self.state = PeerState.READY
-        self.reason = ""
-        self.ready_s = now_s
-        self.drafter = message.drafter
-        self.last_number = 0
-        self.max_model_len = message.max_model_len
-        self.num_shadows = message.num_shadows
-
-    def fail(self, reason: str, now_s: float) -> None:
-        """Marks the drafter as failed, to be greeted again after a pause."""
-        if self.state is PeerState.READY and now_s - self.ready_s > LONGEST_PAUSE_S:
-            self.pause_s = FIRST_PAUSE_S  # a few good frames before the next bad one are not enough
-        self.state = PeerState.AWAY
-        self.reason = reason
-        self.resume_at_s = now_s + self.pause_s
-        self.num_failures += 1
-        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
-
-    def note_step(self, num_requests: int, now_s: float) -> bool:
-        """Notes that the drafter is sent a step, while it has `num_requests` of our requests.
-
-        Returns whether an answer to an earlier step is overdue.
-        """
-        self.told_s = now_s
-        self.num_asked += num_requests
-        if self.waiting_since_s is None:
-            self.waiting_since_s = now_s
-        return now_s - self.waiting_since_s > ANSWER_DEADLINE_S
-
-    def is_flooding(self, num_rows: int, most_ahead: int) -> bool:
-        """Counts `num_rows` more draft tokens; returns whether the drafter sent far more than it was asked for."""
-        self.num_rows += num_rows
-        return self.num_rows > FLOOD_FACTOR * most_ahead * self.num_asked + FLOOD_ALLOWANCE
-
-    def note_answer(self, drafts: Drafts) -> bool:
-        """Notes the figures of an answer; returns whether an earlier message of the drafter was lost."""
-        self.waiting_since_s = None
-        has_lost = drafts.number > self.last_number + 1
-        self.last_number = max(self.last_number, drafts.number)
-        self.token_s = drafts.token_s
-        self.num_open_there = drafts.num_shadows
-        return has_lost
-
-
 class VerifierSide:
     """Owns the request slots, their draft buffers, and the state of each drafter.
 
@@ -171,13 +74,21 @@ class VerifierSide:
         self.most_ahead = most_ahead
         self.peers = [Peer() for _ in range(num_drafters)]
         self.buffers = DraftBuffers(num_slots, most_ahead, model.vocab_size)
-        self._hello = Hello(PROTOCOL, session, model.vocab_size, model.tokenizer, list(model.stop_token_ids))
+        self.num_refused = 0
+        """Requests that a drafter refused to draft for."""
+        self.refusal = ""
+        """Reason of the latest of these refusals."""
+        stop_token_ids = [token for token in model.stop_token_ids if 0 <= token < model.vocab_size]
+        self._hello = Hello(PROTOCOL, session, model.vocab_size, model.tokenizer, stop_token_ids[:MAX_STOP_TOKENS])
         self._opened: dict[int, StreamRequest] = {}
         self._drafter_of = np.full(num_slots, NO_DRAFTER, np.int64)
         self._is_told = np.zeros(num_slots, np.bool_)
+        self._told_in_step = np.zeros(num_slots, np.int64)  # number of the drafter's step that opened the request last
+        self._is_refused_SD = np.zeros((num_slots, num_drafters), np.bool_)
         self._requests = np.full(num_slots, NO_REQUEST, np.int64)
         self._num_requests = 0
         self._closes: list[list[int]] = [[] for _ in range(num_drafters)]
+        self._first = 0  # The drafter that is told first in the next exchange.
         self._has_told_of_a_long_text = False
 
     def open(self, request: StreamRequest) -> None:
@@ -187,6 +98,7 @@ class VerifierSide:
         self._requests[slot] = (self._num_requests << SLOT_BITS) | slot
         self._drafter_of[slot] = NO_DRAFTER
         self._is_told[slot] = False
+        self._is_refused_SD[slot] = False
 
     def close(self, slot: int) -> None:
         """Frees `slot`, whose request ended or was preempted."""
@@ -205,32 +117,37 @@ class VerifierSide:
             now_s: Time of the verifier's clock, in seconds.
 
         Returns a greeting for each drafter that is away and whose pause is over, and a `Step` for each drafter that is ready
-        and either has requests of ours, also ones that have just ended, or was told nothing for `HEARTBEAT_S`.
+        and either has requests of ours, also ones that have just ended, or was told nothing for `HEARTBEAT_S`. All of them
+        together open requests with at most `OPENED_BYTES` of text, or a single longer one.
         """
         messages: list[tuple[int, Message]] = [
             (d, self._hello) for d, peer in enumerate(self.peers) if peer.greets(now_s)
         ]
         self._assign(lengths_S)
-        for drafter, peer in enumerate(self.peers):
+        room = OPENED_BYTES
+        for drafter in self._in_turn():
+            peer = self.peers[drafter]
             slots_b = self.slots_of(drafter)
             is_due = len(slots_b) > 0 or bool(self._closes[drafter]) or now_s - peer.told_s > HEARTBEAT_S
             if peer.state is PeerState.READY and is_due:
-                messages.append((drafter, self._step(drafter, slots_b, token_ids_SL, lengths_S)))
+                step = self._step(drafter, slots_b, token_ids_SL, lengths_S, room)
+                room -= sum(len(opening.tokens) for opening in step.opens)
+                messages.append((drafter, step))
                 if peer.note_step(len(slots_b), now_s):
-                    self.fail(drafter, "left a step unanswered", now_s)
+                    self.fail(drafter, f"left a step unanswered for {peer.patience_s:.0f} s", now_s)
         return messages
 
     def receive(self, drafter: int, message: Message, now_s: float) -> None:
         """Takes a message of a drafter. Messages that a drafter does not send, or not now, are ignored."""
         peer = self.peers[drafter]
-        if isinstance(message, Welcome | Refuse | Drafts) and message.session != self.session:
+        if isinstance(message, Welcome | Drafts) and message.session != self.session:
+            return
+        if isinstance(message, Refuse) and message.session not in (self.session, NO_SESSION):
             return
         if isinstance(message, Welcome) and peer.state is PeerState.GREETED:
-            self._take_all_back(drafter)
-            peer.welcome(message, now_s)
+            self._take_welcome(drafter, message, now_s)
         elif isinstance(message, Refuse) and peer.state is PeerState.GREETED:
-            peer.state = PeerState.REFUSED
-            peer.reason = message.reason
+            peer.refuse(message.reason, now_s)
         elif isinstance(message, Refuse) and peer.state is PeerState.READY:
             self.fail(drafter, message.reason, now_s)
         elif isinstance(message, Drafts) and peer.state is PeerState.READY and message.drafter == peer.drafter:
@@ -256,6 +173,22 @@ class VerifierSide:
 
     def slots_of(self, drafter: int) -> np.ndarray:
         return np.flatnonzero(self._drafter_of == drafter)
+
+    def _in_turn(self) -> list[int]:
+        """Returns the drafters in the order in which they are told. Each one is the first in turn."""
+        first = self._first
+        self._first = (first + 1) % max(1, len(self.peers))
+        return [*range(first, len(self.peers)), *range(first)]
+
+    def _take_welcome(self, drafter: int, message: Welcome, now_s: float) -> None:
+        """Takes a drafter into service, unless it is one that another address has led to already."""
+        for other, peer in enumerate(self.peers):
+            if other != drafter and peer.state is PeerState.READY and peer.drafter == message.drafter:
+                self.peers[drafter].refuse(f"is the same process as drafter {other}; write its address once", now_s)
+                return
+        self._take_all_back(drafter)
+        self._is_refused_SD[:, drafter] = False
+        self.peers[drafter].welcome(message, now_s)
 
     def _take_back(self, slots: np.ndarray) -> None:
         """Takes the requests in `slots` away from their drafters. They wait for others, which have to be told all."""
@@ -289,7 +222,11 @@ class VerifierSide:
         for slot in waiting:
             if not with_room:
                 return
-            fitting = [drafter for drafter in with_room if self._fits(drafter, int(lengths_S[slot]))]
+            fitting = [
+                drafter
+                for drafter in with_room
+                if not self._is_refused_SD[slot, drafter] and self._fits(drafter, int(lengths_S[slot]))
+            ]
             if not fitting:
                 continue  # a later request may be shorter
             drafter = min(fitting, key=with_room.__getitem__)
@@ -313,34 +250,50 @@ class VerifierSide:
             )
         return False
 
-    def _step(self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_S: np.ndarray) -> Step:
-        """Returns the next step for a drafter: commits of the requests that it was told, and openings of some others."""
+    def _step(
+        self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_S: np.ndarray, room: int
+    ) -> Step:
+        """Returns the next step for a drafter: commits of the requests that it was told, and openings of some others.
+
+        The openings take `room` bytes of text, less what the drafter has not read yet. The oldest requests come first,
+        because they are the likeliest to end last.
+        """
+        peer = self.peers[drafter]
+        peer.num_steps += 1
         is_told_b = self._is_told[slots_b]
         slots_t = slots_b[is_told_b]
         rows_t, tokens = self.buffers.commit(slots_t, token_ids_SL, lengths_S[slots_t])
-        opens = self._openings(drafter, slots_b[~is_told_b].tolist(), token_ids_SL, lengths_S)
+        waiting = slots_b[~is_told_b]
+        waiting = waiting[np.argsort(self._requests[waiting])]
+        opens = self._openings(drafter, waiting.tolist(), token_ids_SL, lengths_S, room)
+        if opens:
+            peer.unread.append((peer.num_steps, sum(len(opening.tokens) for opening in opens)))
         closes = np.array(self._closes[drafter], np.int64).tobytes()
         self._closes[drafter] = []
-        return Step(self.session, opens, closes, rows_t.tobytes(), tokens.tobytes())
+        return Step(self.session, peer.num_steps, opens, closes, rows_t.tobytes(), tokens.tobytes())
 
     def _openings(
-        self, drafter: int, slots: Sequence[int], token_ids_SL: np.ndarray, lengths_S: np.ndarray
+        self, drafter: int, slots: Sequence[int], token_ids_SL: np.ndarray, lengths_S: np.ndarray, room: int
     ) -> list[Open]:
-        """Returns openings of the first of these slots, as many as one step holds. The others wait for the next step.
+        """Returns openings of the first of these slots, as many as there is room for. The others wait for the next step.
 
-        A request whose text has become too long for the drafter since it was assigned is taken away from it.
+        A text that is longer than `OPENED_BYTES` is opened alone. A request whose text has become too long for the drafter
+        since it was assigned is taken away from it.
         """
         opens: list[Open] = []
-        num_bytes = 0
+        room = min(room, OPENED_BYTES - self.peers[drafter].num_unread_bytes)
+        is_alone = room == OPENED_BYTES
         for slot in slots:
             length = int(lengths_S[slot])
             if not self._fits(drafter, length):
                 self._closes[drafter].append(int(self._requests[slot]))
                 self._take_back(np.array([slot]))
                 continue
-            num_bytes += length * TOKEN_BYTES
-            if opens and (num_bytes > OPENED_BYTES or len(opens) == MAX_OPENS):
+            room -= length * TOKEN_BYTES
+            if (room < 0 and not is_alone) or len(opens) == MAX_OPENS:
                 break
+            is_alone = False
+            self._told_in_step[slot] = self.peers[drafter].num_steps
             opens.append(self._open_message(slot, token_ids_SL[slot, :length]))
         return opens
 
@@ -360,9 +313,25 @@ class VerifierSide:
         if peer.note_answer(drafts):
             self._is_told[self.slots_of(drafter)] = False  # it is told all again, and drafts all again
         self.buffers.add(rows)
-        for request in column(drafts.lacking, np.int64).tolist():
+        for slot in self._slots_named(drafter, drafts, drafts.lacking):
+            self._is_told[slot] = False  # it is opened again, by another drafter if this one is full
+            if peer.num_open_there >= peer.num_shadows:
+                self._take_back(np.array([slot]))
+        for slot in self._slots_named(drafter, drafts, drafts.refused):
+            self._is_refused_SD[slot, drafter] = True
+            self._take_back(np.array([slot]))
+            self.num_refused += 1
+            self.refusal = drafts.reason
+
+    def _slots_named(self, drafter: int, drafts: Drafts, requests: bytes) -> list[int]:
+        """Returns the slots of the drafter's requests among `requests`, int64 as bytes.
+
+        Leaves out a request that was opened by a step which the drafter had not read when it named the request.
+        """
+        slots = []
+        for request in column(requests, np.int64).tolist():
             slot = request & SLOT_MASK
-            if slot in self._opened and self._requests[slot] == request and self._drafter_of[slot] == drafter:
-                self._is_told[slot] = False  # it is opened again, by another drafter if this one is full
-                if peer.num_open_there >= peer.num_shadows:
-                    self._take_back(np.array([slot]))
+            is_known = slot in self._opened and self._requests[slot] == request and self._drafter_of[slot] == drafter
+            if is_known and self._told_in_step[slot] <= drafts.step:
+                slots.append(slot)
+        return slots

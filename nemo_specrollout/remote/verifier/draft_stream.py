@@ -19,12 +19,14 @@ from threading import Lock
 import numpy as np
 import torch
 
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.draft_buffers import KEPT, LATE, STALE, TOKENS, WRONG
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
-from nemo_specrollout.remote.protocol.messages import FrameError
+from nemo_specrollout.remote.protocol.messages import FrameError, Message
+from nemo_specrollout.remote.protocol.peer import PeerState
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
-from nemo_specrollout.remote.protocol.verifier_side import PeerState, PolicyModel, StreamRequest, VerifierSide
+from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest, VerifierSide
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 NOWHERE = ""
@@ -73,8 +75,9 @@ class RemoteDrafter:
         num_slots = len(stream.table_SX)
         num_drafters = len(addresses)
         self._addresses = ["not set yet"] * num_drafters  # so that each of `addresses` is a change
+        self._secret = secret
         self._sockets: list[VerifierSocket | None] = [None] * num_drafters
-        self.side = VerifierSide(secrets.randbits(62), num_slots, num_drafters, stream.most_ahead, model)
+        self.side = VerifierSide(1 + secrets.randbits(61), num_slots, num_drafters, stream.most_ahead, model)
         self._token_ids_SL = np.zeros((num_slots, max_model_len), np.int32)
         self._lengths_S = np.zeros(num_slots, np.int64)
         self._tenures_S = np.zeros(num_slots, np.int64)  # odd while a request has the slot
@@ -85,9 +88,10 @@ class RemoteDrafter:
     def set_addresses(self, addresses: Sequence[str], secret: bytes) -> None:
         """Sets the address of each drafter, and the secret that both ends share."""
         with self._lock:
+            has_new_secret = secret != self._secret
             self._secret = secret
             for drafter, address in enumerate(addresses):
-                if address != self._addresses[drafter]:
+                if has_new_secret or address != self._addresses[drafter]:
                     self._hang_up(drafter)
                     self._addresses[drafter] = address
                     self.side.move(drafter, "" if address else "not placed yet")
@@ -141,7 +145,9 @@ class RemoteDrafter:
                 num_ready=len(ready),
                 num_failures=sum(peer.num_failures for peer in peers),
                 draft_token_s=max((peer.token_s for peer in ready), default=0.0),
+                num_refused=self.side.num_refused,
                 problem=next((peer.reason for peer in peers if peer.reason), ""),
+                last_problem=next((peer.last_problem for peer in peers if peer.last_problem), self.side.refusal),
             )
 
     def _vacate(self, slot: int) -> None:
@@ -165,16 +171,24 @@ class RemoteDrafter:
         """Takes what has arrived, and sends what is new."""
         now_s = self._receive()
         for drafter, message in self.side.follow(self._token_ids_SL, self._lengths_S, now_s):
-            socket = self._sockets[drafter]
-            if socket is None:
-                socket = self._sockets[drafter] = VerifierSocket(self._addresses[drafter], self._secret)
-            if not socket.send(message):
-                self.side.fail(drafter, "takes no messages", now_s)
+            reason = self._send(drafter, message)
+            if reason:
+                self.side.fail(drafter, reason, now_s)
         for drafter, peer in enumerate(self.side.peers):
-            if peer.state is PeerState.AWAY:
+            if peer.state in (PeerState.AWAY, PeerState.REFUSED):
                 self._hang_up(drafter)
         self.side.buffers.write(self.stream.table_SX)
         self._host_s += time.monotonic() - now_s
+
+    def _send(self, drafter: int, message: Message) -> str:
+        """Sends a message, over a new connection if there is none. Returns why it was dropped; empty if it was not."""
+        socket = self._sockets[drafter]
+        if socket is None:
+            try:
+                socket = self._sockets[drafter] = VerifierSocket(self._addresses[drafter], self._secret)
+            except ConfigError as error:
+                return str(error)
+        return socket.send(message)
 
     def _receive(self) -> float:
         """Takes what has arrived; returns the time at which it began."""

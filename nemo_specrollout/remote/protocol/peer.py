@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One drafter as a verifier sees it: when it is greeted, for how long it may be silent, and what it has read.
+
+Every state is left again without help: a drafter that failed, does not answer or does not fit is greeted after a pause.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from nemo_specrollout.remote.protocol.messages import Drafts, Welcome
+
+ANSWER_DEADLINE_S = 2.0
+"""Longest silence of a drafter that owes an answer. It is longer for one that has failed before (`Peer.patience_s`)."""
+FLOOD_FACTOR = 4
+"""A drafter is dropped if it sends this many times the draft tokens that it was asked for."""
+FLOOD_ALLOWANCE = 4096
+"""Draft tokens beyond that number which are still accepted."""
+FIRST_PAUSE_S = 0.5
+"""Pause before a drafter that failed is greeted again, in seconds. It doubles with each failure."""
+LONGEST_PAUSE_S = 30.0
+"""Longest such pause, and the pause after a refusal. A drafter that was ready for longer starts at the first pause again."""
+
+
+class PeerState(Enum):
+    """State of a drafter, as a verifier sees it."""
+
+    AWAY = "away"  # It is greeted when its pause is over.
+    GREETED = "greeted"  # It has not answered yet.
+    READY = "ready"
+    REFUSED = "refused"  # It does not fit the policy. It is greeted after a pause, as another may listen there by then.
+
+
+@dataclass
+class Peer:
+    """One drafter, as a verifier sees it. All times are seconds of the verifier's clock."""
+
+    state: PeerState = PeerState.AWAY
+    reason: str = ""
+    """Reason why the drafter is not ready; empty if it is, or if it was not tried yet."""
+    last_problem: str = ""
+    """Reason of its latest failure or refusal, also if it is ready again."""
+    # What it said last (see `Welcome` and `Drafts`).
+    drafter: int = 0
+    max_model_len: int = 0
+    num_shadows: int = 0
+    token_s: float = 0.0
+    num_open_there: int = 0
+    """Requests that it held when it answered last, of all verifiers."""
+    resume_at_s: float = 0.0
+    """Time at which it is greeted next, or at which a greeting counts as unanswered."""
+    pause_s: float = FIRST_PAUSE_S
+    ready_s: float = 0.0  # Time at which it became ready.
+    waiting_since_s: float | None = None  # Time of the first step that it has not answered.
+    told_s: float = 0.0  # Time of the latest step that it was sent.
+    last_number: int = -1  # Number of its latest `Drafts`.
+    num_steps: int = 0  # Steps that it was sent since its `Welcome`.
+    unread: deque[tuple[int, int]] = field(default_factory=deque)
+    """Steps that opened requests and that it has not answered: their numbers, and their bytes of text."""
+    num_rows: int = 0  # Draft tokens that it sent.
+    num_asked: int = 0  # Requests that it was asked to draft for, summed over steps.
+    num_failures: int = 0
+
+    @property
+    def patience_s(self) -> float:
+        """Longest silence in which it may owe an answer. It grows with failures, because a drafter may be slow and sound."""
+        return max(ANSWER_DEADLINE_S, self.pause_s)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.unread)
+
+    def greets(self, now_s: float) -> bool:
+        """Returns whether to greet the drafter now, and notes the greeting."""
+        if self.state is PeerState.READY or now_s < self.resume_at_s:
+            return False
+        if self.state is PeerState.GREETED:
+            self.reason = self.last_problem = "does not answer"
+        self.state = PeerState.GREETED
+        self.resume_at_s = now_s + ANSWER_DEADLINE_S
+        return True
+
+    def welcome(self, message: Welcome, now_s: float) -> None:
+        self.state = PeerState.READY
+        self.reason = ""
+        self.ready_s = now_s
+        self.drafter = message.drafter
+        self.last_number = 0
+        self.num_steps = 0
+        self.unread.clear()
+        self.max_model_len = message.max_model_len
+        self.num_shadows = message.num_shadows
+
+    def fail(self, reason: str, now_s: float) -> None:
+        """Marks the drafter as failed, to be greeted again after a pause."""
+        if self.state is PeerState.READY and now_s - self.ready_s > LONGEST_PAUSE_S:
+            self.pause_s = FIRST_PAUSE_S  # a few good frames before the next bad one are not enough
+        self.state = PeerState.AWAY
+        self.reason = self.last_problem = reason
+        self.resume_at_s = now_s + self.pause_s
+        self.num_failures += 1
+        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+
+    def refuse(self, reason: str, now_s: float) -> None:
+        """Marks the drafter as one that does not fit, to be greeted again after the longest pause."""
+        self.state = PeerState.REFUSED
+        self.reason = self.last_problem = reason
+        self.resume_at_s = now_s + LONGEST_PAUSE_S
+
+    def note_step(self, num_requests: int, now_s: float) -> bool:
+        """Notes that the drafter is sent a step, while it has `num_requests` of our requests.
+
+        Returns whether an answer to an earlier step is overdue.
+        """
+        self.told_s = now_s
+        self.num_asked += num_requests
+        if self.waiting_since_s is None:
+            self.waiting_since_s = now_s
+        return now_s - self.waiting_since_s > self.patience_s
+
+    def is_flooding(self, num_rows: int, most_ahead: int) -> bool:
+        """Counts `num_rows` more draft tokens; returns whether the drafter sent far more than it was asked for."""
+        self.num_rows += num_rows
+        return self.num_rows > FLOOD_FACTOR * most_ahead * self.num_asked + FLOOD_ALLOWANCE
+
+    def note_answer(self, drafts: Drafts) -> bool:
+        """Notes the figures of an answer; returns whether an earlier message of the drafter was lost."""
+        self.waiting_since_s = None
+        has_lost = drafts.number > self.last_number + 1
+        self.last_number = max(self.last_number, drafts.number)
+        while self.unread and self.unread[0][0] <= drafts.step:
+            self.unread.popleft()
+        self.token_s = drafts.token_s
+        self.num_open_there = drafts.num_shadows
+        return has_lost
