@@ -90,6 +90,14 @@ APART = [
     "policy.generation.colocated.resources.gpus_per_node=1",
 ]
 AHEAD = ["policy.generation.specrollout.run_ahead={enabled: true}"]
+# All prompts share blocks of the KV cache, and each update moves the policy so far that an older block shows.
+SHARED_PROMPT = [
+    "data.default.system_prompt_file=${oc.env:TINY}/system.txt",
+    "policy.generation.vllm_kwargs.block_size=32",
+    "policy.generation.vllm_kwargs.max_num_seqs=4",
+    "policy.generation.max_new_tokens=100",
+    "policy.megatron_cfg.optimizer.lr=1e-3",
+]
 STREAMS = ["policy.generation.vllm_cfg.async_engine=true"]
 # Each engine drafts in its own way. `WILD` has requests move and race at random: whatever a policy does, no token may change.
 MOVING = [
@@ -161,6 +169,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "overrides": SHORT + APART + VALIDATION + checkpointed("apart_ahead_interrupted") + AHEAD + SIX_STEPS
     },
     "async_ahead": {"overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS},
+    "async_shared_prompt": {
+        "overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS + SHARED_PROMPT,
+        "environment": {"NEMO_RL_CPU_KEPT_WEIGHTS": "$OUT/async_shared_prompt/weights"},
+    },
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
     "async_refreshed_head": {"overrides": SHORT + ASYNC + REFRESHED_HEAD, "kill_after": 1, "kill": "HeadTrainer"},

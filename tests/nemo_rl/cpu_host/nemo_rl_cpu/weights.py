@@ -14,6 +14,8 @@ import torch
 from nemo_rl_cpu.refit import device_id
 
 VARIABLE = "NEMO_RL_CPU_WEIGHTS"
+KEPT = "NEMO_RL_CPU_KEPT_WEIGHTS"
+"""Variable with a folder for the weights of each update: 0.pt, 1.pt and so on, as vLLM names them. One engine only."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -28,6 +30,8 @@ def measure_updates(vllm_backend: ModuleType) -> None:
             yield finalize
         if path := os.environ.get(VARIABLE):
             _measure(self, Path(path))
+        if folder := os.environ.get(KEPT):
+            _keep(self, Path(folder))
 
     extension._weight_update_lifecycle = lifecycle
 
@@ -48,6 +52,12 @@ def _measure(worker: Any, path: Path) -> None:
     }
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def _keep(worker: Any, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    number = len(list(folder.glob("*.pt")))
+    torch.save(dict(worker.model_runner.model.named_parameters()), folder / f"{number}.pt")
 
 
 def relative_change(before: Weights, after: Weights) -> float:
