@@ -5,7 +5,6 @@ NeMo-RL calls these actors workers, too (`VllmGenerationWorker`). Here a worker 
 process for a GPU. An engine actor asks the workers of its engine through `collective_rpc`.
 """
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from nemo_specrollout.generation.engine.fresh_prefixes import CacheSalt, FreshPrefixes, salt_synchronous
+from nemo_specrollout.generation.engine.fresh_prefixes import CacheSalt, FreshPrefixes, NewKv, salt_synchronous
 from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
 from nemo_specrollout.generation.engine.vllm_requests import as_vllm_returns, shard_request, shard_requests
@@ -227,8 +226,8 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     """Decodes every request but the rows of `_one_policy`."""
     _one_policy: OnePolicyStream | None = None
     """None unless rows begin again with new weights."""
-    _is_recomputed = False
-    """Whether KV of the weights that came last is computed again for all requests."""
+    _new_kv: NewKv | None = None
+    """None unless KV of running requests is computed again with new weights."""
 
     def _create_engine(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._create_engine(*args, **kwargs)
@@ -240,32 +239,13 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
             self._one_policy = OnePolicyStream(
                 lambda prompt, params, request_id: native(self._salt.of(prompt), params, request_id=request_id)
             )
-        self._recomputes = facts.recomputes_kv and not begins_again
-        self._native_rpc = self.llm.collective_rpc
-        self.llm.collective_rpc = self._call_workers
+        if facts.recomputes_kv and not begins_again:
+            self._new_kv = NewKv(self.llm, LAST_WEIGHT_CALLS)
         return result
 
     def _generate(self, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's own method. The request reads no prefix that older weights have cached."""
         return self._prefixes.generate(prompt, params, *args, **kwargs)
-
-    async def _call_workers(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replaces `AsyncLLM.collective_rpc`. Where NeMo-RL asks for it, all KV is computed again with new weights.
-
-        vLLM takes calls in the order in which they are sent, and takes all that are there before it begins a step. So the
-        KV cache is empty before the first step with the new weights. NeMo-RL's own call comes later, and fails while
-        requests run.
-        """
-        call = self._native_rpc(method, *args, **kwargs)
-        if method not in LAST_WEIGHT_CALLS or not self._recomputes:
-            return await call
-        reply, self._is_recomputed = await asyncio.gather(call, self._recompute())
-        return reply
-
-    async def _recompute(self) -> bool:
-        """Makes vLLM drop all KV. Running requests go on when it has computed theirs again."""
-        is_done: bool = await self.llm.reset_prefix_cache(reset_running_requests=True)
-        return is_done
 
     def _generate_with_seeds(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         rows = _rows.get()
@@ -307,7 +287,8 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
 
     async def specrollout_weights_change_begins(self) -> None:
         """Notes that a change of the weights begins. No request begins until it has ended."""
-        self._is_recomputed = False
+        if self._new_kv is not None:
+            self._new_kv.change_begins()
         if self._one_policy is not None:
             self._one_policy.change_begins()
         await self._prefixes.change_begins()
@@ -315,8 +296,8 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     async def specrollout_weights_change_ends(self) -> None:
         """Notes that the change of the weights has ended, so that requests which wait for its end begin."""
         try:
-            if self._recomputes and not self._is_recomputed:
-                await self._recompute()
+            if self._new_kv is not None:
+                await self._new_kv.change_ends()
         finally:
             self._prefixes.change_ends()
             if self._one_policy is not None:

@@ -7,7 +7,7 @@ blocks. Requests of the same weights still share their prefixes, and a block of 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from copy import copy
@@ -67,6 +67,44 @@ def salt_synchronous(engine: Any, salt: CacheSalt) -> None:
         return add_request(request_id, salt.of(prompt), *arguments, **options)
 
     engine.add_request = add_salted
+
+
+class NewKv:
+    """Makes an asynchronous engine compute the KV of running requests again with new weights.
+
+    Replaces `AsyncLLM.collective_rpc`, by which weights come. vLLM takes calls in the order in which they are sent, and takes
+    all that are there before it begins a step. So vLLM drops all KV right behind the new weights, and no step with them reads
+    KV of older ones.
+    """
+
+    def __init__(self, llm: Any, last_calls: Collection[str]) -> None:
+        """`last_calls` are the methods of vLLM workers with each of which the last tensors of a change come."""
+        self._llm = llm
+        self._last_calls = last_calls
+        self._native = llm.collective_rpc
+        self._is_due = False
+        llm.collective_rpc = self._call
+
+    def change_begins(self) -> None:
+        """Notes that new weights are coming."""
+        self._is_due = True
+
+    async def change_ends(self) -> None:
+        """Drops all KV if the weights did not come by one of the last calls."""
+        if self._is_due:
+            await self._drop()
+
+    async def _call(self, method: Any, *arguments: Any, **options: Any) -> Any:
+        call = self._native(method, *arguments, **options)
+        if method not in self._last_calls:
+            return await call
+        reply, _ = await asyncio.gather(call, self._drop())
+        return reply
+
+    async def _drop(self) -> None:
+        """Makes vLLM preempt all running requests and drop all KV. They go on when vLLM has computed theirs again."""
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._is_due = False
 
 
 def _promise() -> Future[None]:
