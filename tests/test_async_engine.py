@@ -34,6 +34,8 @@ ARGUMENTS = {
     "block_size": BLOCK_SIZE,
     "kv_cache_memory_bytes": 1 << 26,
     "enable_prefix_caching": True,
+    "enforce_eager": True,
+    "dtype": "float32",
 }
 RELOAD = "reload_weights"
 Generate = Callable[..., AsyncIterator[Any]]
