@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen3ForCausalLM
 
 
 def policies_of_updates(weights: Path, policy: Path) -> list[Qwen3ForCausalLM]:
     """The policy after each update, the first one first. `weights` is what the CPU host kept, `policy` has the config."""
-    files = sorted(weights.glob("*.pt"), key=lambda file: int(file.stem))
-    return [_policy(torch.load(file), policy) for file in files]
+    files = sorted(weights.glob("*.safetensors"), key=lambda file: int(file.stem))
+    return [_policy(load_file(file), policy) for file in files]
 
 
 def logprob_gaps(policies: Sequence[Qwen3ForCausalLM], row: Mapping[str, Any]) -> list[float]:

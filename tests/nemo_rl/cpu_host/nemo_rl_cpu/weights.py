@@ -10,12 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from nemo_rl_cpu.refit import device_id
 
 VARIABLE = "NEMO_RL_CPU_WEIGHTS"
 KEPT = "NEMO_RL_CPU_KEPT_WEIGHTS"
-"""Variable with a folder for the weights of each update: 0.pt, 1.pt and so on, as vLLM names them. One engine only."""
+"""Variable with a folder for the weights of each update: 0.safetensors and so on, as vLLM names them. One engine only."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -56,8 +57,9 @@ def _measure(worker: Any, path: Path) -> None:
 
 def _keep(worker: Any, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    number = len(list(folder.glob("*.pt")))
-    torch.save(dict(worker.model_runner.model.named_parameters()), folder / f"{number}.pt")
+    number = len(list(folder.glob("*.safetensors")))
+    weights = {name: weight.detach().clone() for name, weight in worker.model_runner.model.named_parameters()}
+    save_file(weights, folder / f"{number}.safetensors")
 
 
 def relative_change(before: Weights, after: Weights) -> float:
