@@ -95,6 +95,14 @@ TASK_WITHOUT_DRAFTS = [
     "data.train.data_path=${oc.env:TINY}/tasks/hard.jsonl",
     "policy.generation.specrollout.tasks_without_drafts=[tasks-hard]",
 ]
+# All prompts share blocks of the KV cache, and each update moves the policy so far that an older block shows.
+SHARED_PROMPT = [
+    "data.default.system_prompt_file=${oc.env:TINY}/system.txt",
+    "policy.generation.vllm_kwargs.block_size=32",
+    "policy.generation.vllm_kwargs.max_num_seqs=4",
+    "policy.generation.max_new_tokens=100",
+    "policy.megatron_cfg.optimizer.lr=1e-3",
+]
 STREAMS = ["policy.generation.vllm_cfg.async_engine=true"]
 # Each engine drafts in its own way. `WILD` has requests move and race at random: whatever a policy does, no token may change.
 MOVING = [
@@ -167,6 +175,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "apart_ahead_draftless": {"overrides": SHORT + APART + AHEAD + TASK_WITHOUT_DRAFTS},
     "async_ahead": {"overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS},
+    "async_shared_prompt": {
+        "overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS + SHARED_PROMPT,
+        "environment": {"NEMO_RL_CPU_KEPT_WEIGHTS": "$OUT/async_shared_prompt/weights"},
+    },
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
     "async_refreshed_head": {"overrides": SHORT + ASYNC + REFRESHED_HEAD, "kill_after": 1, "kill": "HeadTrainer"},

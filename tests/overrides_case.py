@@ -114,7 +114,8 @@ def check_engine_actors() -> None:
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     config = {**CONFIG, "vllm_cfg": sizes}
     for ours in (engine_actors.EngineActor, engine_actors.AsyncEngineActor):
-        made = bare(ours, cfg=config, llm=SimpleNamespace())
+        llm = SimpleNamespace(llm_engine=SimpleNamespace(add_request=None), collective_rpc=None)
+        made = bare(ours, cfg=config, llm=llm)
         judge("_create_engine", made._create_engine({}, added=1), native_calls(ours))
     engine = bare(engine_actors.EngineActor)
     judge("generate", engine.generate({}, False, added=1), native_calls(type(engine)))

@@ -45,6 +45,12 @@ EMBEDS = f"{VLLM_KWARGS}.enable_prompt_embeds=true"
 LOGITS = f"{VLLM_KWARGS}.logits_processors=[a.b]"
 LM_HEAD = "shares the policy's lm_head"
 OLD_HEAD = "leaves the draft head as it was"
+STALE = "prefixes that older weights have cached"
+ASYNC = "grpo.async_grpo.enabled=true"
+IN_FLIGHT = "grpo.async_grpo.in_flight_weight_updates=true"
+RECOMPUTED = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
+CONTROLLED = "async_rl.recompute_kv_cache_after_weight_updates=true"
+NO_CACHE = f"{VLLM_CFG}.enable_prefix_caching=false"
 NOWHERE = {"vllm": None, "nemo_rl": None}
 Meet = Callable[..., list[MetTrap]]
 
@@ -83,6 +89,10 @@ MEETS = [
     (LM_HEAD, TRAINED, "0.32.0"),
     (OLD_HEAD, TRAINED, "0.32.0"),
     (OLD_HEAD, (MTP,), "0.32.0"),
+    (STALE, (ASYNC,), "0.25.1"),
+    (STALE, (ASYNC, IN_FLIGHT, OFF), "0.32.0"),
+    (STALE, (ASYNC, IN_FLIGHT, RECOMPUTED), "0.32.0"),
+    (STALE, (CONTROLLED,), "0.32.0"),
 ]
 
 
@@ -108,6 +118,11 @@ MEETS_NOT = [
     (LM_HEAD, (EAGLE3,), "0.32.0"),
     (OLD_HEAD, (EAGLE3,), "0.32.0"),
     (OLD_HEAD, (EAGLE3.replace("tokens: 3", "tokens: 0"), TRAINED[1]), "0.32.0"),
+    (STALE, (IN_FLIGHT,), "0.32.0"),
+    (STALE, (ASYNC, IN_FLIGHT, NO_CACHE), "0.32.0"),
+    (STALE, (ASYNC, RECOMPUTED), "0.32.0"),
+    (STALE, (CONTROLLED, NO_CACHE), "0.32.0"),
+    (STALE, (ASYNC, "runtime=local"), "0.32.0"),
 ]
 
 
@@ -127,17 +142,17 @@ def test_every_trap_is_met_and_not_met_by_a_case_above() -> None:
 def test_a_sentence_names_the_versions_with_the_fault(met: Meet) -> None:
     assert met(EAGLE3, vllm="0.25.1")[0].trap.versions == "vllm before 0.29.0"
     assert str(met(EAGLE3, vllm="0.25.1")[0]).startswith("vllm before 0.29.0, here 0.25.1: the V2 model runner")
-    texts = [str(trap) for trap in met(*TRAINED, HTTP, REPLAY, LOGITS, EMBEDS, **NOWHERE)]
+    texts = [str(trap) for trap in met(*TRAINED, HTTP, REPLAY, LOGITS, EMBEDS, ASYNC, **NOWHERE)]
     assert len(texts) == len(TRAPS), "a run elsewhere may have any version"
     assert "vllm from 0.32.0, not installed here: " in " ".join(texts)
     assert "nemo-rl, not installed here: " in " ".join(texts)
 
 
 def test_the_block_avoids_what_it_can(met: Meet) -> None:
-    on = met(*TRAINED, HTTP)
+    on = met(*TRAINED, HTTP, ASYNC)
     assert {trap.state for trap in on if trap.trap.is_ours} == {"avoided"}
     assert [trap.state for trap in on if not trap.trap.is_ours] == ["not avoided"]
-    off = met(*TRAINED, HTTP, OFF)
+    off = met(*TRAINED, HTTP, ASYNC, OFF)
     assert {trap.state for trap in off} == {"not avoided"}
     assert {"because the block is off" in str(trap) for trap in off if trap.trap.is_ours} == {True}
     assert [str(trap) for trap in on if not trap.trap.is_ours] == [str(trap) for trap in off if not trap.trap.is_ours]

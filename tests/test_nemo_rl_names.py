@@ -162,7 +162,7 @@ def test_overrides_pass_on_new_arguments_and_results(results: dict[str, str]) ->
     assert results == {name: "passed on" for name in results}
     overridden = {p.name.rpartition(".")[2] for p in (*DRIVER_POINTS, *WORKER_POINTS) if p.use is Use.PASSED_ON}
     not_called = {
-        "_get_drafter_model",  # ours answers alone
+        "_get_drafter_model", "reset_prefix_cache_async",  # ours answers alone
         "_create_workers_from_bundle_indices",  # relied upon only
         "StatefulDataLoader", "AsyncTrajectoryCollector", "SyncRolloutActor",  # constructed with all arguments
     }  # fmt: skip

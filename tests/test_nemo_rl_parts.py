@@ -438,5 +438,6 @@ def test_causes_name_what_the_run_has(block: str) -> None:
     causes = gap_causes({"policy": policy, algorithm: {name: {"enabled": True, "in_flight_weight_updates": True}}})
     assert "shares with the policy" in causes[0]
     assert f"{block}.max_trajectory_age_steps" in causes[1] and "KV of older weights" in causes[2]
+    assert "cached prefixes" in causes[4] and "enable_prefix_caching" in causes[4]
     assert "low precision" in causes[-1]
     assert len(gap_causes({"policy": {**policy, "draft": None}, algorithm: {name: {"enabled": False}}})) == 2

@@ -44,11 +44,7 @@ def test_the_vllm_worker_answers_every_call_and_no_other() -> None:
 def test_the_engine_actors_answer_every_call_and_no_other() -> None:
     shared = answers(SEEDED)
     assert shared | answers(ASYNCHRONOUS) == calls(EngineActorCalls)
-    only_asynchronous = {
-        EngineActorCalls.specrollout_leave_exchange.__name__,
-        EngineActorCalls.specrollout_weights_change_begins.__name__,
-        EngineActorCalls.specrollout_weights_change_ends.__name__,
-    }
+    only_asynchronous = {EngineActorCalls.specrollout_leave_exchange.__name__}
     assert shared | answers(SYNCHRONOUS) == calls(EngineActorCalls) - only_asynchronous
 
 

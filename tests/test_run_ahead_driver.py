@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's part of `run_ahead` with engines in Ray actors: changes of weights, also such that fail."""
+"""Changes of weights as the driver tells them to engines in Ray actors, also such that fail."""
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from own_ray import ray_for_actors_of
 
 from lab.local.rollout_pool import ray
-from nemo_specrollout.run_ahead.driver import RunAhead
+from nemo_specrollout.nemo_rl.ray_calls import EngineClient
 from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
 
 pytestmark = pytest.mark.integration
@@ -50,14 +50,17 @@ class Engine:
 
 
 class Engines:
-    """Engines as the driver reaches them."""
+    """NeMo-RL's group of the engine actors, of one GPU each."""
 
     def __init__(self, num_engines: int) -> None:
-        self.num_engines = num_engines
+        self.dp_size = num_engines
         self.actors = [ray.remote(Engine).options(num_cpus=0).remote() for _ in range(num_engines)]
 
-    def start(self, engine: int, method: Callable[..., object], /, **arguments: Any) -> Any:
-        return getattr(self.actors[engine], method.__name__).remote(**arguments)
+    def get_dp_leader_worker_idx(self, engine: int) -> int:
+        return engine
+
+    def run_single_worker_single_data(self, method: str, worker: int, **arguments: Any) -> Any:
+        return getattr(self.actors[worker], method).remote(**arguments)
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def engines(cluster: None) -> Iterator[Engines]:
 
 
 def test_requests_of_all_engines_wait_for_the_end_of_a_change(engines: Engines) -> None:
-    with RunAhead(engines).weights_change():
+    with EngineClient(engines).weights_change():
         asked = [actor.generate.remote() for actor in engines.actors]
         ray.get([actor.load.remote(2) for actor in engines.actors])
         assert ray.get([actor.num_begun.remote() for actor in engines.actors]) == [0, 0, 0]
@@ -77,7 +80,7 @@ def test_requests_of_all_engines_wait_for_the_end_of_a_change(engines: Engines) 
 
 
 def test_a_refit_that_fails_leaves_no_request_waiting(engines: Engines) -> None:
-    with pytest.raises(ZeroDivisionError), RunAhead(engines).weights_change():
+    with pytest.raises(ZeroDivisionError), EngineClient(engines).weights_change():
         raise ZeroDivisionError
     assert ray.get([actor.generate.remote() for actor in engines.actors], timeout=60) == [[1]] * 3
 
@@ -86,7 +89,7 @@ def test_a_refit_that_fails_leaves_no_request_waiting(engines: Engines) -> None:
 def test_an_engine_that_dies_leaves_no_request_of_others_waiting(engines: Engines, dead: int) -> None:
     ray.kill(engines.actors[dead])
     has_refitted = False
-    with pytest.raises(ray.exceptions.RayActorError), RunAhead(engines).weights_change():
+    with pytest.raises(ray.exceptions.RayActorError), EngineClient(engines).weights_change():
         has_refitted = True
     assert not has_refitted
     others = [actor for engine, actor in enumerate(engines.actors) if engine != dead]

@@ -71,6 +71,7 @@ OTHER_TIERS = (
         "processes",
         "drafter processes, Ray actors, and engines that share a rollout",
         (
+            "test_async_engine.py",
             "test_async_requests.py",
             "test_decoupled.py",
             "test_doctor_cli.py",

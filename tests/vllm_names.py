@@ -134,7 +134,8 @@ ATTRIBUTES = {
     "vllm.v1.engine.llm_engine.LLMEngine": "abort_request add_request engine_core model_config output_processor step "
     "vllm_config",
     "vllm.v1.engine.output_processor.OutputProcessor": "external_req_ids request_states",
-    "vllm.v1.engine.output_processor.RequestState": "detokenizer logprobs_processor",
+    "vllm.v1.engine.output_processor.RequestState": "detokenizer is_prefilling logprobs_processor",
+    "vllm.v1.engine.async_llm.AsyncLLM": "abort collective_rpc generate output_processor reset_prefix_cache",
     "vllm.v1.outputs.ModelRunnerOutput": "req_ids sampled_token_ids",
     "vllm.v1.request.Request": "_all_token_ids _output_token_ids append_output_token_ids num_computed_tokens "
     "num_prompt_tokens num_tokens request_id",

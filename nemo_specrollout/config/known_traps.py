@@ -15,6 +15,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     VLLM_CFG,
     VLLM_KWARGS,
     Tree,
+    asynchronous_block,
     at,
     block_is_on,
     drafter_types,
@@ -182,6 +183,23 @@ _LOGIT_MODES = ("raw_logits", "processed_logits")
 """Values of vLLM's `logprobs_mode` with which it returns logits."""
 
 
+def _keeps_stale_prefixes(tree: Tree) -> bool:
+    """Returns whether the engines of an asynchronous run cache prefixes, and keep them when weights change.
+
+    NeMo-RL lets vLLM drop them with `recompute_kv_cache_after_weight_updates`. vLLM does so if no request runs, which is
+    certain only without updates in flight.
+    """
+    block = asynchronous_block(tree)
+    is_controlled = at(tree, "async_rl") is not None
+    is_async = runtime_of(tree) == "nemo_rl" and (is_controlled or block is not None)
+    are_dropped = (
+        not is_controlled
+        and at(tree, f"{block}.recompute_kv_cache_after_weight_updates")
+        and not at(tree, f"{block}.in_flight_weight_updates")
+    )
+    return is_async and at(tree, f"{VLLM_CFG}.enable_prefix_caching") is not False and not are_dropped
+
+
 _head_is_trained = is_on("policy.draft.enabled")
 
 TRAPS = (
@@ -257,6 +275,13 @@ TRAPS = (
         "it looks for the drafter where only vLLM's V1 model runner has it, so on V2 a refit leaves the draft head as it "
         "was, with a warning, and native heads (mtp) that are loaded from disk end the run",
         "its worker extension is shown the drafter of V2",
+    ),
+    KnownTrap(
+        NEMO_RL,
+        _keeps_stale_prefixes,
+        "after an update of the weights, requests read prefixes that older weights have cached, because NeMo-RL drops them "
+        "only with recompute_kv_cache_after_weight_updates, and then overlooks that vLLM refuses while requests run",
+        "each prompt has a cache salt that names the weights, so no request finds a prefix of older ones",
     ),
 )
 """Faults of versions that this package works with, because `check` refuses all others."""

@@ -16,6 +16,7 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
+from nemo_specrollout.generation.engine.fresh_prefixes import CacheSalt, FreshPrefixes, NewKv, salt_synchronous
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
 from nemo_specrollout.generation.engine.vllm_requests import reason_to_stay, shard_request
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
@@ -26,6 +27,15 @@ from nemo_specrollout.run_ahead.early_requests import AheadTasks, AheadTurns
 from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
 from nemo_specrollout.stragglers.stream_engine import StreamEngine, StreamShard
 from nemo_specrollout.stragglers.turn_shard import TurnShard
+
+LAST_WEIGHT_CALLS = (
+    "update_weights_via_ipc_zmq",
+    "update_weights_from_collective",
+    "update_weights_from_checkpoint_engine",
+    "nccl_reshard_refit",
+    "finish_sparse_delta_refit",
+)
+"""Methods of NeMo-RL's worker extension with each of which the last tensors of a change of the weights have come."""
 
 _rows: ContextVar[list[Row] | None] = ContextVar("specrollout_rows", default=None)
 """Rows of this generate call."""
@@ -41,7 +51,7 @@ def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
 
 
 class _SeededEngine(EngineActorCalls):
-    """The part that both kinds of engine actors share. Owns the seeds of the engine's requests."""
+    """The part that both kinds of engine actors share. Owns the seeds of the requests and the salt of their prompts."""
 
     cfg: Any
     llm: Any
@@ -57,6 +67,7 @@ class _SeededEngine(EngineActorCalls):
         result = super()._create_engine(arguments, *args, **kwargs)  # type: ignore[misc]
         required = block.http_seeds == "required"
         self._request_seeds = RequestSeeds(run_seed, engine_number(self.cfg["vllm_cfg"]), required=required)
+        self._salt = CacheSalt()
         self.llm.generate = self._generate_with_seeds  # type: ignore[attr-defined]
         return result
 
@@ -109,6 +120,18 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
 
     _num_generated = 0
     """Calls of `generate` that have ended."""
+
+    def _create_engine(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._create_engine(*args, **kwargs)
+        salt_synchronous(self.llm.llm_engine, self._salt)
+        return result
+
+    def specrollout_weights_change_begins(self) -> None:
+        """Notes that a change of the weights begins. No request runs."""
+
+    def specrollout_weights_change_ends(self) -> None:
+        """Notes that the change of the weights has ended. Requests to come read no prefix that is cached now."""
+        self._salt.renew()
 
     def _generate_with_seeds(self, prompts: Sequence[Any], sampling_params: Any = None, **kwargs: Any) -> Any:
         rows = _rows.get()
@@ -163,8 +186,30 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
 class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     """Engine actor around an asynchronous engine."""
 
+    _prefixes: FreshPrefixes
+    """Decodes every request but the rows of `_one_policy`."""
     _one_policy: OnePolicyStream | None = None
     """None unless rows begin again with new weights."""
+    _new_kv: NewKv | None = None
+    """None unless KV of running requests is computed again with new weights."""
+
+    def _create_engine(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._create_engine(*args, **kwargs)
+        native = super()._generate
+        self._prefixes = FreshPrefixes(self.llm, native, self._salt)
+        facts = RunFacts.of(self.cfg)
+        begins_again = facts.in_flight and block_of(self.cfg).runs_ahead
+        if begins_again:
+            self._one_policy = OnePolicyStream(
+                lambda prompt, params, request_id: native(self._salt.of(prompt), params, request_id=request_id)
+            )
+        if facts.recomputes_kv and not begins_again:
+            self._new_kv = NewKv(self.llm, LAST_WEIGHT_CALLS)
+        return result
+
+    def _generate(self, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls vLLM's own method. The request reads no prefix that older weights have cached."""
+        return self._prefixes.generate(prompt, params, *args, **kwargs)
 
     def _generate_with_seeds(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         rows = _rows.get()
@@ -196,15 +241,31 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         app.add_middleware(SeedHeader)
         return super()._setup_vllm_openai_api_server(app, *args, **kwargs)
 
+    async def reset_prefix_cache_async(self) -> bool:
+        """Replaces NeMo-RL's method, which asks vLLM to drop cached prefixes. vLLM refuses that while requests run.
+
+        No request to come finds the prefixes that are cached by now, also while requests run.
+        """
+        self._salt.renew()
+        return True
+
     async def specrollout_weights_change_begins(self) -> None:
-        """Notes that a change of the weights begins. From the first one on, every row is a sample of one policy."""
-        self._one_policy = self._one_policy or OnePolicyStream(self._generate)
-        self._one_policy.change_begins()
+        """Notes that a change of the weights begins. No request begins until it has ended."""
+        if self._new_kv is not None:
+            self._new_kv.change_begins()
+        if self._one_policy is not None:
+            self._one_policy.change_begins()
+        await self._prefixes.change_begins()
 
     async def specrollout_weights_change_ends(self) -> None:
-        """Notes that the change of the weights has ended, so that rows which wait for its end begin."""
-        if self._one_policy is not None:
-            self._one_policy.change_ends()
+        """Notes that the change of the weights has ended, so that requests which wait for its end begin."""
+        try:
+            if self._new_kv is not None:
+                await self._new_kv.change_ends()
+        finally:
+            self._prefixes.change_ends()
+            if self._one_policy is not None:
+                self._one_policy.change_ends()
 
     async def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
         """Joins the exchange of requests as engine number `engine`."""

@@ -166,11 +166,13 @@ class SpecrolloutGeneration(VllmGeneration):
         with self._engines_at_rest():
             return super().finish_generation(*args, **kwargs)
 
-    def new_weights(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def new_weights(self) -> Iterator[None]:
         """Encloses a refit. With `run_ahead`, requests that are under way when weights change in flight begin again."""
-        if self._ahead is not None and self.facts.in_flight:
-            return self._ahead.weights_change()
-        return self._engines_at_rest()
+        begins_again = self._ahead is not None and self.facts.in_flight
+        rest = nullcontext() if begins_again else self._engines_at_rest()
+        with rest, EngineClient(self.worker_group).weights_change():
+            yield
 
     def _engines_at_rest(self) -> AbstractContextManager[None]:
         """Encloses a time in which no request moves. The engines forget what they have begun ahead."""

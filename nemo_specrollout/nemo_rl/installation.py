@@ -149,9 +149,14 @@ def _run_facts(config: Any) -> RunFacts:
         heads.withdraw()
     algorithm = next(block for name in ALGORITHMS if (block := getattr(config, name, None)) is not None)
     samples = getattr(algorithm, "num_generations_per_prompt", 1)
-    asynchronous = getattr(algorithm, "async_grpo", None)
-    in_flight = asynchronous is not None and asynchronous.enabled and asynchronous.in_flight_weight_updates
-    return RunFacts(algorithm.seed, first, algorithm.max_num_steps, str(heads.path), samples, bool(in_flight))
+    asynchronous = getattr(algorithm, "async_grpo", None) or getattr(algorithm, "async_ppo", None)
+    if asynchronous is not None and not asynchronous.enabled:
+        asynchronous = None
+    in_flight = asynchronous is not None and asynchronous.in_flight_weight_updates
+    blocks = (asynchronous, getattr(config, "async_rl", None))
+    recomputes = any(getattr(block, "recompute_kv_cache_after_weight_updates", False) for block in blocks)
+    steps = algorithm.max_num_steps
+    return RunFacts(algorithm.seed, first, steps, str(heads.path), samples, bool(in_flight), recomputes)
 
 
 def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: Any, facts: RunFacts) -> Any:

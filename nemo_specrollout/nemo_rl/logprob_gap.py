@@ -33,15 +33,19 @@ def gap_causes(tree: Tree) -> list[str]:
     block = asynchronous_block(tree)
     stale_kv = stale_kv_field(tree)
     is_controlled = at(tree, "async_rl") is not None
+    is_async = is_controlled or block is not None
     causes = []
     if at(tree, "policy.draft.enabled"):
         causes.append("draft weights entered a module that the drafter shares with the policy (docs/upstream)")
-    if is_controlled or block is not None:
+    if is_async:
         lag = "async_rl.sampler" if is_controlled else f"{block}.max_trajectory_age_steps"
         causes.append(f"samples of an older policy ({lag}), which is no fault if the gap stays small")
     if stale_kv is not None:
-        causes.append(f"KV of older weights ({stale_kv}: false)")
+        causes.append(f"KV of older weights in requests that go on after an update ({stale_kv}: false)")
     causes.append("weights that did not arrive in the engine at the last refit")
+    if is_async and at(tree, f"{VLLM_CFG}.enable_prefix_caching") is not False:
+        prefixes = "cached prefixes of older weights, which the block should keep every request from"
+        causes.append(f"{prefixes} (report it if {VLLM_CFG}.enable_prefix_caching: false closes the gap)")
     if any(at(tree, path) != "float32" for path in (f"{VLLM_CFG}.precision", "policy.precision")):
         rounding = "rounding: engine and trainer compute in low precision"
         causes.append(f"{rounding}; raise logprob_gap_alarm if it was so from the start")

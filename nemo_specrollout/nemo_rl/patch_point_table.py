@@ -127,6 +127,7 @@ POINTS_OF_ALL_RUNS = (
         needed=("app",),
         result="value",
     ),
+    PatchPoint(VLLM_WORKER_ASYNC, "VllmAsyncGenerationWorkerImpl.reset_prefix_cache_async", result="async nothing"),
 )
 """Patch points of all runs."""
 POINTS_OF_CONTROLLER = (

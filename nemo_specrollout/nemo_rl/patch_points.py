@@ -88,8 +88,10 @@ def _result_changes(point: PatchPoint, found: Signature) -> list[Change]:
     now = found.result
     if was == now:
         return []
-    if {was, now} == {"nothing", "value"} and point.use is Use.PASSED_ON:
-        return [Change(f"its result is {'a value' if now == 'value' else now} now: passed on", is_harmless=True)]
+    kinds = {was, now}
+    if kinds in ({"nothing", "value"}, {"async nothing", "async value"}) and point.use is Use.PASSED_ON:
+        what = now.rpartition(" ")[2].replace("value", "a value")
+        return [Change(f"its result is {what} now: passed on", is_harmless=True)]
     is_unused = point.use is Use.CALLED and was == "nothing" and now == "value"
     return [] if is_unused else [Change(f"changed: its result is {now}, not {was}")]
 

@@ -170,6 +170,28 @@ class EngineClient:
         actor = self._group.get_dp_leader_worker_idx(engine)
         return self._group.run_single_worker_single_data(method.__name__, actor, **named)
 
+    @contextmanager
+    def weights_change(self) -> Iterator[None]:
+        """Encloses a change of the engines' weights, during which no request begins.
+
+        An engine whose requests wait for the end of a change must be told of it, also when another engine or the change
+        itself has failed.
+        """
+        try:
+            self._tell(EngineActorCalls.specrollout_weights_change_begins)
+            yield
+        finally:
+            self._tell(EngineActorCalls.specrollout_weights_change_ends)
+
+    def _tell(self, method: Callable[[EngineActorCalls], object]) -> None:
+        """Calls a method of every engine actor, and waits until each of them has replied or failed.
+
+        Raises the error of the first engine that has failed.
+        """
+        calls = [self.start(engine, method) for engine in range(self.num_engines)]
+        ray.wait(calls, num_returns=len(calls))
+        ray.get(calls)
+
     def drafter_stats(self) -> list[DrafterStats]:
         """Returns the drafter stats of the engines that have remote drafters."""
         return [

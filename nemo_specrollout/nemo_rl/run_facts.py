@@ -28,7 +28,9 @@ class RunFacts:
     samples_per_prompt: int = 1
     """Responses to each prompt of a step."""
     in_flight: bool = False
-    """True if weights change while requests run."""
+    """True if weights change while requests run. The SingleController's always do, and there it is False."""
+    recomputes_kv: bool = False
+    """True if an asynchronous run wants all KV computed again whenever weights have changed."""
 
     @classmethod
     def of(cls, generation_config: Mapping[str, Any]) -> "RunFacts":

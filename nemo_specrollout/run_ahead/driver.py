@@ -7,8 +7,7 @@ for the same requests under the same noise. Nothing else ever sees these texts.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Concatenate, ParamSpec, Protocol
@@ -72,19 +71,6 @@ class RunAhead:
         self._thread: threading.Thread | None = None
         self._shards: list[Sequence[Row]] = []
         self._made = self._made_before = _Made(-1)
-
-    @contextmanager
-    def weights_change(self) -> Iterator[None]:
-        """Encloses a change of weights while asynchronous engines decode.
-
-        Rows that overlap with the change begin again, so that none is mixed. An engine whose rows wait for the end of a
-        change must be told of it, also when another engine or the change itself has failed.
-        """
-        try:
-            self._ask(EngineActorCalls.specrollout_weights_change_begins)
-            yield
-        finally:
-            self._ask(EngineActorCalls.specrollout_weights_change_ends)
 
     def begin(self, version: int, prompts: Sequence[Sequence[int]], rows: Sequence[Row], after: int) -> None:
         """Lets engines decode the rows of a coming policy version, each engine its share of them.

@@ -21,7 +21,7 @@ class OnePolicyStream:
     """
 
     def __init__(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> None:
-        """`generate` is vLLM's own method."""
+        """`generate` is vLLM's own method, but a request reads no prefix that was cached before the latest change."""
         self._generate = generate
         self._num_changes = 0
         self._settled = asyncio.Event()
@@ -59,13 +59,9 @@ class OnePolicyStream:
 
 
 def _with_drafts(params: Any, text: list[int]) -> Any:
-    """Returns sampling parameters with `text` as drafts, and with the drafts beyond it that they had before.
-
-    No prefix that older weights have cached is read.
-    """
+    """Returns sampling parameters with `text` as drafts, and with the drafts beyond it that they had before."""
     params = params.clone()
     identity = params.extra_args[EXTRA_ARGS_KEY]
     drafts = longest_known_text(text, identity.get("ahead", b""))
     params.extra_args = {**params.extra_args, EXTRA_ARGS_KEY: {**identity, "ahead": drafts}}
-    params.skip_reading_prefix_cache = True
     return params

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 
 import pytest
-from nemo_rl_host import ROUNDING, Run, num_drafts
+from nemo_rl_host import ROUNDING, Host, Run, num_drafts
+from row_oracle import logprob_gaps, policies_of_updates
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
@@ -18,6 +19,7 @@ FINISHED = [
     "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
     "async_refreshed_head", "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight",
     "apart_plain", "apart_ahead_streams", "apart_ahead_tail", "colocated_ahead_tail", "apart_ahead_resumed", "async_ahead",
+    "async_shared_prompt",
 ]  # fmt: skip
 
 
@@ -74,6 +76,23 @@ def test_no_sample_is_of_two_policies(runs: dict[str, Run]) -> None:
     """Requests that are under way in a refit begin again, with their text as drafts."""
     spans = [s["policy_spans"] for line in runs["async_ahead"].lines("samples.jsonl") for s in line["samples"]]
     assert spans and all(len(of_sample) == 1 for of_sample in spans)
+
+
+def test_every_row_is_one_policy_s_own_though_prompts_share_a_prefix(runs: dict[str, Run], host: Host) -> None:
+    """Computes the log-probs of each row again, with the weights of each update: those of one of them must be the engine's.
+
+    If a row had read a prefix that older weights had cached, no update's would be.
+    """
+    run = runs["async_shared_prompt"]
+    policies = policies_of_updates(run.folder / "weights", host.tiny / "policy")
+    assert len(policies) > 3
+    found = set()
+    for step in range(1, 6):
+        for row in run.lines(f"train_data_step{step}.jsonl"):
+            gaps = logprob_gaps(policies, row)
+            assert min(gaps) < SOUND < max(gaps), (step, gaps)
+            found.add(gaps.index(min(gaps)))
+    assert len(found) > 2
 
 
 @pytest.mark.parametrize("step", [1, 2])

@@ -23,6 +23,10 @@ TEMPLATE = (
 )
 
 
+SYSTEM = "Subtract the second number from the first one, and answer with one digit, without any other words."
+"""A system prompt, of which every prompt shares three blocks of 32 tokens."""
+
+
 def main(out: Path) -> None:
     torch.manual_seed(0)
     _save_policy(out / "policy")
@@ -32,6 +36,7 @@ def main(out: Path) -> None:
     _write_lines(out / "train.jsonl", sums)
     (out / "tasks").mkdir()
     _write_lines(out / "tasks" / "hard.jsonl", sums[96:])
+    (out / "system.txt").write_text(SYSTEM)
     _write_lines(out / "gym.jsonl", [_gym_row(s["input"], s["output"]) for s in sums])
 
 

@@ -123,15 +123,12 @@ class EngineActorCalls:
         """Returns the tokens of such texts that were right, and all tokens of their responses, since the last call."""
         raise NotImplementedError
 
-    def specrollout_weights_change_begins(self) -> Awaitable[None]:
-        """Notes that a change of the weights begins. Only asynchronous engines have this call.
-
-        From the first one on, every row is a sample of one policy.
-        """
+    def specrollout_weights_change_begins(self) -> Awaitable[None] | None:
+        """Notes that a change of the weights begins. No request begins until it has ended."""
         raise NotImplementedError
 
-    def specrollout_weights_change_ends(self) -> Awaitable[None]:
-        """Notes that the change of the weights has ended, so that rows which wait for its end begin."""
+    def specrollout_weights_change_ends(self) -> Awaitable[None] | None:
+        """Notes that the change of the weights has ended. Requests to come read no prefix that older weights cached."""
         raise NotImplementedError
 
     def specrollout_leave_exchange(self) -> Awaitable[None]:

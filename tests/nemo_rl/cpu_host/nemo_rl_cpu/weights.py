@@ -10,10 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from nemo_rl_cpu.refit import device_id
 
 VARIABLE = "NEMO_RL_CPU_WEIGHTS"
+KEPT = "NEMO_RL_CPU_KEPT_WEIGHTS"
+"""Variable with a folder for the weights of each update: 0.safetensors and so on, as vLLM names them. One engine only."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -28,6 +31,8 @@ def measure_updates(vllm_backend: ModuleType) -> None:
             yield finalize
         if path := os.environ.get(VARIABLE):
             _measure(self, Path(path))
+        if folder := os.environ.get(KEPT):
+            _keep(self, Path(folder))
 
     extension._weight_update_lifecycle = lifecycle
 
@@ -48,6 +53,13 @@ def _measure(worker: Any, path: Path) -> None:
     }
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def _keep(worker: Any, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    number = len(list(folder.glob("*.safetensors")))
+    weights = {name: weight.detach().clone() for name, weight in worker.model_runner.model.named_parameters()}
+    save_file(weights, folder / f"{number}.safetensors")
 
 
 def relative_change(before: Weights, after: Weights) -> float:
