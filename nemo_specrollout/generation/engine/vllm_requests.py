@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from nemo_specrollout.config.staying_requests import PLUGINS, WHY_ALL_STAY, plugins_here
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.admission import check_bad_words, check_params
-from nemo_specrollout.generation.engine.arguments import REQUEST_CHECK
+from nemo_specrollout.generation.engine.arguments import users_processors
 from nemo_specrollout.generation.engine.identity import given_identity
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES, Rollout, ShardRequest
 from nemo_specrollout.sampling.seeds import content_hash
@@ -108,7 +108,7 @@ def reason_to_stay(vllm_config: Any) -> str | None:
     model = vllm_config.model_config
     outputs = getattr(vllm_config, "aux_output_config", model)  # before 0.32 in the latter
     has = {
-        "logits_processors": [name for name in model.logits_processors or () if name != REQUEST_CHECK],
+        "logits_processors": users_processors(model.logits_processors),
         PLUGINS: plugins_here(),
         "watermark_config": getattr(vllm_config, "watermark_config", None),
         "enable_return_routed_experts": getattr(outputs, "enable_return_routed_experts", False),
