@@ -192,17 +192,6 @@ def test_a_message_that_no_frame_holds_is_not_sent() -> None:
         assert (drafter.num_refused, "was not sent" in drafter.refusal) == (1, True)
 
 
-def test_an_answer_to_a_verifier_that_is_gone_is_counted() -> None:
-    with ends() as (drafter, verifier):
-        verifier.send(HELLO)
-        assert drafter.wait(PATIENT_S)
-        ((peer, _),) = drafter.receive()
-        verifier.close()
-        while not drafter.num_refused:  # until the connection is known to be closed
-            drafter.send(peer, Refuse(3, "gone"))
-        assert drafter.refusal == "a verifier has closed its connection"
-
-
 def test_verifiers_that_do_not_read_are_counted() -> None:
     drafter = zmq.Context.instance().socket(zmq.DEALER)
     drafter.setsockopt(zmq.LINGER, 0)

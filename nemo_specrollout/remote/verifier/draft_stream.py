@@ -19,7 +19,6 @@ from threading import Lock
 import numpy as np
 import torch
 
-from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.draft_buffers import KEPT, LATE, STALE, TOKENS, WRONG
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
@@ -186,7 +185,7 @@ class RemoteDrafter:
         if socket is None:
             try:
                 socket = self._sockets[drafter] = VerifierSocket(self._addresses[drafter], self._secret)
-            except ConfigError as error:
+            except ValueError as error:  # no socket takes the address
                 return str(error)
         return socket.send(message)
 
