@@ -392,7 +392,7 @@ def test_check_reads_a_policy_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_check_refuses_padding_only_of_a_draft_model(tmp_path: Path) -> None:
-    padded = policy(tmp_path / "padded", config=settings("config", vocab_size=128))
+    padded = resized(tmp_path / "padded", 128)
     remote = f"{BLOCK_PATH}.drafters=[{{type: remote, workers: 1, model: {padded}}}]"
     assert errors(STEP_ADDER, remote) == []
     for override in (

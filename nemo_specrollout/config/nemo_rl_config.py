@@ -117,8 +117,8 @@ def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
             about_vllm = list(backend_findings(tree))
             if not about_vllm:
                 block, about_block = _block(tree)
-                about_vllm = [*about_block, *engine_findings(tree), *_vllm_version()]
-            found += [*about_vllm, *trainer_findings(tree), *resource_findings(tree), *_nemo_rl_version()]
+                about_vllm = [*about_block, *engine_findings(tree), *resource_findings(tree), *_vllm_version()]
+            found += [*about_vllm, *trainer_findings(tree), *_nemo_rl_version()]
         else:
             found += _nemo_rl_alone(tree)
     return block, sorted(found, key=lambda finding: _KINDS.index(finding.kind))

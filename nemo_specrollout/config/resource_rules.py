@@ -14,6 +14,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     Finding,
     Tree,
     at,
+    drafter_types,
     findings,
     parallel_sizes,
     size_at,
@@ -147,7 +148,7 @@ def _parallel_sizes(tree: Tree, shares: GpuShares) -> Iterator[Finding]:
     is_asynchronous = bool(at(tree, f"{VLLM_CFG}.async_engine"))
     yield from findings(
         (
-            pipeline > 1 and not is_asynchronous,
+            pipeline > 1 and not is_asynchronous and not drafter_types(tree),  # stages with drafters are refused anyway
             f"{VLLM_CFG}.async_engine",
             f"false with pipeline_parallel_size {pipeline}; NeMo-RL pipelines only asynchronous engines: set it to true",
             "error",

@@ -173,7 +173,9 @@ def check_model(folder: Path, policy: Path, kind: str = "") -> None:
     try:
         size = _vocab_size(folder)
         _ = stop_token_ids(folder)
-        check_tensors(folder)
+        shapes = check_tensors(folder)
+        if not kind:
+            _check_embedding(folder, shapes.get(EMBEDDING))
         if kind not in ("draft_model", "remote") or not policy.is_dir():
             return
         wanted = _vocab_size(policy)
@@ -210,11 +212,16 @@ def check_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     if 0 < num_layers < sizes["num_hidden_layers"]:
         text = f"there are {num_layers} layers of the {sizes['num_hidden_layers']} in config.json"
         raise ValueError(f"{folder}: {text}; copy the folder again")
-    rows = (sizes["vocab_size"], sizes["hidden_size"])
-    if all(rows) and shapes.get(EMBEDDING, rows) != rows:
-        text = f"{EMBEDDING} is {list(shapes[EMBEDDING])}, config.json makes it {list(rows)}"
-        raise ValueError(f"{folder}: {text}; copy the folder again")
     return shapes
+
+
+def _check_embedding(folder: Path, shape: tuple[int, ...] | None) -> None:
+    """Raises ValueError unless a policy's embedding, if it has that name, has the shape that config.json makes it."""
+    config = text_config(read_object(folder / "config.json"))
+    rows = tuple(size_in(config, name, folder / "config.json", default=0) for name in ("vocab_size", "hidden_size"))
+    if shape is not None and all(rows) and shape != rows:
+        text = f"{EMBEDDING} is {list(shape)}, config.json makes it {list(rows)}"
+        raise ValueError(f"{folder}: {text}; copy the folder again")
 
 
 def _vocab_size(folder: Path) -> Any:
