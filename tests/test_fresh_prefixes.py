@@ -235,7 +235,7 @@ def test_errors_of_vllm_reach_the_caller(engine: RolloutEngine) -> None:
         client = Client(engine)
         with pytest.raises(REFUSALS, match="10000"):
             prompt = {"prompt_token_ids": [11] * 10_000}
-            async for _ in client.prefixes.generate(prompt, SamplingParams(max_tokens=2), "long"):
+            async for _ in client.prefixes.generate(prompt, SamplingParams(max_tokens=2, seed=1), "long"):
                 pass
         await client.change(OLD)
 

@@ -212,7 +212,7 @@ def test_jobs_run_one_after_another_and_are_recorded(cluster: Cluster, capsys: p
     assert not names & set(cluster.recorded("sbatch.4"))
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"grpo: [", b"a: " + 3000 * b"[", b"a: 2026-99-99"])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"grpo: [", b"a: " + 3000 * b"["])
 def test_a_run_whose_config_was_damaged_is_refused(cluster: Cluster, content: bytes) -> None:
     cluster.launch()
     (cluster.run / "config.yaml").write_bytes(content)
@@ -381,7 +381,7 @@ def test_a_wrong_cluster_file_is_refused(cluster: Cluster, values: dict[str, obj
         (["--run-dir=/tmp/my runs"], "--run-dir: '/tmp/my runs' has ' ' in it"),
         (["--run-dir=/dev/null/run"], "cannot be a folder: /dev/null is a file"),
         (["--cluster=/nowhere.yaml"], "--cluster: /nowhere.yaml cannot be read"),
-        (["--cluster=/dev/null"], "start from the cluster.example.yaml that `nemo-specrollout examples DIR` makes"),
+        (["--cluster=/dev/null"], "it is not a regular file; name a YAML file"),
     ],
 )
 def test_wrong_arguments_are_refused(cluster: Cluster, arguments: list[str], words: str) -> None:

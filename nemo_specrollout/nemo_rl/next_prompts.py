@@ -46,13 +46,13 @@ class PeekingLoader(StatefulDataLoader):
 def next_prompts() -> list[NextPrompt]:
     """Returns the prompts of the next step, in order; none if they are not known."""
     loader = None if PeekingLoader._latest is None else PeekingLoader._latest()
-    batch = None if loader is None else loader.peek()
-    if batch is None:
+    shown = None if loader is None else loader.peek()
+    if shown is None:
         return []
-    logs = batch["message_log"]
+    logs = shown["message_log"]
     nothing = [None] * len(logs)
-    tasks = batch.get("task_name") or nothing
-    media = batch.get("vllm_content") or nothing
+    tasks = shown.get("task_name") or nothing
+    media = shown.get("vllm_content") or nothing
     return [
         NextPrompt(_token_ids(log), task, content is not None)
         for log, task, content in zip(logs, tasks, media, strict=True)
