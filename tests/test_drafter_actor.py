@@ -16,7 +16,7 @@ from nemo_specrollout.config.addresses import is_loopback
 from nemo_specrollout.config.drafter_configs import as_key, secret_of_run
 from nemo_specrollout.nemo_rl.remote_drafters import SpecrolloutDrafter
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec
-from nemo_specrollout.remote.protocol.messages import PROTOCOL, Hello, Welcome
+from nemo_specrollout.remote.protocol.messages import PROTOCOL, FrameError, Hello, Welcome
 from nemo_specrollout.remote.protocol.publishing import publish
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
 
@@ -60,7 +60,9 @@ def test_a_killed_drafter_is_started_again_with_the_run_s_secret_and_takes_new_w
     for socket in (stranger, verifier):
         socket.send(Hello(PROTOCOL, 1, 96, "", []))
     assert verifier.wait(60.0) and [type(message) for message in verifier.receive()] == [Welcome]
-    assert not stranger.wait(0.5)
+    assert stranger.wait(60.0)
+    with pytest.raises(FrameError, match="the drafter has another secret"):
+        list(stranger.receive())
     stranger.close()
     verifier.close()
     assert publish([second.address], as_key(secret), str(tiny_model), 3) == {}

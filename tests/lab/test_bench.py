@@ -115,7 +115,7 @@ def test_rows_are_picked_by_how_their_names_begin() -> None:
     assert list(rows_by_name(WITH_HEAD, "bench.rows=[ours]")) == [
         "plain", "ours, text drafters", "ours, head alone", "ours",
     ]  # fmt: skip
-    assert list(rows_by_name(WITH_HEAD, "bench.rows=[stock, vLLM's ngram k=1]")) == [
+    assert list(rows_by_name(WITH_HEAD, 'bench.rows=[stock, "vLLM\'s ngram k=1"]')) == [
         "stock", "plain", "vLLM's ngram k=1",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"bench\.rows: no row begins with 'suffix'; there are: stock, plain, ngram"):

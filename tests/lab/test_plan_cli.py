@@ -109,7 +109,8 @@ def test_plan_of_a_nemo_rl_config(file: Path, capsys: pytest.CaptureFixture[str]
     file.write_text(replace(tables(), verify_s=(line(1, 0.01, 1e-6),), unit="GPU").to_json())
     config = file.with_name("nemo_rl.yaml")
     config.write_text(json.dumps(NEMO_RL))
-    apart = ["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.num_nodes=1"]
+    colocated = "policy.generation.colocated"
+    apart = [f"{colocated}.enabled=false", f"{colocated}.resources={{num_nodes: 1, gpus_per_node: 8}}"]
     for overrides, gpus, groups in (([], 16, 8), (apart, 8, 4)):
         assert main(["explain", str(config), "--profile", str(file), *overrides]) == 0
         printed = capsys.readouterr().out

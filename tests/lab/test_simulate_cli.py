@@ -122,7 +122,7 @@ def test_a_trace_sets_the_response_lengths(tmp_path: Path, capsys: pytest.Captur
         ([{"prompt": 0, "sample": 0, "tokens": 5}] * 2, "line 2: prompt 0, sample 0 occurs twice"),
         ([{"prompt": 0, "sample": 0}], "line 1.tokens: missing"),
         ([{"prompt": 0, "sample": 0, "tokens": 0}], "tokens: 0 is out of range"),
-        ([7], "expected a block of keys, got 7"),
+        ([7], "line 1: 7; each line is an object with prompt, sample and tokens"),
         ([], "has no samples"),
     ],
 )
@@ -137,7 +137,7 @@ def test_an_incomplete_trace_is_refused(
 def test_an_unreadable_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "torn.jsonl").write_text('{"prompt": 0,')
     assert "line 1: not JSON" in refused(capsys, "simulate", SCENARIO, "--trace", tmp_path / "torn.jsonl")
-    assert "cannot be read (FileNotFoundError)" in refused(
+    assert "cannot be read (No such file or directory)" in refused(
         capsys, "simulate", SCENARIO, "--trace", tmp_path / "nothing"
     )
 
