@@ -452,7 +452,7 @@ def test_the_bench_compares_like_with_like(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    wanted = "[stock, ngram, eagle3, vLLM's eagle3 probabilistic, ours]"
+    wanted = '[stock, ngram, eagle3, "vLLM\'s eagle3 probabilistic", ours]'
     rows = bench(WITH_HEAD, tmp_path, **{"bench.rows": wanted, "bench.deepen": 2, "bench.useless_batches": "[16]"})
     assert list(rows) == [
         "stock", "plain", "ngram k=3", "eagle3 greedy k=3", "vLLM's eagle3 probabilistic k=3", "ours, text drafters",
