@@ -15,6 +15,7 @@ import ray
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
+from nemo_specrollout.run_ahead.driver import ask_all
 from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turns import ExchangeFailed
 
@@ -178,19 +179,10 @@ class EngineClient:
         itself has failed.
         """
         try:
-            self._tell(EngineActorCalls.specrollout_weights_change_begins)
+            ask_all(self, EngineActorCalls.specrollout_weights_change_begins)
             yield
         finally:
-            self._tell(EngineActorCalls.specrollout_weights_change_ends)
-
-    def _tell(self, method: Callable[[EngineActorCalls], object]) -> None:
-        """Calls a method of every engine actor, and waits until each of them has replied or failed.
-
-        Raises the error of the first engine that has failed.
-        """
-        calls = [self.start(engine, method) for engine in range(self.num_engines)]
-        ray.wait(calls, num_returns=len(calls))
-        ray.get(calls)
+            ask_all(self, EngineActorCalls.specrollout_weights_change_ends)
 
     def drafter_stats(self) -> list[DrafterStats]:
         """Returns the drafter stats of the engines that have remote drafters."""

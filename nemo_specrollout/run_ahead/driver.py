@@ -39,6 +39,21 @@ class Engines(Protocol):
         """Begins to call a method of an engine actor. Returns Ray's reference to the reply."""
 
 
+def ask_all(
+    engines: Engines,
+    method: Callable[Concatenate[EngineActorCalls, Parameters], object],
+    *arguments: Parameters.args,
+    **named: Parameters.kwargs,
+) -> list[Any]:
+    """Calls a method of every engine actor, waits until each of them has replied or failed, and returns the replies.
+
+    Raises the error of the first engine that has failed.
+    """
+    calls = [engines.start(engine, method, *arguments, **named) for engine in range(engines.num_engines)]
+    ray.wait(calls, num_returns=len(calls))
+    return list(ray.get(calls))
+
+
 class Row(Protocol):
     """A row of the next step. Its other fields matter only to the engines, to which it is sent as it is."""
 
@@ -109,7 +124,7 @@ class RunAhead:
             if texts:  # an engine that was never free has begun no row
                 self._keep(self._shards[engine], texts)
         texts_once: Any = ray.put(self._made.texts)  # stored once for all engines
-        self._ask(EngineActorCalls.specrollout_texts_ahead, texts=texts_once)
+        ask_all(self._engines, EngineActorCalls.specrollout_texts_ahead, texts=texts_once)
 
     def _keep(self, rows: Sequence[Row], texts: Sequence[bytes]) -> None:
         """Keeps the text of each row, unless a longer one of the same row is known."""
@@ -126,24 +141,10 @@ class RunAhead:
         """
         made = next((made for made in (self._made, self._made_before) if made.version == version), _Made(version))
         num_made = sum(map(len, made.texts.values())) // TOKEN_BYTES
-        num_kept, num_tokens = map(sum, zip(*self._ask(EngineActorCalls.specrollout_take_kept), strict=True))
+        kept = ask_all(self._engines, EngineActorCalls.specrollout_take_kept)
+        num_kept, num_tokens = map(sum, zip(*kept, strict=True))
         figures = ahead_figures(num_made, num_kept, num_tokens, made.seconds)
         return {PREFIX + name: value for name, value in figures.items()}, ahead_alarms(num_made, num_kept)
-
-    def _ask(
-        self,
-        method: Callable[Concatenate[EngineActorCalls, Parameters], object],
-        *arguments: Parameters.args,
-        **named: Parameters.kwargs,
-    ) -> list[Any]:
-        """Calls a method of every engine actor, waits until each of them has replied or failed, and returns the replies.
-
-        Raises the error of the first engine that has failed.
-        """
-        engines = range(self._engines.num_engines)
-        calls = [self._engines.start(engine, method, *arguments, **named) for engine in engines]
-        ray.wait(calls, num_returns=len(calls))
-        return list(ray.get(calls))
 
     def _run(self, work: Sequence[tuple[Sequence[Any], Sequence[Row]]], after: int) -> None:
         """Asks each engine for slice after slice, until its rows have ended or `end` is called. Runs in the thread.
