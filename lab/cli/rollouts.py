@@ -4,7 +4,6 @@
 import argparse
 import json
 import os
-import reprlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,8 +19,8 @@ from nemo_specrollout.cli.terminal import log_console, progress_bar
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, raise_first_mistake
-from nemo_specrollout.heads.features.rollout_files import token_ids_of
-from nemo_specrollout.storage.text_files import parse_json, text_lines, whole_number
+from nemo_specrollout.heads.features.rollout_files import token_ids_of, whole_token_ids
+from nemo_specrollout.storage.text_files import json_of_line, text_lines
 
 CHUNK_REQUESTS = 256
 """Requests whose responses are written together."""
@@ -95,15 +94,10 @@ def _prompt_in(line: str, where: str) -> str | list[int]:
     """Returns the prompt of a line, a text or token ids. Raises ValueError."""
     if not line.startswith("{"):
         return line.removesuffix("\r")
-    try:
-        ids = parse_json(line).get("prompt_token_ids")
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error}); write the line again, or remove it") from error
-    whole = [whole_number(i) for i in ids] if isinstance(ids, list) else []
-    if not whole or None in whole:
-        what = f"prompt_token_ids must be a list of whole numbers, and is {reprlib.repr(ids)}"
-        raise ValueError(f"{where}: {what}; write the line again")
-    return [i for i in whole if i is not None]
+    ids = whole_token_ids(json_of_line(line, where).get("prompt_token_ids"), f"{where}: prompt_token_ids")
+    if not ids:
+        raise ValueError(f"{where}: prompt_token_ids is empty; give at least one token, or remove the line")
+    return ids
 
 
 def _answer(

@@ -5,13 +5,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_specrollout.config.nemo_rl_config import ALGORITHMS
 from nemo_specrollout.config.nemo_rl_tree import Tree, at
 from nemo_specrollout.config.strict import ConfigError
 
 MUST_SAVE_BY = "checkpointing.checkpoint_must_save_by"
-_ALGORITHMS = ("distillation", "ppo", "grpo")
-"""Blocks with the length of a run; a run is of the first one that its config has, as its script is."""
-LENGTH_KEYS = {f"{name}.{key}" for name in _ALGORITHMS for key in ("max_num_steps", "max_num_epochs")}
+LENGTH_KEYS = {f"{name}.{key}" for name in ALGORITHMS for key in ("max_num_steps", "max_num_epochs")}
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,8 @@ class RunLength:
 
 def length_of(tree: Tree) -> RunLength:
     """Returns the length that a config gives its run."""
-    block = next((name for name in _ALGORITHMS if at(tree, name)), "grpo")
+    # Of several blocks the last one counts, as for the script that runs.
+    block = next((name for name in reversed(ALGORITHMS) if at(tree, name)), "grpo")
     steps, epochs = (at(tree, f"{block}.{key}") for key in ("max_num_steps", "max_num_epochs"))
     return RunLength(steps if isinstance(steps, int) else None, epochs if isinstance(epochs, int) else None)
 
@@ -49,7 +49,8 @@ def save_by_s(tree: Tree) -> int | None:
 def newest_step(tree: Tree) -> int:
     """Returns the step of the newest checkpoint of a run; 0 if there is none."""
     folder = Path(str(at(tree, "checkpointing.checkpoint_dir", "")))
-    return max((int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdecimal()), default=0)
+    numbers = (path.name.removeprefix("step_") for path in folder.glob("step_*"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def is_complete(tree: Tree, made_steps: int, elapsed_s: float) -> bool:

@@ -23,7 +23,11 @@ _UNVALUED = (
 _LETTERS = {
     letter: name for name, _, letter in (entry.partition("/") for entry in f"{_VALUED} {_UNVALUED}".split()) if letter
 }
-_NAMES = {entry.partition("/")[0]: entry in _VALUED.split() for entry in f"{_VALUED} {_UNVALUED}".split()}
+_NAMES = {
+    entry.partition("/")[0]: needs_value
+    for entries, needs_value in ((_VALUED, True), (_UNVALUED, False))
+    for entry in entries.split()
+}
 """Long names, and whether the option needs a value."""
 _SET_BY_LAUNCH = {
     "nodes": "use --nodes of launch",

@@ -118,6 +118,12 @@ def num_positions(config: Mapping[str, Any], where: object) -> int | None:
     return max(written, scaled) or None
 
 
+def layer_number(tensor: str) -> int | None:
+    """Returns the number of the layer to which a tensor of this name belongs; None if it belongs to no layer."""
+    found = _LAYER.search(tensor)
+    return None if found is None else int(found[1])
+
+
 def has_mtp_layers(config: Mapping[str, Any]) -> bool:
     """Returns whether a model's config.json says that it has layers for multi-token prediction, as vLLM reads it."""
     blocks = (config, text_config(config), config.get("mtp_config") or {})
@@ -130,8 +136,8 @@ def has_mtp_tensors(config: Mapping[str, Any], names: Iterable[str]) -> bool:
     """Returns whether tensors of these names are of such layers: by their name, or because the policy ends before them."""
     last = text_config(config).get("num_hidden_layers")
     for name in names:
-        layer = _LAYER.search(name)
-        is_beyond = layer is not None and isinstance(last, int) and int(layer[1]) >= last
+        layer = layer_number(name)
+        is_beyond = layer is not None and isinstance(last, int) and layer >= last
         if is_beyond or "mtp" in name or "nextn" in name:
             return True
     return False
@@ -208,7 +214,7 @@ def check_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{index}: no file has the tensor {missing[0]}{more}; copy the folder again")
     config = text_config(read_object(folder / "config.json"))
     sizes = {name: size_in(config, name, folder / "config.json", default=0) for name in _SIZES}
-    num_layers = 1 + max((int(layer[1]) for name in shapes if (layer := _LAYER.search(name))), default=-1)
+    num_layers = 1 + max((layer for name in shapes if (layer := layer_number(name)) is not None), default=-1)
     if 0 < num_layers < sizes["num_hidden_layers"]:
         text = f"there are {num_layers} layers of the {sizes['num_hidden_layers']} in config.json"
         raise ValueError(f"{folder}: {text}; copy the folder again")

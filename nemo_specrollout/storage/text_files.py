@@ -44,11 +44,15 @@ def text_lines(path: Path) -> Iterator[tuple[str, str]]:
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields the place, "FILE, line N", and the value of each line that is not blank. Raises ValueError."""
     for where, text in text_lines(path):
-        try:
-            value = parse_json(text)
-        except ValueError as error:
-            raise ValueError(f"{where}: not JSON ({error}); write the line again, or remove it") from error
-        yield where, value
+        yield where, json_of_line(text, where)
+
+
+def json_of_line(text: str, where: str) -> Any:
+    """Returns the value of a line of JSON at the place `where`. Raises ValueError."""
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error}); write the line again, or remove it") from error
 
 
 def parse_json(text: str | bytes) -> Any:

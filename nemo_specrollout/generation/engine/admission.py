@@ -50,11 +50,13 @@ def check_params(params: Any) -> None:
 def check_bad_words(params: Any) -> None:
     """Raises ValueError if `bad_words`, whose tokens are known now, are more than the V2 model runner has room for."""
     words = params.bad_words_token_ids or ()
-    sizes = {"MAX_NUM_BAD_WORDS": len(words), "MAX_BAD_WORDS_TOTAL_TOKENS": sum(map(len, words))}
-    for name, size in sizes.items():
+    limits = [
+        ("MAX_NUM_BAD_WORDS", len(words), "words"),
+        ("MAX_BAD_WORDS_TOTAL_TOKENS", sum(map(len, words)), "tokens in all"),
+    ]
+    for name, size, what in limits:
         most = getattr(bad_words, name, None) or getattr(envs, f"VLLM_{name}")  # a constant before 0.28
         if size > most:
-            what = "words" if size == len(words) else "tokens in all"
             raise ValueError(f"bad_words: {size} {what}; vLLM's V2 model runner has room for {most}: send fewer")
 
 

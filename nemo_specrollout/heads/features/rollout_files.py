@@ -170,7 +170,7 @@ def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[Rollo
     if present.issuperset(_AS_LOGGED):
         yield from _logged_texts(record, where)
     elif present.issuperset(_AS_IDS):
-        prompt, response = (_token_ids(record[key], f"{where}: {key}") for key in _AS_IDS)
+        prompt, response = (whole_token_ids(record[key], f"{where}: {key}") for key in _AS_IDS)
         yield from _answer(prompt, response, where)
     elif present.issuperset(_AS_TEXT):
         question, answer = (_text(record[key], f"{where}: {key}") for key in _AS_TEXT)
@@ -209,7 +209,7 @@ def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
             f"{where}: token_ids, token_loss_mask and input_lengths differ in length; write the line again"
         )
     for row, mask, length in zip(rows, masks, lengths, strict=True):
-        ids = _token_ids(row, f"{where}: token_ids")
+        ids = whole_token_ids(row, f"{where}: token_ids")
         num_tokens = whole_number(length)
         if num_tokens is None or not 0 <= num_tokens <= len(ids):
             what = f"{where}: input_lengths has {reprlib.repr(length)}, where token_ids has {len(ids)} numbers"
@@ -245,8 +245,8 @@ def _text(value: Any, field: str) -> str:
     return value
 
 
-def _token_ids(value: Any, field: str) -> list[int]:
-    """Returns a list of whole numbers, each as an int."""
+def whole_token_ids(value: Any, field: str) -> list[int]:
+    """Returns a list of whole numbers, each as an int. Raises ValueError about `field` for anything else."""
     if not isinstance(value, list):
         raise ValueError(f"{field} must be a list of whole numbers, and is {reprlib.repr(value)}; write the line again")
     if all(type(i) is int for i in value):

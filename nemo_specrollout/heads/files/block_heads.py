@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells by the files of both, without torch, whether drafters fit a policy: above all heads that draft whole blocks."""
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,12 @@ from typing import Any
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import BlockDrafterConfig, DrafterConfig
 from nemo_specrollout.heads.files.head_facts import misfit
-from nemo_specrollout.storage.model_folder import read_object, tensor_files, tensor_shapes
+from nemo_specrollout.storage.model_folder import layer_number, read_object, tensor_files, tensor_shapes
 
 _ARCHITECTURES = {
     "dflash": ("DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel"),
     "dspark": ("Qwen3DSparkModel", "Qwen3OmniDSparkModel", "DSparkDraftModel", "Gemma4DSparkModel", "K3DSparkModel"),
 }
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _OWN_SAMPLERS = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "dflash2"}
 """Architectures that choose among candidates in kernels of their own, without the policy's noise."""
 
@@ -101,7 +99,7 @@ def _shape_misfit(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     """Returns a sentence if layers are missing, or if the input width of the first one contradicts the config."""
     layer = config.get("transformer_layer_config") or config
     wanted = layer.get("num_hidden_layers") or 0
-    there = {int(found[1]) for name in shapes if (found := _LAYER.search(name))}
+    there = {number for name in shapes if (number := layer_number(name)) is not None}
     missing = sorted(set(range(wanted)) - there)
     if there and missing:
         return f"it has no tensor of layer {missing[0]} of its {wanted} layers"

@@ -56,7 +56,7 @@ class DrafterStats:
         sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
         worst = {name: choose(getattr(part, name) for part in parts) for name, choose in _WORST.items()}
         words: dict[str, Any] = {
-            name: next((getattr(part, name) for part in parts if getattr(part, name)), "") for name in _WORDS
+            name: next(filter(None, (getattr(part, name) for part in parts)), "") for name in _WORDS
         }
         return cls(**sums, **worst, **words)
 

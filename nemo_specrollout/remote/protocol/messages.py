@@ -128,6 +128,11 @@ class Step(_Tagged, frozen=True):
     tokens: bytes
     """The new tokens of all these rows, one row after the other, as int32 token ids."""
 
+    @property
+    def num_text_bytes(self) -> int:
+        """Bytes of the texts with which requests are opened."""
+        return sum(len(opening.tokens) for opening in self.opens)
+
 
 class Drafts(_Tagged, frozen=True):
     """Brings draft tokens to a verifier, after each step of the drafter's engine and in answer to each `Step`."""

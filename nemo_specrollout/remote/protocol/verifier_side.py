@@ -131,7 +131,7 @@ class VerifierSide:
             is_due = len(slots_b) > 0 or bool(self._closes[drafter]) or now_s - peer.told_s > HEARTBEAT_S
             if peer.state is PeerState.READY and is_due:
                 step = self._step(drafter, slots_b, token_ids_SL, lengths_S, room)
-                room -= sum(len(opening.tokens) for opening in step.opens)
+                room -= step.num_text_bytes
                 messages.append((drafter, step))
                 if peer.note_step(len(slots_b), now_s):
                     self.fail(drafter, f"left a step unanswered for {peer.patience_s:.0f} s", now_s)
@@ -266,11 +266,12 @@ class VerifierSide:
         waiting = slots_b[~is_told_b]
         waiting = waiting[np.argsort(self._requests[waiting])]
         opens = self._openings(drafter, waiting.tolist(), token_ids_SL, lengths_S, room)
-        if opens:
-            peer.unread.append((peer.num_steps, sum(len(opening.tokens) for opening in opens)))
         closes = np.array(self._closes[drafter], np.int64).tobytes()
         self._closes[drafter] = []
-        return Step(self.session, peer.num_steps, opens, closes, rows_t.tobytes(), tokens.tobytes())
+        step = Step(self.session, peer.num_steps, opens, closes, rows_t.tobytes(), tokens.tobytes())
+        if opens:
+            peer.unread.append((step.number, step.num_text_bytes))
+        return step
 
     def _openings(
         self, drafter: int, slots: Sequence[int], token_ids_SL: np.ndarray, lengths_S: np.ndarray, room: int
