@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise that vLLM's V2 model runner adds to logits, in numpy: a function of a request's seed, of a position, and of a token.
+
+vLLM samples by the Gumbel-max method. The token of a position is the one whose score, its processed logit plus its noise, is
+largest. The position counts from the beginning of the prompt, and it is that of the last known token: the first token of a
+response to a prompt of n tokens is sampled at position n - 1.
+
+Sources: `vllm/v1/worker/gpu/sample/gumbel.py` of vLLM 0.32 and 0.25.1, and Philox of `triton.language.rand`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+_U32 = np.uint32
+
+
+@dataclass(frozen=True)
+class NoiseScheme:
+    """How a range of vLLM versions derives the noise."""
+
+    name: str
+    uniform: Callable[[int, Integers, Integers], Floats]
+    """Maps seed, positions and tokens, whose shapes broadcast, to uniform numbers in (0, 1)."""
+    smallest: float
+    """The smallest uniform number that can occur, which bounds the noise."""
+
+    def noise(self, seed: int, positions: Integers, tokens: Integers) -> Floats:
+        """Returns the noise of tokens at positions.
+
+        Args:
+            seed: the request's seed in the engine, any integer of 64 bits.
+            positions: positions, counted from the beginning of the prompt.
+            tokens: token ids, of a shape that broadcasts with that of `positions`.
+        """
+        with np.errstate(over="ignore"):
+            uniform = self.uniform(seed, positions, tokens)
+        return -np.log(-np.log1p(-uniform))
+
+    @property
+    def largest_noise(self) -> float:
+        """No noise is above this, so a token whose logit is further below another token's score cannot win."""
+        return float(-np.log(-np.log1p(-self.smallest)))
+
+
+def _words(seed: int) -> tuple[np.uint32, np.uint32]:
+    """Returns the lower and the upper 32 bits of a seed."""
+    return _U32(seed & 0xFFFFFFFF), _U32((seed >> 32) & 0xFFFFFFFF)
+
+
+def _rotated(word: Any, bits: int) -> Any:
+    return (word << _U32(bits)) | (word >> _U32(32 - bits))
+
+
+def _mixed(state: Any, key: Any) -> Any:
+    """Returns MurmurHash3's state after one more word of 32 bits."""
+    key = _rotated(key * _U32(0xCC9E2D51), 15) * _U32(0x1B873593)
+    return _rotated(state ^ key, 13) * _U32(5) + _U32(0xE6546B64)
+
+
+def _murmur_uniform(seed: int, positions: Integers, tokens: Integers) -> Floats:
+    """Hashes the four words seed, seed, position and token by MurmurHash3, and takes the middle of the hash's interval."""
+    state: Any = np.zeros(1, _U32)
+    for word in _words(seed):
+        state = _mixed(state, word)
+    state = _mixed(state, positions.astype(_U32))
+    state = _mixed(state, tokens.astype(_U32)) ^ _U32(16)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = (state ^ (state >> _U32(shift))) * _U32(factor)
+    state = state ^ (state >> _U32(16))
+    return (state.astype(np.float64) + 0.5) * 2.0**-32
+
+
+def _philox(key: tuple[Any, Any], counter: Any) -> Any:
+    """Returns the first word of Philox-4x32-10 for a key of two words and a counter whose other words are zero."""
+    words = [counter, np.zeros_like(counter), np.zeros_like(counter), np.zeros_like(counter)]
+    key_0, key_1 = key
+    for _ in range(10):
+        product_0 = np.uint64(0xD2511F53) * words[0].astype(np.uint64)
+        product_2 = np.uint64(0xCD9E8D57) * words[2].astype(np.uint64)
+        words = [
+            (product_2 >> np.uint64(32)).astype(_U32) ^ words[1] ^ key_0,
+            product_2.astype(_U32),
+            (product_0 >> np.uint64(32)).astype(_U32) ^ words[3] ^ key_1,
+            product_0.astype(_U32),
+        ]
+        key_0 = key_0 + _U32(0x9E3779B9)
+        key_1 = key_1 + _U32(0xBB67AE85)
+    return words[0]
+
+
+_SMALLEST_OF_PHILOX = 4.6566127342e-10
+
+
+def _philox_uniform(seed: int, positions: Integers, tokens: Integers) -> Floats:
+    """Makes a seed of 32 bits from seed and position by Philox, and a number from that seed and the token by Philox again."""
+    position_seeds = _philox(_words(seed), positions.astype(_U32))
+    position_seeds, counters = np.broadcast_arrays(position_seeds, tokens.astype(_U32))
+    numbers = _philox((position_seeds, np.zeros_like(position_seeds)), counters).astype(np.int32).astype(np.int64)
+    magnitudes = np.where(numbers < 0, -numbers - 1, numbers)
+    return np.maximum(magnitudes.astype(np.float32) * np.float32(_SMALLEST_OF_PHILOX), _SMALLEST_OF_PHILOX).astype(float)
+
+
+MURMUR = NoiseScheme("murmur", _murmur_uniform, 2.0**-33)
+"""vLLM 0.31 and later."""
+PHILOX = NoiseScheme("philox", _philox_uniform, _SMALLEST_OF_PHILOX)
+"""vLLM 0.25.1 to 0.30."""
+
+
+def scheme_of(vllm_version: str) -> NoiseScheme:
+    """Returns how a version of vLLM, such as "0.32.0+cpu", derives the noise."""
+    major, minor = (int(part) for part in vllm_version.split(".")[:2])
+    return MURMUR if (major, minor) >= (0, 31) else PHILOX

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which token a policy samples at each position of a row, from its logits, the row's parameters and the noise. Numpy only.
+
+vLLM's order is: allowed tokens, logit bias, minimum length, penalties, bad words, temperature, min-p, top-k, top-p, noise.
+Source: `vllm/v1/worker/gpu/sample/sampler.py` of vLLM 0.25.1 to 0.32.
+
+Shapes: P positions, V vocabulary, T tokens of the response.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nemo_specrollout.audit.noise import NoiseScheme
+from nemo_specrollout.audit.rows import Array, RecordedRow, RowParams
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this sample greedily, as in vLLM."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the policy samples at P positions of a row, and how the recorded tokens compare."""
+
+    token_ids_P: Array
+    """The token with the best score, int64."""
+    gap_P: Array
+    """By how much the recorded token's score is below the best one, float64. 0 where it is the best, inf if excluded."""
+    margin_P: Array
+    """By how much the second-best score is below the best one, float64; inf where only one token is possible."""
+    logprob_P: Array
+    """Log-prob of the recorded token in the distribution that is sampled from, float64."""
+
+
+def sample(row: RecordedRow, first: int, logits_PV: Array, noise: NoiseScheme) -> Sampled:
+    """Returns what the policy samples at positions of a row.
+
+    Args:
+        row: the recorded row, whose own tokens are the text before each position.
+        first: number of the first token of the response to sample, from 0.
+        logits_PV: logits of the text before each of these tokens, float32. They are changed.
+        noise: how the run's vLLM derives the noise.
+    """
+    params = row.params
+    is_greedy = params.temperature < _GREEDY_BELOW
+    numbers = range(first, first + len(logits_PV))
+    for logits_V, number in zip(logits_PV, numbers, strict=True):
+        _apply_text(logits_V, row, number)
+    if not is_greedy and params.temperature != 1.0:
+        logits_PV /= np.float32(params.temperature)
+    _exclude_unlikely(logits_PV, params)
+    recorded_P = row.token_ids[first : first + len(logits_PV)].astype(np.int64)
+    scores_PV = logits_PV if is_greedy else _noisy(logits_PV, row, first, recorded_P, noise)
+    return _compared(logits_PV, scores_PV, recorded_P)
+
+
+def _apply_text(logits_V: Array, row: RecordedRow, number: int) -> None:
+    """Applies to one position what depends on the row's text, and what concerns single tokens."""
+    params = row.params
+    response = row.token_ids[:number]
+    if params.allowed_token_ids:
+        allowed = list(params.allowed_token_ids)
+        kept = logits_V[allowed].copy()
+        logits_V[:] = -np.inf
+        logits_V[allowed] = kept
+    for token, bias in params.logit_bias.items():
+        logits_V[token] += np.float32(bias)
+    if number < params.min_tokens:
+        logits_V[list(params.stop_token_ids)] = -np.inf
+    _apply_penalties(logits_V, row, response)
+    for *before, last in params.bad_words:
+        if len(before) <= number and response[number - len(before) :].tolist() == before:
+            logits_V[last] = -np.inf
+
+
+def _apply_penalties(logits_V: Array, row: RecordedRow, response: Array) -> None:
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        seen = np.unique(np.concatenate([row.prompt_token_ids, response]))
+        penalty = np.float32(params.repetition_penalty)
+        logits_V[seen] *= np.where(logits_V[seen] > 0, np.float32(1) / penalty, penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        tokens, counts = np.unique(response, return_counts=True)
+        logits_V[tokens] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+        logits_V[tokens] -= np.float32(params.presence_penalty)
+
+
+def _exclude_unlikely(logits_PV: Array, params: RowParams) -> None:
+    """Applies min-p, top-k and top-p. A token that ties with the last one kept is kept too by top-k."""
+    vocabulary = logits_PV.shape[1]
+    if params.min_p > 0:
+        bound_P1 = logits_PV.max(axis=1, keepdims=True) + np.float32(np.log(params.min_p))
+        logits_PV[logits_PV < bound_P1] = -np.inf
+    if 0 < params.top_k < vocabulary:
+        kth_P1 = np.partition(logits_PV, vocabulary - params.top_k, axis=1)[:, [vocabulary - params.top_k]]
+        logits_PV[logits_PV < kth_P1] = -np.inf
+    if params.top_p < 1:
+        order_PV = np.argsort(logits_PV, axis=1, kind="stable")
+        sorted_PV = np.take_along_axis(logits_PV, order_PV, axis=1)
+        is_out_PV = np.cumsum(_probabilities(sorted_PV), axis=1) <= 1 - params.top_p
+        is_out_PV[:, -1] = False
+        sorted_PV[is_out_PV] = -np.inf
+        np.put_along_axis(logits_PV, order_PV, sorted_PV, axis=1)
+
+
+def _probabilities(logits_PV: Array) -> Array:
+    exponents_PV = np.exp(logits_PV.astype(np.float64) - logits_PV.max(axis=1, keepdims=True))
+    probabilities_PV: Array = exponents_PV / exponents_PV.sum(axis=1, keepdims=True)
+    return probabilities_PV
+
+
+def _noisy(logits_PV: Array, row: RecordedRow, first: int, recorded_P: Array, scheme: NoiseScheme) -> Array:
+    """Returns logits with noise, float64; -inf for tokens that no noise could make the best or the second-best.
+
+    Two tokens of each position are computed first. A token whose logit plus the largest possible noise does not reach the
+    lower of their scores can be neither, and most of a large vocabulary is excluded like that.
+    """
+    positions_P = len(row.prompt_token_ids) - 1 + np.arange(first, first + len(logits_PV))
+    likeliest_P2 = np.argpartition(logits_PV, -2, axis=1)[:, -2:]
+    two_P2 = np.take_along_axis(logits_PV, likeliest_P2, axis=1)
+    two_P2 = two_P2 + scheme.noise(row.seed, positions_P[:, None], likeliest_P2)
+    bound_P1 = two_P2.min(axis=1, keepdims=True) - scheme.largest_noise
+    is_possible_PV = (logits_PV >= bound_P1) & np.isfinite(logits_PV)
+    is_possible_PV[np.arange(len(recorded_P)), recorded_P] |= np.isfinite(logits_PV[np.arange(len(recorded_P)), recorded_P])
+    places, tokens = np.nonzero(is_possible_PV)
+    scores_PV = np.full(logits_PV.shape, -np.inf)
+    scores_PV[places, tokens] = logits_PV[places, tokens] + scheme.noise(row.seed, positions_P[places], tokens)
+    return scores_PV
+
+
+def _compared(logits_PV: Array, scores_PV: Array, recorded_P: Array) -> Sampled:
+    rows_P = np.arange(len(recorded_P))
+    best_P = scores_PV.argmax(axis=1)
+    two_P2: Any = np.partition(scores_PV, -2, axis=1)[:, -2:].astype(np.float64)
+    best_score_P = two_P2[:, 1]
+    largest_P = logits_PV.max(axis=1)
+    sums_P = np.exp(logits_PV.astype(np.float64) - largest_P[:, None]).sum(axis=1)
+    logprob_P = logits_PV[rows_P, recorded_P].astype(np.float64) - largest_P - np.log(sums_P)
+    return Sampled(
+        token_ids_P=best_P,
+        gap_P=best_score_P - scores_PV[rows_P, recorded_P],
+        margin_P=best_score_P - two_P2[:, 0],
+        logprob_P=logprob_P,
+    )
