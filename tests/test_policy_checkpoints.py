@@ -9,7 +9,7 @@ import torch
 from conftest import STEP_ADDER
 from safetensors.torch import load_file
 
-from nemo_specrollout.heads.refresh.policy_checkpoint import hf_folder
+from nemo_specrollout.storage.policy_checkpoint import hf_folder
 from nemo_specrollout.heads.training.head import create_head
 
 pytestmark = pytest.mark.integration

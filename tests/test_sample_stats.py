@@ -27,8 +27,8 @@ def sample_stats(counts_S2: Tensor) -> SampleStatsLog:
     return SampleStatsLog(counts_S2)
 
 
-def lengths(**of_slots: int) -> Tensor:
-    return tensor([of_slots.get(f"slot_{slot}", 0) for slot in range(NUM_SLOTS)], dtype=torch.int32)
+def lengths(**of_slots: int) -> list[int]:
+    return [of_slots.get(f"slot_{slot}", 0) for slot in range(NUM_SLOTS)]
 
 
 def test_sample_stats_name_policy_head_and_drafts(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
@@ -39,7 +39,8 @@ def test_sample_stats_name_policy_head_and_drafts(sample_stats: SampleStatsLog, 
     counts_S2[2] = 0  # another request takes the slot
     sample = SampleStats(((5, 10),), (3, 3), 8, 6)
     assert sample_stats.take([SEED]) == {SEED: sample}
-    assert asdict(sample) == {"policy_spans": ((5, 10),), "head_versions": (3, 3), "num_drafted": 8, "num_accepted": 6}
+    figures = {"head_versions": (3, 3), "num_drafted": 8, "num_accepted": 6}
+    assert asdict(sample) == {"policy_spans": ((5, 10),), "read_again": (), **figures}
     assert sample_stats.take([SEED]) == {}, "it was taken"
 
 
@@ -84,7 +85,28 @@ def test_a_preempted_request_continues_its_record(
     assert sample_stats.take(None) == {}, "it goes on"
     sample_stats.close([3])
     spans = ((0, 4), (1, 12)) if is_updated else ((0, 4),)
-    assert sample_stats.take(None) == {SEED: SampleStats(spans, (2, 5), 18, 7)}
+    read_again = (12,) if is_updated else ()
+    assert sample_stats.take(None) == {SEED: SampleStats(spans, (2, 5), 18, 7, read_again)}
+
+
+def test_kv_that_is_computed_again_after_an_update_is_noted(sample_stats: SampleStatsLog) -> None:
+    """Once at the update, before any token of the new policy, and once after some tokens of it."""
+    sample_stats.open(0, SEED, prompt_length=4, num_tokens=4)
+    sample_stats.policy_updated(1, lengths(slot_0=9))
+    for num_tokens in (9, 12):
+        sample_stats.close([0])
+        sample_stats.open(0, SEED, prompt_length=4, num_tokens=num_tokens)
+    found = sample_stats.take([SEED])[SEED]
+    assert (found.policy_spans, found.read_again) == (((0, 4), (1, 9), (1, 12)), (9, 12))
+
+
+def test_a_request_that_moved_after_an_update_was_read_again() -> None:
+    first = SampleStats(((0, 4), (1, 9)), (0, 0), 0, 0)
+    second = SampleStats(((1, 12), (2, 20)), (0, 0), 0, 0)
+    merged = second.merged(first)
+    assert merged.policy_spans == ((0, 4), (1, 9), (1, 12), (2, 20)) and merged.read_again == (12,)
+    of_one_policy = SampleStats(((1, 4),), (0, 0), 0, 0).merged(SampleStats(((1, 12),), (0, 0), 0, 0))
+    assert of_one_policy.policy_spans == ((1, 4),) and of_one_policy.read_again == ()
 
 
 def test_ended_requests_are_returned_once_and_in_order(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:

@@ -14,6 +14,7 @@ from lab.local.grpo import LossInputs, group_normalized_advantages
 from lab.local.megatron_model import TokenBatch
 from lab.local.policy import MegatronPolicy
 from lab.local.progress import Progress
+from lab.local.recorded_rows import audit_facts, policies_of_row, record_rows, seed_of_row
 from lab.local.run_config import RunConfig
 from lab.local.run_directory import LADDER, RunDirectory
 from lab.local.step_rollout import (
@@ -195,7 +196,8 @@ class GrpoRunner:
     def _start_policy(self) -> None:
         """Builds the policy, and loads the checkpoint that the run goes on from into policy and engines."""
         facts = self.source.facts()
-        self.directory.facts = {**facts, "block": asdict(self.config.policy.generation.specrollout)}
+        block = asdict(self.config.policy.generation.specrollout)
+        self.directory.facts = {**facts, "block": block, "audit": audit_facts(self.config, self.directory.path)}
         self.progress.engine_started(facts)
         with self.progress.phase("building the Megatron-Core policy"):
             self.policy = self._load_policy()
@@ -226,8 +228,11 @@ class GrpoRunner:
 
     def _keep(self, step: int, record: dict[str, Any], rollout: StepRollout, scored: Scored) -> None:
         """Writes the records first, then the checkpoint that makes them count."""
+        block = self.config.policy.generation.specrollout
         self.directory.append(METRICS, record)
-        self.directory.append("samples.jsonl", {"step": step, "samples": _sample_lines(rollout, scored)})
+        self.directory.append("samples.jsonl", {"step": step, "samples": _sample_lines(rollout, scored, self.config)})
+        if block.audit and block.enabled:
+            record_rows(self.directory.path, step, rollout, self.config)
         self.directory.append("trace.jsonl", {"step": step, **rollout.stats.trace})
         if rollout.timeline is not None:
             self.directory.append("timeline.jsonl", {"step": step, **rollout.timeline})
@@ -255,17 +260,19 @@ def _generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tenso
     return result_BT
 
 
-def _sample_lines(rollout: StepRollout, scored: Scored) -> list[dict[str, Any]]:
+def _sample_lines(rollout: StepRollout, scored: Scored, config: RunConfig) -> list[dict[str, Any]]:
     """Returns the samples of a line of `samples.jsonl`; docs/reference/metrics.md names every key."""
     rows = zip(rollout.prompts.requests, rollout.rollouts, scored.rewards_B.tolist(), rollout.sample_stats, strict=True)
     return [
         {
+            "seed": seed_of_row(request, config),
             "prompt": request.prompt_index,
             "sample": request.sample_index,
             "reward": reward,
             "tokens": len(response.token_ids),
             "finish": response.finish_reason,
             **(stats or {}),
+            **policies_of_row(request, stats, config),
         }
         for request, response, reward, stats in rows
     ]

@@ -6,7 +6,7 @@ Shapes: T tokens of the response, P positions of one piece, V vocabulary.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,13 +42,15 @@ class RowReplay:
 
     @property
     def logprob_differences(self) -> Array:
-        """Absolute difference between the engine's log-probs and these, shape [T]; empty if none were recorded."""
-        recorded = self.row.logprobs.astype(np.float64)
-        return np.abs(recorded - self.logprobs) if recorded.size else recorded
+        """Absolute difference between the engine's log-probs and these, shape [T]; NaN where none was recorded."""
+        difference: Array = np.abs(self.row.logprobs.astype(np.float64) - self.logprobs)
+        return difference
 
 
 @torch.inference_mode()
-def replay(row: RecordedRow, model_of: Callable[[int], Model], noise: NoiseScheme) -> RowReplay:
+def replay(
+    row: RecordedRow, model_of: Callable[[int], Model], noise: NoiseScheme, *, raw_logprobs: bool = False
+) -> RowReplay:
     """Computes what the policy samples at each position of a row.
 
     Tokens of several policies are computed piece by piece. The first piece reads the whole prompt, and each later one reads
@@ -58,12 +60,13 @@ def replay(row: RecordedRow, model_of: Callable[[int], Model], noise: NoiseSchem
         row: the recorded row, with at least one token.
         model_of: returns the model with the weights of a policy version.
         noise: how the run's vLLM derives the noise.
+        raw_logprobs: whether the engine's log-probs are those of unprocessed logits.
     """
     parts = list[Sampled]()
     largest = list[Array]()
     for first, logits_PV in _logits(row, model_of):
         largest.append(np.abs(logits_PV).max(axis=1))
-        parts.append(sample(row, first, logits_PV, noise))
+        parts.append(sample(row, first, logits_PV, noise, raw_logprobs=raw_logprobs))
     return RowReplay(
         row,
         token_ids=np.concatenate([part.token_ids_P for part in parts]),
@@ -73,16 +76,27 @@ def replay(row: RecordedRow, model_of: Callable[[int], Model], noise: NoiseSchem
     )
 
 
-def pieces(row: RecordedRow) -> list[tuple[int, int, int]]:
-    """Returns the policy version of each piece of a row, and the begin and end of the text that it reads.
+class Piece(NamedTuple):
+    """Part of a row's text that one policy reads to sample the tokens after it."""
+
+    version: int
+    begin: int
+    """First token whose logits are needed."""
+    end: int
+    is_read_again: bool
+    """True if the policy reads the whole text before it, too."""
+
+
+def pieces(row: RecordedRow) -> list[Piece]:
+    """Returns the pieces of a row.
 
     A policy that samples position p reads the token at p - 1. The last token is read by none.
     """
-    starts = [max(first - 1, 0) for _, first in row.policy_spans]
-    starts[0] = 0
+    starts = [first - 1 for _, first in row.policy_spans]
     ends = [*starts[1:], len(row.text) - 1]
     spans = zip(row.policy_spans, starts, ends, strict=True)
-    return [(version, start, end) for (version, _), start, end in spans if start < end]
+    found = [Piece(version, start, end, first in row.read_again) for (version, first), start, end in spans]
+    return [found[0]._replace(is_read_again=True), *(piece for piece in found[1:] if piece.begin < piece.end)]
 
 
 def _logits(row: RecordedRow, model_of: Callable[[int], Model]) -> Iterator[tuple[int, Array]]:
@@ -90,14 +104,14 @@ def _logits(row: RecordedRow, model_of: Callable[[int], Model]) -> Iterator[tupl
     text = torch.from_numpy(row.text.astype(np.int64))
     last_of_prompt = len(row.prompt_token_ids) - 1
     cache = None
-    for version, begin, end in pieces(row):
-        model = model_of(version)
-        for start in range(begin, end, POSITIONS_AT_ONCE):
-            stop = min(start + POSITIONS_AT_ONCE, end)
-            ids = text[None, start:stop].to(model.device)
-            output = model(input_ids=ids, past_key_values=cache, use_cache=True)
+    for piece in pieces(row):
+        model = model_of(piece.version)
+        if piece.is_read_again:
+            cache = None
+        for start in range(0 if piece.is_read_again else piece.begin, piece.end, POSITIONS_AT_ONCE):
+            stop = min(start + POSITIONS_AT_ONCE, piece.end)
+            output = model(input_ids=text[None, start:stop].to(model.device), past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            unsampled = max(last_of_prompt - start, 0)
-            if start + unsampled < stop:
-                logits_PV = output.logits[0, unsampled:].float().cpu().numpy()
-                yield start + unsampled - last_of_prompt, logits_PV
+            first = max(piece.begin, start, last_of_prompt)
+            if first < stop:
+                yield first - last_of_prompt, output.logits[0, first - start :].float().cpu().numpy()

@@ -1,13 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run records of each row so that an audit can compute its tokens again."""
+"""What a run records of each row so that an audit can compute its tokens again, and the files that hold it.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+A file is a compressed archive of numpy, so `numpy.load(file)` reads it without this package. It has the rows
+that an engine finished together: B rows, U different prompts.
+
+| array | content |
+|---|---|
+| `facts` | JSON as bytes: format, engine, version of vLLM, dtype, and the different sampling parameters of the rows |
+| `seeds_B` | seed of the noise in the engine, int64 |
+| `params_B`, `prompts_B` | index of the row's sampling parameters and of its prompt, int32 |
+| `prompt_lengths_U`, `lengths_B` | tokens of each prompt and of each response, int32 |
+| `prompt_tokens`, `tokens` | token ids of all prompts and of all responses, one after another, int32 |
+| `logprobs` | the engine's log-prob of each token in `tokens`, float32; NaN where it was not asked for |
+"""
+
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nemo_specrollout.storage.files import replacing_file
+
 Array = np.ndarray[Any, np.dtype[Any]]
+FOLDER = "rows"
+"""Folder of the files beside a run's records."""
+FORMAT = 1
+"""Version of the files' format."""
 
 
 @dataclass(frozen=True)
@@ -24,20 +47,44 @@ class RowParams:
     presence_penalty: float = 0.0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that cannot come before `min_tokens`, the end of the text among them."""
+    """Tokens that cannot come before `min_tokens`, the end of the text among them. Empty if `min_tokens` is 0."""
     allowed_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the response never has."""
     unknown: tuple[str, ...] = ()
-    """What else changes the row's tokens and cannot be computed here, each in words, such as "structured output"."""
+    """What else changes the row's tokens and cannot be computed by an audit, each in words, such as "structured outputs"."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RowParams":
+        """Returns the parameters of which JSON has made lists and texts."""
+        tuples = {name: tuple(values[name]) for name in ("stop_token_ids", "allowed_token_ids", "unknown")}
+        bad_words = tuple(map(tuple, values["bad_words"]))
+        logit_bias = {int(token): bias for token, bias in values["logit_bias"].items()}
+        return cls(**{**values, **tuples, "bad_words": bad_words, "logit_bias": logit_bias})
+
+
+@dataclass(frozen=True)
+class FinishedRow:
+    """One response as an engine finished it."""
+
+    seed: int
+    """The seed of the noise in the engine."""
+    prompt_token_ids: Sequence[int] | Array
+    token_ids: Sequence[int] | Array
+    """The response."""
+    logprobs: Sequence[float] | Array | None
+    """The engine's log-prob of each token of the response, in the distribution that is sampled from. None if not known."""
+    params: RowParams
 
 
 @dataclass(frozen=True)
 class RecordedRow:
-    """One response as the run recorded it."""
+    """One response as the run recorded it, with the policies that sampled it."""
 
     step: int
+    number: int
+    """Number of the row among the rows of its step, from 0."""
     seed: int
     """The seed of the noise in the engine."""
     prompt_token_ids: Array
@@ -45,12 +92,106 @@ class RecordedRow:
     token_ids: Array
     """The response, int32, shape [T]."""
     logprobs: Array
-    """The engine's log-prob of each token of the response, float32, shape [T]. Empty if the run did not ask for them."""
+    """The engine's log-prob of each token of the response, float32, shape [T]; NaN where it is not known."""
     policy_spans: tuple[tuple[int, int], ...]
     """Version of each policy that sampled, and the first position that it sampled, from the beginning of the prompt."""
     params: RowParams = field(default_factory=RowParams)
+    read_again: tuple[int, ...] = ()
+    """First positions of those spans before which the engine computed the KV of the whole text anew."""
 
     @property
     def text(self) -> Array:
         """Prompt and response, int32, shape [prompt + T]."""
         return np.concatenate([self.prompt_token_ids, self.token_ids])
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an audit must know of the engine."""
+
+    engine: int
+    """Number of the engine in its run."""
+    vllm: str
+    """Version of vLLM, which determines the noise."""
+    dtype: str
+    """Precision of the engine: float32, bfloat16 or float16."""
+    raw_logprobs: bool = False
+    """True if its log-probs are those of the logits before temperature, penalties and the like."""
+
+
+def write_rows(file: Path, facts: EngineFacts, rows: Sequence[FinishedRow]) -> None:
+    """Writes rows to a new file, which is whole when it has its name. Raises OSError."""
+    params = list[RowParams]()
+    prompts = dict[bytes, int]()
+    params_B, prompts_B = [], []
+    for row in rows:
+        if row.params not in params[-1:]:
+            params.append(row.params)
+        params_B.append(len(params) - 1)
+        prompt = np.asarray(row.prompt_token_ids, np.int32).tobytes()
+        prompts_B.append(prompts.setdefault(prompt, len(prompts)))
+    about = {"format": FORMAT, **asdict(facts), "params": [asdict(each) for each in params]}
+    logprobs = [np.full(len(r.token_ids), np.nan) if r.logprobs is None else r.logprobs for r in rows]
+    arrays = {
+        "facts": np.frombuffer(json.dumps(about).encode(), np.uint8),
+        "seeds_B": np.array([row.seed for row in rows], np.int64),
+        "params_B": np.array(params_B, np.int32),
+        "prompts_B": np.array(prompts_B, np.int32),
+        "prompt_lengths_U": np.array([len(prompt) // 4 for prompt in prompts], np.int32),
+        "lengths_B": np.array([len(row.token_ids) for row in rows], np.int32),
+        "prompt_tokens": np.frombuffer(b"".join(prompts), np.int32),
+        "tokens": _joined([row.token_ids for row in rows], np.int32),
+        "logprobs": _joined(logprobs, np.float32),
+    }
+    with replacing_file(file) as temporary, temporary.open("wb") as output:
+        np.savez_compressed(output, **arrays)
+
+
+def _joined(parts: Sequence[Any], dtype: Any) -> Array:
+    return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+
+
+class RowFile:
+    """A file of rows. Only what is asked for is read."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens a file. Raises ValueError, which names it and its fault, if it is damaged or of another version."""
+        self.path = path
+        about = json.loads(self._array("facts").tobytes())
+        if about.get("format") != FORMAT:
+            raise ValueError(f"{path} was written by another version of nemo-specrollout")
+        self.facts = EngineFacts(**{name: about[name] for name in EngineFacts.__dataclass_fields__})
+        self._params = [RowParams.from_json(each) for each in about["params"]]
+        self.seeds: list[int] = self._array("seeds_B").tolist()
+
+    def finished(self, place: int) -> FinishedRow:
+        """Returns the row at a place of the file. Raises ValueError if the file is damaged."""
+        first, end = self._bounds["lengths_B"][place : place + 2].tolist()
+        prompt = int(self._arrays["prompts_B"][place])
+        prompt_first, prompt_end = self._bounds["prompt_lengths_U"][prompt : prompt + 2].tolist()
+        return FinishedRow(
+            self.seeds[place],
+            self._arrays["prompt_tokens"][prompt_first:prompt_end],
+            self._arrays["tokens"][first:end],
+            self._arrays["logprobs"][first:end],
+            self._params[int(self._arrays["params_B"][place])],
+        )
+
+    @cached_property
+    def _arrays(self) -> dict[str, Array]:
+        names = ("params_B", "prompts_B", "prompt_lengths_U", "lengths_B", "prompt_tokens", "tokens", "logprobs")
+        return {name: self._array(name) for name in names}
+
+    @cached_property
+    def _bounds(self) -> dict[str, Array]:
+        """Where each prompt and each response begins and ends."""
+        names = ("lengths_B", "prompt_lengths_U")
+        return {name: np.concatenate([[0], np.cumsum(self._arrays[name], dtype=np.int64)]) for name in names}
+
+    def _array(self, name: str) -> Array:
+        try:
+            with np.load(self.path, allow_pickle=False) as archive:
+                array: Array = archive[name]
+                return array
+        except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile, zipfile.error) as error:
+            raise ValueError(f"{self.path} is damaged ({error})") from error

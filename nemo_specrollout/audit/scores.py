@@ -33,7 +33,9 @@ class Sampled:
     """Log-prob of the recorded token in the distribution that is sampled from, float64."""
 
 
-def sample(row: RecordedRow, first: int, logits_PV: Array, noise: NoiseScheme) -> Sampled:
+def sample(
+    row: RecordedRow, first: int, logits_PV: Array, noise: NoiseScheme, *, raw_logprobs: bool = False
+) -> Sampled:
     """Returns what the policy samples at positions of a row.
 
     Args:
@@ -41,8 +43,11 @@ def sample(row: RecordedRow, first: int, logits_PV: Array, noise: NoiseScheme) -
         first: number of the first token of the response to sample, from 0.
         logits_PV: logits of the text before each of these tokens, float32. They are changed.
         noise: how the run's vLLM derives the noise.
+        raw_logprobs: whether the log-probs are those of the logits as they are given.
     """
     params = row.params
+    recorded_P = row.token_ids[first : first + len(logits_PV)].astype(np.int64)
+    raw_P = _logprobs(logits_PV, recorded_P) if raw_logprobs else None
     is_greedy = params.temperature < _GREEDY_BELOW
     numbers = range(first, first + len(logits_PV))
     for logits_V, number in zip(logits_PV, numbers, strict=True):
@@ -50,9 +55,9 @@ def sample(row: RecordedRow, first: int, logits_PV: Array, noise: NoiseScheme) -
     if not is_greedy and params.temperature != 1.0:
         logits_PV /= np.float32(params.temperature)
     _exclude_unlikely(logits_PV, params)
-    recorded_P = row.token_ids[first : first + len(logits_PV)].astype(np.int64)
     scores_PV = logits_PV if is_greedy else _noisy(logits_PV, row, first, recorded_P, noise)
-    return _compared(logits_PV, scores_PV, recorded_P)
+    logprob_P = _logprobs(logits_PV, recorded_P) if raw_P is None else raw_P
+    return _compared(scores_PV, recorded_P, logprob_P)
 
 
 def _apply_text(logits_V: Array, row: RecordedRow, number: int) -> None:
@@ -129,14 +134,18 @@ def _noisy(logits_PV: Array, row: RecordedRow, first: int, recorded_P: Array, sc
     return scores_PV
 
 
-def _compared(logits_PV: Array, scores_PV: Array, recorded_P: Array) -> Sampled:
+def _logprobs(logits_PV: Array, recorded_P: Array) -> Array:
+    largest_P = logits_PV.max(axis=1)
+    sums_P = np.exp(logits_PV.astype(np.float64) - largest_P[:, None]).sum(axis=1)
+    logprob_P: Array = logits_PV[np.arange(len(recorded_P)), recorded_P].astype(np.float64) - largest_P - np.log(sums_P)
+    return logprob_P
+
+
+def _compared(scores_PV: Array, recorded_P: Array, logprob_P: Array) -> Sampled:
     rows_P = np.arange(len(recorded_P))
     best_P = scores_PV.argmax(axis=1)
     two_P2: Any = np.partition(scores_PV, -2, axis=1)[:, -2:].astype(np.float64)
     best_score_P = two_P2[:, 1]
-    largest_P = logits_PV.max(axis=1)
-    sums_P = np.exp(logits_PV.astype(np.float64) - largest_P[:, None]).sum(axis=1)
-    logprob_P = logits_PV[rows_P, recorded_P].astype(np.float64) - largest_P - np.log(sums_P)
     return Sampled(
         token_ids_P=best_P,
         gap_P=best_score_P - scores_PV[rows_P, recorded_P],

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges replayed rows: the policy's own, the policy's own but for rounding, or not the policy's. Pure numbers and sentences."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -10,11 +11,26 @@ from nemo_specrollout.audit.replay import RowReplay
 from nemo_specrollout.audit.rows import Array
 
 ROUNDING = {"float32": 8 * 2.0**-23, "bfloat16": 2 * 2.0**-7, "float16": 4 * 2.0**-10}
-"""Largest difference of scores that rounding explains, as a share of the position's largest logit, by the run's dtype.
+"""Largest difference of scores that rounding explains, as a share of the position's largest logit, by the engine's dtype.
 
-Measured as docs/guides/audit.md says. Engine and audit add the same numbers in different orders.
+Engine and audit add the same numbers in different orders. docs/guides/audit.md says what was measured.
 """
 _SHOWN_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A token that the policy would not have sampled."""
+
+    number: int
+    """Number of the token in the response, from 0."""
+    recorded: int
+    sampled: int
+    """The policy's own token."""
+    gap: float
+    """By how much the policy's score of the recorded token is below the best one; inf if the parameters exclude it."""
+    bound: float
+    """Largest gap that rounding explains there."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +39,15 @@ class RowVerdict:
 
     step: int
     number: int
-    """Number of the row among the rows of its step."""
+    """Number of the row among the rows of its step, from 0."""
     num_tokens: int
-    num_differ: int
-    """Tokens that the policy would not have sampled."""
-    largest_gap: float
-    """By how much the policy's score of such a token was below the best one, at most."""
+    differences: tuple[Difference, ...]
     first_foreign: int | None
     """Number of the first token that rounding does not explain; None if there is none."""
     why: str = ""
     """What differs there, in words."""
+    whose: int | None = None
+    """Version of another policy whose own sample the row is, if there is one."""
 
     @property
     def is_policys(self) -> bool:
@@ -56,11 +71,13 @@ class Audit:
     rows: Sequence[RowVerdict]
     skipped: Sequence[Skipped]
     dtype: str
+    """Precision of the engines."""
     logprob_differences: Array
-    """Absolute differences of the log-probs of all tokens, in nats."""
+    """Absolute differences of the log-probs of all tokens, in nats; NaN where the engine's is not known."""
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that were computed again."""
         return sum(row.num_tokens for row in self.rows)
 
     @property
@@ -69,58 +86,126 @@ class Audit:
         return [row for row in self.rows if not row.is_policys]
 
     @property
+    def differences(self) -> list[Difference]:
+        """All tokens that differ."""
+        return [difference for row in self.rows for difference in row.differences]
+
+    @property
+    def logprob_quantiles(self) -> dict[str, float]:
+        """Largest difference of the log-probs, the one that 99 % do not exceed, and the median; empty if none is known."""
+        known = self.logprob_differences[np.isfinite(self.logprob_differences)]
+        if not known.size:
+            return {}
+        return {"largest": float(known.max()), "p99": float(np.quantile(known, 0.99)), "median": float(np.median(known))}
+
+    @property
     def sentence(self) -> str:
         """The verdict in one sentence."""
         if not self.rows:
             return "no row could be audited"
         if self.foreign:
             return _foreign_sentence(self.foreign)
-        num_differ = sum(row.num_differ for row in self.rows)
-        if not num_differ:
-            return f"all {len(self.rows)} rows are the policy's own samples"
-        gap = max(row.largest_gap for row in self.rows)
-        verb = "differs" if num_differ == 1 else "differ"
+        differ = self.differences
+        rows = "the row is the policy's own sample" if len(self.rows) == 1 else _all_own(len(self.rows))
+        if not differ:
+            return rows
+        verb = "differs" if len(differ) == 1 else "differ"
+        gap = max(difference.gap for difference in differ)
         return (
-            f"{num_differ:,} of {self.num_tokens:,} tokens {verb}, each where the policy's best score is at most {gap:.2g} "
-            f"above it: rounding of {self.dtype}"
+            f"{len(differ):,} of {self.num_tokens:,} tokens {verb}, {'each ' if len(differ) > 1 else ''}where the two best "
+            f"scores are within {gap:.2g}: rounding of {self.dtype}"
         )
 
+    def as_json(self) -> dict[str, Any]:
+        """Returns the judgement as values that JSON has."""
+        return {
+            "verdict": self.sentence,
+            "rows": len(self.rows),
+            "tokens": self.num_tokens,
+            "rows_not_the_policys": len(self.foreign),
+            "tokens_that_differ": len(self.differences),
+            "dtype": self.dtype,
+            "logprob_difference": self.logprob_quantiles,
+            "by_row": [_row_as_json(row) for row in self.rows],
+            "skipped": [asdict(row) for row in self.skipped],
+        }
 
-def judge(number: int, replayed: RowReplay, dtype: str) -> RowVerdict:
-    """Judges a row, `number` among the rows of its step, of a run whose engine computes in `dtype`."""
+
+def judge(replayed: RowReplay, dtype: str) -> RowVerdict:
+    """Judges a row of a run whose engine computes in `dtype`."""
     bounds_T = ROUNDING[dtype] * replayed.largest_logits
     is_other_T = replayed.gaps > bounds_T
-    differences_T = replayed.logprob_differences
-    is_off_T = differences_T > bounds_T if differences_T.size else np.zeros_like(is_other_T)
-    foreign_T = np.flatnonzero(is_other_T | is_off_T)
-    differing = replayed.gaps[replayed.differs]
-    first = int(foreign_T[0]) if foreign_T.size else None
+    is_off_T = replayed.logprob_differences > bounds_T
+    foreign = np.flatnonzero(is_other_T | is_off_T)
+    row = replayed.row
+    differing = np.flatnonzero(replayed.differs).tolist()
     return RowVerdict(
-        step=replayed.row.step,
-        number=number,
+        step=row.step,
+        number=row.number,
         num_tokens=len(replayed.gaps),
-        num_differ=int(replayed.differs.sum()),
-        largest_gap=float(differing.max(initial=0.0)),
-        first_foreign=first,
-        why="" if first is None else _why(replayed, first, bool(is_other_T[first])),
+        differences=tuple(
+            Difference(
+                i, int(row.token_ids[i]), int(replayed.token_ids[i]), float(replayed.gaps[i]), float(bounds_T[i])
+            )
+            for i in differing
+        ),
+        first_foreign=int(foreign[0]) if foreign.size else None,
+        why="" if not foreign.size else _why(replayed, int(foreign[0]), is_other_T, is_off_T),
     )
 
 
-def _why(replayed: RowReplay, number: int, is_other: bool) -> str:
-    recorded = replayed.row.token_ids[number]
-    if is_other:
-        gap = replayed.gaps[number]
-        how = f"by a score that is {gap:.2g} higher" if np.isfinite(gap) else "and excludes the recorded one"
-        return f"the policy samples token {replayed.token_ids[number]} instead of {recorded}, {how}"
-    return f"the log-prob of token {recorded} differs by {replayed.logprob_differences[number]:.2g}"
+def _why(replayed: RowReplay, first: int, is_other_T: Array, is_off_T: Array) -> str:
+    """Returns what differs from the token `first` on, and what that says of weights, noise or text."""
+    if not is_off_T.any():
+        if is_other_T.sum() > 1:
+            return (
+                f"the log-probs are right, but {is_other_T.sum()} of {len(is_other_T)} tokens are not those of the row's seed, "
+                f"from position {first} of the response on"
+            )
+        return _other_token(replayed, first)
+    if is_off_T[first] and not is_other_T[first]:
+        largest = np.nanmax(replayed.logprob_differences)
+        return (
+            f"the log-probs differ from position {first} of the response on, by up to {largest:.2g}, as after other weights"
+        )
+    return _other_token(replayed, first)
+
+
+def _other_token(replayed: RowReplay, number: int) -> str:
+    gap = replayed.gaps[number]
+    how = f"by a score that is {gap:.2g} higher" if np.isfinite(gap) else "because the parameters exclude the recorded one"
+    return (
+        f"at position {number} of the response the policy samples token {replayed.token_ids[number]} instead of "
+        f"{replayed.row.token_ids[number]}, {how}"
+    )
+
+
+def _all_own(num_rows: int) -> str:
+    return f"all {num_rows:,} rows are the policy's own samples"
 
 
 def _foreign_sentence(foreign: Sequence[RowVerdict]) -> str:
-    named = ", ".join(f"{row.number} of step {row.step}" for row in foreign[:_SHOWN_ROWS])
+    by_step = dict[int, list[str]]()
+    for row in foreign[:_SHOWN_ROWS]:
+        by_step.setdefault(row.step, []).append(str(row.number))
+    named = "; ".join(f"{_listed(numbers)} of step {step}" for step, numbers in by_step.items())
     more = f" and {len(foreign) - _SHOWN_ROWS} more" if len(foreign) > _SHOWN_ROWS else ""
     first = foreign[0]
-    one = len(foreign) == 1
+    which = "" if len(foreign) == 1 else f"in row {first.number} of step {first.step}, "
+    whose = "" if first.whose is None else f"; it is a sample of policy {first.whose}"
     return (
-        f"row{'' if one else 's'} {named}{more} {'is' if one else 'are'} not this policy's: in row {first.number} of step "
-        f"{first.step}, {first.why}, at position {first.first_foreign} of the response"
+        f"row{'' if len(foreign) == 1 else 's'} {named}{more} {'is' if len(foreign) == 1 else 'are'} not this policy's: "
+        f"{which}{first.why}{whose}"
     )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _row_as_json(row: RowVerdict) -> Mapping[str, Any]:
+    values = {name: value for name, value in asdict(row).items() if value not in (None, "", ())}
+    for difference in values.get("differences", ()):
+        if not np.isfinite(difference["gap"]):
+            difference["gap"] = None
+    return values

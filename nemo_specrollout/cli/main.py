@@ -71,6 +71,27 @@ COMMANDS = (
         (flag("run_dir", "RUN_DIR", "the logger.log_dir of a run", type=Path),),
     ),
     Command(
+        "audit",
+        "computes rows of a run again from its weights, and says whether the policy sampled them",
+        f"{_CLI}.audit:audit",
+        (
+            flag("run_dir", "RUN_DIR", "the logger.log_dir of a run", type=Path),
+            flag("--steps", "N,N", "steps to audit; default: the newest one whose weights are at hand"),
+            flag("--rows", "N", "rows of each step, spread evenly", default=64),
+            flag(
+                "--weights",
+                "FOLDER",
+                "the weights of the rows' policy; VERSION=FOLDER, once for each, if there are several",
+                action="append",
+                default=[],
+            ),
+            flag("--json", "FILE", "file for the verdict with all figures", type=Path),
+            flag("--device", "DEVICE", "where to compute, such as cpu or cuda:1; default: a GPU if there is one"),
+            flag("--dtype", None, "precision of the computation", choices=("float32", "bfloat16"), default="float32"),
+        ),
+        extra="heads",
+    ),
+    Command(
         "refresh-draft",
         "trains an EAGLE-3 draft head for a policy, or refreshes one",
         f"{_CLI}.refresh_draft:refresh_draft",

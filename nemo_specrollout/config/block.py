@@ -147,6 +147,8 @@ class SpecrolloutConfig:
     """Lets engines take over or race each other's stragglers; null is off."""
     run_ahead: RunAheadConfig | None = None
     """Lets idle engines draft the next step's responses; null is off."""
+    audit: bool = True
+    """Records every row of the run, so that `nemo-specrollout audit` can compute its tokens again; false records none."""
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
     """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
     http_seeds: str = choice("derived", "required", default="derived")

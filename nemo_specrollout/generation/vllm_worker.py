@@ -16,6 +16,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors.torch import save as safetensors_bytes
 from vllm.distributed.parallel_state import get_pp_group
 
@@ -45,7 +47,7 @@ from nemo_specrollout.heads.serving.head_monitor import HeadMonitor
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 from nemo_specrollout.sampling.platforms import native_worker
 from nemo_specrollout.storage.files import write_atomically
-from nemo_specrollout.telemetry.sample_stats import StepEnd
+from nemo_specrollout.telemetry.sample_stats import SampleStatsLog, StepEnd
 
 logger = logging.getLogger(__name__)
 _NativeWorker: Any = native_worker(compat.device_type())
@@ -69,6 +71,8 @@ class VllmWorkerMixin(WorkerCalls):
     specrollout_accounts: StepAccounts
     specrollout_router: DraftRouter | None = None
     """None without drafters."""
+    specrollout_samples: SampleStatsLog
+    """Which policies sampled each request, and what became of its drafts."""
     specrollout_host_budget: HostBudget | None = None
     """None where vLLM chooses on the device which drafts a step verifies."""
     specrollout_host_chooses: str | None = None
@@ -109,6 +113,7 @@ class VllmWorkerMixin(WorkerCalls):
             else:
                 self._settle_budget(reason)
         self.specrollout_accounts = StepAccounts(runner, self.specrollout_router)
+        self.specrollout_samples = self._sample_stats_log()
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         """Lets vLLM allocate the KV cache, then checks what the engine will do."""
@@ -179,6 +184,25 @@ class VllmWorkerMixin(WorkerCalls):
         if router is not None and has_budget == (self.specrollout_host_budget is not None):
             raise RuntimeError("specrollout's budget is not in force: something replaced the adaptive verification")
 
+    def _sample_stats_log(self) -> SampleStatsLog:
+        """Returns the log of samples: the draft router's, or without drafters one of its own, whose counts stay zero."""
+        if self.specrollout_router is not None:
+            return self.specrollout_router.samples
+        zeros_S2 = torch.zeros(self.model_runner.max_num_reqs, 2, dtype=torch.int32)
+        return SampleStatsLog(zeros_S2, begins_again=self.specrollout_config.runs_ahead)
+
+    def _next_positions(self) -> list[int]:
+        """Returns, for each request slot, the position that the next tokens to be read determine.
+
+        That is the length of the text, because the last token is not read yet. While a text is read in chunks it is one
+        more than the tokens that have been read.
+        """
+        states = self.model_runner.req_states
+        num_read_S = states.num_computed_prefill_tokens
+        is_reading_S = num_read_S < states.prefill_len.np
+        next_S: list[int] = np.where(is_reading_S, num_read_S + 1, states.total_len.gpu.cpu().numpy()).tolist()
+        return next_S
+
     # Steps: methods of vLLM's model runner.
 
     def _execute_step(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
@@ -200,19 +224,26 @@ class VllmWorkerMixin(WorkerCalls):
         slot_of = self.model_runner.req_states.req_id_to_index
         leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         slots = [slot_of[name] for name in sorted(leaving) if name in slot_of]
-        if self.specrollout_router is not None and slots:
+        if not slots:
+            return
+        self.specrollout_samples.close(slots)
+        if self.specrollout_router is not None:
             self.specrollout_router.close(slots)
 
     def _open_new(self, scheduler_output: Any, identities: Sequence[RequestIdentity]) -> None:
-        """Starts drafting for new requests, whose slots vLLM's `execute_model` has just filled."""
-        if self.specrollout_router is None or not identities:
+        """Starts records and drafting for new requests, whose slots vLLM's `execute_model` has just filled."""
+        if not identities:
             return
         slot_of = self.model_runner.req_states.req_id_to_index
         longest = self.model_runner.max_model_len
         new_requests = zip(scheduler_output.scheduled_new_reqs, identities, strict=True)
-        self.specrollout_router.open(
-            [NewRequest.from_vllm(new, who, slot_of[new.req_id], longest) for new, who in new_requests]
-        )
+        opened = [NewRequest.from_vllm(new, who, slot_of[new.req_id], longest) for new, who in new_requests]
+        if self.specrollout_router is not None:
+            self.specrollout_router.open(opened)
+        for request in opened:
+            self.specrollout_samples.open(
+                request.slot, request.identity.seed, request.prompt_length, request.num_tokens
+            )
 
     def _sample_step(self, grammar_output: Any) -> Any:
         """Does the runner's `sample_tokens`, which also drafts for the next step."""
@@ -258,17 +289,16 @@ class VllmWorkerMixin(WorkerCalls):
             return None
         router = self.specrollout_router
         alarms = self.specrollout_take_alarms()
-        found = [] if router is None else list(router.samples.take(seeds).items())
+        found = list(self.specrollout_samples.take(seeds).items())
         end = StepEnd(alarms, found, self.specrollout_policy_version)
         if router is not None and router.model is not None:
             dormant = router.model.is_dormant
-            end = replace(end, head_version=router.samples.head_version, head_is_dormant=dormant)
+            end = replace(end, head_version=self.specrollout_samples.head_version, head_is_dormant=dormant)
         return asdict(end)
 
     def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
-        """Returns `SampleStats` as a dict for each seed; None for a request that no drafter saw."""
-        router = self.specrollout_router
-        found = {} if router is None else router.samples.take(seeds)
+        """Returns `SampleStats` as a dict for each seed; None for a request that this engine has not decoded."""
+        found = self.specrollout_samples.take(seeds)
         return [asdict(found[seed]) if seed in found else None for seed in seeds]
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
@@ -286,8 +316,10 @@ class VllmWorkerMixin(WorkerCalls):
     def specrollout_policy_is(self, version: int) -> None:
         """Sets the version of the engine's weights. Each update of the weights increments it."""
         self.specrollout_policy_version = version
-        if self.specrollout_router is not None:
-            self.specrollout_router.policy_updated(version)
+        if self.specrollout_samples.policy_version != version:
+            self.specrollout_samples.policy_updated(version, self._next_positions())
+            if self.specrollout_router is not None:
+                self.specrollout_router.policy_updated(version)
 
     def specrollout_load_head(
         self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3

@@ -5,9 +5,11 @@ NeMo-RL calls these actors workers, too (`VllmGenerationWorker`). Here a worker 
 process for a GPU. An engine actor asks the workers of its engine through `collective_rpc`.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,11 +19,13 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from nemo_specrollout.generation.engine.fresh_prefixes import CacheSalt, FreshPrefixes, NewKv, salt_synchronous
+from nemo_specrollout.generation.engine.recorded_requests import RequestRecorder
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
 from nemo_specrollout.generation.engine.vllm_requests import reason_to_stay, shard_request
+from nemo_specrollout.installed.versions import vllm_version
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
-from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, ROOTS_KEY, SEEDS_KEY, Row
+from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, RECORD_KEY, ROOTS_KEY, SEEDS_KEY, Row
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.run_ahead.early_requests import AheadTasks, AheadTurns
 from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
@@ -43,11 +47,10 @@ _rows: ContextVar[list[Row] | None] = ContextVar("specrollout_rows", default=Non
 
 def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
     """Returns the rows, or None if the generation that made `data` is not ours."""
-    columns = [data.get(key) for key in (SEEDS_KEY, ROOTS_KEY, DRAFTS_KEY)]
+    columns = [data.get(key) for key in (SEEDS_KEY, ROOTS_KEY, DRAFTS_KEY, RECORD_KEY)]
     if any(column is None for column in columns):
         return None
-    seeds, prompt_lengths, speculate = (column.tolist() for column in columns)
-    return [Row(*facts) for facts in zip(seeds, prompt_lengths, speculate, strict=True)]
+    return [Row(*facts) for facts in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 class _SeededEngine(EngineActorCalls):
@@ -59,15 +62,21 @@ class _SeededEngine(EngineActorCalls):
     """The engine's part in the exchange of requests, once it has joined."""
     _ahead: Any = None
     """Rows of the next step, once any was decoded ahead."""
+    _recorder: RequestRecorder | None = None
+    """None if the run records no rows."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         block = block_of(self.cfg)
-        run_seed = RunFacts.of(self.cfg).seed
+        facts = RunFacts.of(self.cfg)
+        engine = engine_number(self.cfg["vllm_cfg"])
         arguments = engine_arguments(llm_kwargs, self.cfg, block)
         result = super()._create_engine(arguments, *args, **kwargs)  # type: ignore[misc]
         required = block.http_seeds == "required"
-        self._request_seeds = RequestSeeds(run_seed, engine_number(self.cfg["vllm_cfg"]), required=required)
+        self._request_seeds = RequestSeeds(facts.seed, engine, required=required)
         self._salt = CacheSalt()
+        if facts.rows:
+            version = vllm_version()
+            self._recorder = RequestRecorder(Path(facts.rows), engine, self._vllm_config, str(version))
         self.llm.generate = self._generate_with_seeds  # type: ignore[attr-defined]
         return result
 
@@ -88,14 +97,18 @@ class _SeededEngine(EngineActorCalls):
         """Returns the tokens of such texts that were right, and all tokens of their responses, since the last call."""
         return self._request_seeds.texts.take_kept()
 
-    def _compare(self, rows: Sequence[Row] | None, data: BatchedDataDict[Any], result: BatchedDataDict[Any]) -> None:
-        """Counts the tokens that responses and their texts made ahead both begin with."""
+    def _rows_ended(self, rows: Sequence[Row] | None, data: BatchedDataDict[Any], result: BatchedDataDict[Any]) -> None:
+        """Records rows for an audit, and counts the tokens that they and their texts made ahead both begin with."""
         if not rows:
             return
         starts = data["input_lengths"].tolist()
         ends = result["unpadded_sequence_lengths"].tolist()
-        for row, ids, start, end in zip(rows, result["output_ids"].numpy(), starts, ends, strict=True):
-            self._request_seeds.texts.compare(row.seed, ids[start:end])
+        texts = result["output_ids"].numpy()
+        logprobs = result["logprobs"].numpy()
+        for row, text, of_text, start, end in zip(rows, texts, logprobs, starts, ends, strict=True):
+            self._request_seeds.texts.compare(row.seed, text[start:end])
+            if self._recorder is not None and row.is_recorded:
+                self._recorder.ended(row.seed, text[:start].copy(), text[start:end].copy(), of_text[start:end].copy())
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's own method, which `_generate_with_seeds` hides."""
@@ -105,11 +118,15 @@ class _SeededEngine(EngineActorCalls):
         """Returns the reply of the only vLLM worker that does not reply None, after this actor's own part of the call.
 
         This actor derives seeds for requests that bring none. It adds their number to the totals, and notes each policy
-        version, because derived seeds depend on it.
+        version, because derived seeds depend on it. At the end of a step it has its rows written.
         """
         if method == WorkerCalls.specrollout_policy_is.__name__:
             self._request_seeds.begin_version(int(arguments[0]))
         reply: Any = next((reply for reply in replies if reply is not None), None)
+        if method == WorkerCalls.specrollout_end_step.__name__ and self._recorder is not None:
+            self._recorder.rows.flush()
+            if problem := self._recorder.rows.take_problem():
+                reply["alarms"].append({"sentence": problem})
         if method == WorkerCalls.specrollout_totals.__name__:
             return {**reply, "num_derived_seeds": self._request_seeds.num_derived}
         return reply
@@ -138,6 +155,8 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         if rows is None:
             return self._generate(prompts, self._request_seeds.of_requests(sampling_params, prompts), **kwargs)
         params = self._request_seeds.of_rows(sampling_params, rows)
+        if self._recorder is not None:
+            self._recorder.begun(prompts, params)
         if self._racing is None:
             return self._generate(prompts, params, **kwargs)
         return self._racing.generate(prompts, params, lambda: self._generate(prompts, params, **kwargs), **kwargs)
@@ -150,11 +169,24 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         token = _rows.set(rows)
         try:
             result = super().generate(data, *args, **kwargs)
-            self._compare(rows, data, result)
+            self._rows_ended(rows, data, result)
+            if self._recorder is not None:
+                self._recorder.rows.flush()
             return result
         finally:
             _rows.reset(token)
             self._num_generated += 1
+
+    def shutdown(self) -> bool:
+        """Ends the engine, when all rows are on disk."""
+        if self._recorder is not None:
+            self._recorder.rows.settle()
+        is_down: bool = super().shutdown()
+        return is_down
+
+    @property
+    def _vllm_config(self) -> Any:
+        return self.llm.llm_engine.vllm_config
 
     def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
         """Joins the exchange of requests as engine number `engine`."""
@@ -215,10 +247,13 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         rows = _rows.get()
         if rows is None:
             (params,) = self._request_seeds.of_requests(sampling_params, [prompt])
-        else:
-            (params,) = self._request_seeds.of_rows(sampling_params, rows)
-        # A request of NeMo-RL's HTTP server is not a row, and none that asks for more than an id can be made again.
-        if rows is None or args or set(kwargs) != {"request_id"}:
+            outputs = self._generate(prompt, params, *args, **kwargs)
+            return outputs if self._recorder is None else self._recorder.followed(outputs, prompt, params)
+        (params,) = self._request_seeds.of_rows(sampling_params, rows)
+        if self._recorder is not None:
+            self._recorder.begun([prompt], [params])
+        # A request that asks for more than an id cannot be made again.
+        if args or set(kwargs) != {"request_id"}:
             return self._generate(prompt, params, *args, **kwargs)
         if self._one_policy is not None:
             return self._one_policy.generate(prompt, params, **kwargs)
@@ -233,8 +268,19 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         rows = _rows_of(data)
         _rows.set(rows)
         async for result in super().generate_async(data, *args, **kwargs):
-            self._compare(rows, data, result[1])
+            self._rows_ended(rows, data, result[1])
             yield result
+
+    async def shutdown(self) -> bool:
+        """Ends the engine, when all rows are on disk."""
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.rows.settle)
+        is_down: bool = await super().shutdown()
+        return is_down
+
+    @property
+    def _vllm_config(self) -> Any:
+        return self.llm.vllm_config
 
     def _setup_vllm_openai_api_server(self, app: Any, *args: Any, **kwargs: Any) -> Any:
         """Sets up NeMo-RL's HTTP server, whose clients may send a seed in a header."""

@@ -28,6 +28,7 @@ from nemo_specrollout.nemo_rl.next_prompts import next_prompts
 from nemo_specrollout.nemo_rl.ray_calls import EngineClient
 from nemo_specrollout.nemo_rl.row_seeds import (
     DRAFTS_KEY,
+    RECORD_KEY,
     ROOTS_KEY,
     SEEDS_KEY,
     Conversations,
@@ -153,6 +154,7 @@ class SpecrolloutGeneration(VllmGeneration):
         seeded[SEEDS_KEY] = torch.tensor(seeds, dtype=torch.int64)
         seeded[ROOTS_KEY] = torch.tensor(roots, dtype=torch.int64)
         seeded[DRAFTS_KEY] = torch.tensor(self.opt_out.of_rows(len(rows)))
+        seeded[RECORD_KEY] = torch.full((len(rows),), self._kind is SeedKind.ROLLOUT)
         return seeded
 
     def gym_seeds(self, rows: list[dict[str, Any]]) -> list[int]:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nemo_specrollout.audit.rows import FOLDER as ROWS
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.block_place import place_findings
 from nemo_specrollout.config.drafter_configs import secret_of_run
@@ -30,6 +31,7 @@ from nemo_specrollout.nemo_rl.patch_point_table import (
 from nemo_specrollout.nemo_rl.patch_points import PatchPoint, check_patch_points
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
+from nemo_specrollout.reports.records import FOLDER as RECORDS
 from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.engine_actors"
@@ -61,7 +63,7 @@ def install(config: Any) -> bool:
     generation = config.policy["generation"]
     block = with_absolute_paths(block)
     _check_block(block, config.policy)
-    facts = _run_facts(config)
+    facts = _run_facts(config, block)
     put_run(generation, block, facts)
     if not is_on_pythonpath():
         os.environ[PYTHONPATH] = pythonpath_with(code_folder(Path(config.logger["log_dir"]).absolute()))
@@ -133,7 +135,7 @@ def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
         raise ConfigError(f"policy.generation.{error}") from error
 
 
-def _run_facts(config: Any) -> RunFacts:
+def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
     """Returns the facts of a run that starts, or resumes from a checkpoint.
 
     The folder of heads is beside the checkpoints, where a resumed run finds it: NeMo-RL gives every start a log folder of
@@ -155,8 +157,17 @@ def _run_facts(config: Any) -> RunFacts:
     in_flight = asynchronous is not None and asynchronous.in_flight_weight_updates
     blocks = (asynchronous, getattr(config, "async_rl", None))
     recomputes = any(getattr(block, "recompute_kv_cache_after_weight_updates", False) for block in blocks)
-    steps = algorithm.max_num_steps
-    return RunFacts(algorithm.seed, first, steps, str(heads.path), samples, bool(in_flight), recomputes)
+    rows = Path(config.logger["log_dir"]).absolute() / RECORDS / ROWS if block.audit else ""
+    return RunFacts(
+        algorithm.seed,
+        first,
+        algorithm.max_num_steps,
+        str(heads.path),
+        samples,
+        bool(in_flight),
+        recomputes,
+        str(rows),
+    )
 
 
 def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: Any, facts: RunFacts) -> Any:
@@ -166,13 +177,27 @@ def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: A
 
     STEP_LOG.take()  # what an earlier run of this process has left
     host_chooses = host_choice(at(tree, VLLM_KWARGS, {}), model_config(tree) or {})
-    summary = {"versions": installed_versions(), "block": plain_block, "host_chooses_drafts": host_chooses or False}
+    summary = {
+        "versions": installed_versions(),
+        "block": plain_block,
+        "host_chooses_drafts": host_chooses or False,
+        "audit": _audit_facts(tree, facts) if facts.rows else False,
+    }
     return partial(
         SpecrolloutLogger,
         gap_alarms=partial(gap_alarms, bound=block.logprob_gap_alarm, causes=gap_causes(tree)),
         facts=summary,
         last_step=facts.last_version,
     )
+
+
+def _audit_facts(tree: Any, facts: RunFacts) -> dict[str, Any]:
+    """Returns where an audit finds the weights of the run's policy versions."""
+    checkpointing = tree["checkpointing"]
+    folder = str(Path(checkpointing["checkpoint_dir"]).absolute()) if checkpointing["enabled"] else None
+    model = tree["policy"]["model_name"]
+    model = str(Path(model).absolute()) if Path(model).is_dir() else model
+    return {"model": model, "checkpoints": folder, "first_version": facts.first_version}
 
 
 def _replace_names(config: Any, logger: Any, points: Sequence[PatchPoint]) -> None:

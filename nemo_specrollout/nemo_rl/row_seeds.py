@@ -26,6 +26,8 @@ ROOTS_KEY = "specrollout_prompt_lengths"
 """Key of a generation's input: the length of each conversation's first prompt, in tokens."""
 DRAFTS_KEY = "specrollout_speculate"
 """Key of a generation's input: whether each row may have drafts. Over HTTP a key of `vllm_xargs`: 0 is without drafts."""
+RECORD_KEY = "specrollout_record"
+"""Key of a generation's input: whether each row is recorded for an audit."""
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd
 _MAX_PROMPTS = 1 << 16
 """Prompts that `Conversations` remembers. When there are more, the older half is forgotten."""
@@ -53,6 +55,8 @@ class Row(NamedTuple):
     """Length of the conversation's first prompt, in tokens."""
     speculate: bool = True
     """False for a row that is decoded without drafts."""
+    is_recorded: bool = False
+    """True for a row that an audit may ask for. Rows of validations are not recorded."""
 
 
 @dataclass(frozen=True)

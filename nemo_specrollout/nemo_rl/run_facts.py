@@ -32,6 +32,9 @@ class RunFacts:
     recomputes_kv: bool = False
     """True if an asynchronous run wants all KV computed again whenever weights have changed."""
 
+    rows: str = ""
+    """Path of the folder in which the engines record rows for an audit; empty if they record none."""
+
     @classmethod
     def of(cls, generation_config: Mapping[str, Any]) -> "RunFacts":
         """Returns the facts in NeMo-RL's `policy.generation`."""

@@ -20,29 +20,51 @@ class SampleStats:
     """Statistics of one sample."""
 
     policy_spans: Spans
-    """Version of each policy that sampled, and the first position that it sampled, from the start of the prompt."""
+    """Version of each policy that sampled, and the first position that it sampled, from the start of the prompt.
+
+    A policy that came while the prompt was read has the position after the first token that it read."""
     head_versions: tuple[int, int]
     """Versions of the head in service when the request began and when it ended."""
     num_drafted: int
     """Draft tokens that were verified."""
     num_accepted: int
+    read_again: tuple[int, ...] = ()
+    """First positions of those spans before which the engine computed the KV of the whole text anew, with the policy of the
+    span. In other spans a policy reads the KV that earlier ones have left."""
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "SampleStats":
         """Builds the record from its fields, whose tuples may have become lists."""
         spans = tuple(map(tuple, wire["policy_spans"]))
         heads = tuple(wire["head_versions"])
-        return cls(**{**wire, "policy_spans": spans, "head_versions": heads})
+        read_again = tuple(wire.get("read_again", ()))
+        return cls(**{**wire, "policy_spans": spans, "head_versions": heads, "read_again": read_again})
 
     def merged(self, other: "SampleStats") -> "SampleStats":
         """Returns the statistics of a sample that moved or was raced, from the two engines that decoded it."""
-        first_positions: dict[int, int] = {}
-        for version, first in sorted((*self.policy_spans, *other.policy_spans), key=lambda span: span[1]):
-            first_positions.setdefault(version, first)
+        spans, read_again = _merged_spans(self, other)
         heads = (*self.head_versions, *other.head_versions)
         num_drafted = self.num_drafted + other.num_drafted
         num_accepted = self.num_accepted + other.num_accepted
-        return SampleStats(tuple(first_positions.items()), (min(heads), max(heads)), num_drafted, num_accepted)
+        return SampleStats(spans, (min(heads), max(heads)), num_drafted, num_accepted, read_again)
+
+
+def _merged_spans(one: SampleStats, other: SampleStats) -> tuple[Spans, tuple[int, ...]]:
+    """Returns the policy spans of a sample that two engines decoded, and where they read the whole text again.
+
+    An engine reads the whole text of a request that comes to it. That changes nothing while all KV is of its own policy.
+    """
+    begun = {stats.policy_spans[0][1] for stats in (one, other)}
+    is_read = {*one.read_again, *other.read_again, *begun}
+    spans = list[tuple[int, int]]()
+    read_again = list[int]()
+    for version, first in sorted({*one.policy_spans, *other.policy_spans}, key=lambda span: (span[1], span[0])):
+        has_other_kv = any(version != earlier for earlier, _ in spans)
+        is_read_again = has_other_kv and first in is_read
+        if not spans or version != spans[-1][0] or is_read_again:
+            spans.append((version, first))
+            read_again += [first] * is_read_again
+    return tuple(spans), tuple(read_again)
 
 
 @dataclass(frozen=True)
@@ -71,10 +93,20 @@ class _Record:
     seed: int
     policy_spans: Spans
     head_at_start: int
+    read_again: tuple[int, ...] = ()
     row: int = -1
     """Row of the archive with the counts of a request that has left its slot."""
     is_taken: bool = False
     """True if nothing is kept when it leaves its slot: it was taken, or what it did is no sample."""
+
+    def read_whole_text(self, version: int, num_tokens: int) -> None:
+        """Notes that the policy `version` computes the KV of all tokens anew, as after a preemption."""
+        if self.policy_spans[-1] != (version, num_tokens):
+            if all(version == earlier for earlier, _ in self.policy_spans):
+                return
+            self.policy_spans += ((version, num_tokens),)
+        if len(self.policy_spans) > 1:
+            self.read_again += (num_tokens,)
 
 
 class SampleStatsLog:
@@ -111,8 +143,7 @@ class SampleStatsLog:
             record = _Record(seed, ((self.policy_version, prompt_length),), self.head_version)
         else:
             self._counts_S2[slot] = self._archive[record.row]
-            if record.policy_spans[-1][0] != self.policy_version:
-                record.policy_spans += ((self.policy_version, num_tokens),)
+            record.read_whole_text(self.policy_version, num_tokens)
         self._running[slot] = record
 
     def close(self, slots: list[int]) -> None:
@@ -128,13 +159,12 @@ class SampleStatsLog:
         while len(self._ended) > MAX_KEPT:
             del self._ended[next(iter(self._ended))]
 
-    def policy_updated(self, version: int, total_len_S: torch.Tensor) -> None:
-        """Begins a span of the policy `version` in each running request, which has `total_len_S` tokens."""
+    def policy_updated(self, version: int, positions_S: Sequence[int]) -> None:
+        """Begins a span of the policy `version` in each running request, at the position that it samples next."""
         self.policy_version = version
-        lengths_S = total_len_S.tolist()
         for slot, record in self._running.items():
             record.is_taken |= self._begins_again
-            record.policy_spans += ((version, lengths_S[slot]),)
+            record.policy_spans += ((version, positions_S[slot]),)
 
     def take(self, seeds: Sequence[int] | None) -> dict[int, SampleStats]:
         """Returns the statistics of requests by seed: the known ones of `seeds`, running or ended; None: all that ended.
@@ -156,5 +186,5 @@ class SampleStatsLog:
             else:
                 continue
             versions = (record.head_at_start, self.head_version)
-            found[seed] = SampleStats(record.policy_spans, versions, *counts.tolist())
+            found[seed] = SampleStats(record.policy_spans, versions, *counts.tolist(), read_again=record.read_again)
         return found

@@ -10,7 +10,7 @@ import torch
 from nemo_rl_host import HERE, Host
 from safetensors.torch import load_file
 
-from nemo_specrollout.heads.refresh.policy_checkpoint import hf_folder
+from nemo_specrollout.storage.policy_checkpoint import hf_folder
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(900)]
 

@@ -53,6 +53,7 @@ class DraftRouter:
         )
         """Decides what the drafters do. Its costs are set by `StepAccounts`."""
         self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead)
+        """Follows the requests that the vLLM worker opens and closes, with the counts of the board."""
         self.remote: RemoteDrafter | None = None
         """None without remote drafters, and on a rank whose drafts are not used."""
         self.model: ModelDrafter | None = None
@@ -125,12 +126,9 @@ class DraftRouter:
         self.policy.requests_arrived(len(requests))
         for participant in self._participants:
             participant.open(slots_N, requests, put)
-        for r in requests:
-            self.samples.open(r.slot, r.identity.seed, r.prompt_length, r.num_tokens)
 
     def close(self, slots: list[int]) -> None:
         """Stops drafting for the requests in `slots`, which have ended or are preempted."""
-        self.samples.close(slots)
         for participant in self._participants:
             participant.close(slots)
 
@@ -140,10 +138,7 @@ class DraftRouter:
             participant.woke_up()
 
     def policy_updated(self, version: int) -> None:
-        """Notes that the policy has the weights of `version`, unless that is known."""
-        if self.samples.policy_version == version:
-            return
-        self.samples.policy_updated(version, self._states.total_len.gpu)
+        """Notes that the policy has the weights of `version`, which are new."""
         for participant in self._participants:
             participant.weights_updated(version)
 

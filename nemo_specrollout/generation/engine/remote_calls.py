@@ -30,7 +30,7 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
-        """Returns `SampleStats` as a dict for each seed; None for a request that no drafter saw."""
+        """Returns `SampleStats` as a dict for each seed; None for a request that this engine has not decoded."""
         raise NotImplementedError
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:

@@ -105,9 +105,15 @@ def reason_to_stay(vllm_config: Any) -> str | None:
     An engine that continues a request has the text so far as its prompt. What the engine derives from the place where the
     prompt ends is then another: what a logits processor counts, or which tokens attention sees.
     """
+    has = properties_of(vllm_config)
+    return next((f"{name}: {WHY_ALL_STAY[name]}" for name, value in has.items() if value), None)
+
+
+def properties_of(vllm_config: Any) -> dict[str, Any]:
+    """Returns what an engine of this config of vLLM's has of the properties in `WHY_ALL_STAY`, by name."""
     model = vllm_config.model_config
     outputs = getattr(vllm_config, "aux_output_config", model)  # before 0.32 in the latter
-    has = {
+    return {
         "logits_processors": users_processors(model.logits_processors),
         PLUGINS: plugins_here(),
         "watermark_config": getattr(vllm_config, "watermark_config", None),
@@ -116,7 +122,6 @@ def reason_to_stay(vllm_config: Any) -> str | None:
         "rswa_window": getattr(model, "rswa_window", None) is not None,
         "canvas_length": getattr(model, "is_diffusion", False),
     }
-    return next((f"{name}: {WHY_ALL_STAY[name]}" for name, value in has.items() if value), None)
 
 
 def is_portable(prompt: Any, params: Any, stays: str | None) -> bool:

@@ -47,7 +47,7 @@ from nemo_specrollout.heads.refresh.candidate import (
     write_card,
 )
 from nemo_specrollout.heads.refresh.online_refresh import source_of
-from nemo_specrollout.heads.refresh.policy_checkpoint import hf_folder
+from nemo_specrollout.storage.policy_checkpoint import hf_folder
 from nemo_specrollout.heads.refresh.refresh_options import DEFAULT_MINUTES, RefreshOptions
 from nemo_specrollout.heads.refresh.refresh_state import RefreshState
 from nemo_specrollout.heads.training.acceptance import measure_acceptance

@@ -21,7 +21,7 @@ def hf_folder(checkpoint: Path) -> Path:
         if has_weights and (folder / "config.json").is_file():
             return folder
     if (checkpoint / "policy" / "weights").is_dir() and (checkpoint / "config.yaml").is_file():
-        fix = "convert it in the folder of NeMo-RL, and give DIR as --policy"
+        fix = "convert it in the folder of NeMo-RL, and name DIR instead"
         raise ValueError(f"{checkpoint} is a checkpoint of NeMo-RL; {fix}: {_converter(checkpoint.absolute())}")
     found = [*checkpoint.glob("step_*"), *checkpoint.glob("checkpoints/step_*")]
     steps = sorted(found, key=lambda path: path.name.removeprefix("step_").zfill(9))

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records the rows of a local run, so that `nemo-specrollout audit` can compute their tokens again."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lab.local.run_config import RunConfig
+from lab.local.step_rollout import StepRollout
+from nemo_specrollout.audit.rows import FOLDER, EngineFacts, FinishedRow, RowParams, write_rows
+from nemo_specrollout.generation.engine.requests import RolloutRequest
+from nemo_specrollout.installed.versions import vllm_version
+from nemo_specrollout.sampling.seeds import request_seed
+
+
+def record_rows(folder: Path, step: int, rollout: StepRollout, config: RunConfig) -> None:
+    """Writes the rows of a step into the run directory `folder`."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    generation = config.policy.generation
+    facts = EngineFacts(0, str(vllm_version()), generation.vllm_cfg.precision)
+    rows = []
+    for request, response, stats in zip(
+        rollout.prompts.requests, rollout.rollouts, rollout.sample_stats, strict=True
+    ):
+        has_moved = len((stats or {}).get("workers", ())) > 1
+        unknown = ("a move between two updates of the weights",) if has_moved and _of_several(stats) else ()
+        params = RowParams(generation.temperature, generation.top_k or 0, generation.top_p, unknown=unknown)
+        prompt = request.prompt_token_ids
+        rows.append(
+            FinishedRow(seed_of_row(request, config), prompt, response.token_ids, response.logprobs, params)
+        )
+    write_rows(folder / FOLDER / f"step_{step:09d}.npz", facts, rows)
+
+
+def seed_of_row(request: RolloutRequest, config: RunConfig) -> int:
+    """Returns the seed of a row's noise."""
+    return request_seed(config.grpo.seed, request.prompt_index, request.sample_index, request.policy_version)
+
+
+def policies_of_row(request: RolloutRequest, stats: Mapping[str, Any] | None, config: RunConfig) -> dict[str, Any]:
+    """Returns which policies sampled a row, and which of them read the whole text again.
+
+    A synchronous step has one policy, whose version is the number of the step. In an asynchronous one the collector knows
+    them.
+    """
+    asynchronous = config.grpo.async_grpo
+    if not asynchronous.enabled:
+        return {"policy_spans": [(request.policy_version, len(request.prompt_token_ids))], "read_again": []}
+    spans = (stats or {}).get("policy_spans") or []
+    again = spans[1:] if asynchronous.recompute_kv_cache_after_weight_updates else []
+    return {"read_again": [first for _, first in again]}
+
+
+def audit_facts(config: RunConfig, folder: Path) -> dict[str, Any] | bool:
+    """Returns where an audit finds the weights of the run's policies; False if the run records no rows."""
+    block = config.policy.generation.specrollout
+    if not (block.enabled and block.audit):
+        return False
+    checkpoints = str((folder / "checkpoints").absolute()) if config.checkpointing.enabled else None
+    return {
+        "model": str(Path(config.policy.model_name).absolute()),
+        "checkpoints": checkpoints,
+        "checkpoint_offset": -1,
+    }
+
+
+def _of_several(stats: Mapping[str, Any] | None) -> bool:
+    return len((stats or {}).get("policy_spans") or ()) > 1

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audits a run: chooses rows, computes them again, and judges them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from nemo_specrollout.audit.noise import scheme_of
+from nemo_specrollout.audit.recorded_run import Place, RecordedRun
+from nemo_specrollout.audit.replay import RowReplay, replay
+from nemo_specrollout.audit.rows import EngineFacts, RecordedRow
+from nemo_specrollout.audit.verdict import Audit, RowVerdict, Skipped, judge
+from nemo_specrollout.audit.weights import Weights
+from nemo_specrollout.config.strict import ConfigError
+
+OnRow = Callable[[int, int, RowVerdict | Skipped], None]
+"""Gets the number of rows that are done, of all chosen rows, and what came of the last one."""
+
+
+def choose(run: RecordedRun, weights: Weights, steps: Sequence[int], num_rows: int) -> list[Place]:
+    """Returns `num_rows` rows of each step, spread evenly over the step.
+
+    Without `steps` it is the newest step all of whose policies are at hand. Raises ConfigError for a step that the run does
+    not have, and if no step can be audited.
+    """
+    unknown = [step for step in steps if step not in run.steps]
+    if unknown:
+        raise ConfigError(f"--steps: the run has no finished step {unknown[0]}; it has {in_ranges(list(run.steps))}")
+    chosen = []
+    for step in steps or _newest(run, weights):
+        rows = run.steps[step]
+        count = min(num_rows, len(rows))
+        chosen += [rows[i * len(rows) // count] for i in range(count)]
+    return chosen
+
+
+def auditable_steps(run: RecordedRun, weights: Weights) -> list[int]:
+    """Returns the steps all of whose rows were sampled by policies whose weights are at hand."""
+    versions = {step: {v for row in rows for v in row.versions} for step, rows in run.steps.items()}
+    known = {version: weights.is_known(version) for version in set().union(*versions.values())}
+    return [step for step, needed in versions.items() if needed and all(known[version] for version in needed)]
+
+
+def _newest(run: RecordedRun, weights: Weights) -> list[int]:
+    steps = auditable_steps(run, weights)
+    if steps:
+        return steps[-1:]
+    last = list(run.steps)[-1]
+    version = max((v for row in run.steps[last] for v in row.versions), default=0)
+    try:
+        weights.folder(version)
+    except ValueError as error:
+        raise ConfigError(
+            f"RUN_DIR: no step's weights are at hand. Step {last} was sampled by policy {version}: {error}"
+        ) from error
+    raise ConfigError("RUN_DIR: no step has all of its policies at hand; name one by --steps and its weights by --weights")
+
+
+def in_ranges(numbers: Sequence[int]) -> str:
+    """Returns ascending numbers as text, such as "1-4, 8"."""
+    ranges = list[list[int]]()
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def audit_rows(run: RecordedRun, weights: Weights, places: Sequence[Place], on_row: OnRow) -> Audit:
+    """Computes rows again and judges them. Rows of one policy follow each other, so that each policy is loaded once."""
+    verdicts = list[RowVerdict]()
+    skipped = list[Skipped]()
+    differences = [np.zeros(0)]
+    dtypes = set[str]()
+    ordered = sorted(places, key=lambda place: place.versions)
+    for done, (place, outcome, replayed) in enumerate(_outcomes(run, weights, ordered), 1):
+        if isinstance(outcome, Skipped):
+            skipped.append(outcome)
+        else:
+            verdicts.append(outcome)
+            dtypes.add(run.engine_facts(place).dtype)
+        if replayed is not None:
+            differences.append(replayed.logprob_differences)
+        on_row(done, len(places), outcome)
+    in_order = sorted(verdicts, key=lambda verdict: (verdict.step, verdict.number))
+    return Audit(in_order, skipped, ", ".join(sorted(dtypes)), np.concatenate(differences))
+
+
+def _outcomes(
+    run: RecordedRun, weights: Weights, places: Sequence[Place]
+) -> Iterator[tuple[Place, RowVerdict | Skipped, RowReplay | None]]:
+    for place in places:
+        row = run.read(place)
+        if isinstance(row, Skipped):
+            yield place, row, None
+            continue
+        facts = run.engine_facts(place)
+        try:
+            _check_vocabulary(row, weights, facts.dtype)
+        except ValueError as error:
+            yield place, Skipped(place.step, place.number, str(error)), None
+            continue
+        replayed = _replayed(row, weights, facts)
+        verdict = judge(replayed, facts.dtype)
+        if not verdict.is_policys:
+            verdict = replace(verdict, whose=_other_policy(row, weights, facts))
+        yield place, verdict, replayed
+
+
+def _replayed(row: RecordedRow, weights: Weights, facts: EngineFacts) -> RowReplay:
+    model_of = partial(weights.model, facts.dtype)
+    return replay(row, model_of, scheme_of(facts.vllm), raw_logprobs=facts.raw_logprobs)
+
+
+def _check_vocabulary(row: RecordedRow, weights: Weights, dtype: str) -> None:
+    """Raises ValueError if the weights of a row are missing or have another vocabulary."""
+    for version, _ in row.policy_spans:
+        size = int(weights.model(dtype, version).config.get_text_config().vocab_size)
+        largest = int(row.text.max())
+        if largest >= size:
+            raise ValueError(
+                f"token {largest} is not among the {size:,} of {weights.folder(version)}; these weights are of another model"
+            )
+
+
+def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts) -> int | None:
+    """Returns the version of a policy, one before or after the recorded one, whose own sample the row is."""
+    if len(row.policy_spans) > 1:
+        return None
+    ((version, first),) = row.policy_spans
+    for other in (version - 1, version + 1):
+        if other < 0 or not weights.is_known(other):
+            continue
+        moved = replace(row, policy_spans=((other, first),))
+        if judge(_replayed(moved, weights, facts), facts.dtype).is_policys:
+            return other
+    return None

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows that a run has recorded, by step, and the policies that sampled them."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.audit.rows import FOLDER, EngineFacts, RecordedRow, RowFile
+from nemo_specrollout.audit.verdict import Skipped
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.reports.records import RUN, read_lines, read_object_or_nothing
+
+SAMPLES = "samples.jsonl"
+_FILES_IN_MEMORY = 4
+Spans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row of a step is recorded, and which policies sampled it."""
+
+    step: int
+    number: int
+    """Number of the row among the rows of its step, from 0."""
+    seed: int
+    policy_spans: Spans
+    read_again: tuple[int, ...]
+    file: Path | None
+    """None if no engine has recorded the row."""
+    row: int = 0
+    """Number of the row in the file."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions of the policies that sampled the row, each once."""
+        return tuple(dict.fromkeys(version for version, _ in self.policy_spans))
+
+
+class RecordedRun:
+    """The records of a run. Rows are read one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads what is in the folder of a run's records, `FOLDER` in the log folder.
+
+        Raises ConfigError if the run has recorded no rows.
+        """
+        self.folder = folder
+        about = read_object_or_nothing(folder / RUN)
+        self._damaged = list[str]()
+        self._open = lru_cache(_FILES_IN_MEMORY)(RowFile)
+        places = self._places()
+        self.steps = {step: list(_rows(step, samples, places)) for step, samples in _samples(folder).items()}
+        """Rows of each step, in order."""
+        facts = about.get("audit")
+        if facts is False:
+            raise ConfigError("RUN_DIR: this run has recorded no rows, because its block has audit: false")
+        if not isinstance(facts, Mapping) or not self.steps:
+            why = "no step of it has ended" if isinstance(facts, Mapping) else "its version of this package records none"
+            raise ConfigError(f"RUN_DIR: {folder} has no rows to audit: {why}; name another run")
+        self.model = str(facts.get("model", ""))
+        """Folder or name of the policy that the run started from."""
+        self.checkpoints = Path(facts["checkpoints"]) if facts.get("checkpoints") else None
+        """Folder with the checkpoints of the run; None if it keeps none."""
+        self.checkpoint_offset = int(facts.get("checkpoint_offset", 0))
+        """Number of the checkpoint that has the weights of a policy version, less that version."""
+
+    @property
+    def damaged(self) -> Sequence[str]:
+        """A sentence for each file of rows that cannot be read."""
+        return self._damaged
+
+    def engine_facts(self, place: Place) -> EngineFacts:
+        """Returns facts of the engine that recorded a row."""
+        assert place.file is not None
+        return self._open(place.file).facts
+
+    def read(self, place: Place) -> RecordedRow | Skipped:
+        """Returns a row, or why it cannot be audited."""
+        if place.file is None:
+            return Skipped(place.step, place.number, "no engine has recorded it")
+        try:
+            row = self._open(place.file).finished(place.row)
+        except ValueError as error:
+            return Skipped(place.step, place.number, str(error))
+        if row.params.unknown:
+            return Skipped(place.step, place.number, f"{', '.join(row.params.unknown)} cannot be computed again")
+        length = len(row.prompt_token_ids) + len(row.token_ids)
+        spans = tuple(span for span in place.policy_spans if span[1] < length) or place.policy_spans[:1]
+        return RecordedRow(
+            place.step,
+            place.number,
+            row.seed,
+            row.prompt_token_ids,  # type: ignore[arg-type]
+            row.token_ids,  # type: ignore[arg-type]
+            row.logprobs,  # type: ignore[arg-type]
+            spans,
+            row.params,
+            place.read_again,
+        )
+
+    def _places(self) -> dict[int, tuple[Path, int]]:
+        """Returns file and place of each row by its seed. A row that was made again after a restart counts the last time."""
+        found = {}
+        for file in sorted((self.folder / FOLDER).glob("*.npz")):
+            try:
+                seeds = RowFile(file).seeds
+            except ValueError as error:
+                self._damaged.append(str(error))
+                continue
+            found.update({seed: (file, place) for place, seed in enumerate(seeds)})
+        return found
+
+
+def _samples(folder: Path) -> dict[int, list[Mapping[str, Any]]]:
+    lines = read_lines(folder / SAMPLES)
+    return {line["step"]: [s for s in line.get("samples") or [] if isinstance(s, Mapping)] for line in lines}
+
+
+def _rows(
+    step: int, samples: Sequence[Mapping[str, Any]], places: Mapping[int, tuple[Path, int]]
+) -> Iterator[Place]:
+    for number, sample in enumerate(samples):
+        seed = sample.get("seed")
+        spans = tuple((int(version), int(first)) for version, first in sample.get("policy_spans") or ())
+        if not isinstance(seed, int) or not spans:
+            continue
+        file, row = places.get(seed, (None, 0))
+        yield Place(step, number, seed, spans, tuple(map(int, sample.get("read_again") or ())), file, row)
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """Keeps the result of an audit beside the records, where the report finds it."""
+    from nemo_specrollout.storage.files import write_atomically
+
+    write_atomically(folder / "audit.json", json.dumps(result, indent=1) + "\n")

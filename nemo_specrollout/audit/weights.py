@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights made which row: the checkpoint of a policy version, as a model of transformers."""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.audit.recorded_run import RecordedRun
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.storage.policy_checkpoint import hf_folder
+
+_IN_MEMORY = 2
+"""Policies that are held at a time. A row of several policies needs them one after the other."""
+
+
+class Weights:
+    """Finds and loads the weights of a run's policy versions.
+
+    Weights are rounded to the precision of the engine, and the computation has a precision of its own.
+    """
+
+    def __init__(self, run: RecordedRun, given: Mapping[int, Path], device: str, dtype: str) -> None:
+        """`given` has folders by policy version, which count before the run's own. `dtype` is that of the computation."""
+        self._run = run
+        self._given = given
+        self._device = device
+        self._dtype = dtype
+        self._load = lru_cache(_IN_MEMORY)(self._loaded)
+
+    def folder(self, version: int) -> str:
+        """Returns the Hugging Face folder of a policy version, or the name of the run's first policy on the Hub.
+
+        Raises ValueError with the reason and a fix if there is none.
+        """
+        if version in self._given:
+            return str(hf_folder(self._given[version]))
+        if version == 0:
+            return str(hf_folder(Path(self._run.model))) if Path(self._run.model).is_dir() else self._run.model
+        if self._run.checkpoints is None:
+            raise ValueError("the run keeps no checkpoints; set checkpointing.enabled and checkpointing.save_period")
+        checkpoint = self._run.checkpoints / f"step_{version + self._run.checkpoint_offset}"
+        if not checkpoint.is_dir():
+            raise ValueError(
+                f"{checkpoint} is missing; a checkpoint is kept after each checkpointing.save_period steps, "
+                "or name the weights by --weights"
+            )
+        return str(hf_folder(checkpoint))
+
+    def is_known(self, version: int) -> bool:
+        """Returns whether the weights of a policy version are at hand."""
+        try:
+            self.folder(version)
+        except ValueError:
+            return False
+        return True
+
+    def model(self, engine_dtype: str, version: int) -> Any:
+        """Returns the model with the weights of a policy version. Raises ValueError, and ConfigError for lack of memory."""
+        return self._load(self.folder(version), engine_dtype)
+
+    def _loaded(self, folder: str, engine_dtype: str) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        dtype = getattr(torch, self._dtype)
+        needed = _num_parameters(Path(folder)) * dtype.itemsize
+        if needed > (free := _free_bytes(self._device)):
+            raise ConfigError(_too_large(folder, self._device, needed, free))
+        try:
+            rounded = getattr(torch, engine_dtype)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=rounded, local_files_only=True)
+            return model.to(self._device, dtype).eval()
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise ConfigError(_too_large(folder, self._device, needed, free)) from error
+        except Exception as error:  # transformers has many errors of its own
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{folder} cannot be loaded ({reason})") from error
+
+
+def _num_parameters(folder: Path) -> int:
+    """Returns the parameters in the safetensors files of a folder, from their headers; 0 if it has no such files."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as source:
+            size = int.from_bytes(source.read(8), "little")
+            header = json.loads(source.read(size))
+        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return total
+
+
+def _free_bytes(device: str) -> float:
+    import torch
+
+    if device.startswith("cuda"):
+        return float(torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if Path("/proc/meminfo").is_file() else []
+    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), "inf")
+    return 1024 * float(kib)
+
+
+def _too_large(folder: str, device: str, needed: float, free: float) -> str:
+    return (
+        f"--dtype: the policy in {folder} needs {needed / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free; "
+        "take --dtype bfloat16, another --device, or a machine with more memory"
+    )
