@@ -175,10 +175,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "apart_ahead_draftless": {"overrides": SHORT + APART + AHEAD + TASK_WITHOUT_DRAFTS},
     "async_ahead": {"overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS},
-    "async_shared_prompt": {
-        "overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS + SHARED_PROMPT,
-        "environment": {"NEMO_RL_CPU_KEPT_WEIGHTS": "$OUT/async_shared_prompt/weights"},
-    },
+    "async_shared_prompt": {"overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS + SHARED_PROMPT},
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
     "async_refreshed_head": {"overrides": SHORT + ASYNC + REFRESHED_HEAD, "kill_after": 1, "kill": "HeadTrainer"},
@@ -233,5 +230,9 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
         "kill_after": 1,
     },
 }
+for scenarios in (SCENARIOS, DATA_PLANE_SCENARIOS, CONTROLLER_SCENARIOS):
+    for scenario_name, scenario in scenarios.items():  # for the audit of its rows
+        kept = {"NEMO_RL_CPU_KEPT_WEIGHTS": f"$OUT/{scenario_name}/weights"}
+        scenario["environment"] = {**scenario.get("environment", {}), **kept}
 CONTROLLER_SCENARIOS["moving"]["environment"] |= WILD
 CONTROLLER_SCENARIOS["native"]["environment"] |= RENAMED

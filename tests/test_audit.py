@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The audit against a real engine: it finds that rows are the policy's own, and it names each kind of tampering."""
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from nemo_specrollout.audit.noise import MURMUR, PHILOX, scheme_of
 from nemo_specrollout.audit.recorder import RowRecorder
 from nemo_specrollout.audit.replay import Piece, RowReplay, pieces, replay
 from nemo_specrollout.audit.rows import EngineFacts, FinishedRow, RecordedRow, RowFile, RowParams, write_rows
-from nemo_specrollout.audit.verdict import judge
+from nemo_specrollout.audit.verdict import RowVerdict, judge, rounding_bound
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
@@ -76,9 +77,7 @@ def decode(engine: RolloutEngine) -> dict[str, list[RecordedRow]]:
             of_row = replace(of_row, unknown=(), min_tokens=params.min_tokens, stop_token_ids=stop)
         seed = request_seed(ENGINE_SEED, i, 0, 0)
         spans = ((0, len(text)),)
-        rows[kind].append(
-            RecordedRow(0, i, seed, np.array(text), np.array(tokens), np.array(logprobs), spans, of_row)
-        )
+        rows[kind].append(RecordedRow(0, i, seed, np.array(text), np.array(tokens), np.array(logprobs), spans, of_row))
     return rows
 
 
@@ -99,13 +98,19 @@ def model() -> Any:
 
 
 def replayed(row: RecordedRow, model: Any) -> RowReplay:
-    return replay(row, lambda version: model, NOISE)
+    fine = copy.deepcopy(model).double()
+    return replay(row, lambda version: fine, lambda version: model, NOISE)
+
+
+def judged(row: RecordedRow, model: Any) -> RowVerdict:
+    found = replayed(row, model)
+    return judge(found, rounding_bound([found]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_each_kind_is_the_policys_own(rows: dict[str, list[RecordedRow]], model: Any, kind: str) -> None:
     for row in rows[kind]:
-        verdict = judge(replayed(row, model), "float32")
+        verdict = judged(row, model)
         assert verdict.is_policys and not verdict.differences, verdict
 
 
@@ -113,14 +118,14 @@ def test_a_changed_token_is_named(rows: dict[str, list[RecordedRow]], model: Any
     row = rows["free"][0]
     changed = row.token_ids.copy()
     changed[5] = (changed[5] + 1) % 50
-    verdict = judge(replayed(replace(row, token_ids=changed), model), "float32")
+    verdict = judged(replace(row, token_ids=changed), model)
     assert verdict.first_foreign == 5
     assert f"the policy samples token {row.token_ids[5]} instead of {changed[5]}" in verdict.why
 
 
 def test_another_seed_is_named_as_such(rows: dict[str, list[RecordedRow]], model: Any) -> None:
     row = rows["free"][0]
-    verdict = judge(replayed(replace(row, seed=row.seed + 1), model), "float32")
+    verdict = judged(replace(row, seed=row.seed + 1), model)
     assert not verdict.is_policys and "not those of the row's seed" in verdict.why
 
 
@@ -128,7 +133,7 @@ def test_a_matrix_changed_by_a_thousandth_is_named(rows: dict[str, list[Recorded
     changed = load()
     with torch.no_grad():
         changed.model.layers[0].mlp.up_proj.weight *= 1.001
-    verdicts = [judge(replayed(row, changed), "float32") for row in rows["free"]]
+    verdicts = [judged(row, changed) for row in rows["free"]]
     assert not any(verdict.is_policys for verdict in verdicts)
     assert all("as after other weights" in verdict.why for verdict in verdicts)
 
@@ -210,9 +215,7 @@ def run(start_engine: Callable[..., RolloutEngine], tmp_path_factory: pytest.Tem
         stats = engine.take_sample_stats(requests)
         for request, rollout, of_row in zip(requests, generation.rollouts, stats, strict=True):
             seed = engine._seed_of(request)
-            recorder.add(
-                FinishedRow(seed, request.prompt_token_ids, rollout.token_ids, rollout.logprobs, RowParams())
-            )
+            recorder.add(FinishedRow(seed, request.prompt_token_ids, rollout.token_ids, rollout.logprobs, RowParams()))
             samples.append({"seed": seed, **of_row})
         recorder.settle()
         lines.append({"step": step, "samples": samples})
@@ -238,9 +241,11 @@ def test_every_row_of_every_step_is_the_policys_own(
     result = json.loads((tmp_path / "a.json").read_text())
     assert result["verdict"] == "all 4 rows are the policy's own samples"
     assert result["tokens"] > 40 and 0 < result["logprob_difference"]["largest"] < 1e-4
-    assert json.loads((run / "audit.json").read_text())["steps"] == [step]
+    assert json.loads((run / "audit.json").read_text())["audits"][-1]["steps"] == [step]
     out = capsys.readouterr().out
     assert "steps whose weights are at hand: 1-3" in out and "log-probs differ by at most" in out
+    assert main(["report", str(run)]) == 0
+    assert f"<li>step {step}: all 4 rows are the policy&#x27;s own samples (" in (run / "report.html").read_text()
 
 
 def tampered(run: Path, folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> Path:
@@ -285,7 +290,7 @@ def test_what_cannot_be_audited_is_said_and_the_rest_is_audited(
     assert main(["audit", str(folder), "--steps", "1", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "all 3 rows are the policy's own samples" in out
-    assert "1 rows were not audited: no engine has recorded it" in out
+    assert "1 row was not audited: no engine has recorded it" in out
 
 
 @pytest.mark.parametrize(

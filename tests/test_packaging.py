@@ -39,6 +39,7 @@ EXTRAS = {
     "installed": set(),
     "storage": set(),
     "reports": set(),
+    "audit": {"heads"},
     "speculation": {"engine"},
     "stragglers": {"engine"},
     "telemetry": {"engine"},

@@ -9,8 +9,8 @@ import torch
 from conftest import STEP_ADDER
 from safetensors.torch import load_file
 
-from nemo_specrollout.storage.policy_checkpoint import hf_folder
 from nemo_specrollout.heads.training.head import create_head
+from nemo_specrollout.storage.policy_checkpoint import hf_folder
 
 pytestmark = pytest.mark.integration
 

@@ -19,16 +19,12 @@ def record_rows(folder: Path, step: int, rollout: StepRollout, config: RunConfig
     generation = config.policy.generation
     facts = EngineFacts(0, str(vllm_version()), generation.vllm_cfg.precision)
     rows = []
-    for request, response, stats in zip(
-        rollout.prompts.requests, rollout.rollouts, rollout.sample_stats, strict=True
-    ):
+    for request, response, stats in zip(rollout.prompts.requests, rollout.rollouts, rollout.sample_stats, strict=True):
         has_moved = len((stats or {}).get("workers", ())) > 1
         unknown = ("a move between two updates of the weights",) if has_moved and _of_several(stats) else ()
         params = RowParams(generation.temperature, generation.top_k or 0, generation.top_p, unknown=unknown)
         prompt = request.prompt_token_ids
-        rows.append(
-            FinishedRow(seed_of_row(request, config), prompt, response.token_ids, response.logprobs, params)
-        )
+        rows.append(FinishedRow(seed_of_row(request, config), prompt, response.token_ids, response.logprobs, params))
     write_rows(folder / FOLDER / f"step_{step:09d}.npz", facts, rows)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audits a run: chooses rows, computes them again, and judges them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,12 +11,12 @@ from nemo_specrollout.audit.noise import scheme_of
 from nemo_specrollout.audit.recorded_run import Place, RecordedRun
 from nemo_specrollout.audit.replay import RowReplay, replay
 from nemo_specrollout.audit.rows import EngineFacts, RecordedRow
-from nemo_specrollout.audit.verdict import Audit, RowVerdict, Skipped, judge
+from nemo_specrollout.audit.verdict import Audit, Skipped, judge, rounding_bound
 from nemo_specrollout.audit.weights import Weights
 from nemo_specrollout.config.strict import ConfigError
 
-OnRow = Callable[[int, int, RowVerdict | Skipped], None]
-"""Gets the number of rows that are done, of all chosen rows, and what came of the last one."""
+OnRow = Callable[[int, int], None]
+"""Gets the number of rows that are done, and of all chosen rows."""
 
 
 def choose(run: RecordedRun, weights: Weights, steps: Sequence[int], num_rows: int) -> list[Place]:
@@ -55,7 +55,9 @@ def _newest(run: RecordedRun, weights: Weights) -> list[int]:
         raise ConfigError(
             f"RUN_DIR: no step's weights are at hand. Step {last} was sampled by policy {version}: {error}"
         ) from error
-    raise ConfigError("RUN_DIR: no step has all of its policies at hand; name one by --steps and its weights by --weights")
+    raise ConfigError(
+        "RUN_DIR: no step has all of its policies at hand; name one by --steps and its weights by --weights"
+    )
 
 
 def in_ranges(numbers: Sequence[int]) -> str:
@@ -70,55 +72,58 @@ def in_ranges(numbers: Sequence[int]) -> str:
 
 
 def audit_rows(run: RecordedRun, weights: Weights, places: Sequence[Place], on_row: OnRow) -> Audit:
-    """Computes rows again and judges them. Rows of one policy follow each other, so that each policy is loaded once."""
-    verdicts = list[RowVerdict]()
+    """Computes rows again and judges them. Rows of one policy follow each other, so that each policy is loaded once.
+
+    What rounding explains is known when all rows are computed, so they are judged at the end.
+    """
+    replays = list[RowReplay]()
     skipped = list[Skipped]()
-    differences = [np.zeros(0)]
-    dtypes = set[str]()
-    ordered = sorted(places, key=lambda place: place.versions)
-    for done, (place, outcome, replayed) in enumerate(_outcomes(run, weights, ordered), 1):
+    engines = list[EngineFacts]()
+    for done, place in enumerate(sorted(places, key=lambda place: place.versions), 1):
+        outcome = _computed(run, weights, place)
         if isinstance(outcome, Skipped):
             skipped.append(outcome)
         else:
-            verdicts.append(outcome)
-            dtypes.add(run.engine_facts(place).dtype)
-        if replayed is not None:
-            differences.append(replayed.logprob_differences)
-        on_row(done, len(places), outcome)
-    in_order = sorted(verdicts, key=lambda verdict: (verdict.step, verdict.number))
-    return Audit(in_order, skipped, ", ".join(sorted(dtypes)), np.concatenate(differences))
-
-
-def _outcomes(
-    run: RecordedRun, weights: Weights, places: Sequence[Place]
-) -> Iterator[tuple[Place, RowVerdict | Skipped, RowReplay | None]]:
-    for place in places:
-        row = run.read(place)
-        if isinstance(row, Skipped):
-            yield place, row, None
-            continue
-        facts = run.engine_facts(place)
-        try:
-            _check_vocabulary(row, weights, facts.dtype)
-        except ValueError as error:
-            yield place, Skipped(place.step, place.number, str(error)), None
-            continue
-        replayed = _replayed(row, weights, facts)
-        verdict = judge(replayed, facts.dtype)
+            replays.append(outcome)
+            engines.append(run.engine_facts(place))
+        on_row(done, len(places))
+    bound = rounding_bound(replays)
+    verdicts = []
+    for replayed, facts in zip(replays, engines, strict=True):
+        verdict = judge(replayed, bound)
         if not verdict.is_policys:
-            verdict = replace(verdict, whose=_other_policy(row, weights, facts))
-        yield place, verdict, replayed
+            verdict = replace(verdict, whose=_other_policy(replayed.row, weights, facts, bound))
+        verdicts.append(verdict)
+    verdicts.sort(key=lambda verdict: (verdict.step, verdict.number))
+    dtypes = ", ".join(sorted({facts.dtype for facts in engines}))
+    return Audit(
+        verdicts, skipped, dtypes, bound, np.concatenate([np.zeros(0), *(r.logprob_differences for r in replays)])
+    )
+
+
+def _computed(run: RecordedRun, weights: Weights, place: Place) -> RowReplay | Skipped:
+    """Returns a row computed again, or why it cannot be."""
+    row = run.read(place)
+    if isinstance(row, Skipped):
+        return row
+    facts = run.engine_facts(place)
+    try:
+        _check_vocabulary(row, weights, facts.dtype)
+    except ValueError as error:
+        return Skipped(place.step, place.number, str(error))
+    return _replayed(row, weights, facts)
 
 
 def _replayed(row: RecordedRow, weights: Weights, facts: EngineFacts) -> RowReplay:
-    model_of = partial(weights.model, facts.dtype)
-    return replay(row, model_of, scheme_of(facts.vllm), raw_logprobs=facts.raw_logprobs)
+    fine = partial(weights.fine_model, facts.dtype)
+    coarse = partial(weights.coarse_model, facts.dtype)
+    return replay(row, fine, coarse, scheme_of(facts.vllm), raw_logprobs=facts.raw_logprobs)
 
 
 def _check_vocabulary(row: RecordedRow, weights: Weights, dtype: str) -> None:
     """Raises ValueError if the weights of a row are missing or have another vocabulary."""
     for version, _ in row.policy_spans:
-        size = int(weights.model(dtype, version).config.get_text_config().vocab_size)
+        size = int(weights.coarse_model(dtype, version).config.get_text_config().vocab_size)
         largest = int(row.text.max())
         if largest >= size:
             raise ValueError(
@@ -126,7 +131,7 @@ def _check_vocabulary(row: RecordedRow, weights: Weights, dtype: str) -> None:
             )
 
 
-def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts) -> int | None:
+def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts, bound: float) -> int | None:
     """Returns the version of a policy, one before or after the recorded one, whose own sample the row is."""
     if len(row.policy_spans) > 1:
         return None
@@ -135,6 +140,6 @@ def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts) -> int
         if other < 0 or not weights.is_known(other):
             continue
         moved = replace(row, policy_spans=((other, first),))
-        if judge(_replayed(moved, weights, facts), facts.dtype).is_policys:
+        if judge(_replayed(moved, weights, facts), bound).is_policys:
             return other
     return None

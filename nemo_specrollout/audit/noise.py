@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise that vLLM's V2 model runner adds to logits, in numpy: a function of a request's seed, of a position, and of a token.
+"""The noise that vLLM's V2 model runner adds to logits, in numpy: a function of seed, position and token.
 
 vLLM samples by the Gumbel-max method. The token of a position is the one whose score, its processed logit plus its noise, is
 largest. The position counts from the beginning of the prompt, and it is that of the last known token: the first token of a
@@ -102,7 +102,9 @@ def _philox_uniform(seed: int, positions: Integers, tokens: Integers) -> Floats:
     position_seeds, counters = np.broadcast_arrays(position_seeds, tokens.astype(_U32))
     numbers = _philox((position_seeds, np.zeros_like(position_seeds)), counters).astype(np.int32).astype(np.int64)
     magnitudes = np.where(numbers < 0, -numbers - 1, numbers)
-    return np.maximum(magnitudes.astype(np.float32) * np.float32(_SMALLEST_OF_PHILOX), _SMALLEST_OF_PHILOX).astype(float)
+    return np.maximum(magnitudes.astype(np.float32) * np.float32(_SMALLEST_OF_PHILOX), _SMALLEST_OF_PHILOX).astype(
+        float
+    )
 
 
 MURMUR = NoiseScheme("murmur", _murmur_uniform, 2.0**-33)

@@ -11,10 +11,12 @@ from typing import Any
 from nemo_specrollout.audit.rows import FOLDER, EngineFacts, RecordedRow, RowFile
 from nemo_specrollout.audit.verdict import Skipped
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.reports.records import RUN, read_lines, read_object_or_nothing
+from nemo_specrollout.reports.records import AUDITS, RUN, read_lines, read_object_or_nothing
+from nemo_specrollout.storage.files import write_atomically
 
 SAMPLES = "samples.jsonl"
 _FILES_IN_MEMORY = 4
+_KEPT_AUDITS = 100
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -58,7 +60,9 @@ class RecordedRun:
         if facts is False:
             raise ConfigError("RUN_DIR: this run has recorded no rows, because its block has audit: false")
         if not isinstance(facts, Mapping) or not self.steps:
-            why = "no step of it has ended" if isinstance(facts, Mapping) else "its version of this package records none"
+            why = (
+                "no step of it has ended" if isinstance(facts, Mapping) else "its version of this package records none"
+            )
             raise ConfigError(f"RUN_DIR: {folder} has no rows to audit: {why}; name another run")
         self.model = str(facts.get("model", ""))
         """Folder or name of the policy that the run started from."""
@@ -119,9 +123,7 @@ def _samples(folder: Path) -> dict[int, list[Mapping[str, Any]]]:
     return {line["step"]: [s for s in line.get("samples") or [] if isinstance(s, Mapping)] for line in lines}
 
 
-def _rows(
-    step: int, samples: Sequence[Mapping[str, Any]], places: Mapping[int, tuple[Path, int]]
-) -> Iterator[Place]:
+def _rows(step: int, samples: Sequence[Mapping[str, Any]], places: Mapping[int, tuple[Path, int]]) -> Iterator[Place]:
     for number, sample in enumerate(samples):
         seed = sample.get("seed")
         spans = tuple((int(version), int(first)) for version, first in sample.get("policy_spans") or ())
@@ -131,8 +133,8 @@ def _rows(
         yield Place(step, number, seed, spans, tuple(map(int, sample.get("read_again") or ())), file, row)
 
 
-def write_result(folder: Path, result: Mapping[str, Any]) -> None:
-    """Keeps the result of an audit beside the records, where the report finds it."""
-    from nemo_specrollout.storage.files import write_atomically
-
-    write_atomically(folder / "audit.json", json.dumps(result, indent=1) + "\n")
+def keep_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """Adds the result of an audit to those that lie beside the records, where the report finds them."""
+    earlier = read_object_or_nothing(folder / AUDITS).get("audits")
+    audits = [*(earlier if isinstance(earlier, list) else []), result][-_KEPT_AUDITS:]
+    write_atomically(folder / AUDITS, json.dumps({"audits": audits}, indent=1) + "\n")

@@ -32,8 +32,8 @@ class RowReplay:
     """By how much the score of the recorded token is below the best one. 0 where it is the best."""
     logprobs: Array
     """Log-prob of the recorded token."""
-    largest_logits: Array
-    """Largest absolute logit of the position, which says how coarse its rounding is."""
+    own_rounding: Array
+    """By how much the log-prob changes if it is computed in the engine's precision instead of a finer one."""
 
     @property
     def differs(self) -> Array:
@@ -49,7 +49,12 @@ class RowReplay:
 
 @torch.inference_mode()
 def replay(
-    row: RecordedRow, model_of: Callable[[int], Model], noise: NoiseScheme, *, raw_logprobs: bool = False
+    row: RecordedRow,
+    fine_model_of: Callable[[int], Model],
+    coarse_model_of: Callable[[int], Model],
+    noise: NoiseScheme,
+    *,
+    raw_logprobs: bool = False,
 ) -> RowReplay:
     """Computes what the policy samples at each position of a row.
 
@@ -58,22 +63,30 @@ def replay(
 
     Args:
         row: the recorded row, with at least one token.
-        model_of: returns the model with the weights of a policy version.
+        fine_model_of: returns the model with the weights of a policy version, which computes in a finer precision than the
+            engine.
+        coarse_model_of: returns the same model in the precision of the engine. It says what rounding alone does.
         noise: how the run's vLLM derives the noise.
         raw_logprobs: whether the engine's log-probs are those of unprocessed logits.
     """
-    parts = list[Sampled]()
-    largest = list[Array]()
-    for first, logits_PV in _logits(row, model_of):
-        largest.append(np.abs(logits_PV).max(axis=1))
-        parts.append(sample(row, first, logits_PV, noise, raw_logprobs=raw_logprobs))
+    parts = _sampled(row, fine_model_of, noise, raw_logprobs)
+    coarse = _sampled(row, coarse_model_of, None, raw_logprobs)
+    logprobs = np.concatenate([part.logprob_P for part in parts])
     return RowReplay(
         row,
         token_ids=np.concatenate([part.token_ids_P for part in parts]),
         gaps=np.concatenate([part.gap_P for part in parts]),
-        logprobs=np.concatenate([part.logprob_P for part in parts]),
-        largest_logits=np.concatenate(largest),
+        logprobs=logprobs,
+        own_rounding=np.abs(np.concatenate([part.logprob_P for part in coarse]) - logprobs),
     )
+
+
+def _sampled(
+    row: RecordedRow, model_of: Callable[[int], Model], noise: NoiseScheme | None, raw_logprobs: bool
+) -> list[Sampled]:
+    return [
+        sample(row, first, logits_PV, noise, raw_logprobs=raw_logprobs) for first, logits_PV in _logits(row, model_of)
+    ]
 
 
 class Piece(NamedTuple):
@@ -100,7 +113,10 @@ def pieces(row: RecordedRow) -> list[Piece]:
 
 
 def _logits(row: RecordedRow, model_of: Callable[[int], Model]) -> Iterator[tuple[int, Array]]:
-    """Yields the number of a token of the response, and the logits of it and the next ones, float32, shape [P, V]."""
+    """Yields the number of a token of the response, and the logits of it and the next ones, shape [P, V].
+
+    They are float64 if the model is, else float32.
+    """
     text = torch.from_numpy(row.text.astype(np.int64))
     last_of_prompt = len(row.prompt_token_ids) - 1
     cache = None
@@ -114,4 +130,6 @@ def _logits(row: RecordedRow, model_of: Callable[[int], Model]) -> Iterator[tupl
             cache = output.past_key_values
             first = max(piece.begin, start, last_of_prompt)
             if first < stop:
-                yield first - last_of_prompt, output.logits[0, first - start :].float().cpu().numpy()
+                logits_PV = output.logits[0, first - start :]
+                is_double = logits_PV.dtype is torch.float64
+                yield first - last_of_prompt, logits_PV.to(torch.float64 if is_double else torch.float32).cpu().numpy()

@@ -34,15 +34,15 @@ class Sampled:
 
 
 def sample(
-    row: RecordedRow, first: int, logits_PV: Array, noise: NoiseScheme, *, raw_logprobs: bool = False
+    row: RecordedRow, first: int, logits_PV: Array, noise: NoiseScheme | None, *, raw_logprobs: bool = False
 ) -> Sampled:
     """Returns what the policy samples at positions of a row.
 
     Args:
         row: the recorded row, whose own tokens are the text before each position.
         first: number of the first token of the response to sample, from 0.
-        logits_PV: logits of the text before each of these tokens, float32. They are changed.
-        noise: how the run's vLLM derives the noise.
+        logits_PV: logits of the text before each of these tokens, float32 or float64. They are changed.
+        noise: how the run's vLLM derives the noise. None where only log-probs are asked for.
         raw_logprobs: whether the log-probs are those of the logits as they are given.
     """
     params = row.params
@@ -55,7 +55,7 @@ def sample(
     if not is_greedy and params.temperature != 1.0:
         logits_PV /= np.float32(params.temperature)
     _exclude_unlikely(logits_PV, params)
-    scores_PV = logits_PV if is_greedy else _noisy(logits_PV, row, first, recorded_P, noise)
+    scores_PV = logits_PV if is_greedy or noise is None else _noisy(logits_PV, row, first, recorded_P, noise)
     logprob_P = _logprobs(logits_PV, recorded_P) if raw_P is None else raw_P
     return _compared(scores_PV, recorded_P, logprob_P)
 
@@ -127,7 +127,9 @@ def _noisy(logits_PV: Array, row: RecordedRow, first: int, recorded_P: Array, sc
     two_P2 = two_P2 + scheme.noise(row.seed, positions_P[:, None], likeliest_P2)
     bound_P1 = two_P2.min(axis=1, keepdims=True) - scheme.largest_noise
     is_possible_PV = (logits_PV >= bound_P1) & np.isfinite(logits_PV)
-    is_possible_PV[np.arange(len(recorded_P)), recorded_P] |= np.isfinite(logits_PV[np.arange(len(recorded_P)), recorded_P])
+    is_possible_PV[np.arange(len(recorded_P)), recorded_P] |= np.isfinite(
+        logits_PV[np.arange(len(recorded_P)), recorded_P]
+    )
     places, tokens = np.nonzero(is_possible_PV)
     scores_PV = np.full(logits_PV.shape, -np.inf)
     scores_PV[places, tokens] = logits_PV[places, tokens] + scheme.noise(row.seed, positions_P[places], tokens)

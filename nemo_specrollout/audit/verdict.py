@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges replayed rows: the policy's own, the policy's own but for rounding, or not the policy's. Pure numbers and sentences."""
+"""Judges replayed rows: the policy's own, its own but for rounding, or not the policy's. Numbers and sentences."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,10 +10,12 @@ import numpy as np
 from nemo_specrollout.audit.replay import RowReplay
 from nemo_specrollout.audit.rows import Array
 
-ROUNDING = {"float32": 8 * 2.0**-23, "bfloat16": 2 * 2.0**-7, "float16": 4 * 2.0**-10}
-"""Largest difference of scores that rounding explains, as a share of the position's largest logit, by the engine's dtype.
+ROUNDING_FACTOR = 8.0
+"""Rounding explains a log-prob's difference up to this many times the largest that it makes in the audit's own computation.
 
-Engine and audit add the same numbers in different orders. docs/guides/audit.md says what was measured.
+The audit computes every row in the engine's precision, too, and compares that with a finer one. Engine and audit add the same
+numbers in different orders, so their errors are of one size over many rows, and a few times larger or smaller in a single one.
+docs/guides/audit.md says what was measured.
 """
 _SHOWN_ROWS = 8
 
@@ -29,8 +31,6 @@ class Difference:
     """The policy's own token."""
     gap: float
     """By how much the policy's score of the recorded token is below the best one; inf if the parameters exclude it."""
-    bound: float
-    """Largest gap that rounding explains there."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class Audit:
     skipped: Sequence[Skipped]
     dtype: str
     """Precision of the engines."""
+    bound: float
+    """Largest difference of a log-prob that rounding explains, in nats. Of two scores it explains twice that."""
     logprob_differences: Array
     """Absolute differences of the log-probs of all tokens, in nats; NaN where the engine's is not known."""
 
@@ -96,7 +98,11 @@ class Audit:
         known = self.logprob_differences[np.isfinite(self.logprob_differences)]
         if not known.size:
             return {}
-        return {"largest": float(known.max()), "p99": float(np.quantile(known, 0.99)), "median": float(np.median(known))}
+        return {
+            "largest": float(known.max()),
+            "p99": float(np.quantile(known, 0.99)),
+            "median": float(np.median(known)),
+        }
 
     @property
     def sentence(self) -> str:
@@ -125,17 +131,22 @@ class Audit:
             "rows_not_the_policys": len(self.foreign),
             "tokens_that_differ": len(self.differences),
             "dtype": self.dtype,
+            "rounding_explains": self.bound,
             "logprob_difference": self.logprob_quantiles,
             "by_row": [_row_as_json(row) for row in self.rows],
             "skipped": [asdict(row) for row in self.skipped],
         }
 
 
-def judge(replayed: RowReplay, dtype: str) -> RowVerdict:
-    """Judges a row of a run whose engine computes in `dtype`."""
-    bounds_T = ROUNDING[dtype] * replayed.largest_logits
-    is_other_T = replayed.gaps > bounds_T
-    is_off_T = replayed.logprob_differences > bounds_T
+def rounding_bound(replays: Iterable[RowReplay]) -> float:
+    """Returns the largest difference of a log-prob that rounding explains in these rows, in nats."""
+    return ROUNDING_FACTOR * max((float(replayed.own_rounding.max()) for replayed in replays), default=0.0)
+
+
+def judge(replayed: RowReplay, bound: float) -> RowVerdict:
+    """Judges a row, of which rounding explains differences of log-probs up to `bound`, in nats."""
+    is_other_T = replayed.gaps > 2 * bound
+    is_off_T = replayed.logprob_differences > bound
     foreign = np.flatnonzero(is_other_T | is_off_T)
     row = replayed.row
     differing = np.flatnonzero(replayed.differs).tolist()
@@ -144,10 +155,7 @@ def judge(replayed: RowReplay, dtype: str) -> RowVerdict:
         number=row.number,
         num_tokens=len(replayed.gaps),
         differences=tuple(
-            Difference(
-                i, int(row.token_ids[i]), int(replayed.token_ids[i]), float(replayed.gaps[i]), float(bounds_T[i])
-            )
-            for i in differing
+            Difference(i, int(row.token_ids[i]), int(replayed.token_ids[i]), float(replayed.gaps[i])) for i in differing
         ),
         first_foreign=int(foreign[0]) if foreign.size else None,
         why="" if not foreign.size else _why(replayed, int(foreign[0]), is_other_T, is_off_T),
@@ -158,22 +166,25 @@ def _why(replayed: RowReplay, first: int, is_other_T: Array, is_off_T: Array) ->
     """Returns what differs from the token `first` on, and what that says of weights, noise or text."""
     if not is_off_T.any():
         if is_other_T.sum() > 1:
+            count = f"{is_other_T.sum()} of {len(is_other_T)} tokens"
             return (
-                f"the log-probs are right, but {is_other_T.sum()} of {len(is_other_T)} tokens are not those of the row's seed, "
-                f"from position {first} of the response on"
+                f"the log-probs are right, but {count} are not those of the row's seed, from position {first} of the "
+                "response on"
             )
         return _other_token(replayed, first)
     if is_off_T[first] and not is_other_T[first]:
         largest = np.nanmax(replayed.logprob_differences)
-        return (
-            f"the log-probs differ from position {first} of the response on, by up to {largest:.2g}, as after other weights"
-        )
+        return f"the log-probs differ from position {first} of the response on, by up to {largest:.2g}, as after other weights"
     return _other_token(replayed, first)
 
 
 def _other_token(replayed: RowReplay, number: int) -> str:
     gap = replayed.gaps[number]
-    how = f"by a score that is {gap:.2g} higher" if np.isfinite(gap) else "because the parameters exclude the recorded one"
+    how = (
+        f"by a score that is {gap:.2g} higher"
+        if np.isfinite(gap)
+        else "because the parameters exclude the recorded one"
+    )
     return (
         f"at position {number} of the response the policy samples token {replayed.token_ids[number]} instead of "
         f"{replayed.row.token_ids[number]}, {how}"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which weights made which row: the checkpoint of a policy version, as a model of transformers."""
 
+import copy
 import json
 import math
 from collections.abc import Mapping
@@ -12,22 +13,21 @@ from nemo_specrollout.audit.recorded_run import RecordedRun
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.storage.policy_checkpoint import hf_folder
 
-_IN_MEMORY = 2
-"""Policies that are held at a time. A row of several policies needs them one after the other."""
+_IN_MEMORY = 1
+"""Policies that are held at a time. Rows are audited policy by policy."""
 
 
 class Weights:
     """Finds and loads the weights of a run's policy versions.
 
-    Weights are rounded to the precision of the engine, and the computation has a precision of its own.
+    A policy is loaded twice: as the engine had it, and with the same numbers in a finer precision, in which an audit computes.
     """
 
-    def __init__(self, run: RecordedRun, given: Mapping[int, Path], device: str, dtype: str) -> None:
-        """`given` has folders by policy version, which count before the run's own. `dtype` is that of the computation."""
+    def __init__(self, run: RecordedRun, given: Mapping[int, Path], device: str) -> None:
+        """`given` has folders by policy version, which count before the run's own. `device` computes."""
         self._run = run
         self._given = given
         self._device = device
-        self._dtype = dtype
         self._load = lru_cache(_IN_MEMORY)(self._loaded)
 
     def folder(self, version: int) -> str:
@@ -57,22 +57,26 @@ class Weights:
             return False
         return True
 
-    def model(self, engine_dtype: str, version: int) -> Any:
-        """Returns the model with the weights of a policy version. Raises ValueError, and ConfigError for lack of memory."""
-        return self._load(self.folder(version), engine_dtype)
+    def coarse_model(self, engine_dtype: str, version: int) -> Any:
+        """Returns the model of a policy version in the precision of the engine. Raises ValueError and ConfigError."""
+        return self._load(self.folder(version), engine_dtype)[0]
 
-    def _loaded(self, folder: str, engine_dtype: str) -> Any:
+    def fine_model(self, engine_dtype: str, version: int) -> Any:
+        """Returns the same model, whose weights have the same values, in a finer precision. Raises as above."""
+        return self._load(self.folder(version), engine_dtype)[1]
+
+    def _loaded(self, folder: str, engine_dtype: str) -> tuple[Any, Any]:
         import torch
         from transformers import AutoModelForCausalLM
 
-        dtype = getattr(torch, self._dtype)
-        needed = _num_parameters(Path(folder)) * dtype.itemsize
+        coarse_dtype = getattr(torch, engine_dtype)
+        fine_dtype = torch.float64 if coarse_dtype is torch.float32 else torch.float32
+        needed = _num_parameters(Path(folder)) * (coarse_dtype.itemsize + fine_dtype.itemsize)
         if needed > (free := _free_bytes(self._device)):
             raise ConfigError(_too_large(folder, self._device, needed, free))
         try:
-            rounded = getattr(torch, engine_dtype)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=rounded, local_files_only=True)
-            return model.to(self._device, dtype).eval()
+            coarse = AutoModelForCausalLM.from_pretrained(folder, dtype=coarse_dtype, local_files_only=True).eval()
+            return coarse.to(self._device), copy.deepcopy(coarse).to(self._device, fine_dtype)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise ConfigError(_too_large(folder, self._device, needed, free)) from error
         except Exception as error:  # transformers has many errors of its own
@@ -103,6 +107,6 @@ def _free_bytes(device: str) -> float:
 
 def _too_large(folder: str, device: str, needed: float, free: float) -> str:
     return (
-        f"--dtype: the policy in {folder} needs {needed / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free; "
-        "take --dtype bfloat16, another --device, or a machine with more memory"
+        f"--device: the policy in {folder} needs {needed / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free; "
+        "take another device, or a machine with more memory"
     )

@@ -32,12 +32,12 @@ def audit(parsed: argparse.Namespace) -> int:
         check_out(parsed.json, "--json")
     folder = find_run(parsed.run_dir)
     from nemo_specrollout.audit.audit import audit_rows, auditable_steps, choose, in_ranges
-    from nemo_specrollout.audit.recorded_run import RecordedRun, write_result
+    from nemo_specrollout.audit.recorded_run import RecordedRun, keep_result
     from nemo_specrollout.audit.weights import Weights
 
     run = RecordedRun(folder)
     device = parsed.device or _device()
-    weights = Weights(run, _given(parsed.weights, run, steps), device, parsed.dtype)
+    weights = Weights(run, _given(parsed.weights, run, steps), device)
     places = choose(run, weights, steps, parsed.rows)
     for sentence in run.damaged:
         print(f"warning: {sentence}", file=sys.stderr)
@@ -46,7 +46,7 @@ def audit(parsed: argparse.Namespace) -> int:
     progress = _Progress()
     found = audit_rows(run, weights, places, progress.row_done)
     result = {**found.as_json(), "steps": chosen, "seconds": round(progress.seconds, 1), "device": device}
-    write_result(folder, result)
+    keep_result(folder, {**result, "date": time.strftime("%Y-%m-%d %H:%M")})
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     _show(result, in_ranges(auditable_steps(run, weights)))
@@ -66,17 +66,20 @@ def _show(result: Mapping[str, Any], auditable: str) -> None:
             f"  log-probs differ by at most {gaps['largest']:.2g} nats, 99 % of them by at most {gaps['p99']:.2g}, "
             f"half of them by at most {gaps['median']:.2g}"
         )
+        print(f"  rounding of {result['dtype']} explains up to {result['rounding_explains']:.2g} nats here")
     shown = [(row, d) for row in result["by_row"] for d in row.get("differences", ())]
     for row, d in shown[:_SHOWN]:
-        gap = "it is excluded" if d["gap"] is None else f"{d['gap']:.2g} below (rounding explains {d['bound']:.2g})"
-        print(f"  step {row['step']}, row {row['number']}, token {d['number']}: {d['recorded']}, not {d['sampled']}: {gap}")
+        gap = "it is excluded" if d["gap"] is None else f"its score is {d['gap']:.2g} below"
+        print(
+            f"  step {row['step']}, row {row['number']}, token {d['number']}: {d['recorded']}, not {d['sampled']}: {gap}"
+        )
     if len(shown) > _SHOWN:
         print(f"  and {len(shown) - _SHOWN:,} more tokens; --json FILE has all")
     reasons: dict[str, int] = {}
     for row in result["skipped"]:
         reasons[row["reason"]] = reasons.get(row["reason"], 0) + 1
     for reason, count in reasons.items():
-        print(f"  {count:,} rows were not audited: {reason}")
+        print(f"  {count:,} {'row was' if count == 1 else 'rows were'} not audited: {reason}")
     print(f"  steps whose weights are at hand: {auditable or 'none'}")
 
 
@@ -92,7 +95,7 @@ class _Progress:
         """Seconds since the beginning."""
         return time.monotonic() - self._began
 
-    def row_done(self, done: int, total: int, outcome: Any) -> None:
+    def row_done(self, done: int, total: int) -> None:
         """Notes a row."""
         now = time.monotonic()
         if now - self._told < _EVERY_S and done < total:
@@ -122,11 +125,15 @@ def _given(texts: list[str], run: Any, steps: list[int]) -> dict[int, Path]:
         versions = {v for step in steps for row in run.steps.get(step, ()) for v in row.versions}
         if len(versions) != 1:
             which = f"the rows are of policies {sorted(versions)}" if versions else "name the step by --steps, too"
-            raise ConfigError(f"--weights: {text} is of one policy, and {which}; write VERSION=FOLDER, once for each policy")
+            raise ConfigError(
+                f"--weights: {text} is of one policy, and {which}; write VERSION=FOLDER, once for each policy"
+            )
         found[versions.pop()] = Path(text)
     for folder_ in found.values():
         if not folder_.is_dir():
-            raise ConfigError(f"--weights: {folder_} is not a folder; name a Hugging Face folder or a step_N of NeMo-RL")
+            raise ConfigError(
+                f"--weights: {folder_} is not a folder; name a Hugging Face folder or a step_N of NeMo-RL"
+            )
     return found
 
 

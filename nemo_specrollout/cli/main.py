@@ -87,7 +87,6 @@ COMMANDS = (
             ),
             flag("--json", "FILE", "file for the verdict with all figures", type=Path),
             flag("--device", "DEVICE", "where to compute, such as cpu or cuda:1; default: a GPU if there is one"),
-            flag("--dtype", None, "precision of the computation", choices=("float32", "bfloat16"), default="float32"),
         ),
         extra="heads",
     ),

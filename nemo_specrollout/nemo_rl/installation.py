@@ -149,14 +149,14 @@ def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
     heads = HeadFolder(Path(place).absolute() / "specrollout_heads")
     if first == 0:
         heads.withdraw()
-    algorithm = next(block for name in ALGORITHMS if (block := getattr(config, name, None)) is not None)
+    algorithm = next(found for name in ALGORITHMS if (found := getattr(config, name, None)) is not None)
     samples = getattr(algorithm, "num_generations_per_prompt", 1)
     asynchronous = getattr(algorithm, "async_grpo", None) or getattr(algorithm, "async_ppo", None)
     if asynchronous is not None and not asynchronous.enabled:
         asynchronous = None
     in_flight = asynchronous is not None and asynchronous.in_flight_weight_updates
-    blocks = (asynchronous, getattr(config, "async_rl", None))
-    recomputes = any(getattr(block, "recompute_kv_cache_after_weight_updates", False) for block in blocks)
+    may_recompute = (asynchronous, getattr(config, "async_rl", None))
+    recomputes = any(getattr(each, "recompute_kv_cache_after_weight_updates", False) for each in may_recompute)
     rows = Path(config.logger["log_dir"]).absolute() / RECORDS / ROWS if block.audit else ""
     return RunFacts(
         algorithm.seed,

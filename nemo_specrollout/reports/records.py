@@ -25,6 +25,8 @@ Record = Mapping[str, Any]
 FORMAT = 1
 """Version of the records, `records` in `run.json`."""
 RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
+AUDITS = "audit.json"
+"""What `nemo-specrollout audit` has found."""
 PREFIX = "specrollout/"
 """Prefix of our metrics in NeMo-RL's logger."""
 FOLDER = "specrollout"

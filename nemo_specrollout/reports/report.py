@@ -10,7 +10,16 @@ import yaml
 
 from nemo_specrollout.reports.charts import Draw, charts_of, save_picture
 from nemo_specrollout.reports.page import NONE, card, chart, facts, folded, grid, in_digits, page, step_list, table
-from nemo_specrollout.reports.records import Record, Run, naming_damage, number, refreshes, summary_of
+from nemo_specrollout.reports.records import (
+    AUDITS,
+    Record,
+    Run,
+    naming_damage,
+    number,
+    read_object_or_nothing,
+    refreshes,
+    summary_of,
+)
 from nemo_specrollout.storage.files import write_atomically
 
 PAGE, PICTURE = "report.html", "picture.png"
@@ -60,7 +69,8 @@ def _page(run: Run, sections: Sequence[str]) -> str:
     if run.steps:
         alarms = step_list("Alarms", run.alarms[-MAX_ROWS:], "alarms")
         charts = grid("charts", (chart(*shown) for shown in charts_of(run)))
-        parts = [grid("cards", _cards(run)), alarms, charts, *sections, _head_decisions(run), _table(run)]
+        audits = step_list("Audits", _audits(run))
+        parts = [grid("cards", _cards(run)), alarms, audits, charts, *sections, _head_decisions(run), _table(run)]
     config = run.folder / "config.yaml"
     if config.is_file():
         parts.append(folded("Resolved config", config.read_text(encoding="utf-8", errors="replace")))
@@ -143,6 +153,18 @@ def _engine_cards(run: Run, summary: Record) -> Iterator[str]:
         yield card("Remote drafters", f"{in_digits(ready, 'd')} of {named:.0f}", note, "bad" * (ready < named))
     if (derived := number(summary, "seeds_derived")) > 0:
         yield card("Seeds derived", f"{derived:,.0f}", "requests over HTTP without a seed of their own")
+
+
+def _audits(run: Run) -> Iterator[tuple[str, str]]:
+    """Yields steps and verdict of each audit, the latest first."""
+    audits = read_object_or_nothing(run.folder / AUDITS).get("audits")
+    for audit in reversed(audits if isinstance(audits, list) else []):
+        steps = ", ".join(map(str, audit.get("steps", ())))
+        gaps = audit.get("logprob_difference") or {}
+        largest = f"; log-probs differ by at most {gaps['largest']:.2g} nats" if "largest" in gaps else ""
+        skipped = f"; {len(audit['skipped']):,} rows could not be audited" if audit.get("skipped") else ""
+        rows = f"{audit.get('rows', 0):,} rows, {audit.get('tokens', 0):,} tokens"
+        yield steps, f"{audit.get('verdict')} ({rows}{largest}{skipped}; {audit.get('date', 'no date')})"
 
 
 def _head_decisions(run: Run) -> str:

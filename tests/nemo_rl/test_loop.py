@@ -4,13 +4,20 @@
 import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
+from kept_weights import audit_of
 from nemo_rl_host import ROUNDING, Host, Run, num_drafts
-from row_oracle import logprob_gaps, policies_of_updates
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
+AUDITED = [
+    "sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3", "sync_dapo",
+    "sync_moving", "sync_moving_streams", "dtensor_two_engines", "colocated_ahead_tail", "apart_ahead_streams",
+    "apart_ahead_tail", "apart_ahead_resumed", "apart_ahead_draftless", "async_plain", "async_drafted", "async_eagle3",
+    "async_moving", "async_moving_in_flight", "async_ahead", "async_shared_prompt",
+]  # fmt: skip
 STEPS = (1, 2, 3)
 SOUND = 1e-4  # nats: float32, two implementations of one model
 FINISHED = [
@@ -78,21 +85,19 @@ def test_no_sample_is_of_two_policies(runs: dict[str, Run]) -> None:
     assert spans and all(len(of_sample) == 1 for of_sample in spans)
 
 
-def test_every_row_is_one_policy_s_own_though_prompts_share_a_prefix(runs: dict[str, Run], host: Host) -> None:
-    """Computes the log-probs of each row again, with the weights of each update: those of one of them must be the engine's.
+@pytest.mark.parametrize("name", AUDITED)
+def test_every_row_is_what_its_policies_sample(runs: dict[str, Run], host: Host, name: str, tmp_path: Path) -> None:
+    """Computes every row again with the weights of each update, by the audit, which has no code of the engine's.
 
-    If a row had read a prefix that older weights had cached, no update's would be.
+    In `async_shared_prompt` the prompts begin alike. If a row had read a prefix that older weights had cached, no policy's
+    log-probs would be the engine's.
     """
-    run = runs["async_shared_prompt"]
-    policies = policies_of_updates(run.folder / "weights", host.tiny / "policy")
-    assert len(policies) > 3
-    found = set()
-    for step in range(1, 6):
-        for row in run.lines(f"train_data_step{step}.jsonl"):
-            gaps = logprob_gaps(policies, row)
-            assert min(gaps) < SOUND < max(gaps), (step, gaps)
-            found.add(gaps.index(min(gaps)))
-    assert len(found) > 2
+    found, num_rows = audit_of(runs[name], host.tiny / "policy", tmp_path)
+    assert not found.skipped
+    assert not found.foreign, found.sentence
+    assert not found.differences, found.sentence
+    assert len(found.rows) == num_rows > 30
+    assert found.logprob_quantiles["largest"] < SOUND
 
 
 @pytest.mark.parametrize("step", [1, 2])

@@ -129,9 +129,7 @@ class RequestRecorder:
         if params is not None and len(token_ids):
             self.rows.add(FinishedRow(seed, prompt, token_ids, logprobs, params))
 
-    async def followed(
-        self, outputs: AsyncGenerator[Any, None], prompt: Any, params: Any
-    ) -> AsyncGenerator[Any, None]:
+    async def followed(self, outputs: AsyncGenerator[Any, None], prompt: Any, params: Any) -> AsyncGenerator[Any, None]:
         """Yields the outputs of a request that is no row, and records it at its end."""
         token_ids = list[int]()
         logprobs = list[float | None]()

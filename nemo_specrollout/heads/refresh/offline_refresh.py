@@ -47,7 +47,6 @@ from nemo_specrollout.heads.refresh.candidate import (
     write_card,
 )
 from nemo_specrollout.heads.refresh.online_refresh import source_of
-from nemo_specrollout.storage.policy_checkpoint import hf_folder
 from nemo_specrollout.heads.refresh.refresh_options import DEFAULT_MINUTES, RefreshOptions
 from nemo_specrollout.heads.refresh.refresh_state import RefreshState
 from nemo_specrollout.heads.training.acceptance import measure_acceptance
@@ -60,6 +59,7 @@ from nemo_specrollout.heads.training.trainer import (
     TrainingSettings,
     default_learning_rate,
 )
+from nemo_specrollout.storage.policy_checkpoint import hf_folder
 
 SAVE_EVERY_S = 15.0
 """Seconds between two writes of the trainer's state."""

@@ -16,7 +16,7 @@ from nemo_rl_cpu.refit import device_id
 
 VARIABLE = "NEMO_RL_CPU_WEIGHTS"
 KEPT = "NEMO_RL_CPU_KEPT_WEIGHTS"
-"""Variable with a folder for the weights of each update: 0.safetensors and so on, as vLLM names them. One engine only."""
+"""Variable with a folder for the weights of each update, 0.safetensors and so on, as vLLM names them."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -56,10 +56,13 @@ def _measure(worker: Any, path: Path) -> None:
 
 
 def _keep(worker: Any, folder: Path) -> None:
+    number = getattr(worker, "nemo_rl_cpu_updates", 0)
+    worker.nemo_rl_cpu_updates = number + 1
     folder.mkdir(exist_ok=True)
-    number = len(list(folder.glob("*.safetensors")))
     weights = {name: weight.detach().clone() for name, weight in worker.model_runner.model.named_parameters()}
-    save_file(weights, folder / f"{number}.safetensors")
+    unfinished = folder / f"{number}.{os.getpid()}"
+    save_file(weights, unfinished)
+    unfinished.replace(folder / f"{number}.safetensors")
 
 
 def relative_change(before: Weights, after: Weights) -> float:
