@@ -53,8 +53,7 @@ class RecordedRun:
         about = read_object_or_nothing(folder / RUN)
         self._damaged = list[str]()
         self._open = lru_cache(_FILES_IN_MEMORY)(RowFile)
-        places = self._places()
-        self.steps = {step: list(_rows(step, samples, places)) for step, samples in _samples(folder).items()}
+        self.steps = _rows_by_step(_samples(folder), self._places())
         """Rows of each step, in order."""
         facts = about.get("audit")
         if facts is False:
@@ -91,7 +90,13 @@ class RecordedRun:
             return Skipped(place.step, place.number, str(error))
         if row.params.unknown:
             return Skipped(place.step, place.number, f"{', '.join(row.params.unknown)} cannot be computed again")
-        length = len(row.prompt_token_ids) + len(row.token_ids)
+        begin = len(row.prompt_token_ids)
+        length = begin + len(row.token_ids)
+        if place.policy_spans[0][1] > begin:
+            reason = (
+                "the records do not say which policy sampled its beginning, because another engine had it and was lost"
+            )
+            return Skipped(place.step, place.number, reason)
         spans = tuple(span for span in place.policy_spans if span[1] < length) or place.policy_spans[:1]
         return RecordedRow(
             place.step,
