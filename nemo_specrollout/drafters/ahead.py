@@ -32,6 +32,7 @@ class AheadText(Drafter):
     """
 
     name = "ahead"
+    is_recordable = True
 
     def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -80,13 +81,17 @@ class AheadText(Drafter):
         self._with_text.difference_update(slots)
 
     def propose(self, texts: Texts, out: Proposals) -> None:
+        if self.prepare(out):
+            self.launch(texts, out)
+
+    def prepare(self, out: Proposals) -> bool:
+        if not self._with_text and not self._is_clear:
+            out.found_B.zero_()
+        self._is_clear = not self._with_text
+        return not self._is_clear
+
+    def launch(self, texts: Texts, out: Proposals) -> None:
         num_requests = len(texts.slots_B)
-        if not self._with_text:
-            if not self._is_clear:
-                out.found_B.zero_()
-                self._is_clear = True
-            return
-        self._is_clear = False
         slots_B = texts.slots_B.long()
         row_B = torch.where(slots_B < 0, len(self._end_S) - 1, slots_B)
         slots_B = slots_B.clamp(min=0)
