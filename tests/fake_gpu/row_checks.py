@@ -36,7 +36,7 @@ def test_a_step_without_drafts_reads_logits_in_two_launches(gpu: FakeGpu) -> Non
         output = sampler(logits_BV, batch)
     assert output.logprobs_tensors.logprobs.shape == (B, 1)
     assert gpu.done == [
-        "index", "index", "_score_blocks", "_finish_rows", "new_ones", "_get_num_sampled_and_rejected_kernel"
+        "index", "_score_blocks", "_finish_rows", "new_ones", "_get_num_sampled_and_rejected_kernel"
     ]  # fmt: skip
 
 

@@ -118,6 +118,8 @@ class DraftRouter:
         self._asked = [i for i, lookup in enumerate(lookups) if lookup is None]
         self._is_recordable = all(drafters[i].is_recordable for i in self._asked)
         """Whether one graph holds all of a step's drafting."""
+        self._sees_steps = any(type(p).observe is not Participant.observe for p in self._participants)
+        """Whether a participant must see every step, as a drafter with weights and its observers do."""
         self._unread = [drafter.unread for drafter in drafters if isinstance(drafter, LookupDrafter)]
 
     def warm_up(self) -> None:
@@ -237,6 +239,21 @@ class DraftRouter:
             self.board.tables.rates_SK.zero_()
         for unread in self._unread:
             unread.skip(slots_B, self.board.num_positions + 1)
+
+    def can_skip(self, batch: Any, num_scheduled: int | None) -> bool:
+        """Returns whether a step needs nothing of vLLM's speculator: the drafters rest, and go on resting.
+
+        The step has no drafts, it makes none (`num_scheduled` is 0), and no drafter or observer must see its text.
+        """
+        return num_scheduled == 0 and self.is_idle and not self._sees_steps and batch.num_draft_tokens == 0
+
+    def skip(self, batch: Any) -> None:
+        """Counts a step that `can_skip` allowed to go without vLLM's speculator. Nothing is launched."""
+        started = time.perf_counter()
+        self.is_paused = self.policy.ends_step(batch.num_reqs, 0)
+        for unread in self._unread:
+            unread.skip(batch.idx_mapping_np, self.board.num_positions + 1)
+        self.host_s += time.perf_counter() - started
 
     def _observe_and_draft(self, texts: Texts, outcomes: Sequence[torch.Tensor], slots_B: np.ndarray) -> float:
         """Does a step's drafting, by graphs where they fit. Returns the host's seconds in drafters with weights."""
