@@ -19,7 +19,8 @@ pytestmark = pytest.mark.integration
 
 INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
 CHECKS = [
-    "step_checks", "whole_steps", "row_checks", "wait_checks", "warm_up_checks", "graph_checks", "compiled_kernels"
+    "step_checks", "step_counts", "whole_steps", "row_checks", "wait_checks", "warm_up_checks", "graph_checks",
+    "compiled_kernels",
 ]  # fmt: skip
 FAKE_GPU = [f"fake_gpu/{name}.py" for name in CHECKS]
 MODULES = {

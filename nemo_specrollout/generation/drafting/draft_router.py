@@ -118,8 +118,15 @@ class DraftRouter:
         self._asked = [i for i, lookup in enumerate(lookups) if lookup is None]
         self._is_recordable = all(drafters[i].is_recordable for i in self._asked)
         """Whether one graph holds all of a step's drafting."""
-        self._sees_steps = any(type(p).observe is not Participant.observe for p in self._participants)
-        """Whether a participant must see every step, as a drafter with weights and its observers do."""
+        self._proposals = [self.board.proposals_of(i) for i in range(len(drafters))]
+        # Calls that a participant leaves out are not made in every step.
+        self._observing = [p for p in self._participants if type(p).observe is not Participant.observe]
+        """Participants that see every step in which the drafters do not rest."""
+        self._watching = [p for p in self._observing if p is not self.model]
+        """Those that see the others too. A drafter with weights only drafts from what it sees."""
+        self._ending = [p for p in self._participants if type(p).end_step is not Participant.end_step]
+        self._planned = [d for d in drafters if type(d).plan is not Drafter.plan]
+        self._following = [d for d in drafters if type(d).num_followed is not Drafter.num_followed]
         self._unread = [drafter.unread for drafter in drafters if isinstance(drafter, LookupDrafter)]
 
     def warm_up(self) -> None:
@@ -144,7 +151,7 @@ class DraftRouter:
 
     def _parts(self, max_new: int) -> dict[str, Part]:
         """Returns what graphs replay. Drafters that must be asked outside of graphs stand between two parts."""
-        asked = [(self._drafters[i], self.board.proposals_of(i)) for i in self._asked]
+        asked = [(self._drafters[i], self._proposals[i]) for i in self._asked]
 
         def observe(inputs: StepInputs) -> None:
             outcomes = (inputs.num_sampled_B, inputs.num_rejected_B)
@@ -198,7 +205,7 @@ class DraftRouter:
         self._step = number
         slots_B = batch.idx_mapping_np
         depth = self.policy.plan(batch.num_reqs, self._num_followed(slots_B))
-        for drafter in self._drafters:
+        for drafter in self._planned:
             drafter.plan(depth)
         self.host_s += time.perf_counter() - started
 
@@ -216,7 +223,7 @@ class DraftRouter:
         started = time.perf_counter()
         step = DraftStep(inputs, options)
         batch, _, _, _, _, *outcomes = inputs[:7]
-        for participant in self._participants:
+        for participant in self._observing:
             participant.observe(step)
         board = self.board
         num_followed = self._num_followed(batch.idx_mapping_np)
@@ -245,7 +252,9 @@ class DraftRouter:
 
         The step has no drafts, it makes none (`num_scheduled` is 0), and no drafter or observer must see its text.
         """
-        return num_scheduled == 0 and self.is_idle and not self._sees_steps and batch.num_draft_tokens == 0
+        if num_scheduled != 0 or not self.is_idle or self._watching or batch.num_draft_tokens:
+            return False
+        return self._num_followed(batch.idx_mapping_np) == 0
 
     def skip(self, batch: Any) -> None:
         """Counts a step that `can_skip` allowed to go without vLLM's speculator. Nothing is launched."""
@@ -265,14 +274,18 @@ class DraftRouter:
         graphs.load(slots_B, outcomes, self._step, self.policy.most_drafts, self.policy.row_price)
         native_s = 0.0
         if self._is_recordable:
-            needed = [self._drafters[i].prepare(self.board.proposals_of(i)) for i in self._asked]
-            graphs.replay(ALL_ASKED if any(needed) else ALL)
+            graphs.replay(ALL_ASKED if self._asked and self._prepare() else ALL)
         else:
             graphs.replay(OBSERVE)
             native_s = self._ask(texts)
             graphs.replay(CHOOSE)
         self._publish(len(slots_B))
         return native_s
+
+    def _prepare(self) -> bool:
+        """Returns whether this step needs the drafters that graphs ask."""
+        needed = [self._drafters[i].prepare(self._proposals[i]) for i in self._asked]
+        return any(needed)
 
     def _draft(self, texts: Texts) -> float:
         """Lets every drafter propose, and chooses. Returns the host's seconds in drafters with weights."""
@@ -287,7 +300,7 @@ class DraftRouter:
         for i in self._asked:
             drafter = self._drafters[i]
             started = time.perf_counter()
-            drafter.propose(texts, self.board.proposals_of(i))
+            drafter.propose(texts, self._proposals[i])
             native_s += time.perf_counter() - started if drafter.has_weights else 0.0
         return native_s
 
@@ -305,13 +318,13 @@ class DraftRouter:
 
     def _num_followed(self, slots_B: np.ndarray) -> int:
         """Returns the number of requests whose text a drafter must read in every step."""
-        return sum(drafter.num_followed(slots_B) for drafter in self._drafters)
+        return sum(drafter.num_followed(slots_B) for drafter in self._following) if self._following else 0
 
     def end_step(self, batch: Any, output: Any) -> Any:
         """Returns a step's output, marked for the scheduler."""
         if self.is_paused:
             mark_paused(output)
-        for participant in self._participants:
+        for participant in self._ending:
             output = participant.end_step(batch.idx_mapping_np, output)
         return output
 
