@@ -127,6 +127,7 @@ class ForcedEngine:
         device = self._drafting.board.tables.limit_S.device
         self.oracle = OracleDrafter(options["max_num_seqs"], options["length"], device)
         self._drafting.use_drafters([self.oracle])
+        self._drafting.record_graphs()
 
     def use_budget(self, config: BudgetConfig | None) -> None:
         """Decides by this budget from now on; None: never drafts."""

@@ -51,7 +51,12 @@ ITEMS = {
     "sampling": Item("gpu_kernels.sampling", 35, "sampling of rows and drafts against vLLM's functions", 4),
     "tokens": Item("gpu_engines.tokens", 75, "tokens against plain decoding, float32, eager", environment=EXACT),
     "graphs": Item("gpu_engines.graphs", 55, "the same with CUDA graphs", environment=EXACT),
-    "overhead": Item("gpu_speed.overhead", 90, "a step's ms against stock vLLM, launches, waits; shape of Qwen3-0.6B"),
+    "overhead": Item(
+        "gpu_speed.overhead", 110, "a step's ms against stock vLLM, launches, graph replays, our Python; shape of Qwen3-0.6B"
+    ),
+    "overhead_large": Item(
+        "gpu_speed.overhead_large", 120, "the same for 128 requests, shape of Qwen3-8B; kernels of both", 66
+    ),
     "speed": Item("forced_acceptance.speed", 130, "what right drafts bring; shape of Qwen3-8B", 38),
     "bf16": Item("gpu_engines.bf16", 50, "responses that differ in bfloat16"),
     "syncs": Item(
