@@ -23,7 +23,7 @@ from nemo_specrollout.speculation.policy import (
     build_policy,
 )
 from nemo_specrollout.speculation.spread import Spread
-from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts
+from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts, StepModel
 
 pytestmark = pytest.mark.unit
 K, NUM_BINS = 8, 128
@@ -218,6 +218,34 @@ def test_drafters_that_rest_propose_again_when_they_pay() -> None:
     world.text = 0.9
     world.step(400)
     assert not world.rests[-1] and world.drafts[-1] > 0
+
+
+@pytest.mark.parametrize(("drafting_s", "right"), [(0.0098, 0.36), (0.0098, 0.6), (0.0062, 0.36), (0.0044, 0.0)])
+def test_drafting_is_no_slower_than_plain_decoding_whatever_its_steps_take(
+    drafting_s: float, right: float
+) -> None:
+    """Seconds of an H200's run in bfloat16: 4.4 ms plain, 9.8 ms with text drafts of which 36 % were right, then 6.2 ms."""
+    policy = AutoPolicy(0.03, K, K)
+    model = StepModel(1024)
+    num_requests = 64
+    plain_s = 0.0044
+    tokens, seconds, rests = 0.0, 0.0, False
+    for _ in range(400):
+        drafts = 0 if rests else policy.num_drafts(num_requests, K * num_requests)
+        policy.plan(num_requests, 0)
+        step_s = drafting_s if drafts else plain_s
+        model.observe(num_requests, num_requests + drafts, step_s, not rests)
+        policy.costs = model.costs()
+        if not rests:
+            spread_FQ = np.zeros((K + 2, NUM_BINS + 1), np.int32)
+            for row in (spread_FQ[0], spread_FQ[-1]):
+                _add(row, right ** np.arange(1, K + 1), num_requests)
+            policy.observe(Spread.of_table(spread_FQ))
+        rests = policy.ends_step(num_requests, 0)
+        depth = drafts / num_requests
+        tokens += num_requests * (1.0 + np.interp(depth, np.arange(K + 1), np.cumsum(right ** np.arange(K + 1)) - 1.0))
+        seconds += step_s
+    assert tokens / seconds > 0.99 * num_requests / plain_s
 
 
 def test_nothing_is_verified_before_costs_are_known() -> None:
