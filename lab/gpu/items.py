@@ -52,7 +52,9 @@ ITEMS = {
     "tokens": Item("gpu_engines.tokens", 75, "tokens against plain decoding, float32, eager", environment=EXACT),
     "graphs": Item("gpu_engines.graphs", 55, "the same with CUDA graphs", environment=EXACT),
     "overhead": Item(
-        "gpu_speed.overhead", 110, "a step's ms against stock vLLM, launches, graph replays, our Python; shape of Qwen3-0.6B"
+        "gpu_speed.overhead",
+        110,
+        "a step's ms against stock vLLM, launches, graph replays, our Python; shape of Qwen3-0.6B",
     ),
     "overhead_large": Item(
         "gpu_speed.overhead_large", 120, "the same for 128 requests, shape of Qwen3-8B; kernels of both", 66

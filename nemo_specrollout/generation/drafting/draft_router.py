@@ -37,6 +37,8 @@ from nemo_specrollout.speculation.policy import SpeculationPolicy, build_policy
 from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
+Outcomes = tuple[torch.Tensor, torch.Tensor]
+"""Tokens sampled and drafts rejected of each request, int32 [B] each."""
 OBSERVE, CHOOSE, ALL, ALL_ASKED = "observe", "choose", "observe and choose", "observe, ask and choose"
 """Parts of a step's drafting that CUDA graphs replay."""
 
@@ -222,7 +224,8 @@ class DraftRouter:
             return self._native_propose(*inputs, **options)
         started = time.perf_counter()
         step = DraftStep(inputs, options)
-        batch, _, _, _, _, *outcomes = inputs[:7]
+        batch, _, _, _, _, num_sampled_B, num_rejected_B, *_ = inputs
+        outcomes = (num_sampled_B, num_rejected_B)
         for participant in self._observing:
             participant.observe(step)
         board = self.board
@@ -239,7 +242,7 @@ class DraftRouter:
         self.host_s += time.perf_counter() - started - native_s
         return board.tables.drafts_BK[: batch.num_reqs]
 
-    def _rest(self, texts: Texts, outcomes: Sequence[torch.Tensor], slots_B: np.ndarray, was_idle: bool) -> None:
+    def _rest(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray, was_idle: bool) -> None:
         """Drafts nothing. The first step of a rest still observes what the step before it has submitted."""
         if not was_idle:
             self.board.observe(texts, *outcomes, self._step, self._lookups, 0)
@@ -264,7 +267,7 @@ class DraftRouter:
             unread.skip(batch.idx_mapping_np, self.board.num_positions + 1)
         self.host_s += time.perf_counter() - started
 
-    def _observe_and_draft(self, texts: Texts, outcomes: Sequence[torch.Tensor], slots_B: np.ndarray) -> float:
+    def _observe_and_draft(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray) -> float:
         """Does a step's drafting, by graphs where they fit. Returns the host's seconds in drafters with weights."""
         max_new = self._most_to_read(slots_B)
         graphs = self._graphs
