@@ -26,19 +26,13 @@ ENOUGH = 64
 GENERATION = 1024
 """Steps from which the sizes of batches are estimated."""
 PLANNED_STEPS = 4
-"""Steps for which a depth is planned, if the number of requests keeps its bit length."""
+"""Steps for which a depth is planned, if the number of requests keeps its bit length, and steps of a look beyond the graphs."""
 JUDGED_STEPS = 8
-"""Steps between two judgements of a model, and the most steps of a look at a dormant one."""
+"""Steps between two judgements of a model, or of a look beyond the graphs, and the most steps of a look at a dormant model."""
 LOOK_SHARE = 0.004
 """Share of the engine's time for looks at a dormant model."""
 REST_SHARE = 0.001
-"""Share of the engine's time for looks at drafters without weights that rest."""
-BEYOND_SHARE = 0.001
-"""Share of the engine's time for looks at steps that no CUDA graph holds."""
-BEYOND_STEPS = 3
-"""Steps of such a look. The first of them is cold."""
-FULL_STEPS = 64
-"""Steps that fill the largest CUDA graph between two questions whether a look is due."""
+"""Share of the engine's time for looks at drafters without weights that rest, and as much for looks beyond the graphs."""
 PATIENCE = 4
 """Steps in a row without useful drafts before drafters without weights rest."""
 
@@ -221,7 +215,7 @@ class BeyondGraphs:
     """
 
     def __init__(self) -> None:
-        self._clock = LookClock(BEYOND_SHARE)
+        self._clock = LookClock(REST_SHARE)
         self._has_looked = False
         self._num_left = 0
         """Steps of the present look that are left."""
@@ -244,14 +238,14 @@ class BeyondGraphs:
         self._until_asked -= 1
         if self._num_left > 0 or self._until_asked > 0 or costs.launch_s <= 0.0:
             return
-        self._until_asked = FULL_STEPS
+        self._until_asked = JUDGED_STEPS
         longer = weigh(costs.with_graphs_of_any_size())
         if longer.num_drafts_F[0] <= steps.num_drafts_F[0]:
             return
         lost_s = float(longer.seconds_F[0]) + costs.launch_s - float(longer.tokens_F[0] / steps.rate_F[0])
-        if self._clock.pays(BEYOND_STEPS * max(lost_s, 0.0)) or not self._has_looked:
+        if self._clock.pays(PLANNED_STEPS * max(lost_s, 0.0)) or not self._has_looked:
             self._has_looked = True
-            self._num_left = BEYOND_STEPS
+            self._num_left = PLANNED_STEPS
 
 
 class AutoPolicy(SpeculationPolicy):
