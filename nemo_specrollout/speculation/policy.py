@@ -309,6 +309,7 @@ class AutoPolicy(SpeculationPolicy):
         weigh = partial(best_steps, count_1Q, num_requests, margin=self._margin, draft_s_F=np.array([draft_s]))
         steps = weigh(costs, read_row_s=read_s)
         num_drafts = min(int(steps.num_drafts_F[0]), most)
+        self._beyond.earn(float(steps.seconds_F[0]))
         if num_requests + num_drafts == costs.most_graph_rows:
             self._beyond.filled(steps, costs, partial(weigh, read_row_s=read_s))
         self._num_refused = 0 if num_drafts else self._num_refused + 1
@@ -327,7 +328,6 @@ class AutoPolicy(SpeculationPolicy):
             step_s = self.costs.plain_s(num_requests)
             self._clock.earn(step_s)
             self._rest_clock.earn(step_s)
-            self._beyond.earn(step_s)
         self._depth = self._planned_depth(num_requests, num_followed, has_changed) if self.costs and num_followed else 0
         return self._depth
 
