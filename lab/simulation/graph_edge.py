@@ -3,8 +3,8 @@
 
     python -m lab.simulation.graph_edge [--gpu h200|h100]
 
-The engine's own policy and step model decide. Seconds of steps within vLLM's graphs, and of steps without a graph, are those that
-`lab.gpu` measured with Qwen3-8B's shape, from the JSON files in docs/benchmarks. No GPU has run larger graphs yet, so
+The engine's own policy and step model decide. Seconds of steps within vLLM's graphs, and of steps without a graph, are those
+that `lab.gpu` measured with Qwen3-8B's shape, from the JSON files in docs/benchmarks. No GPU has run larger graphs yet, so
 their seconds are the same line continued. Drafts are right with probability p each, and tokens are expected ones.
 
 Shapes: K draft positions, Q bins of survival, N numbers of drafts.

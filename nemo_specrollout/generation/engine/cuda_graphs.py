@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which CUDA graphs an engine captures. vLLM is not imported.
 
-By default vLLM captures graphs of up to 512 rows, because a step of plain decoding has one row for each request. A step that verifies
-drafts has many more: 32 requests with 32 drafts each fill 1,056 rows. Beyond the largest graph the host launches each kernel of
-each layer, and the GPU waits for it. So where the drafts of a block can fill more rows, larger graphs are captured too.
+By default vLLM captures graphs of up to 512 rows, because a step of plain decoding has one row for each request. A step that
+verifies drafts has many more: 32 requests with 32 drafts each fill 1,056 rows. Beyond the largest graph the host launches each
+kernel of each layer, and the GPU waits for it. So where the drafts of a block can fill more rows, larger graphs are captured
+too.
 """
 
 from collections.abc import Mapping
@@ -60,9 +61,9 @@ def vllms_graphs(largest: int) -> list[int]:
 def graph_bytes(policy: Mapping[str, Any], num_rows: int) -> int | None:
     """Returns about how many bytes the activations of a graph take; None for a policy whose sizes are unknown.
 
-    It is the sum of what one layer of a dense model keeps in bfloat16: hidden states, queries, keys, values and both halves of the
-    FFN. All graphs share one pool, which holds those of the largest graph only. vLLM measures what its graphs take when the engine
-    starts, and leaves as much less for the KV cache.
+    It is the sum of what one layer of a dense model keeps in bfloat16: hidden states, queries, keys, values and both halves of
+    the FFN. All graphs share one pool, which holds those of the largest graph only. vLLM measures what its graphs take when the
+    engine starts, and leaves as much less for the KV cache.
     """
     policy = text_config(policy)
     try:
