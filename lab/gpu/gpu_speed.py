@@ -50,7 +50,7 @@ def overhead(findings: Findings) -> None:
                 rounds = range(1, findings.size(4, 2))
                 times = [plain_step_ms(engine, of_version(requests, batch + i)) for i in rounds]
                 findings.note(f"{batch} requests, {way}", {"ms a step": min(times), "slowest round": max(times)})
-            _profile(findings, way, engine, of_version(random_requests(batches[-1], findings.size(24, 8)), 1000))
+            profile(findings, way, engine, of_version(random_requests(batches[-1], findings.size(24, 8)), 1000))
             engine.close()
 
 
@@ -68,7 +68,7 @@ def plain_step_ms(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> 
     return 1e3 * (middle[-1] - middle[0]) / (len(middle) - 1)
 
 
-def _profile(findings: Findings, way: str, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
+def profile(findings: Findings, way: str, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
     """Notes launches, copies and waits of a step on the host, and the share of time in which the GPU works."""
     has_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]

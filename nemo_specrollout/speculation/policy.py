@@ -26,7 +26,7 @@ ENOUGH = 64
 GENERATION = 1024
 """Steps from which the sizes of batches are estimated."""
 PLANNED_STEPS = 4
-"""Steps for which a depth is planned, if the number of requests keeps its bit length. A look beyond the graphs takes as many."""
+"""Steps for which a depth is planned, if the number of requests keeps its bit length. A look beyond graphs takes as many."""
 JUDGED_STEPS = 8
 """Steps between two judgements of a model, or of a look beyond the graphs, and the most steps of a look at a dormant model."""
 LOOK_SHARE = 0.004
@@ -210,8 +210,8 @@ class BeyondGraphs:
 
     What such a step takes depends on the host, so it is unknown until there was one. And a stall in it would deter all later
     ones. So while drafts fill the largest graph and more of them wait, a few steps are taken as if the host took no time to
-    launch them, and the step model learns from them. Owns the clock that pays for that. The first look is not paid for, because
-    until then every decision rests on a guess.
+    launch them, and the step model learns from them. Owns the clock that pays for that. The first look is not paid for: until
+    then every decision rests on a guess.
     """
 
     def __init__(self) -> None:

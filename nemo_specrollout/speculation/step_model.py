@@ -3,9 +3,9 @@
 
 One regression serves steps with and without drafts, another one serves drafting with weights. A third one serves steps that no
 CUDA graph holds. Up to the largest graph a step is replayed and takes the time that the GPU needs, but beyond it the host
-launches each kernel of each layer, and whichever of the two is slower decides. All are Kalman filters, because contexts grow and
-machines slow down. A stall makes a step longer than it need be, but nothing makes a step shorter. So only samples above the
-prediction are clipped.
+launches each kernel of each layer, and the slower of the two decides. All are Kalman filters: contexts grow, and machines
+slow down. A stall makes a step longer than it need be, but nothing makes a step shorter. So only samples above the prediction
+are clipped.
 
 Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers of drafts.
 """
@@ -151,7 +151,7 @@ class Regression:
 
 
 class StepModel:
-    """Learns the seconds of steps and of drafting. Owns regressions of steps in CUDA graphs, of other steps, and of drafting."""
+    """Learns the seconds of steps and of drafting. Owns a regression of steps in CUDA graphs, of others, and of drafting."""
 
     def __init__(self, max_rows: int, graph_sizes: Sequence[int] = (), least_depth: int = 1) -> None:
         """Takes the most rows of a step, the rows of the CUDA graphs, and the fewest tokens that a model drafts."""

@@ -62,8 +62,8 @@ def graph_bytes(policy: Mapping[str, Any], num_rows: int) -> int | None:
     """Returns about how many bytes the activations of a graph take; None for a policy whose sizes are unknown.
 
     It is the sum of what one layer of a dense model keeps in bfloat16: hidden states, queries, keys, values and both halves of
-    the FFN. All graphs share one pool, which holds those of the largest graph only. vLLM measures what its graphs take when the
-    engine starts, and leaves as much less for the KV cache.
+    the FFN. All graphs share one pool, which holds those of the largest graph only. When the engine starts, vLLM measures what
+    its graphs take, and leaves as much less for the KV cache.
     """
     policy = text_config(policy)
     try:
