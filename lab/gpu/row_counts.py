@@ -111,7 +111,7 @@ def _use_in_worker(worker: Any, way: str, extent: Extent) -> None:
     most_rows = extent.num_requests * (1 + extent.most_drafts)
     sizes = [size for size in runner.compilation_config.cudagraph_capture_sizes or () if size <= most_rows]
     if graphs is not None:
-        graphs.dispatch = partial(_dispatch, type(graphs).dispatch, graphs, way, extent.edge)
+        graphs.dispatch = partial(dispatch_by, type(graphs).dispatch, graphs, way, extent.edge)
     if way == NONE:
         sizes = []
     elif way == DEFAULT:
@@ -120,7 +120,7 @@ def _use_in_worker(worker: Any, way: str, extent: Extent) -> None:
     worker.specrollout_router.policy.costs = None
 
 
-def _dispatch(
+def dispatch_by(
     native: Any, graphs: Any, way: str, edge: int, num_reqs: int, num_tokens: int, *args: Any, **options: Any
 ) -> Any:
     """Does the graph manager's `dispatch`, but keeps a step out of the graphs that a way lacks."""

@@ -230,12 +230,14 @@ def graphs_in_words(tree: Tree, config: SpecrolloutConfig) -> str:
     sizes = added_graphs(at(tree, VLLM_KWARGS, {}), config, VllmAbilities(policy=policy))
     if not sizes:
         return ""
-    needed = graph_bytes(policy, sizes[-1])
-    memory = "" if needed is None else f", of which activations are about {needed / 2**20:.0f} MiB by the model's sizes"
+    largest = VllmAbilities().largest_graph
+    num_ranks = parallel_sizes(tree)[0]
+    ours, vllms = (graph_bytes(policy, rows, num_ranks) for rows in (sizes[-1], largest))
+    memory = f", by the model's sizes about {(ours - vllms) / 2**20:.0f} MiB a GPU" if ours and vllms else ""
     return (
-        f"beside vLLM's own up to {VllmAbilities().largest_graph} rows, which a GPU may raise, of "
-        f"{', '.join(map(str, sizes))} rows, because drafts can fill such steps; vLLM measures their memory at the start and "
-        f"takes it from the KV cache{memory}; compilation_config.cudagraph_capture_sizes overrides them"
+        f"of {', '.join(map(str, sizes))} rows beside vLLM's own up to {largest}, because drafts can fill such steps; vLLM "
+        f"measures their memory at the start and takes it from the KV cache{memory}; "
+        "vllm_kwargs.compilation_config.max_cudagraph_capture_size or cudagraph_capture_sizes takes their place"
     )
 
 

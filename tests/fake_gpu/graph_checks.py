@@ -2,6 +2,7 @@
 """vLLM replays full CUDA graphs for decode steps whose requests verify unequal numbers of drafts."""
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.utils import get_uniform_decode_token_count
 
+from lab.gpu.row_counts import DEFAULT, LARGER, NONE, PIECEWISE, dispatch_by
 from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.generation.engine.arguments import with_specrollout
 from nemo_specrollout.generation.engine.cuda_graphs import vllms_graphs
@@ -112,6 +114,20 @@ def test_steps_with_many_drafts_are_full_graphs(max_num_seqs: int, most_drafts: 
             assert mixed == (CUDAGraphMode.PIECEWISE if is_held else CUDAGraphMode.NONE)
     without = manager(max_num_seqs, most_drafts, varlen=True)
     assert mode(without, (max_num_seqs, 513), most_drafts) == CUDAGraphMode.NONE
+
+
+def test_the_gpu_check_keeps_steps_out_of_graphs() -> None:
+    """Each way of its item `rows` runs 32 requests in the kind of graph that its name says."""
+    graphs = manager(32, 63, varlen=True, sizes=[*vllms_graphs(512), 1024, 1760])
+    for way, kinds in {
+        DEFAULT: (CUDAGraphMode.FULL, CUDAGraphMode.NONE),
+        LARGER: (CUDAGraphMode.FULL, CUDAGraphMode.FULL),
+        PIECEWISE: (CUDAGraphMode.PIECEWISE, CUDAGraphMode.PIECEWISE),
+        NONE: (CUDAGraphMode.NONE, CUDAGraphMode.NONE),
+    }.items():
+        graphs.dispatch = partial(dispatch_by, ModelCudaGraphManager.dispatch, graphs, way, 512)
+        assert tuple(mode(graphs, (32, rows), 63) for rows in (512, 1024)) == kinds, way
+        assert mode(graphs, (32, 512), 63, is_decode=False) in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE)
 
 
 def test_unequal_steps_need_adaptive_verification() -> None:

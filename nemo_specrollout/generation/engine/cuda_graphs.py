@@ -16,6 +16,8 @@ LARGEST = 2048
 """Rows of the largest graph. At 2,048 rows a GPU computes a layer for about as long as the host launches it."""
 LOGITS_BYTES = 1 << 30
 """Bytes of logits in float32 that vLLM samples at once (`MAX_CHUNK_BYTES`). All rows of a step with drafts must fit."""
+_SPLITS = 32
+"""vLLM's default of `attention_config.flash_attn_max_num_splits_for_cuda_graph`."""
 _STRIDES = {1024: 128, LARGEST: 256}
 """Rows between two graphs beyond vLLM's largest, up to each number of rows."""
 _ALIGNED = 16
@@ -58,12 +60,13 @@ def vllms_graphs(largest: int) -> list[int]:
     return [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
 
 
-def graph_bytes(policy: Mapping[str, Any], num_rows: int) -> int | None:
-    """Returns about how many bytes the activations of a graph take; None for a policy whose sizes are unknown.
+def graph_bytes(policy: Mapping[str, Any], num_rows: int, num_ranks: int = 1) -> int | None:
+    """Returns about how many bytes the pool of graphs takes on each of `num_ranks` tensor-parallel ranks; None if unknown.
 
-    It is the sum of what one layer of a dense model keeps in bfloat16: hidden states, queries, keys, values and both halves of
-    the FFN. All graphs share one pool, which holds those of the largest graph only. When the engine starts, vLLM measures what
-    its graphs take, and leaves as much less for the KV cache.
+    All graphs share one pool, which holds what the largest graph computes for a layer of a dense model in bfloat16: hidden
+    states, queries, keys, values and both halves of the FFN. FlashAttention 3 needs most of it: within graphs it keeps its partial
+    outputs in float32 for up to 32 splits of each text. When the engine starts, vLLM measures what its graphs take, and leaves
+    as much less for the KV cache. `policy` is the policy's config.json.
     """
     policy = text_config(policy)
     try:
@@ -73,4 +76,6 @@ def graph_bytes(policy: Mapping[str, Any], num_rows: int) -> int | None:
         head_size = int(policy.get("head_dim") or hidden // heads)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    return 2 * num_rows * (4 * hidden + (heads + 2 * key_heads) * head_size + 3 * ffn)
+    shared = (heads + 2 * key_heads) * head_size + 3 * ffn
+    splits = _SPLITS * heads * head_size
+    return num_rows * (2 * 4 * hidden + (2 * shared + 4 * splits) // num_ranks)
