@@ -32,7 +32,7 @@ def test_the_policy_is_near_the_best_fixed_number(gpu: str, has_larger: bool) ->
 
 
 def test_right_drafts_leave_the_graphs_only_where_that_pays() -> None:
-    """With 32 requests a graph of 512 rows makes more tokens a second than 1,056 rows without a graph. With 128 it does not."""
+    """With 32 requests a graph of 512 rows makes more tokens a second than 1,056 rows without one. With 128 it does not."""
     machine = StepTimes.of("h200")
     for num_requests, pays in ((32, False), (128, True)):
         drafts = Drafts(num_requests, 1.0)

@@ -64,7 +64,7 @@ def graph_bytes(policy: Mapping[str, Any], num_rows: int, num_ranks: int = 1) ->
     """Returns about how many bytes the pool of graphs takes on each of `num_ranks` tensor-parallel ranks; None if unknown.
 
     All graphs share one pool, which holds what the largest graph computes for a layer of a dense model in bfloat16: hidden
-    states, queries, keys, values and both halves of the FFN. FlashAttention 3 needs most of it: within graphs it keeps its partial
+    states, queries, keys, values and both halves of the FFN. FlashAttention 3 needs most of it: within graphs it keeps partial
     outputs in float32 for up to 32 splits of each text. When the engine starts, vLLM measures what its graphs take, and leaves
     as much less for the KV cache. `policy` is the policy's config.json.
     """
