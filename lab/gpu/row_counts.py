@@ -150,7 +150,7 @@ def _cell(findings: Findings, forced: ForcedEngine, way: str, num_rows: int, req
     findings.check(len(seconds_S) > 0, f"{name}: no step has as many")
     if len(seconds_S):
         times = {"median ms": np.median(seconds_S), "mean ms": np.mean(seconds_S), "slowest ms": np.max(seconds_S)}
-        row = {"steps": len(seconds_S), **{title: 1e3 * float(value) for title, value in times.items()}}
+        row: dict[str, Any] = {"steps": len(seconds_S), **{title: 1e3 * float(value) for title, value in times.items()}}
         row["rows a ms"] = num_rows / row["median ms"]
         row["predicted ms"] = "" if expected_s is None else 1e3 * expected_s
         findings.note(name, row, STEPS)

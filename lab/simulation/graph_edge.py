@@ -64,7 +64,10 @@ class StepTimes:
         requests, rows, ms = steps[steps[:, 1] <= VLLMS_LARGEST].T
         terms = np.stack([np.ones(len(rows)), rows, np.maximum(rows - KNEE, 0.0), requests], axis=1)
         fitted = 1e-3 * np.linalg.lstsq(terms, ms, rcond=None)[0]
-        return cls(*map(float, fitted), 1e-3 * float(np.median(steps[steps[:, 1] > VLLMS_LARGEST, 2])))
+        fixed_s, row_s, knee_row_s, request_s = map(float, fitted)
+        return cls(
+            fixed_s, row_s, knee_row_s, request_s, 1e-3 * float(np.median(steps[steps[:, 1] > VLLMS_LARGEST, 2]))
+        )
 
     def with_larger_graphs(self, num_requests: int) -> "StepTimes":
         """Returns the same machine with the graphs that an engine of so many requests with K drafts each captures."""
