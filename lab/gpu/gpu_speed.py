@@ -70,7 +70,7 @@ def _compare(
             _take_turns(findings, engines, random_requests(batch, length))
         for way, engine in engines.items():
             requests = random_requests(batches[-1], findings.size(24, 8))
-            _profile(findings, way, engine, of_version(requests, 1000))
+            profile(findings, way, engine, of_version(requests, 1000))
             _profile_python(findings, way, engine, of_version(requests, 1001))
         for engine in engines.values():
             engine.close()
@@ -106,7 +106,7 @@ def plain_step_ms(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> 
     return 1e3 * (middle[-1] - middle[0]) / (len(middle) - 1)
 
 
-def _profile(findings: Findings, way: str, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
+def profile(findings: Findings, way: str, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
     """Notes launches, copies and waits of a step on the host, and the share of time in which the GPU works."""
     has_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]

@@ -80,6 +80,9 @@ ITEMS = {
         not_on_cpu="vLLM's attention on a CPU has no such mode; `bf16` is the same code",
     ),
     "speed_compiled": Item("forced_acceptance.speed_compiled", 200, "`speed` in engines that vLLM compiles", 38),
+    "rows": Item(
+        "row_counts.rows", 180, "ms of a step by its rows: vLLM's graphs, larger ones, none; shape of Qwen3-8B", 38
+    ),
     "compiled": Item("gpu_engines.compiled", 90, "one engine with torch.compile and all graphs"),
 }
 
