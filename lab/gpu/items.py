@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from lab.gpu.arms import PREDICTIONS
 from lab.gpu.machine import Machine
 from nemo_specrollout.doctor.self_test import EXACT
 
@@ -33,6 +34,8 @@ class Item:
     """Reason for which a rehearsal leaves the item out."""
     model: Callable[[], Path] | None = None
     """The folder of a model that `make smollm2` makes."""
+    predictions: tuple[str, ...] = ()
+    """What is expected, said before the run and kept with its figures."""
 
 
 def smollm2() -> Path:
@@ -61,6 +64,14 @@ ITEMS = {
     "sleep": Item("gpu_engines.sleep", 35, "memory asleep, tokens after waking", environment=EXACT),
     "real": Item(
         "real_model.real", 60, "SmolLM2-135M with its head and text drafters, against stock vLLM", model=smollm2
+    ),
+    "real_8b": Item(
+        "real_8b.real_8b",
+        450,
+        "SmolLM2-135M and its head, widened to Qwen3-8B's cost: plain, vLLM's EAGLE-3, and ours, drained",
+        125,
+        model=smollm2,
+        predictions=PREDICTIONS,
     ),
     "speed_experts": Item(
         "forced_acceptance.speed_experts", 150, "what right drafts bring; shape of Qwen3-30B-A3B", 74, has_experts=True
