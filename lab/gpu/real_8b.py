@@ -17,8 +17,8 @@ import torch
 
 from lab.gpu.arms import ARMS, BEST_OF, DEPTHS, Arm, verdict
 from lab.gpu.drained import Drained, drain
-from lab.gpu.gpu_stage import GIB, HEAD, MODELS, POLICY, STOCK, Findings, block, start_engine, task_requests
-from lab.gpu.items import smollm2
+from lab.gpu.gpu_stage import GIB, HEAD, POLICY, STOCK, Findings, block, start_engine, task_requests
+from lab.gpu.items import smollm2, smollm2_head
 from lab.gpu.one_update import one_update_older
 from lab.gpu.real_prompts import RealPrompts
 from lab.gpu.widened_loader import LOAD_FORMAT, register, widened_folder
@@ -120,7 +120,7 @@ def real_8b(findings: Findings) -> None:
 
 
 def _models(findings: Findings, folder: Path) -> Models:
-    source, head, target = findings.size((smollm2(), MODELS / "smollm2_eagle3", QWEN3_8B), (POLICY, HEAD, TINY))
+    source, head, target = findings.size((smollm2(), smollm2_head(), QWEN3_8B), (POLICY, HEAD, TINY))
     started = time.perf_counter()
     policy = widened_folder(source, target, folder / "policy")
     write_head(head, target, folder / "head")
