@@ -132,7 +132,8 @@ def mla(findings: Findings) -> None:
             else:
                 _note_rate(findings, way, divergence(rollouts, plain))
                 engine.generate(requests, temperature=0.0)  # greedy texts repeat themselves, so drafts are right
-                findings.check(verified(engine)[1] > 0, "no draft was accepted")
+                # A CPU's MLA makes other tokens alone than in a batch, so its texts need not repeat themselves.
+                findings.check(findings.is_rehearsal or verified(engine)[1] > 0, "no draft was accepted")
             engine.close()
 
 
