@@ -5,15 +5,18 @@ Shapes: S steps, N bands of running requests, K draft positions.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lab.bench.running_bins import LABELS, bin_of
 from lab.local.engine import Generation, RolloutEngine
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
+MAX_RUNNING = (1, 2, 4, 8, 16, 32, 64)
+LABELS = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "more")
+"""Bands of running requests; the most requests of each but the last."""
 MOST_DEPTHS = 8
 """Draft positions whose acceptance is shown."""
 
@@ -43,7 +46,7 @@ class Drained:
 
     def bands(self) -> dict[str, tuple[float, int]]:
         """Returns seconds and tokens by band of running requests."""
-        band_S = np.array([bin_of(int(n)) for n in self.running_S])
+        band_S = np.array([bisect_left(MAX_RUNNING, int(n)) for n in self.running_S])
         found = {}
         for band, label in enumerate(LABELS):
             of_band = band_S == band

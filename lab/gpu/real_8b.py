@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lab.gpu.arms import ARMS, BEST_OF, DEPTHS, Arm, verdict
-from lab.gpu.drained import Drained, drain
+from lab.gpu.drained import LABELS, Drained, drain
 from lab.gpu.gpu_stage import GIB, HEAD, POLICY, STOCK, Findings, block, start_engine, task_requests
 from lab.gpu.items import smollm2, smollm2_head
 from lab.gpu.one_update import one_update_older
@@ -354,8 +354,6 @@ def _speeds(halves: Sequence[Drained]) -> dict[str, float]:
 
 def _nearest(speeds: Mapping[str, float], band: str) -> float:
     """Returns the speed in a band, or in the next smaller one that was measured, or in the smallest of all."""
-    from lab.bench.running_bins import LABELS
-
     smaller = [label for label in LABELS[: LABELS.index(band) + 1] if label in speeds]
     return speeds[smaller[-1]] if smaller else next(iter(speeds.values()))
 
