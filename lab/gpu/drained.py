@@ -79,8 +79,7 @@ def drain(engine: RolloutEngine, requests: Sequence[RolloutRequest], max_tokens:
         now = time.perf_counter()
         seconds.append(now - started)
         started = now
-    arrays = (np.array(values) for values in (seconds, running, tokens))
-    return Drained(generation.rollouts, *arrays, counter.num_with)
+    return Drained(generation.rollouts, np.array(seconds), np.array(running), np.array(tokens), counter.num_with)
 
 
 class _TokenCounter:

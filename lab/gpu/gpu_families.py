@@ -117,7 +117,7 @@ def mla(findings: Findings) -> None:
     vLLM's kernels for it have no float32. So this is a rate without a verdict, and the second is what batches alone do.
     """
     requests = _requests(findings)
-    options = {"attention_backend": "TRITON_MLA"} if torch.cuda.is_available() else {}
+    options: dict[str, Any] = {"attention_backend": "TRITON_MLA"} if torch.cuda.is_available() else {}
     plain: list[Rollout] = []
     with random_policy(MLA) as folder:
         for way, specrollout in WAYS.items():

@@ -63,7 +63,8 @@ def _gradients(
 ) -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model.to(device)
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     for request, rollout, advantage in zip(requests, rollouts, advantages, strict=True):
         if not advantage:

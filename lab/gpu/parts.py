@@ -117,9 +117,9 @@ def make(most_bytes: int) -> None:
     for old in PLACE.glob(f"{CARGO}*/*"):
         old.unlink()
     for number, start in enumerate(range(0, len(data), most_bytes), 1):
-        folder = PLACE / f"{CARGO}{number}"
-        folder.mkdir(exist_ok=True)
-        (folder / f"{PIECE}{number:02}").write_bytes(data[start : start + most_bytes])
+        place = PLACE / f"{CARGO}{number}"
+        place.mkdir(exist_ok=True)
+        (place / f"{PIECE}{number:02}").write_bytes(data[start : start + most_bytes])
     facts = {"pieces": -(-len(data) // most_bytes), "sha256": hashlib.sha256(data).hexdigest()}
     (PLACE / f"{CARGO}1" / FACTS).write_text(json.dumps(facts), encoding="utf-8")
     for empty in PLACE.glob(f"{CARGO}*"):

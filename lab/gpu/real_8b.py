@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lab.gpu.arms import ARMS, BEST_OF, DEPTHS, Arm, verdict
@@ -317,7 +318,7 @@ def summaries(measured: Mapping[str, Sequence[Drained]]) -> dict[str, list[tuple
     for arm in shown if plain else ():
         held[arm.letter] = sum(tokens / _nearest(speeds[arm.letter], band) for band, (_, tokens) in plain.items())
     halves = [len(each) for each in measured.values() if each]
-    tables = {
+    tables: dict[str, list[tuple[str, dict[str, Any]]]] = {
         DEPTHS: acceptance,
         "tokens a second by running requests": [(arm.title, speeds[arm.letter]) for arm in shown],
         "predicted and measured": [
@@ -359,5 +360,5 @@ def _nearest(speeds: Mapping[str, float], band: str) -> float:
 
 
 def _acceptance(halves: Sequence[Drained]) -> list[float]:
-    num_with = sum(drained.num_with for drained in halves)
+    num_with = np.sum([drained.num_with for drained in halves], axis=0)
     return [float(n) / max(int(num_with[0]), 1) for n in num_with[1:]]

@@ -41,6 +41,7 @@ def register() -> None:
             device = next(model.parameters()).device
             made = json.loads((folder / MARKER).read_text(encoding="utf-8"))
             tensors = widened(*read_policy(Path(made["source"])), Shape(**made["target"]), device)
-            model.load_weights((name, tensor.to(model_config.dtype)) for name, tensor in tensors)
+            load_into: Any = model.load_weights
+            load_into((name, tensor.to(model_config.dtype)) for name, tensor in tensors)
 
     register_model_loader(LOAD_FORMAT)(WidenedLoader)
