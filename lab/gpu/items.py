@@ -62,6 +62,13 @@ ITEMS = {
     "real": Item(
         "real_model.real", 60, "SmolLM2-135M with its head and text drafters, against stock vLLM", model=smollm2
     ),
+    "training": Item(
+        "training.training",
+        400,
+        "GRPO with engine and trainer on one GPU: rows and losses in float32, seconds in bfloat16",
+        40,
+        environment=EXACT,
+    ),
     "speed_experts": Item(
         "forced_acceptance.speed_experts", 150, "what right drafts bring; shape of Qwen3-30B-A3B", 74, has_experts=True
     ),
