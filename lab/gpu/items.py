@@ -85,6 +85,13 @@ ITEMS = {
         model=smollm2,
         predictions=PREDICTIONS,
     ),
+    "training": Item(
+        "training.training",
+        400,
+        "GRPO with engine and trainer on one GPU: rows and losses in float32, seconds in bfloat16",
+        40,
+        environment=EXACT,
+    ),
     "speed_experts": Item(
         "forced_acceptance.speed_experts", 150, "what right drafts bring; shape of Qwen3-30B-A3B", 74, has_experts=True
     ),
