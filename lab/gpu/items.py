@@ -67,13 +67,6 @@ ITEMS = {
     "overhead_large": Item(
         "gpu_speed.overhead_large", 120, "the same for 128 requests, shape of Qwen3-8B; kernels of both", 66
     ),
-    "speed": Item("forced_acceptance.speed", 130, "what right drafts bring; shape of Qwen3-8B", 38),
-    "bf16": Item("gpu_engines.bf16", 50, "responses that differ in bfloat16"),
-    "syncs": Item(
-        "gpu_engines.syncs", 60, "places where the host waits for the GPU", environment={"VLLM_GPU_SYNC_CHECK": "warn"}
-    ),
-    "head": Item("gpu_engines.head", 45, "acceptance and drafting time of an EAGLE-3 head"),
-    "sleep": Item("gpu_engines.sleep", 35, "memory asleep, tokens after waking", environment=EXACT),
     "real": Item(
         "real_model.real", 60, "SmolLM2-135M with its head and text drafters, against stock vLLM", model=smollm2
     ),
@@ -92,6 +85,13 @@ ITEMS = {
         40,
         environment=EXACT,
     ),
+    "speed": Item("forced_acceptance.speed", 130, "what right drafts bring; shape of Qwen3-8B", 38),
+    "bf16": Item("gpu_engines.bf16", 50, "responses that differ in bfloat16"),
+    "syncs": Item(
+        "gpu_engines.syncs", 60, "places where the host waits for the GPU", environment={"VLLM_GPU_SYNC_CHECK": "warn"}
+    ),
+    "head": Item("gpu_engines.head", 45, "acceptance and drafting time of an EAGLE-3 head"),
+    "sleep": Item("gpu_engines.sleep", 35, "memory asleep, tokens after waking", environment=EXACT),
     "speed_experts": Item(
         "forced_acceptance.speed_experts", 150, "what right drafts bring; shape of Qwen3-30B-A3B", 74, has_experts=True
     ),
