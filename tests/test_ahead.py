@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from nemo_specrollout.drafters.ahead import ENOUGH, FARTHEST, AheadText
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity, Rollout, RolloutRequest, as_bytes
 from nemo_specrollout.generation.engine.transfers import to_device
+from nemo_specrollout.speculation.step_model import StepModel
 
 NUM_SLOTS, LONGEST, POSITIONS = 4, 96, 8
 PROMPT = [90, 91, 92]
@@ -172,3 +174,34 @@ def test_right_texts_save_steps(start_engine: Callable[..., RolloutEngine]) -> N
         rollouts = engine.generate(requests)
         assert [r.token_ids for r in rollouts] == [r.token_ids[known:] for r in expected]
         assert engine.num_steps - first <= num_tokens / 25 + 6
+
+
+# Steps beyond the largest CUDA graph
+
+MANY = [RolloutRequest([*range(40, 45 + i % 3)], i, s) for i in range(5) for s in range(4)]
+"""Twenty requests, which with 40 drafts each fill 820 rows. vLLM's largest graph has 512 by default."""
+
+
+def test_steps_of_many_rows_change_no_token(start_engine: Callable[..., RolloutEngine]) -> None:
+    """Also where the step model is told that graphs end at 32 rows, so that decisions leave them."""
+    plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()))
+    block = SpecrolloutConfig(drafters=(AheadDrafterConfig(),), num_speculative_tokens=40)
+    all_drafts = start_engine(STEP_ADDER, replace(block, budget=BudgetConfig("fixed", 40)))
+    by_price = start_engine(STEP_ADDER, block)
+    by_price.run_in_worker(_end_graphs_at_32_rows)
+    for sampling in SAMPLINGS:
+        expected = plain.generate(MANY, **sampling)
+        for kind in ("right", "flipped"):
+            texts = texts_like(expected)[kind]
+            requests = [replace(r, ahead=as_bytes(text)) for r, text in zip(MANY, texts, strict=True)]
+            for engine in (all_drafts, by_price):
+                assert [r.token_ids for r in engine.generate(requests, **sampling)] == [r.token_ids for r in expected]
+    for engine, most_rows in ((all_drafts, 512), (by_price, 32)):
+        stats = engine.stats()
+        assert stats is not None
+        decode_rows = stats.trace.column("num_rows")[stats.trace.column("is_decode") > 0]
+        assert decode_rows.max() > most_rows and decode_rows.min() <= 32
+
+
+def _end_graphs_at_32_rows(worker: Any) -> None:
+    worker.specrollout_accounts.step_model = StepModel(820, (1, 2, 4, 8, 16, 24, 32))

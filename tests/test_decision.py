@@ -19,8 +19,13 @@ NUM_BINS = 128
 NONE = np.zeros(0)
 
 
-def linear(fixed_s: float, row_s: float, graph_sizes: np.ndarray = NONE, **known: float) -> StepCosts:
-    return StepCosts(fixed_s + row_s * padded_rows(1000, graph_sizes), graph_sizes, **known)
+def linear(
+    fixed_s: float, row_s: float, graph_sizes: np.ndarray = NONE, launch_s: float = 0.0, **known: float
+) -> StepCosts:
+    """Returns costs that grow with the padded rows, and by `launch_s` beyond the largest graph."""
+    padded_R = padded_rows(1000, graph_sizes)
+    launch_s_R = launch_s * (padded_R > graph_sizes[-1]) if len(graph_sizes) else 0.0
+    return StepCosts(fixed_s + row_s * padded_R + launch_s_R, graph_sizes, launch_s=launch_s, **known)
 
 
 def spread(*survivals: float) -> np.ndarray:
@@ -55,22 +60,41 @@ def test_a_constant_of_drafts_must_be_won_by_all_of_them() -> None:
     assert drafts(spread(*[0.5] * 4), 2, costs) == 4
 
 
-def test_a_graph_is_filled_and_not_exceeded() -> None:
+def test_a_graph_is_filled() -> None:
     """Bins hold many drafts, and the number that fills a graph lies within one."""
     costs = linear(0.001, 1e-3, np.array([8.0, 16.0, 32.0]))
     assert drafts(spread(*[0.9] * 20), 8, costs) == 8
-    cheap = linear(0.1, 1e-5, np.array([8.0, 16.0, 32.0]))
-    assert drafts(spread(*[0.9] * 100), 8, cheap) == 24, "the largest graph"
+
+
+GRAPHS = np.array([8.0, 16.0, 32.0])
+
+
+def test_the_graphs_are_left_exactly_when_that_makes_more_tokens_a_second() -> None:
+    """A full graph makes 29.6 tokens in 100 ms. All 100 drafts make 98.2, which may take 332 ms and no longer."""
+    sure = spread(*[0.9] * 100)
+    full = linear(0.1, 0.0, GRAPHS)
+    limit_s = 0.1 * float((8 + 100 * 115.5 / 128) / (8 + 24 * 115.5 / 128)) - 0.1
+    assert drafts(sure, 8, full._replace(seconds_R=linear(0.1, 0.0, GRAPHS, limit_s + 1e-4).seconds_R)) == 24
+    assert drafts(sure, 8, full._replace(seconds_R=linear(0.1, 0.0, GRAPHS, limit_s - 1e-4).seconds_R)) == 100
+    assert drafts(spread(*[0.9] * 30), 8, linear(0.1, 0.0, GRAPHS, 0.05)) == 24, "six more drafts are too few"
+
+
+def test_beyond_the_graphs_a_step_ends_where_rows_become_dear() -> None:
+    """The host launches for 300 ms, in which the GPU computes 128 rows. All drafts lie in one bin."""
+    rows_R = np.arange(1001)
+    seconds_R = np.where(rows_R <= 32, 0.1, np.maximum(0.3, 0.3 + 0.01 * (rows_R - 128)))
+    costs = StepCosts(seconds_R, GRAPHS, corners=np.array([64.0, 128.0, 256.0]))
+    assert drafts(spread(*[0.9] * 900), 8, costs) == 120
 
 
 @given(
-    st.lists(st.floats(0.0, 1.0), max_size=24), st.integers(1, 8), st.floats(1e-4, 0.01), st.floats(0.0, 1e-3),
-    st.sampled_from([NONE, np.array([4.0, 8.0, 16.0, 24.0])]),
+    st.lists(st.floats(0.0, 1.0), max_size=40), st.integers(1, 8), st.floats(1e-4, 0.01), st.floats(0.0, 1e-3),
+    st.sampled_from([NONE, np.array([4.0, 8.0, 16.0, 24.0])]), st.floats(0.0, 0.03),
 )  # fmt: skip
 def test_no_number_of_drafts_is_faster(
-    survivals: list[float], num_requests: int, fixed_s: float, row_s: float, graph_sizes: np.ndarray
+    survivals: list[float], num_requests: int, fixed_s: float, row_s: float, graph_sizes: np.ndarray, launch_s: float
 ) -> None:
-    costs = linear(fixed_s, row_s, graph_sizes, verify_s=fixed_s / 20)
+    costs = linear(fixed_s, row_s, graph_sizes, launch_s, verify_s=fixed_s / 20)
     steps = best_steps(spread(*survivals)[None], num_requests, costs, 0.0, np.zeros(1))
     falling = np.sort((np.floor(np.minimum(np.array(survivals), 0.9999) * NUM_BINS) + 0.5) / NUM_BINS)[::-1]
     options = np.arange(min(len(survivals), costs.most_drafts(num_requests)) + 1)

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.integration
 
 INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
 CHECKS = [
-    "step_checks", "whole_steps", "row_checks", "wait_checks", "warm_up_checks", "graph_checks", "compiled_kernels"
+    "step_checks", "step_counts", "whole_steps", "row_checks", "wait_checks", "warm_up_checks", "graph_checks",
+    "compiled_kernels", "training_step",
 ]  # fmt: skip
 FAKE_GPU = [f"fake_gpu/{name}.py" for name in CHECKS]
 MODULES = {
@@ -34,7 +35,7 @@ MODULES = {
 `ours, in any order` interleaves the programs of our kernels, and finds races between them.
 `ours, on a GPU that is not there` checks that no step waits for the device, compiles a kernel, or has more launches than
 recorded. It also checks that vLLM replays full CUDA graphs for decode steps, and that our kernels, compiled for an H100, have
-not grown."""
+not grown, and that a training step of the local runner mixes no tensors of the CPU and of the GPU."""
 
 
 def run(modules: list[str], environment: dict[str, str], cache: Path) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 """The block `run_ahead`: where it works, and what is said where it does not."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from conftest import QUICKSTART
@@ -13,7 +14,8 @@ from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, RunAheadConf
 from nemo_specrollout.config.drafter_configs import AheadDrafterConfig, DflashDrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.generation.engine.arguments import with_specrollout
+from nemo_specrollout.generation.engine.arguments import VllmAbilities, added_graphs, with_specrollout
+from nemo_specrollout.generation.engine.cuda_graphs import graph_bytes, vllms_graphs
 
 pytestmark = pytest.mark.unit
 
@@ -69,6 +71,62 @@ def test_the_block_gets_its_drafter_and_room_for_its_drafts() -> None:
     assert replace(block, drafters=(DflashDrafterConfig(model="m"),)).most_drafts == 8, (
         "its network has eight positions"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "added"),
+    [
+        ({"max_num_seqs": 32}, [640, 768, 896, 1024, 1056]),
+        ({"max_num_seqs": 15}, []),
+        ({"max_num_seqs": 37}, [640, 768, 896, 1024, 1216]),
+        ({"max_num_seqs": 256}, [640, 768, 896, 1024, 1280, 1536, 1760]),
+        ({"max_num_seqs": 32, "compilation_config": {"mode": 0}}, [640, 768, 896, 1024, 1056]),
+        ({"max_num_seqs": 32, "compilation_config": {"cudagraph_capture_sizes": [8]}}, None),
+        ({"max_num_seqs": 32, "compilation_config": {"max_cudagraph_capture_size": 64}}, None),
+        ({"max_num_seqs": 32, "max_cudagraph_capture_size": 64}, None),
+        ({"max_num_seqs": 32, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}, None),
+        ({"max_num_seqs": 32, "enforce_eager": True}, None),
+        ({"max_num_seqs": 32, "attention_backend": "FLASHINFER"}, None),
+        ({"max_num_seqs": 32, "performance_mode": "interactivity"}, None),
+    ],
+)
+def test_graphs_hold_the_texts_made_ahead(arguments: dict[str, Any], added: list[int] | None) -> None:
+    """A user's own sizes stay. Rows of a vocabulary of 151,936 tokens are sampled at once up to 1,766."""
+    block = SpecrolloutConfig(run_ahead=RunAheadConfig(most_drafts=32))
+    abilities = VllmAbilities(policy={"vocab_size": 151_936})
+    made = with_specrollout(arguments, block, "cuda", abilities)
+    assert added_graphs(arguments, block, abilities) == (added or [])
+    if not added:
+        assert made.get("compilation_config") == arguments.get("compilation_config")
+        return
+    sizes = made["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes == [*vllms_graphs(512), *added]
+    assert made["compilation_config"] == {**arguments.get("compilation_config", {}), "cudagraph_capture_sizes": sizes}
+    assert "compilation_config" not in with_specrollout({"max_num_seqs": 32}, block, "cpu")
+
+
+def test_blackwell_keeps_its_larger_graphs() -> None:
+    block = SpecrolloutConfig(run_ahead=RunAheadConfig(most_drafts=32))
+    assert added_graphs({"max_num_seqs": 32}, block, VllmAbilities(largest_graph=1024)) == [1056]
+    assert added_graphs({"max_num_seqs": 32}, block, VllmAbilities(chooses_on_device=False)) == []
+
+
+def test_the_memory_of_graphs_is_known_by_the_models_sizes() -> None:
+    """Qwen3-8B's graphs of up to 1,056 rows take 334 MiB more than vLLM's, most of it for the splits of attention."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32, "num_key_value_heads": 8}
+    needed = [graph_bytes(sizes, rows) or 0 for rows in (512, 1056)]
+    assert needed[0] == 512 * (8 * 4096 + 2 * (6144 + 36_864) + 4 * 32 * 4096)
+    assert (needed[1] - needed[0]) / 2**20 == pytest.approx(334, abs=5)
+    assert graph_bytes({"text_config": sizes}, 512) == needed[0] > 1.8 * (graph_bytes(sizes, 512, 2) or 0)
+    assert graph_bytes({}, 512) is None
+
+
+def test_check_says_which_graphs_are_added() -> None:
+    said = dict(describe_nemo_rl(tree(*APART, AHEAD, "policy.generation.vllm_kwargs.max_num_seqs=32")))["graphs"]
+    assert said.startswith("of 640, 768, 896, 1024, 1056 rows beside vLLM's own up to 512")
+    users = "policy.generation.vllm_kwargs.compilation_config={max_cudagraph_capture_size: 256}"
+    assert "graphs" not in dict(describe_nemo_rl(tree(*APART, AHEAD, users)))
+    assert "graphs" not in dict(describe_nemo_rl(tree(*APART, AHEAD, "policy.generation.vllm_cfg.enforce_eager=true")))
 
 
 def test_local_asynchronous_runs_must_recompute() -> None:

@@ -91,7 +91,8 @@ def test_steps_are_padded_to_the_next_graph() -> None:
     costs = StepCosts(0.01 + 2e-5 * padded_rows(512, graph_sizes), graph_sizes)
     seconds = costs.seconds(8, np.array([0, 1, 8, 9]))
     assert seconds[1] == seconds[2] < seconds[3] and seconds[0] < seconds[1]
-    assert costs.most_drafts(8) == 56 and costs.most_drafts(100) == 412, "a larger step than any graph has none to keep"
+    assert costs.most_drafts(8) == 504 and costs.most_graph_rows == 64
+    assert costs._replace(graph_sizes=np.array([1.0, 512.0])).most_graph_rows == 0, "no step leaves such a graph"
     assert costs.plain_s(5) == costs.plain_s(8)
 
 
@@ -106,6 +107,39 @@ def test_the_staircase_of_graphs_is_learned(graph_sizes: tuple[int, ...]) -> Non
     model = taught(padded, 400, model=StepModel(MAX_ROWS, graph_sizes))
     for num_requests, num_drafts in ((8, 0), (8, 1), (32, 31), (32, 33)):
         assert predicted(model, num_requests, num_drafts) == pytest.approx(padded(num_requests, num_drafts), rel=0.06)
+
+
+GRAPHS = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+
+
+def launched(num_requests: int, num_drafts: int) -> float:
+    """Returns about the seconds of Qwen3-8B on an H200, where the host takes 50 ms to launch a step without a graph."""
+    rows = num_requests + num_drafts
+    gpu_s = 0.005 + 3e-5 * next((size for size in GRAPHS if size >= rows), rows)
+    return gpu_s if rows <= GRAPHS[-1] else max(gpu_s, 0.05)
+
+
+def test_steps_without_a_graph_are_a_regime_of_their_own() -> None:
+    """Most of them take equally long, which must not make the steps within the graphs look flat."""
+    model = taught(launched, 300, most=64, model=StepModel(4096, GRAPHS))
+    unknown = learned(model)
+    assert unknown.seconds_R[513] == pytest.approx(2 * unknown.seconds_R[512], rel=0.02), "a guess until one was seen"
+    for num_drafts in (600, 900, 1100, 1400, 1900) * 20:
+        model.observe(32, 32 + num_drafts, launched(32, num_drafts))
+    for num_requests, num_drafts in ((32, 0), (32, 224), (32, 480), (32, 700), (32, 1500)):
+        true_s = launched(num_requests, num_drafts)
+        assert predicted(model, num_requests, num_drafts) == pytest.approx(true_s, rel=0.12), num_drafts
+    costs = learned(model)
+    assert costs.launch_s == pytest.approx(0.05 - launched(32, 480), rel=0.2)
+    endless = costs.with_graphs_of_any_size()
+    assert endless.seconds_R[513] < costs.seconds_R[513] - 0.8 * costs.launch_s and endless.launch_s == 0.0
+    assert (endless.seconds_R[:513] == costs.seconds_R[:513]).all()
+
+
+def test_one_step_without_a_graph_tells_most_of_what_it_costs() -> None:
+    model = taught(launched, 300, most=64, model=StepModel(4096, GRAPHS))
+    model.observe(32, 1056, launched(32, 1024))
+    assert predicted(model, 32, 1024) > 0.8 * launched(32, 1024)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 80), st.floats(1e-4, 0.5)), min_size=1, max_size=40))

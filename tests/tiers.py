@@ -54,6 +54,10 @@ OTHER_TIERS = (
         (
             "lab/vllm_on_cpu/",
             "lab/gpu/",
+            "lab/local/device.py",
+            "lab/local/grpo.py",
+            "lab/local/megatron_model.py",
+            "lab/local/policy.py",
             "nemo_specrollout/drafters/",
             "nemo_specrollout/generation/drafting/",
             "nemo_specrollout/generation/step/",

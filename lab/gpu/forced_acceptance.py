@@ -26,7 +26,7 @@ from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.participant import Drafter, Put
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.sampling.seeds import request_seed
-from nemo_specrollout.speculation.policy import FixedPolicy, build_policy
+from nemo_specrollout.speculation.policy import FixedPolicy, SpeculationPolicy, build_policy
 
 MAX_DRAFTS = 7
 AUTO = BudgetConfig("auto")
@@ -54,6 +54,7 @@ class Extent:
 
 
 COMPILED = Extent((0.8, 0.6), (128, 256, 32), (2, 1, 4), stock_s=100.0, is_compiled=True)
+RIGHT_LESS = Extent((0.6,), (32, 128, 8), (4, 2, 1), stock_s=60.0, is_compiled=True)
 TINY = Extent((0.8,), (4, 1), (4, 1), 24, 0.0)
 
 
@@ -66,12 +67,13 @@ class OracleDrafter(Drafter):
 
     name = "suffix"
 
-    def __init__(self, num_slots: int, longest: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, longest: int, device: torch.device, most_drafts: int = MAX_DRAFTS) -> None:
         """Knows no text yet; `longest` is the number of tokens of the longest."""
         self._device = device
+        self._most_drafts = most_drafts
         self._longest = longest
         self._text_of_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._columns_K = torch.arange(MAX_DRAFTS, device=device)
+        self._columns_K = torch.arange(most_drafts, device=device)
         self._number_of: dict[int, int] = {}
         self.know([], [])
 
@@ -79,7 +81,7 @@ class OracleDrafter(Drafter):
         """Replaces the known texts by these responses of a plain run."""
         texts = [[*r.prompt_token_ids, *out.token_ids] for r, out in zip(requests, rollouts, strict=True)]
         self._number_of = {_seed(request): i for i, request in enumerate(requests, 1)}
-        texts_NL = np.zeros((len(texts) + 1, self._longest + MAX_DRAFTS), np.int32)  # text 0 is empty
+        texts_NL = np.zeros((len(texts) + 1, self._longest + self._most_drafts), np.int32)  # text 0 is empty
         for row, text in zip(texts_NL[1:], texts, strict=True):
             row[: len(text)] = text
         self._texts_NL = torch.from_numpy(texts_NL)
@@ -103,7 +105,7 @@ class OracleDrafter(Drafter):
         start_B = texts.total_len_S[slots_B].long().clamp_(max=self._longest)
         out.tokens_BK[:num_requests] = self._drafts_NL[text_of_B[:, None], start_B[:, None] + self._columns_K]
         out.levels_BK[:num_requests] = NUM_LEVELS - 1
-        out.found_B[:num_requests] = (self._lengths_N[text_of_B] - start_B).clamp_(0, MAX_DRAFTS)
+        out.found_B[:num_requests] = (self._lengths_N[text_of_B] - start_B).clamp_(0, self._most_drafts)
 
 
 def _seed(request: RolloutRequest) -> int:
@@ -120,19 +122,25 @@ class _NeverDraft(FixedPolicy):
 class ForcedEngine:
     """An engine whose only drafter is an oracle, and whose budget can be replaced. Owns both."""
 
-    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
-        """Starts the engine with the options of `start_engine`."""
-        self.engine = start_random(folder, replace(block("suffix"), num_speculative_tokens=MAX_DRAFTS), **options)
+    def __init__(self, folder: Path, options: Mapping[str, Any], most_drafts: int = MAX_DRAFTS) -> None:
+        """Starts the engine with the options of `start_engine`. A request has at most `most_drafts` drafts."""
+        self._most_drafts = most_drafts
+        self.engine = start_random(folder, replace(block("suffix"), num_speculative_tokens=most_drafts), **options)
         self._drafting = self.engine.run_in_worker(lambda worker: worker.specrollout_router)
         device = self._drafting.board.tables.limit_S.device
-        self.oracle = OracleDrafter(options["max_num_seqs"], options["length"], device)
+        self.oracle = OracleDrafter(options["max_num_seqs"], options["length"], device, most_drafts)
         self._drafting.use_drafters([self.oracle])
+        self._drafting.record_graphs()
 
     def use_budget(self, config: BudgetConfig | None) -> None:
         """Decides by this budget from now on; None: never drafts."""
-        costs = self._drafting.policy.costs
-        self._drafting.policy = _NeverDraft(0, MAX_DRAFTS) if config is None else build_policy(config, MAX_DRAFTS)
-        self._drafting.policy.costs = costs
+        most = self._most_drafts
+        self.use_policy(_NeverDraft(0, most) if config is None else build_policy(config, most))
+
+    def use_policy(self, policy: SpeculationPolicy) -> None:
+        """Decides by this policy from now on, with the seconds of steps that are known."""
+        policy.costs = self._drafting.policy.costs
+        self._drafting.policy = policy
 
     def measure(self, requests: Sequence[RolloutRequest]) -> dict[str, float]:
         """Returns the figures of the decode steps in which all requests ran."""
@@ -169,6 +177,11 @@ def speed(findings: Findings) -> None:
 def speed_compiled(findings: Findings) -> None:
     """Measures a dense model of 8 billion weights in engines that vLLM compiles."""
     _measure(findings, findings.size("Qwen3-8B", "tiny"), findings.size(12 * GIB, GIB // 4), COMPILED)
+
+
+def speed_right_less(findings: Findings) -> None:
+    """Measures the same with fewer right drafts, for which `speed_compiled` had no time."""
+    _measure(findings, findings.size("Qwen3-8B", "tiny"), findings.size(12 * GIB, GIB // 4), RIGHT_LESS)
 
 
 def speed_experts(findings: Findings) -> None:

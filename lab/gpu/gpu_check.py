@@ -123,6 +123,7 @@ def _results(options: argparse.Namespace, found: Machine, until: float) -> Itera
             yield name, {"outcome": "skipped", "reason": reason}
             continue
         print(f"{name}: {item.purpose}; about {item.seconds:g} s", flush=True)
+        print("".join(f"  predicted: {text}\n" for text in item.predictions), end="", flush=True)
         most_s = REHEARSAL_SECONDS if options.rehearse else min(left_s, 2 * item.seconds + 60.0)
         yield name, _run_apart(name, item, options, most_s)
 
@@ -149,6 +150,8 @@ def _run_apart(name: str, item: Item, options: argparse.Namespace, limit_s: floa
                 process.wait()
     result = {"outcome": {0: "done", None: "stopped"}.get(code, "failed"), "seconds": time.monotonic() - started}
     result |= gpu_report.read(file) or {}
+    if item.predictions:
+        result["predictions"] = list(item.predictions)
     if code is None:
         result["reason"] = f"not done after {limit_s:.0f} s"
     elif code != 0:

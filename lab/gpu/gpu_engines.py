@@ -32,6 +32,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 MAX_PARTED = 1e-4
 """Share of tokens at which a response may part from plain decoding in float32: near ties go either way by rounding."""
+SYNC_TOKENS = 32
+"""Tokens of a response in `syncs`."""
 PLAIN = block()
 TEXT = block("suffix", "ngram")
 EAGLE3 = block("eagle3")
@@ -62,11 +64,12 @@ def _compare_tokens(findings: Findings, ways: dict[str, SpecrolloutConfig], eage
             text = f"{way}, {name}: {parted} of {len(requests)} responses part from plain decoding, {compared} tokens"
             findings.check(parted <= MAX_PARTED * compared, text)
         findings.check(not specrollout.drafters or verified(engine)[1] > 0, f"{way}: no draft was accepted")
-        findings.note(way, {**engine.facts(), **_as_text(engine.device_facts())}, "engines")
+        findings.note(way, {**engine.facts(), **as_text(engine.device_facts())}, "engines")
         engine.close()
 
 
-def _as_text(facts: dict[str, Any]) -> dict[str, str]:
+def as_text(facts: dict[str, Any]) -> dict[str, str]:
+    """Returns facts about a device with lists in one line."""
     return {name: ", ".join(value) if isinstance(value, list) else str(value) for name, value in facts.items()}
 
 
@@ -79,8 +82,9 @@ def bf16(findings: Findings) -> None:
     plain = []
     for way, specrollout in {"plain": PLAIN, "text": TEXT}.items():
         engine = start_engine(POLICY, specrollout, eager=False, precision="bfloat16")
-        rollouts, figures = timed(engine, requests)
-        findings.note(way, figures, "speed")
+        rollouts, first = timed(engine, requests)
+        _, figures = timed(engine, of_version(requests, 1))  # the first round may also compile kernels
+        findings.note(way, {**figures, "ms a step at first": first["ms a step"]}, "speed")
         if way == "plain":
             plain = rollouts
             halves = [r for part in (requests[::2], requests[1::2]) for r in engine.generate(part)]
@@ -95,33 +99,53 @@ def bf16(findings: Findings) -> None:
 
 
 def syncs(findings: Findings) -> None:
-    """Lists the places where the host waits for the device, by torch's own check, which VLLM_GPU_SYNC_CHECK arms."""
+    """Lists the places where the host waits for the device, by torch's own check, which VLLM_GPU_SYNC_CHECK arms.
+
+    The places are those of a few dozen steps. So neither a slow host nor long responses can keep the item from its end.
+    """
+    started = time.perf_counter()
     engine = start_engine(POLICY, ALL, eager=True)
+    findings.note("start", {"seconds": time.perf_counter() - started}, "course")
     requests = task_requests(*findings.size((4, 4), (2, 2)))
-    engine.generate(requests)
+    engine.generate(requests, max_tokens=SYNC_TOKENS)  # compiles kernels
+    findings.note("first steps", {"seconds": time.perf_counter() - started}, "course")
+    steps = engine.num_steps
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _, figures = timed(engine, requests)
+        engine.generate(of_version(requests, 1), max_tokens=SYNC_TOKENS)
+    num_steps = engine.num_steps - steps
     places = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
-    findings.note("all", figures, "steps")
+    proposed, accepted = verified(engine)
+    findings.note("all", {"steps": num_steps, "drafts": proposed, "accepted": accepted}, "steps")
     for place, count in places.most_common(40):
-        findings.note(place, {"waits": count, "a step": count / figures["steps"]})
+        findings.note(place, {"waits": count, "a step": count / num_steps})
         findings.check("nemo_specrollout" not in place, f"we wait {count} times at {place}")
     engine.close()
 
 
 def head(findings: Findings) -> None:
     """Measures steps, acceptance and drafting time of the EAGLE-3 head by the number of tokens that it drafts."""
+    _measure_head(findings, {})
+
+
+def head_compiled(findings: Findings) -> None:
+    """Measures the same in bfloat16, in engines with vLLM's default compilation."""
+    _measure_head(findings, {"precision": "bfloat16", "compilation_config": {}})
+
+
+def _measure_head(findings: Findings, options: dict[str, Any]) -> None:
     requests = task_requests(*findings.size((16, 4), (2, 2)))
     for depth in findings.size((1, 3), (2,)):
-        engine = start_engine(POLICY, block("eagle3", budget=BudgetConfig("fixed", k=depth)), eager=False)
+        started = time.perf_counter()
+        engine = start_engine(POLICY, block("eagle3", budget=BudgetConfig("fixed", k=depth)), eager=False, **options)
+        start_s = time.perf_counter() - started
         engine.generate(requests[:8])
         _, figures = timed(engine, requests)
         stats = engine.stats()
         assert stats is not None
         draft_s = stats.trace.column("draft_s")
         drafting = {"ms of drafting": 1e3 * float(draft_s.sum()) / max(int((draft_s > 0).sum()), 1)}
-        findings.note(f"{depth} drafts", figures | drafting)
+        findings.note(f"{depth} drafts", {"start, s": start_s, **figures, **drafting})
         findings.check(figures.get("accepted", 0) > 0, f"{depth} drafts: none was accepted")
         engine.close()
 
@@ -164,6 +188,6 @@ def compiled(findings: Findings) -> None:
     _, first = timed(engine, requests)
     _, figures = timed(engine, of_version(requests, 1))
     findings.note("text", {"start, s": start_s, "ms a step at first": first["ms a step"], **figures})
-    findings.note("text", {**engine.facts(), **_as_text(engine.device_facts())}, "engines")
+    findings.note("text", {**engine.facts(), **as_text(engine.device_facts())}, "engines")
     findings.check(figures.get("accepted", 0) > 0, "no draft was accepted")
     engine.close()

@@ -19,7 +19,8 @@ MAX_ROWS, MAX_ROWS_OF_PAGE = 60, 16
 SETTINGS = "engines"
 """Title of tables that the page leaves out: settings of engines, which the JSON file has."""
 Result = Mapping[str, Any]
-"""An item's `outcome` (done, failed, stopped, skipped), `seconds`, `reason`, `problems` and `tables`, as far as known."""
+"""An item's `outcome` (done, failed, stopped, skipped), `seconds`, `reason`, `problems`, `predictions` and `tables`,
+as far as known."""
 
 
 class Table(NamedTuple):

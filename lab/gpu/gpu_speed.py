@@ -4,6 +4,8 @@
 Random weights repeat nothing, so text drafters find nothing that is right: the cost is measured, not the gain.
 """
 
+import cProfile
+import pstats
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -40,18 +42,54 @@ def start_random(folder: Path, specrollout: SpecrolloutConfig, **kwargs: Any) ->
 def overhead(findings: Findings) -> None:
     """Measures steps of a small model, where our part is largest: stock vLLM, our sampler alone, and useless drafters."""
     batches = findings.size((1, 32, 64), (1, 2))
+    _compare(findings, findings.size("Qwen3-0.6B", "tiny"), batches, WAYS)
+
+
+def overhead_large(findings: Findings) -> None:
+    """Measures steps of 128 requests with the shape of Qwen3-8B, plain and with drafters that soon rest.
+
+    The table of kernels shows where our sampler takes other kernels than vLLM's, and the microseconds of both.
+    """
+    _compare(findings, findings.size("Qwen3-8B", "tiny"), findings.size((128,), (2,)), WAYS, max_num_seqs=128)
+
+
+def _compare(
+    findings: Findings, geometry: str, batches: Sequence[int], ways: dict[str, SpecrolloutConfig], **options: Any
+) -> None:
+    """Notes steps of each way by number of requests, then profiles.
+
+    All engines live at the same time and take turns, forwards and backwards. So neither what a process has collected by then
+    nor a machine that changes its speed can favour one of them.
+    """
     length = findings.size(64, 8)
-    with model_folder(findings.size("Qwen3-0.6B", "tiny")) as folder:
-        for way, specrollout in WAYS.items():
-            engine = start_random(folder, specrollout)
+    with model_folder(geometry) as folder:
+        engines = {way: start_random(folder, specrollout, **options) for way, specrollout in ways.items()}
+        for engine in engines.values():
             engine.generate(random_requests(batches[-1], 8))
-            for batch in batches:
-                requests = random_requests(batch, length)
-                rounds = range(1, findings.size(4, 2))
-                times = [plain_step_ms(engine, of_version(requests, batch + i)) for i in rounds]
-                findings.note(f"{batch} requests, {way}", {"ms a step": min(times), "slowest round": max(times)})
-            _profile(findings, way, engine, of_version(random_requests(batches[-1], findings.size(24, 8)), 1000))
+        for batch in batches:
+            _take_turns(findings, engines, random_requests(batch, length))
+        for way, engine in engines.items():
+            requests = random_requests(batches[-1], findings.size(24, 8))
+            profile(findings, way, engine, of_version(requests, 1000))
+            _profile_python(findings, way, engine, of_version(requests, 1001))
+        for engine in engines.values():
             engine.close()
+
+
+def _take_turns(findings: Findings, engines: dict[str, RolloutEngine], requests: Sequence[RolloutRequest]) -> None:
+    """Notes the fastest and the slowest round of each engine, and the host's milliseconds in our drafting."""
+    times: dict[str, list[float]] = {way: [] for way in engines}
+    host_ms = dict.fromkeys(engines, 0.0)
+    for number in range(1, findings.size(5, 3)):
+        for way in list(engines) if number % 2 else list(engines)[::-1]:
+            before = engines[way].counters()
+            times[way].append(plain_step_ms(engines[way], of_version(requests, len(requests) + number)))
+            after = None if before is None else engines[way].stats(before.num_steps)
+            if after is not None:
+                host_ms[way] = 1e3 * float(after.trace.column("host_s").mean())
+    for way, found in times.items():
+        row = {"ms a step": min(found), "slowest round": max(found), "ms of the host in our drafting": host_ms[way]}
+        findings.note(f"{len(requests)} requests, {way}", row)
 
 
 def plain_step_ms(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> float:
@@ -68,7 +106,7 @@ def plain_step_ms(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> 
     return 1e3 * (middle[-1] - middle[0]) / (len(middle) - 1)
 
 
-def _profile(findings: Findings, way: str, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
+def profile(findings: Findings, way: str, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
     """Notes launches, copies and waits of a step on the host, and the share of time in which the GPU works."""
     has_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -80,22 +118,46 @@ def _profile(findings: Findings, way: str, engine: RolloutEngine, requests: Sequ
             torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     num_steps = engine.num_steps - steps
-    calls, kernels, busy_us = _events(profiler)
-    summary = {"GPU works": busy_us / (1e6 * seconds), "launches a step": kernels.total() / num_steps}
+    calls, kernels, kernel_us = _events(profiler)
+    busy_us = sum(kernel_us.values())
+    summary = {
+        "GPU works": busy_us / (1e6 * seconds),
+        "us of the GPU a step": busy_us / num_steps,
+        "kernels a step": kernels.total() / num_steps,
+        "launches a step": sum(count for name, count in calls.items() if "LaunchKernel" in name) / num_steps,
+        "graph replays a step": sum(count for name, count in calls.items() if "GraphLaunch" in name) / num_steps,
+    }
     findings.note(way, summary | {name: count / num_steps for name, count in calls.most_common(6)}, "profile")
-    for name, count in kernels.most_common(30):
-        findings.note(f"{way}: {name[:60]}", {"a step": count / num_steps}, "kernels")
+    for name, us in sorted(kernel_us.items(), key=lambda kernel: -kernel[1])[:40]:
+        row = {"a step": kernels[name] / num_steps, "us a step": us / num_steps}
+        findings.note(f"{way}: {name[:60]}", row, "kernels")
 
 
-def _events(profiler: torch.profiler.profile) -> tuple[Counter[str], Counter[str], float]:
-    """Returns calls of the host by name, kernels of the GPU by name, and the microseconds of the latter."""
+def _profile_python(findings: Findings, way: str, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
+    """Notes the share of Python's time in our functions, and their calls in a step. The profiler slows all functions down."""
+    steps = engine.num_steps
+    profiler = cProfile.Profile()
+    profiler.runcall(engine.generate, requests)
+    total_s, own_s, own_calls = 0.0, 0.0, 0
+    functions: dict[tuple[str, int, str], Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    for (file, _, _), (_, num_calls, seconds, _, _) in functions.items():
+        total_s += seconds
+        if "/nemo_specrollout/" in file:
+            own_s += seconds
+            own_calls += num_calls
+    row = {"share of our functions": own_s / total_s, "calls a step": own_calls / (engine.num_steps - steps)}
+    findings.note(way, row, "python")
+
+
+def _events(profiler: torch.profiler.profile) -> tuple[Counter[str], Counter[str], dict[str, float]]:
+    """Returns calls of the host, kernels of the GPU, and the microseconds of the latter, each by name."""
     calls = Counter[str]()
     kernels = Counter[str]()
-    busy_us = 0.0
+    kernel_us: dict[str, float] = {}
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            busy_us += event.device_time
+            kernel_us[event.name] = kernel_us.get(event.name, 0.0) + event.device_time
             kernels[event.name] += 1
         elif event.name.startswith("cu") and any(part in event.name for part in HOST_CALLS):
             calls[event.name] += 1
-    return calls, kernels, busy_us
+    return calls, kernels, kernel_us

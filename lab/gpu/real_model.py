@@ -5,7 +5,6 @@ from pathlib import Path
 
 from lab.gpu.gpu_stage import (
     HEAD,
-    MODELS,
     POLICY,
     SEED,
     STOCK,
@@ -15,7 +14,7 @@ from lab.gpu.gpu_stage import (
     task_requests,
     timed,
 )
-from lab.gpu.items import smollm2
+from lab.gpu.items import smollm2, smollm2_head
 from lab.local.step_addition import make_problems
 from lab.local.step_rollout import load_tokenizer
 from lab.local.tasks import encode_chat
@@ -24,7 +23,7 @@ from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 def real(findings: Findings) -> None:
     """Measures tokens a second: stock vLLM, our sampler alone, and all drafters."""
-    policy, head = findings.size((smollm2(), MODELS / "smollm2_eagle3"), (POLICY, HEAD))
+    policy, head = findings.size((smollm2(), smollm2_head()), (POLICY, HEAD))
     warm_up, *batches = [task_requests(2, 2)] * 2 if findings.is_rehearsal else _batches(policy)
     ways = {"stock": STOCK, "no drafts": block(), "all": block("suffix", "ngram", "eagle3", head=head)}
     for way, specrollout in ways.items():

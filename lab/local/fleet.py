@@ -47,7 +47,12 @@ class RolloutFleet(RolloutSource):
         asynchronous = config.grpo.async_grpo
         recomputes = asynchronous.recompute_kv_cache_after_weight_updates or not asynchronous.in_flight_weight_updates
         self.pool = RolloutPool(
-            model, generation, config.grpo.seed, config.cluster.rollout_workers, recompute_kv_cache=recomputes
+            model,
+            generation,
+            config.grpo.seed,
+            config.cluster.rollout_workers,
+            recompute_kv_cache=recomputes,
+            weights_by_handle=config.cluster.weights_by_handle,
         )
         self.ladder = started_table(self.pool.method_names, file)
         self.task = config.data.dataset_name

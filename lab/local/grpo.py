@@ -7,6 +7,7 @@ t given its prefix. The mask is true where token t was generated. Positions outs
 Source of the semantics: NeMo-RL, `GRPOAdvantageEstimator`, `calculate_kl` and `ClippedPGLossFn`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -36,7 +37,14 @@ class LossInputs:
         def pick(value: Tensor | None) -> Tensor | None:
             return None if value is None else value[rows_b] if value.dim() == 1 else value[rows_b, :num_positions]
 
-        return LossInputs(**{field.name: pick(getattr(self, field.name)) for field in fields(self)})  # type: ignore[arg-type]
+        return self._each(pick)
+
+    def to(self, device: torch.device) -> "LossInputs":
+        """Returns the same on `device`."""
+        return self._each(lambda value: None if value is None else value.to(device))
+
+    def _each(self, change: Callable[[Tensor | None], Tensor | None]) -> "LossInputs":
+        return LossInputs(**{field.name: change(getattr(self, field.name)) for field in fields(self)})  # type: ignore[arg-type]
 
 
 def group_normalized_advantages(rewards_B: Tensor, group_B: Tensor, leave_one_out: bool, normalize: bool) -> Tensor:
@@ -124,7 +132,7 @@ def clipped_policy_loss(
     if cfg.use_importance_sampling_correction:
         loss_BT = loss_BT * (prev_BT - generation_BT).exp().nan_to_num(0, posinf=0)
     loss = mean(loss_BT)
-    kl = torch.zeros(())
+    kl = loss.new_zeros(())
     if cfg.reference_policy_kl_penalty:
         if inputs.reference_logprobs_BT is None:
             raise ValueError("reference_policy_kl_penalty is not 0: give reference_logprobs_BT, or set it to 0")

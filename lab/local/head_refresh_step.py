@@ -56,7 +56,7 @@ class LocalRefresher:
 
         With `logger.record_for_replay`, the LM heads of all policies are written for `lab/heads/drift.py`.
         """
-        self._policy_tensors = {name: t for name, t in tensors if name in (EMBEDDING, LM_HEAD)}
+        self._policy_tensors = {name: t.cpu() for name, t in tensors if name in (EMBEDDING, LM_HEAD)}
         if self._records:
             write_atomically(self._folder.teacher(version), safetensors_bytes(self._policy_tensors))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Megatron-Core `GPTModel` in this process, on the CPU: its setup and weights, its batches and their log-probs.
+"""A Megatron-Core `GPTModel` in this process, on the CPU or a GPU: its setup and weights, its batches and their log-probs.
 
 Shapes: B sequences, b of a micro batch, T positions, V vocabulary, N heads, D head dimension. Sequences are
 right-padded, so the causal mask is enough: results at padded positions are never used.
@@ -21,28 +21,34 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from lab.local.device import CPU
 from lab.local.policy_shape import PolicyShape
 from nemo_specrollout.storage.model_folder import EMBEDDING, LM_HEAD
 
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""Backends of the process group by the model's device. With one rank they only copy."""
 _world: dist.ProcessGroup | None = None
 """Default process group of Megatron's groups. If torch has another one now, they are stale."""
 
 
-def install() -> None:
+def install(device: torch.device = CPU) -> None:
     """Sets up Megatron-Core's device and groups, for one process. Cheap: repeat it before each use of a model.
 
-    Megatron-Core asks `torch.cuda.current_device()` where to put its rotary table; here the answer is the CPU. vLLM in
-    the same process may share the process group, and destroys it when an engine shuts down.
+    Megatron-Core asks `torch.cuda.current_device()` where to put its rotary table. For a model on the CPU the answer is made
+    to be the CPU. vLLM in the same process may share the process group, and destroys it when an engine shuts down.
 
     Raises:
-        RuntimeError: CUDA is available. Part of the local policy would end up on the GPU.
+        RuntimeError: The model is to be on the CPU, but CUDA is available. Part of it would end up on the GPU.
     """
     global _world  # noqa: PLW0603
-    if torch.cuda.is_available():
-        raise RuntimeError("the local policy runs on the CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif torch.cuda.is_available():
+        raise RuntimeError("the local policy is to be on the CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
+    else:
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
     if _world is not dist.group.WORLD:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
@@ -116,7 +122,7 @@ class CausalAttention(MegatronModule):
 
 
 def build_model(shape: PolicyShape, dtype: torch.dtype = torch.float32) -> GPTModel:
-    """Returns the model in `dtype`, with uninitialised weights. Call `install` first."""
+    """Returns the model in `dtype` on the CPU, with uninitialised weights. Call `install` first."""
     model = GPTModel(
         transformer_config(shape, dtype),
         layer_spec(shape.has_qk_norm),
@@ -130,7 +136,7 @@ def build_model(shape: PolicyShape, dtype: torch.dtype = torch.float32) -> GPTMo
 
 
 def transformer_config(shape: PolicyShape, dtype: torch.dtype = torch.float32) -> TransformerConfig:
-    """Returns Megatron-Core's config of the network, without the fusions that need a GPU."""
+    """Returns Megatron-Core's config of the network, without fusions, so that all devices compute alike."""
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -184,7 +190,7 @@ def load_hf(model: GPTModel, shape: PolicyShape, tensors: Mapping[str, Tensor]) 
 
 @torch.no_grad()
 def export_hf(model: GPTModel, shape: PolicyShape) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, float32 tensor): copies."""
+    """Yields (Hugging Face name, float32 tensor): copies on the model's device."""
     parameters = dict(model.named_parameters())
     for weight in shape.weights():
         for name, tensor in zip(weight.hf, weight.split(parameters[weight.megatron].detach()), strict=True):
@@ -202,5 +208,5 @@ def token_logprobs(model: GPTModel, tokens_BT: Tensor, temperature: float = 1.0)
 
 def next_token_logits(model: GPTModel, tokens_BT: Tensor) -> Tensor:
     """Returns logits [B, T, V] after each position."""
-    positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+    positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
     return model(tokens_BT, positions_BT, attention_mask=None)

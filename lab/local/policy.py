@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lab.local.device import CPU, deterministic_kernels
 from lab.local.grpo import LossInputs, clipped_policy_loss
 from lab.local.megatron_model import TokenBatch, build_model, export_hf, install, load_hf, token_logprobs
 from lab.local.model_folder_check import check_trainable
@@ -35,6 +36,7 @@ STATE_FILE = "rank_0_of_1.pt"
 class MegatronPolicy:
     """The model being trained, with its optimizer and step count.
 
+    Model and optimizer are on one device. Batches come from the CPU, a micro batch at a time, and log-probs return there.
     In bfloat16, the optimizer works on float32 copies, from which the model's weights are rounded.
 
     Invariant: weights, optimizer state and learning rate are the result of exactly `step` optimizer steps. A step that fails
@@ -52,6 +54,7 @@ class MegatronPolicy:
         self.config = optimizer
         self.step = 0
         self._shape = shape
+        self._device = next(model.parameters()).device
         # What the optimizer changes: a float32 parameter itself, or a float32 copy of another.
         self._masters = {
             name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
@@ -72,30 +75,37 @@ class MegatronPolicy:
 
     @classmethod
     def from_pretrained(
-        cls, folder: Path, *, optimizer: OptimizerConfig, dtype: torch.dtype = torch.float32
+        cls,
+        folder: Path,
+        *,
+        optimizer: OptimizerConfig,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
     ) -> "MegatronPolicy":
-        """Reads a Hugging Face folder of a Qwen3 or a Llama (config.json and *.safetensors) into a model of `dtype`.
+        """Reads a Hugging Face folder of a Qwen3 or a Llama (config.json and *.safetensors) into a model on `device`.
 
         Raises:
             ValueError: The folder lacks a file or a tensor, or this trainer does not support the model.
         """
-        install()
+        install(device)
         hf_config = read_object(folder / "config.json")
         check_trainable(folder, hf_config)
         shape = PolicyShape.from_hf(hf_config)
         model = build_model(shape, dtype)
         load_hf(model, shape, {n: t for file in tensor_files(folder) for n, t in load_file(file).items()})
-        return cls(model, shape, optimizer)
+        return cls(model.to(device), shape, optimizer)
 
     @torch.no_grad()
     def logprobs(
         self, batch: TokenBatch, temperature: float = 1.0, micro_batch_tokens: int = MICRO_BATCH_TOKENS
     ) -> Tensor:
         """Returns log p(token | prefix) under logits / temperature, [B, T]; 0.0 at position 0 and at padding."""
-        install()
+        install(self._device)
         logprobs_BT = torch.zeros(batch.tokens_BT.shape)
-        for rows_b, longest in batch.micro_batches(micro_batch_tokens):
-            logprobs_BT[rows_b, :longest] = token_logprobs(self.model, batch.tokens_BT[rows_b, :longest], temperature)
+        with deterministic_kernels(self._device):
+            for rows_b, longest in batch.micro_batches(micro_batch_tokens):
+                tokens_bT = batch.tokens_BT[rows_b, :longest].to(self._device)
+                logprobs_BT[rows_b, :longest] = token_logprobs(self.model, tokens_bT, temperature).cpu()
         return logprobs_BT.where(batch.valid_mask_BT, 0.0)
 
     def train_step(
@@ -116,17 +126,29 @@ class MegatronPolicy:
         Raises:
             FloatingPointError: The gradient is not finite. The policy is unchanged.
         """
-        install()
+        install(self._device)
+        with deterministic_kernels(self._device):
+            return self._train_step(batch, inputs, loss_cfg, temperature, micro_batch_tokens)
+
+    def _train_step(
+        self,
+        batch: TokenBatch,
+        inputs: LossInputs,
+        loss_cfg: LossConfig,
+        temperature: float,
+        micro_batch_tokens: int,
+    ) -> tuple[dict[str, float], Tensor]:
         self._optimizer.zero_grad()
         metrics: dict[str, float] = {}
         logprobs_BT = torch.zeros(batch.tokens_BT.shape)
         for rows_b, longest in batch.micro_batches(micro_batch_tokens):
-            logprobs_bT = token_logprobs(self.model, batch.tokens_BT[rows_b, :longest], temperature)
-            loss, figures = clipped_policy_loss(logprobs_bT, inputs.rows(rows_b, longest), loss_cfg, inputs.mask_BT)
+            logprobs_bT = token_logprobs(self.model, batch.tokens_BT[rows_b, :longest].to(self._device), temperature)
+            inputs_b = inputs.rows(rows_b, longest).to(self._device)
+            loss, figures = clipped_policy_loss(logprobs_bT, inputs_b, loss_cfg, inputs.mask_BT)
             loss.backward()
             self._collect_gradients()
             metrics = {name: metrics.get(name, 0.0) + value for name, value in figures.items()}
-            logprobs_BT[rows_b, :longest] = logprobs_bT.detach()
+            logprobs_BT[rows_b, :longest] = logprobs_bT.detach().cpu()
         grad_norm = self._clip_gradient()
         lr = self._learning_rate()
         for group in self._optimizer.param_groups:
@@ -169,8 +191,13 @@ class MegatronPolicy:
             return c.lr
         return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * self.step / c.lr_warmup_iters
 
+    def wait(self) -> None:
+        """Waits until the device has done what this process asked of it, so that a clock sees the work."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, float32 tensor) for the engine: copies that later steps do not change."""
+        """Yields (Hugging Face name, float32 tensor) for the engine: copies on the same device that stay as they are."""
         return export_hf(self.model, self._shape)
 
     def save(self, folder: Path) -> None:
@@ -207,7 +234,7 @@ class MegatronPolicy:
             ValueError: The checkpoint has another model or optimizer config.
         """
         check_seal(folder)
-        state = torch.load(folder / STATE_FILE, weights_only=True)
+        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
         for field in fields(self.config):
             if (ours := getattr(self.config, field.name)) != state["optimizer_config"][field.name]:
                 raise ValueError(

@@ -24,6 +24,7 @@ import torch
 
 from lab.local.engine import RolloutEngine
 from lab.local.run_sections import GenerationConfig
+from lab.local.shared_weights import Packed, opened, packed, wait_for_gpu
 from lab.local.turn_engine import ReloadingTurnEngine
 from nemo_specrollout.stragglers.decisions.speed_table import draft_method
 from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
@@ -53,8 +54,18 @@ _OBJECT_STORE_BYTES = 512 << 20
 _LONGEST_FOLDER = 40
 """Characters of the folder that Ray may be given: its socket names may have 107 bytes, of which Ray adds 66."""
 
-Weights = tuple[dict[str, torch.Tensor], int]
+Weights = tuple[Packed, int]
 """Tensors by Hugging Face name, and the version of the policy."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Weights that engines may still read."""
+
+    ref: Any
+    """Ray's reference to `Weights`."""
+    tensors: list[tuple[str, torch.Tensor]]
+    """The tensors themselves, which must live as long as a process may open handles of them."""
 
 
 @contextmanager
@@ -106,7 +117,7 @@ class OwnRay:
 
 
 class RolloutActor:
-    """Content of an actor's process: an engine that works in turns."""
+    """Content of an actor's process: an engine that works in turns. It sees the GPU that the runner sees, if there is one."""
 
     def start(self, model: str, generation: GenerationConfig, seed: int, weights: Weights | None) -> tuple[int, int]:
         """Starts the engine; returns its `max_num_seqs` and the process id. Raises ConfigError for what vLLM refuses."""
@@ -121,7 +132,8 @@ class RolloutActor:
 
     def load_weights(self, weights: Weights, recompute_kv_cache: bool) -> None:
         tensors, version = weights
-        self._turns.load_weights(tensors.items(), version, recompute_kv_cache=recompute_kv_cache)
+        self._turns.load_weights(opened(tensors), version, recompute_kv_cache=recompute_kv_cache)
+        wait_for_gpu()
 
     def ask(self, method: str, arguments: Sequence[Any]) -> Any:
         """Calls another method of the engine."""
@@ -134,7 +146,7 @@ class _Start:
 
     engine: int
     actor: Any
-    weights: Any
+    weights: _Sent | None
 
 
 class RolloutPool:
@@ -147,11 +159,19 @@ class RolloutPool:
     """
 
     def __init__(
-        self, model: Path, generation: GenerationConfig, seed: int, num_engines: int, *, recompute_kv_cache: bool = True
+        self,
+        model: Path,
+        generation: GenerationConfig,
+        seed: int,
+        num_engines: int,
+        *,
+        recompute_kv_cache: bool = True,
+        weights_by_handle: bool = True,
     ) -> None:
         """Starts `num_engines` engines, and Ray unless it runs. Raises ConfigError for what vLLM refuses.
 
-        `recompute_kv_cache` is what new weights do to requests under way (`TurnEngine.load_weights`).
+        `recompute_kv_cache` is what new weights do to requests under way (`TurnEngine.load_weights`), and
+        `weights_by_handle` how weights on a GPU reach the engines (`packed`).
         """
         blocks = [generation.specrollout.of_engine(engine) for engine in range(num_engines)]
         names = list(map(draft_method, blocks))
@@ -162,6 +182,7 @@ class RolloutPool:
         self.pids: dict[int, int] = {}
         """Process of each engine; of a dead engine the last one."""
         self._recompute_kv_cache = recompute_kv_cache
+        self._weights_by_handle = weights_by_handle
         self._arguments = [(str(model), replace(generation, specrollout=block), seed) for block in blocks]
         self._actors: dict[int, Any] = {}
         self._starting: dict[Any, _Start] = {}
@@ -172,7 +193,7 @@ class RolloutPool:
         """Dead engines that `take_deaths` has not told of, each with its last error."""
         self._last_error = ""
         self._heard_s = [0.0] * num_engines
-        self._weights: Any = None
+        self._weights: _Sent | None = None
         self._ray = OwnRay()
         try:
             for engine in range(num_engines):
@@ -229,8 +250,9 @@ class RolloutPool:
 
         An engine that is restarting gets them before its first turn.
         """
-        self._weights = ray.put(({name: tensor.contiguous() for name, tensor in tensors}, policy_version))
-        loads = {e: a.load_weights.remote(self._weights, self._recompute_kv_cache) for e, a in self._actors.items()}
+        kept = [(name, tensor.contiguous()) for name, tensor in tensors]
+        self._weights = _Sent(ray.put((packed(kept, self._weights_by_handle), policy_version)), kept)
+        loads = {e: self._load(actor) for e, actor in self._actors.items()}
         for engine, load in loads.items():
             self._answer(engine, load)
 
@@ -288,9 +310,15 @@ class RolloutPool:
         """Begins to start an engine. It asks Ray for no CPU: more engines than cores are slower, but none waits for a core."""
         one_core = {"env_vars": {"OMP_NUM_THREADS": "1"}}
         actor: Any = ray.remote(RolloutActor).options(num_cpus=0, runtime_env=one_core).remote()
-        started = actor.start.remote(*self._arguments[engine], self._weights)
+        weights = None if self._weights is None else self._weights.ref
+        started = actor.start.remote(*self._arguments[engine], weights)
         self._starting[started] = _Start(engine, actor, self._weights)
         self._heard_s[engine] = time.monotonic()
+
+    def _load(self, actor: Any) -> Any:
+        """Begins to give an engine the newest weights."""
+        assert self._weights is not None
+        return actor.load_weights.remote(self._weights.ref, self._recompute_kv_cache)
 
     def _wait(self) -> list[Any]:
         """Returns turns that have ended: at least one, unless an engine has started or is to be killed."""
@@ -313,7 +341,7 @@ class RolloutPool:
             return
         self.capacity, self.pids[start.engine] = answer
         if start.weights is not self._weights:  # new weights came while it started
-            self._answer(start.engine, start.actor.load_weights.remote(self._weights, self._recompute_kv_cache))
+            self._answer(start.engine, self._load(start.actor))
 
     def _ready(self, waiting: list[Any]) -> list[Any]:
         """Returns which of the calls have ended, and notes that their engines were heard of."""

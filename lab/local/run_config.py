@@ -84,7 +84,7 @@ class RunConfig:
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     bench: BenchConfig = BenchConfig()
     runtime: str = choice("local", default="local")
-    """`local`: this machine's CPU. A config with `nemo_rl` is never a `RunConfig` (`nemo_rl_config.py`)."""
+    """`local`: this machine. A config with `nemo_rl` is never a `RunConfig` (`nemo_rl_config.py`)."""
 
     @property
     def workloads(self) -> dict[str, DataConfig]:

@@ -145,7 +145,7 @@ class VllmConfig:
     precision: str = choice("float32", "bfloat16", default="float32")
     """The engine's dtype; tokens are equal with and without speculation in float32."""
     enforce_eager: bool = True
-    """No graph capture; on a CPU it only saves start-up time."""
+    """No graph capture; on a CPU it only saves start-up time. False on a GPU: CUDA graphs, which steps there need."""
 
 
 @dataclass(frozen=True)
@@ -269,12 +269,15 @@ class CheckpointingConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """`cluster`: one node without accelerators."""
+    """`cluster`: one node, with or without a GPU."""
 
     num_nodes: int = bounded(1, low=1, high=1)
     """The local runner uses one machine."""
-    gpus_per_node: int = bounded(0, low=0, high=0)
-    """The local runner uses no GPU."""
+    gpus_per_node: int = bounded(0, low=0, high=1)
+    """1: trainer and engines share one CUDA GPU. 0: they share the CPU."""
+    weights_by_handle: bool = True
+    """With a GPU, new weights reach an engine in another process as handles of the GPU's memory. False: they go through the
+    host's memory, for machines that refuse such handles."""
     rollout_workers: int = bounded(1, low=1, high=64)
     """Engines that roll out side by side, each in a process with one core; 1 is an engine in the runner's own process."""
     threads: int = bounded(1, low=1, high=64)

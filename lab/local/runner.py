@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lab.local.device import CPU, engine_memory, run_device, sized_engines
 from lab.local.grpo import LossInputs, group_normalized_advantages
 from lab.local.megatron_model import TokenBatch
 from lab.local.policy import MegatronPolicy
+from lab.local.policy_shape import PolicyShape
 from lab.local.progress import Progress
 from lab.local.recorded_rows import audit_facts, policies_of_row, record_rows, seed_of_row
 from lab.local.run_config import RunConfig
@@ -27,6 +29,7 @@ from lab.local.step_rollout import (
 from lab.local.tasks import build_task
 from nemo_specrollout.reports.records import METRICS, policy_lag
 from nemo_specrollout.storage.files import write_atomically
+from nemo_specrollout.storage.model_folder import read_object
 
 if TYPE_CHECKING:
     from lab.local.head_refresh_step import LocalRefresher
@@ -59,7 +62,8 @@ class GrpoRunner:
 
     def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress) -> None:
         """Starts engines and policy where the run goes on. Raises ConfigError for what vLLM refuses."""
-        self.config = config
+        self.device = run_device(config.cluster.gpus_per_node)
+        self.config = self._with_engine_memory(config)
         self.directory = directory
         self.progress = progress
         self.model = Path(config.policy.model_name)
@@ -157,6 +161,7 @@ class GrpoRunner:
                 micro_batch_tokens=policy.train_micro_batch_size * policy.max_total_sequence_length,
             )
             results.append(figures)
+        self.policy.wait()
         means = {key: sum(r[key] for r in results) / len(results) for key in results[0]}
         if scored.inputs.prev_logprobs_BT is None:  # one optimizer step: its log-probs are by the weights before it
             scored = replace(scored, inputs=replace(scored.inputs, prev_logprobs_BT=logprobs_BT))
@@ -165,6 +170,7 @@ class GrpoRunner:
     def refit(self, version: int) -> None:
         """Gives the engines the policy's weights, whose version is `version`."""
         self.source.load_weights(self.policy.hf_tensors(), version)
+        self.policy.wait()
 
     def close(self) -> None:
         """Ends the engines and keeps what they learned about draft methods, for a run to start from."""
@@ -179,6 +185,18 @@ class GrpoRunner:
                 self.progress.warn(f"ladder.json could not be written: {error.strerror}")
 
     # Parts of the start
+
+    def _with_engine_memory(self, config: RunConfig) -> RunConfig:
+        """Returns a config whose engines leave the trainer room on the GPU. Raises ConfigError if that cannot be."""
+        if self.device == CPU:
+            return config
+        policy = config.policy
+        shape = PolicyShape.from_hf(read_object(Path(policy.model_name) / "config.json"))
+        memory = engine_memory(
+            policy.generation, shape, *torch.cuda.mem_get_info(self.device), config.cluster.rollout_workers
+        )
+        kwargs = sized_engines(policy.generation.vllm_kwargs, memory)
+        return replace(config, policy=replace(policy, generation=replace(policy.generation, vllm_kwargs=kwargs)))
 
     def _start_source(self) -> RolloutSource:
         prompts = partial(step_prompts, self.config, task=self.task)
@@ -209,7 +227,8 @@ class GrpoRunner:
     def _load_policy(self) -> MegatronPolicy:
         policy = self.config.policy
         dtype = torch.bfloat16 if policy.precision == "bfloat16" else torch.float32
-        return MegatronPolicy.from_pretrained(self.model, optimizer=policy.megatron_cfg.optimizer, dtype=dtype)
+        optimizer = policy.megatron_cfg.optimizer
+        return MegatronPolicy.from_pretrained(self.model, optimizer=optimizer, dtype=dtype, device=self.device)
 
     def _build_refresher(self) -> "LocalRefresher | None":
         if self.config.policy.generation.specrollout.draft_refresh is None:

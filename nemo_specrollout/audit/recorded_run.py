@@ -2,7 +2,7 @@
 """The rows that a run has recorded, by step, and the policies that sampled them."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from nemo_specrollout.audit.verdict import Skipped
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.reports.records import AUDITS, RUN, read_lines, read_object_or_nothing
 from nemo_specrollout.storage.files import write_atomically
+from nemo_specrollout.telemetry.sample_stats import SampleStats
 
 SAMPLES = "samples.jsonl"
 _FILES_IN_MEMORY = 4
@@ -128,14 +129,24 @@ def _samples(folder: Path) -> dict[int, list[Mapping[str, Any]]]:
     return {line["step"]: [s for s in line.get("samples") or [] if isinstance(s, Mapping)] for line in lines}
 
 
-def _rows(step: int, samples: Sequence[Mapping[str, Any]], places: Mapping[int, tuple[Path, int]]) -> Iterator[Place]:
-    for number, sample in enumerate(samples):
-        seed = sample.get("seed")
-        spans = tuple((int(version), int(first)) for version, first in sample.get("policy_spans") or ())
-        if not isinstance(seed, int) or not spans:
-            continue
+def _rows_by_step(
+    samples: Mapping[int, Sequence[Mapping[str, Any]]], places: Mapping[int, tuple[Path, int]]
+) -> dict[int, list[Place]]:
+    """Returns the rows of each step. A row with entries in several steps, as after a move, belongs to the last of them."""
+    found: dict[int, tuple[int, int, SampleStats]] = {}
+    for step, of_step in samples.items():
+        for number, sample in enumerate(of_step):
+            seed = sample.get("seed")
+            if not isinstance(seed, int) or not sample.get("policy_spans"):
+                continue
+            stats = SampleStats.of_spans(sample["policy_spans"], sample.get("read_again") or ())
+            earlier = found.pop(seed, None)
+            found[seed] = (step, number, stats if earlier is None else earlier[2].merged(stats))
+    rows: dict[int, list[Place]] = {step: [] for step in samples}
+    for seed, (step, number, stats) in found.items():
         file, row = places.get(seed, (None, 0))
-        yield Place(step, number, seed, spans, tuple(map(int, sample.get("read_again") or ())), file, row)
+        rows[step].append(Place(step, number, seed, stats.policy_spans, stats.read_again, file, row))
+    return {step: sorted(of_step, key=lambda place: place.number) for step, of_step in rows.items() if of_step}
 
 
 def keep_result(folder: Path, result: Mapping[str, Any]) -> None:

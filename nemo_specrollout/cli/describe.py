@@ -31,7 +31,8 @@ from nemo_specrollout.config.nemo_rl_tree import (
     size_at,
 )
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.engine.arguments import host_choice
+from nemo_specrollout.generation.engine.arguments import VllmAbilities, added_graphs, host_choice
+from nemo_specrollout.generation.engine.cuda_graphs import graph_bytes
 from nemo_specrollout.installed.versions import installed_versions, nemo_rl_version, vllm_version
 
 _BACKEND = f"{GENERATION}.backend"
@@ -200,6 +201,8 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
     device = f"{config.remote.gpus:g} GPU" if config.remote is not None and config.remote.gpus else "no GPU"
     place = f"in Ray actors of 1 CPU and {device} each, which Ray places and the run watches"
     lines = [*describe_speculation(config, native, place), *_describe_family(tree), ("engine", engine)]
+    if not is_eager and native is None and (graphs := graphs_in_words(tree, config)):
+        lines.append(("graphs", graphs))
     if config.fastest_of_n is not None and (engines := num_engines(tree)) > 1:
         alike = len({frozenset(d.type for d in kind) for kind in config.drafters_of_engines[:engines]}) == 1
         lines.append(("fastest_of_n", describe_racing(config.fastest_of_n, alike=alike)))
@@ -219,6 +222,23 @@ def _describe_family(tree: Tree) -> list[tuple[str, str]]:
     if reason := host_choice(at(tree, VLLM_KWARGS, {}), config):
         lines.append(("choice", f"the host chooses the drafts of each step: {reason}"))
     return lines
+
+
+def graphs_in_words(tree: Tree, config: SpecrolloutConfig) -> str:
+    """Returns which CUDA graphs the block adds to vLLM's own, and why; an empty string if it adds none."""
+    policy = model_config(tree) or {}
+    sizes = added_graphs(at(tree, VLLM_KWARGS, {}), config, VllmAbilities(policy=policy))
+    if not sizes:
+        return ""
+    largest = VllmAbilities().largest_graph
+    num_ranks = parallel_sizes(tree)[0]
+    ours, vllms = (graph_bytes(policy, rows, num_ranks) for rows in (sizes[-1], largest))
+    memory = f", by the model's sizes about {(ours - vllms) / 2**20:.0f} MiB a GPU" if ours and vllms else ""
+    return (
+        f"of {', '.join(map(str, sizes))} rows beside vLLM's own up to {largest}, because drafts can fill such steps; vLLM "
+        f"measures their memory at the start and takes it from the KV cache{memory}; "
+        "vllm_kwargs.compilation_config.max_cudagraph_capture_size or cudagraph_capture_sizes takes their place"
+    )
 
 
 def _is_vllm(tree: Tree) -> bool:

@@ -32,6 +32,7 @@ class AheadText(Drafter):
     """
 
     name = "ahead"
+    is_recordable = True
 
     def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -80,15 +81,19 @@ class AheadText(Drafter):
         self._with_text.difference_update(slots)
 
     def propose(self, texts: Texts, out: Proposals) -> None:
+        if self.prepare(out):
+            self.launch(texts, out)
+
+    def prepare(self, out: Proposals) -> bool:
+        if not self._with_text and not self._is_clear:
+            out.found_B.zero_()
+        self._is_clear = not self._with_text
+        return not self._is_clear
+
+    def launch(self, texts: Texts, out: Proposals) -> None:
         num_requests = len(texts.slots_B)
-        if not self._with_text:
-            if not self._is_clear:
-                out.found_B.zero_()
-                self._is_clear = True
-            return
-        self._is_clear = False
         slots_B = texts.slots_B.long()
-        row_B = torch.where(slots_B < 0, len(self._end_S) - 1, slots_B)
+        row_B = slots_B.masked_fill(slots_B < 0, len(self._end_S) - 1)
         slots_B = slots_B.clamp(min=0)
         length_B = texts.total_len_S[slots_B].long()
         columns_W = (length_B[:, None] + self._latest_W).clamp_(min=0)
@@ -96,8 +101,8 @@ class AheadText(Drafter):
         most = out.tokens_BK.shape[1]
         found_B = (self._end_S[row_B] - start_B).clamp_(0, most)
         out.tokens_BK[:num_requests] = self._read(row_B, start_B, torch.arange(most, device=start_B.device))
-        out.levels_BK[:num_requests] = level_B[:, None].to(torch.int8)
-        out.found_B[:num_requests] = torch.where(texts.slots_B < 0, 0, found_B).int()
+        out.levels_BK[:num_requests] = level_B[:, None]
+        out.found_B[:num_requests] = found_B.masked_fill(texts.slots_B < 0, 0)
 
     def _places(
         self, row_B: torch.Tensor, length_B: torch.Tensor, latest_BW: torch.Tensor
@@ -109,7 +114,7 @@ class AheadText(Drafter):
         nearest_BO = run_BO * (FARTHEST + 1) - self._offset_O.abs()
         best_B1 = nearest_BO.argmax(1, keepdim=True)
         gain_B1 = run_BO.gather(1, best_B1) - 2 * run_BO[:, FARTHEST, None]
-        chosen_B1 = torch.where(gain_B1 >= ENOUGH, best_B1, FARTHEST)
+        chosen_B1 = best_B1.masked_fill(gain_B1 < ENOUGH, FARTHEST)
         offset_B = self._offset_O[chosen_B1[:, 0]]
         self._shift_S[row_B] += offset_B
         agreeing_B = agrees_BOW.sum(-1).gather(1, chosen_B1)[:, 0]

@@ -241,7 +241,7 @@ class DraftBoard:
         texts: Texts,
         num_sampled_B: torch.Tensor,
         num_rejected_B: torch.Tensor,
-        step: int,
+        step: int | torch.Tensor,
         lookups: Sequence[Lookup] = (),
         max_new: int = 0,
     ) -> None:
@@ -249,17 +249,26 @@ class DraftBoard:
 
         Each request emitted `num_sampled_B` tokens. All but the last of them were drafts. `num_rejected_B` drafts were
         rejected. Indexes learn the new tokens of their texts, at most `max_new` of each.
+
+        A CUDA graph records `step` as a tensor of one int32 below `TRACED_STEPS`, which each replay reads anew.
         """
         outcomes = (num_sampled_B, num_rejected_B)
-        self._kernels.observe(self, texts, outcomes, step % TRACED_STEPS, lookups, max_new)
+        number = step if isinstance(step, torch.Tensor) else step % TRACED_STEPS
+        self._kernels.observe(self, texts, outcomes, number, lookups, max_new)
 
     def choose(
-        self, texts: Texts, row_price: float = 0.0, lookups: Sequence[Lookup] = (), most: int | None = None
+        self,
+        texts: Texts,
+        row_price: float | torch.Tensor = 0.0,
+        lookups: Sequence[Lookup] = (),
+        most: int | torch.Tensor | None = None,
     ) -> None:
         """Lets indexes propose, then submits each request's proposal of the highest worth: `drafts_BK` and `rates_SK`.
 
         `row_price` is the number of tokens that the engine makes in the time of one more row. Tokens that do not win their
         price hardly count, so a long proposal is worth only what would be verified of it. At most `most` tokens of a
         request are submitted. A model that does not follow a request has found a negative number.
+
+        A CUDA graph records `row_price` and `most` as tensors of one float32 and one int32, which each replay reads anew.
         """
         self._kernels.choose(self, texts, row_price, lookups, self.num_positions if most is None else most)

@@ -56,6 +56,8 @@ class Drafter(Participant):
     name: str
     has_weights = False
     """True if a network proposes. Steps account for its time apart."""
+    is_recordable = False
+    """True if a CUDA graph may record what `propose` launches. Such a drafter has `prepare` and `launch`."""
 
     def lookup(self, drafter: int) -> Lookup | None:
         """Returns how the board's kernels learn and propose for this drafter, which is number `drafter` of the board.
@@ -73,3 +75,11 @@ class Drafter(Participant):
 
     def propose(self, texts: Texts, out: Proposals) -> None:
         """Writes proposals to `out`. Only a drafter without a `lookup` is asked. By default there are none."""
+
+    def prepare(self, out: Proposals) -> bool:
+        """Returns whether this step needs `launch`. If not, `out` says that there are no proposals."""
+        raise NotImplementedError
+
+    def launch(self, texts: Texts, out: Proposals) -> None:
+        """Writes proposals to `out` by the same work on the device in every step, without any by the host."""
+        raise NotImplementedError

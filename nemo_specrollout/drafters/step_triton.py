@@ -46,13 +46,22 @@ class BoardMemory(NamedTuple):
     sums: Sums
 
 
+@triton.jit
+def _given(number, number_ptr):  # type: ignore[no-untyped-def]
+    """Returns a number of the step, which a CUDA graph reads from memory, because it may change between replays."""
+    if number_ptr is not None:
+        number = tl.load(number_ptr)
+    return number
+
+
 @triton.jit(do_not_specialize=_INTEGERS)
 def _observe(  # type: ignore[no-untyped-def]
-    texts, row_stride, num_slots, longest, max_new, outcomes, board, indexes, step, D: tl.constexpr, K: tl.constexpr,
-    E: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
+    texts, row_stride, num_slots, longest, max_new, outcomes, board, indexes, step, step_ptr, D: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
     LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, 0) observes request b, if there is a board. The other programs of b share the new tokens of its text."""
+    step = _given(step, step_ptr)
     row = tl.program_id(0)
     num_rows = tl.num_programs(0)
     part = tl.program_id(1)
@@ -87,12 +96,14 @@ def _learn(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=[*_INTEGERS, "row_price", "most_drafts", "floor"])
 def _propose(  # type: ignore[no-untyped-def]
-    texts, row_stride, num_slots, longest, t, row_price, most_drafts, indexes, outs, level_rates_ptr, floor,
-    MODEL: tl.constexpr, REFERENCE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
-    DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr, LANES: tl.constexpr,
-    BUCKET_MASK: tl.constexpr,
+    texts, row_stride, num_slots, longest, t, row_price, row_price_ptr, most_drafts, most_drafts_ptr, indexes, outs,
+    level_rates_ptr, floor, MODEL: tl.constexpr, REFERENCE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
+    LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program b walks all indexes for request b. With a board, it then chooses among the proposals of all drafters."""
+    row_price = _given(row_price, row_price_ptr)
+    most_drafts = _given(most_drafts, most_drafts_ptr)
     row = tl.program_id(0).to(tl.int64)
     for i in tl.static_range(len(LANES)):
         rate_G = level_rates(t, DRAFTERS[i], E) if D > 0 else tl.load(level_rates_ptr + tl.arange(0, _NUM_LEVELS))
@@ -130,7 +141,7 @@ def observe(
     board: "DraftBoard",
     texts: Texts,
     outcomes: tuple[torch.Tensor, torch.Tensor],
-    step: int,
+    step: int | torch.Tensor,
     lookups: Sequence[Lookup],
     max_new: int,
 ) -> None:
@@ -144,7 +155,7 @@ def learn(lookup: Lookup, texts: Texts, max_new: int) -> None:
 
 
 def _launch_observe(
-    texts: Texts, lookups: Sequence[Lookup], max_new: int, outcomes: Any, memory: Any, step: int, **constants: int
+    texts: Texts, lookups: Sequence[Lookup], max_new: int, outcomes: Any, memory: Any, step: Any, **constants: int
 ) -> None:
     """Launches a step's observing, and its learning if there is anything to learn."""
     num_rows = len(texts.slots_B)
@@ -161,7 +172,7 @@ def _launch_observe(
         outcomes,
         memory,
         indexes,
-        step,
+        *_number(step),
         num_warps=1,
         **constants,
         **shapes,
@@ -171,18 +182,20 @@ def _launch_observe(
         _learn[(num_parts, len(lookups))](texts, *bounds, num_rows, indexes, num_warps=1, **shapes)
 
 
-def choose(board: "DraftBoard", texts: Texts, row_price: float, lookups: Sequence[Lookup], most: int) -> None:
+def choose(board: "DraftBoard", texts: Texts, row_price: Any, lookups: Sequence[Lookup], most: Any) -> None:
     """Implements `DraftBoard.choose`."""
     walks = [(lookup, board.proposals_of(lookup.drafter)) for lookup in lookups]
     constants = {"MODEL": board.model, "REFERENCE": board.reference, "S": len(board.tables.limit_S), **_sizes(board)}
-    _launch_propose(texts, walks, None, SMALLEST_SHARE, (board.tables, row_price, most), **constants)
+    _launch_propose(
+        texts, walks, None, SMALLEST_SHARE, (board.tables, *_number(row_price), *_number(most)), **constants
+    )
 
 
 def walk(lookup: Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
     """Implements `ContextIndex.walk`. The buffers must be contiguous, and hold a row for each of the batch."""
     assert out.tokens_BK.is_contiguous() and out.levels_BK.shape == out.tokens_BK.shape
     constants = {"MODEL": -1, "REFERENCE": -1, "S": 0, "D": 0, "K": out.tokens_BK.shape[1], "E": 0}
-    _launch_propose(texts, [(lookup, out)], level_rates, floor, (None, 0.0, 0), **constants)
+    _launch_propose(texts, [(lookup, out)], level_rates, floor, (None, *_number(0.0), *_number(0)), **constants)
 
 
 def _launch_propose(
@@ -190,7 +203,7 @@ def _launch_propose(
     walks: Sequence[tuple[Lookup, Proposals]],
     level_rates: torch.Tensor | None,
     floor: float,
-    choice: tuple["Tables | None", float, int],
+    choice: tuple[Any, ...],
     **constants: int,
 ) -> None:
     lookups = [lookup for lookup, _ in walks]
@@ -199,6 +212,11 @@ def _launch_propose(
         tuple(out for _, out in walks), level_rates, floor, DRAFTERS=tuple(u.drafter for u in lookups), num_warps=1,
         **constants, **_shapes(lookups),
     )  # fmt: skip
+
+
+def _number(value: float | torch.Tensor) -> tuple[float, torch.Tensor | None]:
+    """Returns a number of the step as two arguments of a kernel: its value, and the tensor to read it from, if it is one."""
+    return (0, value) if isinstance(value, torch.Tensor) else (value, None)
 
 
 def _sizes(board: "DraftBoard") -> dict[str, int]:

@@ -221,8 +221,10 @@ class VllmWorkerMixin(WorkerCalls):
 
     def _close_leaving(self, scheduler_output: Any) -> None:
         """Ends drafting for requests that leave their slots with this step, before new requests take the slots."""
-        slot_of = self.model_runner.req_states.req_id_to_index
         leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        if not leaving:
+            return
+        slot_of = self.model_runner.req_states.req_id_to_index
         slots = [slot_of[name] for name in sorted(leaving) if name in slot_of]
         if not slots:
             return
@@ -251,12 +253,30 @@ class VllmWorkerMixin(WorkerCalls):
         if state is None:
             return self._sample_tokens(grammar_output)
         batch = state.input_batch
+        router = self.specrollout_router
         self.specrollout_accounts.begin_step(batch)
-        output = self._sample_tokens(grammar_output)
-        if self.specrollout_host_budget is not None:
-            self.specrollout_host_budget.record()
+        if router is not None and router.can_skip(batch, getattr(state, "num_spec_tokens_to_schedule", None)):
+            output = self._sample_without_speculator(grammar_output)
+            router.skip(batch)
+        else:
+            output = self._sample_tokens(grammar_output)
+            if self.specrollout_host_budget is not None:
+                self.specrollout_host_budget.record()
         self.specrollout_accounts.end_step()
-        return output if self.specrollout_router is None else self.specrollout_router.end_step(batch, output)
+        return output if router is None else router.end_step(batch, output)
+
+    def _sample_without_speculator(self, grammar_output: Any) -> Any:
+        """Does the runner's `sample_tokens` like a runner without a speculator, for a step that neither has nor makes drafts.
+
+        vLLM would overwrite all drafts of the batch otherwise, although no step reads them before new ones are made.
+        """
+        runner = self.model_runner
+        speculator = runner.speculator
+        runner.speculator = None
+        try:
+            return self._sample_tokens(grammar_output)
+        finally:
+            runner.speculator = speculator
 
     def _set_seed(self, new: Any) -> RequestIdentity:
         """Puts the seed of a new request's identity into a copy of its sampling parameters. Returns the identity.

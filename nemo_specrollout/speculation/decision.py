@@ -43,7 +43,7 @@ def best_steps(
     Few numbers of drafts have to be weighed. Drafts are verified in the order of their survival, so each further draft adds
     as many tokens as the one before until a bin is used up, and about as many seconds until a larger CUDA graph is needed.
     If tokens and seconds both grow linearly, their ratio rises all the way or falls all the way. So the best number is one
-    at which a bin is used up or a CUDA graph is full.
+    at which a bin is used up or a CUDA graph is full, or beyond the graphs a corner of the predicted seconds.
 
     Args:
         count_FQ: draft tokens of the batch, by depth from 0 on and by bin of survival, float64.
@@ -60,7 +60,8 @@ def best_steps(
     (falling_FQ * np.arange(2 * num_bins - 1, 0, -2) / (2 * num_bins)).cumsum(axis=1, out=sum_FQ[:, 1:])
     drafts_FN = np.floor(most_FQ + 1e-6)
     if len(costs.graph_sizes):
-        filled_FN = np.minimum(costs.graph_sizes - num_requests, drafts_FN[:, -1:])
+        ends = np.concatenate([costs.graph_sizes, costs.corners])
+        filled_FN = np.minimum(ends - num_requests, drafts_FN[:, -1:])
         drafts_FN = np.concatenate([drafts_FN, filled_FN], axis=1)
     drafts_FN = np.minimum(np.maximum(drafts_FN, 0.0), costs.most_drafts(num_requests))
     apart_F1 = (most_FQ[:, -1].max() + 1.0) * np.arange(num_depths)[:, None]  # one interpolation serves all depths

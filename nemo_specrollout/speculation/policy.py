@@ -7,11 +7,13 @@ Shapes: K draft positions, F = K + 1 depths of drafting from 0 on, Q bins of sur
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.speculation.decision import Choice, best_depth, best_steps
+from nemo_specrollout.speculation.decision import Choice, Steps, best_depth, best_steps
 from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepCosts
 
@@ -24,13 +26,13 @@ ENOUGH = 64
 GENERATION = 1024
 """Steps from which the sizes of batches are estimated."""
 PLANNED_STEPS = 4
-"""Steps for which a depth is planned, if the number of requests keeps its bit length."""
+"""Steps for which a depth is planned, if the number of requests keeps its bit length. A look beyond graphs takes as many."""
 JUDGED_STEPS = 8
-"""Steps between two judgements of a model, and the most steps of a look at a dormant one."""
+"""Steps between two judgements of a model, or of a look beyond the graphs, and the most steps of a look at a dormant model."""
 LOOK_SHARE = 0.004
 """Share of the engine's time for looks at a dormant model."""
 REST_SHARE = 0.001
-"""Share of the engine's time for looks at drafters without weights that rest."""
+"""Share of the engine's time for looks at drafters without weights that rest, and as much for looks beyond the graphs."""
 PATIENCE = 4
 """Steps in a row without useful drafts before drafters without weights rest."""
 
@@ -203,13 +205,56 @@ class Forecast:
         return np.maximum(np.cumsum(scale_F[:, None] * self._change_FQ, axis=0), 0.0)
 
 
+class BeyondGraphs:
+    """Looks at steps that no CUDA graph holds, where a guess keeps drafts within the graphs.
+
+    What such a step takes depends on the host, so it is unknown until there was one. And a stall in it would deter all later
+    ones. So while drafts fill the largest graph and more of them wait, a few steps are taken as if the host took no time to
+    launch them, and the step model learns from them. Owns the clock that pays for that. The first look is not paid for: until
+    then every decision rests on a guess.
+    """
+
+    def __init__(self) -> None:
+        self._clock = LookClock(REST_SHARE)
+        self._has_looked = False
+        self._num_left = 0
+        """Steps of the present look that are left."""
+        self._until_asked = 0
+        """Steps that fill the largest graph until a look is weighed again, which costs the host some time."""
+
+    def earn(self, seconds: float) -> None:
+        """Saves a share of a step that took `seconds`."""
+        self._clock.earn(seconds)
+
+    def seen_from(self, costs: StepCosts) -> StepCosts:
+        """Returns the costs by which the next step is decided, and counts a step of a look."""
+        if self._num_left <= 0:
+            return costs
+        self._num_left -= 1
+        return costs.with_graphs_of_any_size()
+
+    def filled(self, steps: Steps, costs: StepCosts, weigh: Callable[[StepCosts], Steps]) -> None:
+        """Begins a look if it is time. `steps` fill the largest graph, by these costs; `weigh` finds the best ones."""
+        self._until_asked -= 1
+        if self._num_left > 0 or self._until_asked > 0 or costs.launch_s <= 0.0:
+            return
+        self._until_asked = JUDGED_STEPS
+        longer = weigh(costs.with_graphs_of_any_size())
+        if longer.num_drafts_F[0] <= steps.num_drafts_F[0]:
+            return
+        lost_s = float(longer.seconds_F[0]) + costs.launch_s - float(longer.tokens_F[0] / steps.rate_F[0])
+        if self._clock.pays(PLANNED_STEPS * max(lost_s, 0.0)) or not self._has_looked:
+            self._has_looked = True
+            self._num_left = PLANNED_STEPS
+
+
 class AutoPolicy(SpeculationPolicy):
     """Chooses what makes the most tokens a second, by measured seconds and by what the draft board expects of drafts.
 
     The model either follows all new requests, or lies dormant. It becomes dormant when the time that its drafts will probably
     win until the running requests end is shorter than the time in which it reads their texts. A look wakes it, as soon as
     `LookClock` can pay for that. It then follows the requests that arrive, and drafts for some steps. Drafters without
-    weights rest, and are looked at, in the same way.
+    weights rest, and are looked at, in the same way, and so are steps beyond the CUDA graphs.
     """
 
     def __init__(self, margin: float, num_positions: int, deepest: int) -> None:
@@ -221,6 +266,7 @@ class AutoPolicy(SpeculationPolicy):
         self._sizes = BatchSizes()
         self._clock = LookClock(LOOK_SHARE)
         self._rest_clock = LookClock(REST_SHARE)
+        self._beyond = BeyondGraphs()
         self._submitted_Q = np.zeros(1)
         """Draft tokens of a request that were submitted last, by bin of survival."""
         self._depth = 0
@@ -252,16 +298,20 @@ class AutoPolicy(SpeculationPolicy):
     def num_drafts(self, num_requests: int, most: int) -> int:
         if self.costs is None or most <= 0:
             return 0
-        costs = self.costs
-        drafting = self.costs.drafting
+        costs = self._beyond.seen_from(self.costs)
+        drafting = costs.drafting
         count_1Q = num_requests * self._submitted_Q[None, :]
         draft_s = 0.0
         read_s = 0.0
         if drafting is not None and self._depth > 0:
             draft_s = drafting.seconds(num_requests, self._depth)
             read_s = drafting.row_s
-        steps = best_steps(count_1Q, num_requests, costs, self._margin, np.array([draft_s]), read_s)
+        weigh = partial(best_steps, count_1Q, num_requests, margin=self._margin, draft_s_F=np.array([draft_s]))
+        steps = weigh(costs, read_row_s=read_s)
         num_drafts = min(int(steps.num_drafts_F[0]), most)
+        self._beyond.earn(float(steps.seconds_F[0]))
+        if num_requests + num_drafts == costs.most_graph_rows:
+            self._beyond.filled(steps, costs, partial(weigh, read_row_s=read_s))
         self._num_refused = 0 if num_drafts else self._num_refused + 1
         some = min(num_drafts or num_requests, costs.most_drafts(num_requests))
         seconds_2 = costs.seconds(num_requests, np.array([0.0, some]))

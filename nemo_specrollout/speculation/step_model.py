@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step model: predicts the seconds of an engine step from measured ones.
 
-One regression serves steps with and without drafts, another one serves drafting with weights. Both are Kalman filters, because
-contexts grow and machines slow down. A stall makes a step longer than it need be, but nothing makes a step shorter. So only
-samples above the prediction are clipped.
+One regression serves steps with and without drafts, another one serves drafting with weights. A third one serves steps that no
+CUDA graph holds. Up to the largest graph a step is replayed and takes the time that the GPU needs, but beyond it the host
+launches each kernel of each layer, and the slower of the two decides. All are Kalman filters: contexts grow, and machines
+slow down. A stall makes a step longer than it need be, but nothing makes a step shorter. So only samples above the prediction
+are clipped.
 
 Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers of drafts.
 """
@@ -22,6 +24,7 @@ MEMORY = 64.0
 """Steps from which a known coefficient is estimated."""
 CLIP = 2.0
 """Standard deviations by which a sample may exceed the prediction."""
+NO_ROWS = np.zeros(0)
 OPTIMISM = 0.25
 """Assumed share of a step's seconds that grows with its rows. A low guess is tried and corrected; a high one never is."""
 
@@ -66,6 +69,10 @@ class StepCosts(NamedTuple):
     """Seconds in which the drafters without weights propose."""
     drafting: DraftCosts | None = None
     """Seconds of drafting with weights; None while unknown."""
+    corners: np.ndarray = NO_ROWS
+    """Rows beyond the largest graph at which a further row begins to cost more or less."""
+    launch_s: float = 0.0
+    """Seconds by which the smallest step without a CUDA graph takes longer than the largest with one."""
 
     def plain_s(self, num_requests: int) -> float:
         """Returns the seconds of a step without drafters."""
@@ -78,9 +85,20 @@ class StepCosts(NamedTuple):
         return np.maximum(rows_s_N, self.plain_s(num_requests)) + self.text_s
 
     def most_drafts(self, num_requests: int) -> int:
-        """Returns the most drafts that keep a step in its CUDA graph, beyond which its time would double at once."""
-        has_graph = len(self.graph_sizes) > 0 and num_requests <= self.graph_sizes[-1]
-        return max(int(self.graph_sizes[-1] if has_graph else len(self.seconds_R) - 1) - num_requests, 0)
+        """Returns the most drafts of a step whose seconds are known."""
+        return max(len(self.seconds_R) - 1 - num_requests, 0)
+
+    @property
+    def most_graph_rows(self) -> int:
+        """The rows of the largest CUDA graph; 0 if no step leaves the graphs, or there are none."""
+        largest = int(self.graph_sizes[-1]) if len(self.graph_sizes) else 0
+        return largest if largest < len(self.seconds_R) - 1 else 0
+
+    def with_graphs_of_any_size(self) -> "StepCosts":
+        """Returns what steps would take if the host's launches of a step without a CUDA graph took no time."""
+        seconds_R = self.seconds_R.copy()
+        seconds_R[self.most_graph_rows + 1 :] -= self.launch_s
+        return self._replace(seconds_R=seconds_R, launch_s=0.0)
 
 
 def padded_rows(most_rows: int, graph_sizes: np.ndarray) -> np.ndarray:
@@ -133,7 +151,7 @@ class Regression:
 
 
 class StepModel:
-    """Learns the seconds of steps and of drafting. Owns one regression of each."""
+    """Learns the seconds of steps and of drafting. Owns a regression of steps in CUDA graphs, of others, and of drafting."""
 
     def __init__(self, max_rows: int, graph_sizes: Sequence[int] = (), least_depth: int = 1) -> None:
         """Takes the most rows of a step, the rows of the CUDA graphs, and the fewest tokens that a model drafts."""
@@ -144,10 +162,19 @@ class StepModel:
         self._knots_J[-1] = max_rows
         self._padded_R = padded_rows(max_rows, self._graph_sizes)
         num_knots = len(self._knots_J)
+        has_edge = len(self._graph_sizes) > 0 and self._graph_sizes[-1] < max_rows
+        self._edge = int(self._graph_sizes[-1]) if has_edge else max_rows
+        """Rows of the largest CUDA graph; the most rows of a step if none is larger than the graphs, or there are none."""
+        self._corners = self._knots_J[self._knots_J > self._edge]
         # Terms: 1, rows, a change of slope at each inner knot, drafts, any drafts, drafters at work.
         mean_X = np.concatenate([[1.0 - OPTIMISM, OPTIMISM], np.zeros(num_knots - 1), [0.02, 0.02]])
         deviation_X = np.concatenate([[0.5, 0.5], np.full(num_knots - 2, 0.5), [0.1, 0.1, 0.05]])
         self._steps = Regression(mean_X, deviation_X)
+        # Terms: 1, rows beyond the largest graph, a change of slope at each inner corner.
+        changes_J = np.full(max(len(self._corners) - 1, 0), 0.5)
+        self._launched = Regression(
+            np.concatenate([[1.0, 0.0], 0.0 * changes_J]), np.concatenate([[0.5, 0.5], changes_J])
+        )
         # Terms: 1, rows, further passes, sampled tokens, nothing sampled.
         self._drafting = Regression(np.array([0.4, 0.1, 0.4, 0.1, -0.05]), np.array([0.4, 0.1, 0.4, 0.1, 0.2]))
         self._unit = 1.0
@@ -166,7 +193,14 @@ class StepModel:
         size = (num_rows, num_rows > num_requests)
         noise = NOISE if size in self._sizes_seen else COLD * NOISE
         self._sizes_seen.add(size)
-        self._steps.observe(self._terms(num_requests, num_rows - num_requests, has_drafters), seconds, noise)
+        num_drafts = num_rows - num_requests
+        is_launched = min(num_rows, len(self._padded_R) - 1) > self._edge
+        if not is_launched or not self._steps.is_known:
+            self._steps.observe(self._terms(num_requests, num_drafts, has_drafters), seconds, noise)
+        if is_launched:
+            draft_row_s, verify_s, text_s = self._surcharges()
+            others_s = num_drafts * draft_row_s + (num_drafts > 0) * verify_s + has_drafters * text_s
+            self._launched.observe(self._launched_terms(num_rows), max(seconds - others_s, 1e-9), noise)
 
     def observe_drafting(self, num_rows: int, num_requests: int, depth: int, seconds: float) -> None:
         """Adds the seconds in which a model read `num_rows` tokens and drafted `depth` tokens for each request."""
@@ -182,14 +216,35 @@ class StepModel:
             return None
         terms_JX = np.stack([self._terms(0, 0, False, rows) for rows in self._knots_J])
         x = self._steps.coefficients_X
-        num_knots = len(self._knots_J)
         variance_J = np.einsum("jx,xy,jy->j", terms_JX, self._steps.covariance_XX, terms_JX)
         seconds_J = isotonic_regression(np.maximum(terms_JX @ x, 1e-9), weights=1.0 / (variance_J + 1e-9)).x
-        draft_row_s = x[num_knots] / self._unit
-        verify_s = max(x[num_knots + 1], 0.0)
-        text_s = max(x[num_knots + 2], 0.0)
-        others = float(draft_row_s), float(verify_s), float(text_s), self._draft_costs()
-        return StepCosts(np.interp(self._padded_R, self._knots_J, seconds_J), self._graph_sizes, *others)
+        seconds_R = np.interp(self._padded_R, self._knots_J, seconds_J)
+        launch_s = self._add_launches(seconds_R)
+        known = *self._surcharges(), self._draft_costs(), self._corners, launch_s
+        return StepCosts(seconds_R, self._graph_sizes, *known)
+
+    def _surcharges(self) -> tuple[float, float, float]:
+        """Returns the seconds by which drafts and drafters make a step longer: `draft_row_s`, `verify_s`, `text_s`."""
+        draft, verify, text = self._steps.coefficients_X[len(self._knots_J) :].tolist()
+        return draft / self._unit, max(verify, 0.0), max(text, 0.0)
+
+    def _add_launches(self, seconds_R: np.ndarray) -> float:
+        """Replaces the seconds of steps beyond the largest graph by what was learned of them. Returns `StepCosts.launch_s`.
+
+        Before the first such step they are expected to take twice as long as the largest graph, and more for further rows.
+        """
+        rows_R = np.arange(self._edge + 1, len(seconds_R))
+        if not len(rows_R):
+            return 0.0
+        edge_s = float(seconds_R[self._edge])
+        if self._launched.is_known:
+            knots_J = np.array([self._edge, *self._corners])
+            predicted_J = [float(self._launched_terms(rows) @ self._launched.coefficients_X) for rows in knots_J]
+            rising_J = isotonic_regression(np.maximum(predicted_J, edge_s)).x
+            seconds_R[rows_R] = np.interp(rows_R, knots_J, rising_J)
+        else:
+            seconds_R[rows_R] += edge_s
+        return float(seconds_R[rows_R[0]]) - edge_s
 
     def _draft_costs(self) -> DraftCosts | None:
         if not self._drafting.is_known:
@@ -207,3 +262,9 @@ class StepModel:
         inner_J = self._knots_J[1:-1]
         ends = (num_drafts / self._unit, float(num_drafts > 0), float(has_drafters))
         return np.concatenate([(1.0, rows / self._unit), np.maximum(rows - inner_J, 0.0) / inner_J, ends])
+
+    def _launched_terms(self, num_rows: float) -> np.ndarray:
+        """Returns the terms of a step without a CUDA graph."""
+        rows = min(num_rows, len(self._padded_R) - 1)
+        inner_J = self._corners[:-1]
+        return np.concatenate([(1.0, (rows - self._edge) / self._edge), np.maximum(rows - inner_J, 0.0) / inner_J])

@@ -4,7 +4,7 @@
 Shapes: S request slots; a slot is vLLM's own number for a request.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,12 @@ class SampleStats:
         heads = tuple(wire["head_versions"])
         read_again = tuple(wire.get("read_again", ()))
         return cls(**{**wire, "policy_spans": spans, "head_versions": heads, "read_again": read_again})
+
+    @classmethod
+    def of_spans(cls, policy_spans: Iterable[Sequence[int]], read_again: Iterable[int]) -> "SampleStats":
+        """Returns a record that knows nothing but the policies, from values that JSON had."""
+        spans = tuple((int(version), int(first)) for version, first in policy_spans)
+        return cls(spans, (0, 0), 0, 0, tuple(map(int, read_again)))
 
     def merged(self, other: "SampleStats") -> "SampleStats":
         """Returns the statistics of a sample that moved or was raced, from the two engines that decoded it."""

@@ -64,13 +64,18 @@ class FakeGpu:
 
     done: list[str] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
+    replayed: list[Launch] = field(default_factory=list)
+    """Kernels that graphs have replayed, in order. They are no launches of the host."""
     is_guarded: bool = False
+    refuses_graphs: bool = False
+    """Whether recording a graph fails."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Clears the records, and raises `Waits` if the host would wait."""
         self.done.clear()
         self.launches.clear()
+        self.replayed.clear()
         self.is_guarded = True
         try:
             yield
@@ -203,6 +208,31 @@ class _Event:
         return 1.0
 
 
+class _Graph:
+    """A CUDA graph: what was launched while it was recorded. A replay is one operation of the host."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        self.launches: list[Launch] = []
+        self.done: list[str] = []
+
+    @contextmanager
+    def recording(self, **_: Any) -> Iterator[None]:
+        if self._gpu.refuses_graphs:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        gpu = self._gpu
+        before = (gpu.done, gpu.launches, gpu.is_guarded)
+        gpu.done, gpu.launches, gpu.is_guarded = self.done, self.launches, True
+        try:
+            yield
+        finally:
+            gpu.done, gpu.launches, gpu.is_guarded = before
+
+    def replay(self) -> None:
+        self._gpu.done.append("replay")
+        self._gpu.replayed.extend(self.launches)
+
+
 @contextmanager
 def fake_gpu() -> Iterator[FakeGpu]:
     """Allows tensors on `GPU` and records work there. The engine has one rank."""
@@ -218,6 +248,10 @@ def fake_gpu() -> Iterator[FakeGpu]:
         for name in ("Event", "Stream"):
             stack.enter_context(mock.patch.object(torch.cuda, name, _Event))
         stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init"))
+        stack.enter_context(mock.patch.object(torch.cuda, "CUDAGraph", lambda: _Graph(gpu)))
+        stack.enter_context(mock.patch.object(torch.cuda, "graph", lambda graph, **kw: graph.recording(**kw)))
+        for name in ("graph_pool_handle", "current_stream", "set_stream"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_: None))
         for name, rank in (("_TP", {"world_size": 1, "rank_in_group": 0}), ("_PP", {"is_last_rank": True})):
             stack.enter_context(mock.patch.object(parallel_state, name, SimpleNamespace(**rank)))
         stack.enter_context(_Device(gpu))

@@ -36,7 +36,7 @@ def test_a_step_without_drafts_reads_logits_in_two_launches(gpu: FakeGpu) -> Non
         output = sampler(logits_BV, batch)
     assert output.logprobs_tensors.logprobs.shape == (B, 1)
     assert gpu.done == [
-        "index", "index", "_score_blocks", "_finish_rows", "new_ones", "_get_num_sampled_and_rejected_kernel"
+        "index", "_score_blocks", "_finish_rows", "new_ones", "_get_num_sampled_and_rejected_kernel"
     ]  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_the_warm_up_launches_every_variant(gpu: FakeGpu, dtype: torch.dtype, mo
                 for num_processed in (0, S):
                     sampler._is_processed_S[:] = num_processed
                     for has_logprobs in (False, True):
-                        rows = (logits_RV, slots_R, slots_R, np.arange(num_rows), slots_R)
-                        sampler.draw(*rows, has_logprobs=has_logprobs, drafts=drafts)
+                        rows = (logits_RV, slots_R, slots_R, np.arange(num_rows), slots_R, lambda: None)
+                        sampler.draw(*rows, None, np.zeros(num_rows), has_logprobs=has_logprobs, drafts=drafts)
     assert len(gpu.launches) == 16 * len(SIZES)
     assert variants(gpu) <= warm

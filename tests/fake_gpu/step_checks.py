@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from decode_step import HEAD, TEXT, B, DecodeStep, K
-from device import GPU, FakeGpu, fake_gpu
+from device import GPU, FakeGpu, Launch, _tensors, fake_gpu
 
 from nemo_specrollout.drafters.base import Texts
 
@@ -17,9 +17,17 @@ VERIFYING = [
     "_gather_draft_sampled_kernel", "sub", "_score_blocks", "_finish_rows", "_get_num_sampled_and_rejected_kernel"
 ]  # fmt: skip
 """All launches of vLLM's rejection sampler with log-probs at a temperature other than 1. Two of them are ours."""
+LOADING = ["copy_", "copy_", "copy_"]
+"""Copies of a step's inputs to the memory that graphs read."""
 DRAFTING_WITH_WEIGHTS = ["copy_", "gt", "mul", "index", "masked_fill_", "copy_"]
 INFORMING_THE_BUDGET = ["copy_"]
 AFTER_WEIGHTS = [*DRAFTING_WITH_WEIGHTS, "_propose", *INFORMING_THE_BUDGET]
+REPLAYS = {
+    "text": [*VERIFYING, *LOADING, "replay", *INFORMING_THE_BUDGET],
+    "head": [*VERIFYING, *LOADING, "replay", *DRAFTING_WITH_WEIGHTS, "replay", *INFORMING_THE_BUDGET],
+    "all": [*VERIFYING, *LOADING, "replay", *DRAFTING_WITH_WEIGHTS, "replay", *INFORMING_THE_BUDGET],
+}
+"""The same steps with CUDA graphs of drafting. The host launches no kernel of drafting."""
 LAUNCHES = {
     "text": [*VERIFYING, "_observe", "_learn", "_propose", *INFORMING_THE_BUDGET],
     "head": [*VERIFYING, "_observe", *AFTER_WEIGHTS],
@@ -49,6 +57,50 @@ def test_a_decode_step_never_waits_and_has_few_launches(gpu: FakeGpu, name: str)
     others, operations = len(gpu.launches) - own, len(gpu.done) - len(gpu.launches)
     print(f"{name}: {own} kernels of ours, {others} of vLLM, {operations} operations of torch")
     assert own <= MAX_OWN_KERNELS
+
+
+def written(launch: Launch) -> tuple[str, list[int]]:
+    """Returns a kernel's name, and the sizes of the tensors that it gets."""
+    return launch.kernel.__name__, [tensor.numel() for tensor in _tensors((*launch.args, *launch.options.values()))]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_graphs_replay_the_kernels_that_a_step_would_launch(gpu: FakeGpu, name: str) -> None:
+    """Kernels get the same tensors, but for the rows of the batch, which graphs read from memory of their own."""
+    step = DecodeStep(DRAFTERS[name])
+    with gpu.step():
+        step.draft(step.verify())
+    launched = [launch for launch in gpu.launches if launch.kernel.__name__ in ("_observe", "_learn", "_propose")]
+    step.drafting.warm_up()
+    with gpu.step():
+        step.draft(step.verify())
+    assert gpu.done == REPLAYS[name]
+    assert [r.kernel for r in gpu.replayed] == [u.kernel for u in launched]
+    assert [r.grid for r in gpu.replayed] == [u.grid for u in launched], "the batch is as large as a graph"
+    shared = {id(t) for t in _tensors((*step.drafting.board.tables, *step.drafting.board.memory.sums))}
+    for replayed, launch in zip(gpu.replayed, launched, strict=True):
+        ours, theirs = ([id(t) for t in _tensors(x.args) if id(t) in shared] for x in (replayed, launch))
+        assert ours == theirs
+        constants = [{k: v for k, v in x.options.items() if k.isupper()} for x in (replayed, launch)]
+        assert constants[0] == constants[1]
+
+
+def test_steps_that_graphs_do_not_fit_are_launched(gpu: FakeGpu) -> None:
+    """Long new texts take more programs than a graph has, and a driver may refuse to record."""
+    step = DecodeStep(TEXT)
+    step.drafting.warm_up()
+    step.open()
+    with gpu.step():  # the prompts are read
+        step.draft(step.verify())
+    assert gpu.done == LAUNCHES["text"]
+    with gpu.step():
+        step.draft(step.verify())
+    assert gpu.done == REPLAYS["text"]
+    gpu.refuses_graphs = True
+    step.drafting.warm_up()
+    with gpu.step():
+        step.draft(step.verify())
+    assert gpu.done == LAUNCHES["text"]
 
 
 def test_a_drafting_pause_launches_nothing_after_its_first_step(gpu: FakeGpu) -> None:

@@ -4,6 +4,8 @@
 Shapes: B requests, S request slots, R rows, D drafters, K draft positions, V vocabulary, L longest text, T steps.
 """
 
+from types import SimpleNamespace
+
 import interpreter
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders
 from nemo_specrollout.generation.drafting import draft_sampling_triton
 from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
+from nemo_specrollout.generation.drafting.drafting_graphs import DraftingGraphs, StepInputs
 from nemo_specrollout.sampling.equality import accept_by_equality
 from nemo_specrollout.sampling.equality_triton import accept_rows
 
@@ -79,8 +82,11 @@ class BoardWorld:
     def ints(self, *shape: int, low: int = 0, high: int = 9, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.from_numpy(self.rng.integers(low, high, shape)).to(dtype)
 
-    def step(self, number: int) -> dict[str, Tensor]:
-        """Runs a step of the batch, and returns the board's tensors before and after the choice."""
+    def step(self, number: int, graphs: DraftingGraphs | None = None) -> dict[str, Tensor]:
+        """Runs a step of the batch, and returns the board's tensors before and after the choice.
+
+        With `graphs` it runs what they would replay.
+        """
         board, tables = self.board, self.tables
         slots_B = torch.from_numpy(self.rng.permutation(self.num_slots)[:7])
         slots_B[self.rng.integers(7)] = -1
@@ -88,14 +94,20 @@ class BoardWorld:
         self.total_len_S[slots_B[slots_B >= 0]] += num_sampled_B[slots_B >= 0]
         self.total_len_S.clamp_(max=LONGEST)
         texts = Texts(slots_B, self.total_len_S, self.token_ids_SL)
-        board.observe(
-            texts, num_sampled_B, self.ints(7, high=self.K + 1), number, self.lookups, 20 if number == 0 else 9
-        )
+        outcomes = (num_sampled_B, self.ints(7, high=self.K + 1))
+        if graphs is None:
+            board.observe(texts, *outcomes, number, self.lookups, 20 if number == 0 else 9)
+        else:
+            graphs.load(slots_B.numpy(), outcomes, number, self.K, 0.01)
+            graphs.replay("observe")
         observed = self.state()
         tables.tokens_DBK.copy_(self.ints(*tables.tokens_DBK.shape, high=2))
         tables.levels_DBK.copy_(self.ints(*tables.levels_DBK.shape, high=NUM_LEVELS))
         tables.found_DB.copy_(self.ints(*tables.found_DB.shape, high=self.K + 1))
-        board.choose(texts, 0.01, self.lookups)
+        if graphs is None:
+            board.choose(texts, 0.01, self.lookups)
+        else:
+            graphs.replay("choose")
         return {f"observed.{name}": value for name, value in observed.items()} | self.state()
 
     def state(self) -> dict[str, Tensor]:
@@ -128,6 +140,41 @@ def test_board(sizes: tuple[int, int, int | None, int]) -> None:
     assert sizes[2] is None or tables.spread_FQ[1:-1].any()
     assert all(table.any() for table in theirs.indexed())
     assert not any(count.any() for count in ours.board.memory.sums[:3]), "counts of a step are left"
+
+
+class Replaying(DraftingGraphs):
+    """Runs the parts where a GPU would replay them, with the memory that the graphs would read."""
+
+    def replay(self, part: str) -> None:
+        self._parts[part](self._inputs(self._size))
+
+
+def test_a_graph_of_more_rows_learns_and_chooses_the_same() -> None:
+    """A batch of seven in a graph of eight rows has the same bits as by itself, in all tables and indexes."""
+    ours, graphed = BoardWorld(*SIZES[2]), BoardWorld(*SIZES[2])
+    ours.use_triton()
+    graphed.use_triton()
+    board = graphed.board
+
+    def observe(inputs: StepInputs) -> None:
+        outcomes = (inputs.num_sampled_B, inputs.num_rejected_B)
+        board.observe(inputs.texts, *outcomes, inputs.step, graphed.lookups, 20)
+
+    def choose(inputs: StepInputs) -> None:
+        board.choose(inputs.texts, inputs.row_price, graphed.lookups, inputs.most_drafts)
+
+    states = SimpleNamespace(
+        total_len=SimpleNamespace(gpu=graphed.total_len_S), all_token_ids=SimpleNamespace(gpu=graphed.token_ids_SL)
+    )
+    graphs = Replaying({"observe": observe, "choose": choose}, states, graphed.num_slots, 20)
+    for number in range(1 << 16, (1 << 16) + 4):
+        expected, got = ours.step(number), graphed.step(number, graphs)
+        assert graphs._size == 8
+        for name, value in expected.items():
+            batch = (slice(None), slice(7)) if "_DB" in name else slice(7) if "_BK" in name else slice(None)
+            assert torch.equal(got[name][batch], value[batch]), name
+        assert all(map(torch.equal, ours.indexed(), graphed.indexed()))
+    assert graphed.tables.verified_DK2.any()
 
 
 @pytest.mark.parametrize(("num_vocab", "dtype"), [(1, torch.float32), (97, torch.bfloat16), (4100, torch.float32)])

@@ -2,7 +2,8 @@
 """The GPU check on a machine without a GPU: its sentences, its processes, its figures and page, and a whole rehearsal."""
 
 import argparse
-import importlib
+import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,13 +14,14 @@ import pytest
 import torch
 from conftest import ROOT
 
-from lab.gpu import gpu_check, gpu_report, machine
+from lab.gpu import gpu_check, gpu_report, machine, training
 from lab.gpu.geometries import hf_config
 from lab.gpu.gpu_kernels import _note
 from lab.gpu.gpu_stage import Findings, divergence
 from lab.gpu.items import ITEMS, Item, reason_to_skip
 from lab.gpu.kernel_check import CPU, Compared, compare_drafting
 from lab.gpu.machine import Machine
+from lab.gpu.training import PHASES, Arm, compared_rows, ratios
 from lab.simulation.data_sheets import MODELS
 from lab.vllm_on_cpu.own_kernels import step as step_bodies
 from nemo_specrollout.doctor.diagnosis import Outcome
@@ -221,3 +223,58 @@ def test_a_rehearsal_runs_the_code_of_every_item(tmp_path: Path) -> None:
     items = json.loads((tmp_path / "gpu_check.json").read_text())["items"]
     assert {name: r["outcome"] for name, r in items.items() if r["outcome"] != "done"} == {"batch_invariant": "skipped"}
     assert all(r["tables"] for r in items.values() if r["outcome"] == "done")
+
+
+NAMES_OF_KITS = {
+    "lab.gpu.geometries": ("model_folder",),
+    "lab.gpu.gpu_check": ("main",),
+    "lab.gpu.gpu_speed": ("WAYS",),
+    "lab.gpu.gpu_stage": ("POLICY", "block"),
+    "lab.policies.low_rank": ("merge_low_rank",),
+    "lab.policies.smollm2": (
+        "CHANGE", "GGUF_NAME", "PACKAGE", "START", "WEIGHTS", "WHEEL_SHA256", "hf_config", "hf_tensors"
+    ),
+    "nemo_specrollout.cli.main": ("main",),
+    "nemo_specrollout.config.block": ("BudgetConfig",),
+    "nemo_specrollout.config.nemo_rl_config": ("prepare_nemo_rl",),
+    "nemo_specrollout.config.nemo_rl_tree": ("block_is_on",),
+    "nemo_specrollout.generation.engine.arguments": ("QUIET_START", "set_process_environment", "with_specrollout"),
+    "nemo_specrollout.generation.engine.compat": ("device_type", "vllm_abilities"),
+    "nemo_specrollout.generation.vllm_worker": (),
+    "nemo_specrollout.installed.versions": ("installed_versions",),
+    "nemo_specrollout.nemo_rl.engine_actors": (),
+    "nemo_specrollout.nemo_rl.engine_inputs": ("engine_arguments",),
+    "nemo_specrollout.nemo_rl.installation": (),
+    "nemo_specrollout.nemo_rl.vllm_workers": (),
+}  # fmt: skip
+"""Modules and names that scripts outside this repository use on a lent GPU machine. A move that changes one must be told
+to whoever keeps those scripts."""
+
+
+@pytest.mark.parametrize("module", NAMES_OF_KITS)
+def test_what_kits_for_gpu_machines_use_is_there(module: str) -> None:
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    given = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    targets = [t for node in tree.body for t in getattr(node, "targets", [getattr(node, "target", None)])]
+    given |= {target.id for target in targets if isinstance(target, ast.Name)}
+    assert set(NAMES_OF_KITS[module]) <= given
+
+
+def test_without_megatron_core_no_arm_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    findings = Findings(tmp_path / "training.json", True, 60.0)
+    training.training(findings)
+    assert findings.problems == ["megatron-core is not installed: no arm can train"] and not findings.tables
+
+
+def test_rows_and_losses_of_training_arms_are_counted() -> None:
+    def arm(kind: str, rows: list[list[int]], loss: float, seconds: float) -> Arm:
+        step = {"loss": loss, "logprob_gap_max": 0.5, **dict.fromkeys(PHASES.values(), seconds)}
+        metrics = [step | {"mean_gen_tokens_per_sample": 2.0, "num_samples": 2}] * 3
+        return Arm(kind, metrics, dict.fromkeys(range(3), rows), {})
+
+    plain, ours = arm("plain", [[1, 2], [3, 4]], 0.25, 2.0), arm("ours", [[1, 2], [3, 5]], 0.5, 1.0)
+    counts = compared_rows(plain, ours)
+    assert (counts["rows"], counts["rows equal"], counts["losses equal"]) == (6, 3, 0)
+    assert counts["largest difference of losses"] == 0.25 and compared_rows(plain, plain)["rows equal"] == 6
+    assert ratios(plain, ours)["rollout"] == ratios(plain, ours)["tokens a second, over plain"] == 2.0

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import ModelDrafterConfig, RemoteDrafterConfig, TextDrafterConfig
@@ -22,6 +23,7 @@ from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.participant import Drafter, DraftStep, Participant
 from nemo_specrollout.drafters.text import LookupDrafter, build_text_drafter
 from nemo_specrollout.generation.drafting.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
+from nemo_specrollout.generation.drafting.drafting_graphs import DraftingGraphs, Part, StepInputs
 from nemo_specrollout.generation.drafting.model_drafter import ModelDrafter
 from nemo_specrollout.generation.drafting.remote_participant import RemoteParticipant, remote_drafter
 from nemo_specrollout.generation.engine.requests import NewRequest
@@ -34,6 +36,11 @@ from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 from nemo_specrollout.speculation.policy import SpeculationPolicy, build_policy
 from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
+
+Outcomes = tuple[torch.Tensor, torch.Tensor]
+"""Tokens sampled and drafts rejected of each request, int32 [B] each."""
+OBSERVE, CHOOSE, ALL, ALL_ASKED = "observe", "choose", "observe and choose", "observe, ask and choose"
+"""Parts of a step's drafting that CUDA graphs replay."""
 
 
 class DraftRouter:
@@ -69,6 +76,10 @@ class DraftRouter:
             self._observers.append(self.capture)
         self.use_drafters(drafters)
         self._spread = HostCopy(self.board.tables.spread_FQ)
+        self._graphs: DraftingGraphs | None = None
+        """None where kernels are launched by themselves: without CUDA graphs, and until they are recorded."""
+        compilation = runner.vllm_config.compilation_config
+        self._uses_graphs = self._device.type == "cuda" and compilation.cudagraph_mode != CUDAGraphMode.NONE
         self.stands_by = False
         """True while vLLM warms up: its own speculator proposes."""
         self.is_paused = False
@@ -98,12 +109,27 @@ class DraftRouter:
         return self.model
 
     def use_drafters(self, drafters: Sequence[Drafter]) -> None:
-        """Lets these drafters propose, in the order of the board. They must know the requests that are open."""
+        """Lets these drafters propose, in the order of the board. They must know the requests that are open.
+
+        Graphs that were recorded for other drafters are dropped.
+        """
+        self._graphs = None
         self._drafters = list(drafters)
         self._participants = [*drafters, *self._observers]
         lookups = [drafter.lookup(i) for i, drafter in enumerate(drafters)]
         self._lookups = [lookup for lookup in lookups if lookup is not None]
         self._asked = [i for i, lookup in enumerate(lookups) if lookup is None]
+        self._is_recordable = all(drafters[i].is_recordable for i in self._asked)
+        """Whether one graph holds all of a step's drafting."""
+        self._proposals = [self.board.proposals_of(i) for i in range(len(drafters))]
+        # Calls that a participant leaves out are not made in every step.
+        self._observing = [p for p in self._participants if type(p).observe is not Participant.observe]
+        """Participants that see every step in which the drafters do not rest."""
+        self._watching = [p for p in self._observing if p is not self.model]
+        """Those that see the others too. A drafter with weights only drafts from what it sees."""
+        self._ending = [p for p in self._participants if type(p).end_step is not Participant.end_step]
+        self._planned = [d for d in drafters if type(d).plan is not Drafter.plan]
+        self._following = [d for d in drafters if type(d).num_followed is not Drafter.num_followed]
         self._unread = [drafter.unread for drafter in drafters if isinstance(drafter, LookupDrafter)]
 
     def warm_up(self) -> None:
@@ -117,6 +143,34 @@ class DraftRouter:
         for drafter in self._drafters:
             drafter.observe(step)
         self._draft(texts)
+        self.record_graphs()
+
+    def record_graphs(self) -> None:
+        """Records drafting as CUDA graphs, where vLLM has CUDA graphs too."""
+        if self._uses_graphs:
+            max_new = self.board.num_positions + 1 if self._lookups else 0
+            graphs = DraftingGraphs(self._parts(max_new), self._states, len(self.board.tables.limit_S), max_new)
+            self._graphs = graphs if graphs.capture() else None
+
+    def _parts(self, max_new: int) -> dict[str, Part]:
+        """Returns what graphs replay. Drafters that must be asked outside of graphs stand between two parts."""
+        asked = [(self._drafters[i], self._proposals[i]) for i in self._asked]
+
+        def observe(inputs: StepInputs) -> None:
+            outcomes = (inputs.num_sampled_B, inputs.num_rejected_B)
+            self.board.observe(inputs.texts, *outcomes, inputs.step, self._lookups, max_new)
+
+        def ask(inputs: StepInputs) -> None:
+            for drafter, out in asked:
+                drafter.launch(inputs.texts, out)
+
+        def choose(inputs: StepInputs) -> None:
+            self.board.choose(inputs.texts, inputs.row_price, self._lookups, inputs.most_drafts)
+
+        if not self._is_recordable:
+            return {OBSERVE: observe, CHOOSE: choose}
+        parts: dict[str, Part] = {ALL: _in_order(observe, choose)}
+        return parts | {ALL_ASKED: _in_order(observe, ask, choose)} if asked else parts
 
     def open(self, requests: Sequence[NewRequest]) -> None:
         """Starts drafting for requests that took slots. Call this before the first tokens of the requests are sampled."""
@@ -148,7 +202,7 @@ class DraftRouter:
         self._step = number
         slots_B = batch.idx_mapping_np
         depth = self.policy.plan(batch.num_reqs, self._num_followed(slots_B))
-        for drafter in self._drafters:
+        for drafter in self._planned:
             drafter.plan(depth)
         self.host_s += time.perf_counter() - started
 
@@ -166,7 +220,8 @@ class DraftRouter:
         started = time.perf_counter()
         step = DraftStep(inputs, options)
         batch, _, _, _, _, num_sampled_B, num_rejected_B, *_ = inputs
-        for participant in self._participants:
+        outcomes = (num_sampled_B, num_rejected_B)
+        for participant in self._observing:
             participant.observe(step)
         board = self.board
         num_followed = self._num_followed(batch.idx_mapping_np)
@@ -174,33 +229,85 @@ class DraftRouter:
         was_idle = self.is_idle
         self.is_idle = options.get("num_speculative_tokens") == 0 and num_followed == 0
         texts = Texts(batch.idx_mapping, self._states.total_len.gpu, self._states.all_token_ids.gpu)
-        if not self.is_idle or not was_idle:
-            max_new = 0 if self.is_idle else self._most_to_read(batch.idx_mapping_np)
-            board.observe(texts, num_sampled_B, num_rejected_B, self._step, self._lookups, max_new)
         if self.is_idle:
-            for unread in self._unread:
-                unread.skip(batch.idx_mapping_np, board.num_positions + 1)
-        if self.is_idle and not was_idle:
-            board.tables.rates_SK.zero_()
-        native_s = 0.0 if self.is_idle else self._draft(texts)
+            native_s = 0.0
+            self._rest(texts, outcomes, batch.idx_mapping_np, was_idle)
+        else:
+            native_s = self._observe_and_draft(texts, outcomes, batch.idx_mapping_np)
         self.host_s += time.perf_counter() - started - native_s
         return board.tables.drafts_BK[: batch.num_reqs]
 
+    def _rest(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray, was_idle: bool) -> None:
+        """Drafts nothing. The first step of a rest still observes what the step before it has submitted."""
+        if not was_idle:
+            self.board.observe(texts, *outcomes, self._step, self._lookups, 0)
+            self.board.tables.rates_SK.zero_()
+        for unread in self._unread:
+            unread.skip(slots_B, self.board.num_positions + 1)
+
+    def can_skip(self, batch: Any, num_scheduled: int | None) -> bool:
+        """Returns whether a step needs nothing of vLLM's speculator: the drafters rest, and go on resting.
+
+        The step has no drafts, it makes none (`num_scheduled` is 0), and no drafter or observer must see its text.
+        """
+        if num_scheduled != 0 or not self.is_idle or self._watching or batch.num_draft_tokens:
+            return False
+        return self._num_followed(batch.idx_mapping_np) == 0
+
+    def skip(self, batch: Any) -> None:
+        """Counts a step that `can_skip` allowed to go without vLLM's speculator. Nothing is launched."""
+        started = time.perf_counter()
+        self.is_paused = self.policy.ends_step(batch.num_reqs, 0)
+        for unread in self._unread:
+            unread.skip(batch.idx_mapping_np, self.board.num_positions + 1)
+        self.host_s += time.perf_counter() - started
+
+    def _observe_and_draft(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray) -> float:
+        """Does a step's drafting, by graphs where they fit. Returns the host's seconds in drafters with weights."""
+        max_new = self._most_to_read(slots_B)
+        graphs = self._graphs
+        if graphs is None or max_new != graphs.max_new:  # long texts take more programs than a graph has
+            self.board.observe(texts, *outcomes, self._step, self._lookups, max_new)
+            return self._draft(texts)
+        graphs.load(slots_B, outcomes, self._step, self.policy.most_drafts, self.policy.row_price)
+        native_s = 0.0
+        if self._is_recordable:
+            graphs.replay(ALL_ASKED if self._asked and self._prepare() else ALL)
+        else:
+            graphs.replay(OBSERVE)
+            native_s = self._ask(texts)
+            graphs.replay(CHOOSE)
+        self._publish(len(slots_B))
+        return native_s
+
+    def _prepare(self) -> bool:
+        """Returns whether this step needs the drafters that graphs ask."""
+        needed = [self._drafters[i].prepare(self._proposals[i]) for i in self._asked]
+        return any(needed)
+
     def _draft(self, texts: Texts) -> float:
         """Lets every drafter propose, and chooses. Returns the host's seconds in drafters with weights."""
-        board = self.board
-        num_requests = len(texts.slots_B)
+        native_s = self._ask(texts)
+        self.board.choose(texts, self.policy.row_price, self._lookups, self.policy.most_drafts)
+        self._publish(len(texts.slots_B))
+        return native_s
+
+    def _ask(self, texts: Texts) -> float:
+        """Lets drafters without a lookup propose. Returns the host's seconds in those with weights."""
         native_s = 0.0
         for i in self._asked:
             drafter = self._drafters[i]
             started = time.perf_counter()
-            drafter.propose(texts, board.proposals_of(i))
+            drafter.propose(texts, self._proposals[i])
             native_s += time.perf_counter() - started if drafter.has_weights else 0.0
-        board.choose(texts, self.policy.row_price, self._lookups, self.policy.most_drafts)
-        copy_first_rank(board.tables.drafts_BK[:num_requests], board.tables.rates_SK, board.tables.spread_FQ)
+        return native_s
+
+    def _publish(self, num_requests: int) -> None:
+        """Gives all ranks the drafts of the first one, and the policy a copy of what was chosen a step before."""
+        tables = self.board.tables
+        copy_first_rank(tables.drafts_BK[:num_requests], tables.rates_SK, tables.spread_FQ)
         self._spread.refresh()
         self.policy.observe(Spread.of_table(self._spread.values))
-        return native_s
 
     def _most_to_read(self, slots_B: np.ndarray) -> int:
         """Returns an upper bound of the new tokens of a text that the indexes read in this step."""
@@ -209,15 +316,25 @@ class DraftRouter:
 
     def _num_followed(self, slots_B: np.ndarray) -> int:
         """Returns the number of requests whose text a drafter must read in every step."""
-        return sum(drafter.num_followed(slots_B) for drafter in self._drafters)
+        return sum(drafter.num_followed(slots_B) for drafter in self._following) if self._following else 0
 
     def end_step(self, batch: Any, output: Any) -> Any:
         """Returns a step's output, marked for the scheduler."""
         if self.is_paused:
             mark_paused(output)
-        for participant in self._participants:
+        for participant in self._ending:
             output = participant.end_step(batch.idx_mapping_np, output)
         return output
+
+
+def _in_order(*parts: Part) -> Part:
+    """Returns a part that launches these parts after each other."""
+
+    def launch(inputs: StepInputs) -> None:
+        for part in parts:
+            part(inputs)
+
+    return launch
 
 
 def _draft_board(config: SpecrolloutConfig, runner: Any) -> DraftBoard:

@@ -10,6 +10,8 @@ from typing import Any
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import FolderDrafterConfig, ModelDrafterConfig
 from nemo_specrollout.config.model_families import recurrent_layers
+from nemo_specrollout.generation.engine.cuda_graphs import larger_graphs, vllms_graphs
+from nemo_specrollout.storage.model_folder import text_config
 
 WORKER = "nemo_specrollout.generation.vllm_worker.SpecrolloutWorker"
 SCHEDULER = "nemo_specrollout.generation.engine.step_outputs.build_scheduler"
@@ -62,6 +64,8 @@ class VllmAbilities:
     """vLLM's default of `max_num_seqs`."""
     policy: Mapping[str, Any] = field(default_factory=dict)
     """The policy's config.json; empty if it is unknown."""
+    largest_graph: int = 512
+    """Rows of the largest CUDA graph that vLLM captures by default on this device."""
 
 
 NEWEST_VLLM = VllmAbilities()
@@ -105,10 +109,13 @@ def with_specrollout(
     reason = host_choice(result, abilities.policy) if abilities.chooses_on_device else "vLLM before 0.32 cannot do it"
     if result.get("speculative_config") is None and block.drafters and block.most_drafts:
         result["speculative_config"] = _speculative_config(result, block, device, abilities)
+        _make_room_for_drafts(result, block.most_drafts, abilities)
         if reason is None and device == "cuda" and _has_full_graphs(result):
             # vLLM then prepares CUDA graphs and attention for drafts that are chosen on the device.
             result["speculative_config"]["enable_adaptive_verification"] = True
-        _make_room_for_drafts(result, block.most_drafts, abilities)
+            if sizes := added_graphs(result, block, abilities):
+                own = {"cudagraph_capture_sizes": [*vllms_graphs(abilities.largest_graph), *sizes]}
+                result["compilation_config"] = {**(result.get("compilation_config") or {}), **own}
         result.setdefault("scheduler_cls", SCHEDULER)
     if abilities.checks_requests and not result.get("return_sampling_mask"):  # which vLLM refuses beside processors
         result["logits_processors"] = [*users_processors(result.get("logits_processors")), REQUEST_CHECK]
@@ -140,6 +147,24 @@ def host_choice(arguments: Mapping[str, Any], policy: Mapping[str, Any]) -> str 
     if backend is not None and str(backend).rpartition(".")[2].upper() not in _DEVICE_BACKENDS:
         return f"vllm_kwargs: the attention backend {backend} plans a step by numbers of drafts on the host"
     return None
+
+
+def added_graphs(
+    arguments: Mapping[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities = NEWEST_VLLM
+) -> list[int]:
+    """Returns the rows of CUDA graphs that the block adds to vLLM's own, for steps with many drafts on a GPU.
+
+    None are added where the host chooses the drafts of each step, or graphs hold no whole steps.
+    """
+    block = block.with_ahead
+    if not block.enabled or not block.drafters or not _has_full_graphs(arguments):
+        return []
+    if not abilities.chooses_on_device or host_choice(arguments, abilities.policy):
+        return []
+    most_rows = int(arguments.get("max_num_seqs") or abilities.default_requests) * (1 + block.most_drafts)
+    room = arguments.get("max_num_batched_tokens") or max(abilities.default_tokens, most_rows)
+    vocab_size = text_config(abilities.policy).get("vocab_size")
+    return larger_graphs(arguments, min(most_rows, int(room)), abilities.largest_graph, vocab_size)
 
 
 def _has_full_graphs(arguments: Mapping[str, Any]) -> bool:

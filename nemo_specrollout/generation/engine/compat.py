@@ -182,7 +182,14 @@ def vllm_abilities(arguments: Mapping[str, Any], is_async: bool = False) -> Vllm
     """
     keeps_last_block = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
     sizes = _default_sizes(arguments, is_async)
-    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, HAS_REQUEST_CHECKS, *sizes, _policy(arguments))
+    largest = 1024 if _is_data_center_blackwell() else 512  # as in `VllmConfig._set_cudagraph_sizes`
+    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, HAS_REQUEST_CHECKS, *sizes, _policy(arguments), largest)
+
+
+def _is_data_center_blackwell() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_device_capability_family(100))
 
 
 def _policy(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,13 @@ def to_device(values: Sequence[int], dtype: Any, device: torch.device) -> torch.
     return torch_utils.async_tensor_h2d(np.array(values, dtype), device=device)
 
 
+def copy_to_device(values: np.ndarray, out: torch.Tensor) -> None:
+    """Writes numbers to `out`, a tensor on the device of the same type and shape. The host does not wait for the copy."""
+    staged = torch.empty(values.shape, dtype=out.dtype, pin_memory=out.is_cuda)  # torch keeps it until it was copied
+    staged.numpy()[:] = values
+    out.copy_(staged, non_blocking=True)
+
+
 class HostCopy:
     """The values that a device tensor had in an earlier step. Owns two host buffers: one is read while the other is written.
 

@@ -7,6 +7,7 @@ kernels do the work (`row_sampling_triton.py`), where vLLM reads the logits four
 Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,8 @@ class RowSampler(Sampler):
         for name, value in vars(native).items():
             setattr(self, name, value)
         self._is_processed_S = np.zeros_like(self.needs_logits_processing)
+        self._divides_S = np.zeros_like(self.needs_logits_processing)
+        """Whether the logits of each request must be divided by its temperature."""
         sampling: Any = self.sampling_states
         self._add_state = sampling.add_request
         sampling.add_request = self._add_filters
@@ -93,7 +96,8 @@ class RowSampler(Sampler):
         """Does vLLM's work. Notes whether the request's logits need vLLM's processing for more than the temperature."""
         super().add_request(req_idx, sampling_params)
         self._is_processed_S[req_idx] = self.needs_logits_processing[req_idx]
-        self.needs_logits_processing[req_idx] |= sampling_params.temperature not in (0.0, 1.0)
+        self._divides_S[req_idx] = sampling_params.temperature not in (0.0, 1.0)
+        self.needs_logits_processing[req_idx] |= self._divides_S[req_idx]
 
     def _add_filters(self, req_idx: int, sampling_params: Any) -> bool:
         """Does the work of vLLM's `SamplingStates`, but returns whether the request has filters, whatever its temperature."""
@@ -115,7 +119,7 @@ class RowSampler(Sampler):
             input_batch.idx_mapping,
             input_batch.idx_mapping_np,
             input_batch.positions[rows],
-            input_batch.input_ids[rows],
+            lambda: input_batch.input_ids[rows],
             input_batch.expanded_local_pos,
             input_batch.seq_lens_cpu_upper_bound.numpy(),
             has_logprobs=dims is not None,
@@ -136,22 +140,24 @@ class RowSampler(Sampler):
         idx_mapping: torch.Tensor,
         idx_mapping_np: np.ndarray,
         pos: torch.Tensor,
-        *processing: Any,
+        input_ids: Callable[[], torch.Tensor],
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
         has_logprobs: bool,
         drafts: Drafts | None = None,
     ) -> Drawn:
         """Samples rows. The logits and the arguments after them are as for `apply_sampling_params`.
 
-        vLLM processes the logits only if a request of the batch needs more than its temperature.
+        vLLM processes the logits only if a request of the batch needs more than its temperature. So `input_ids` is called
+        in such a step only, and other steps do not gather what the rows have read.
         """
         sampling = self.sampling_states
         graded = None
         if self._is_processed_S[idx_mapping_np].any():
-            rows = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, *processing)
-            scored = Logits(self.apply_sampling_params(logits, *rows), False)
+            rows = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids(), expanded_local_pos)
+            scored = Logits(self.apply_sampling_params(logits, *rows, seq_lens_upper_bound_np), False)
         else:
-            temperature_B = sampling.temperature.np[idx_mapping_np]
-            scored = Logits(logits, bool(((temperature_B != 0) & (temperature_B != 1)).any()))
+            scored = Logits(logits, bool(self._divides_S[idx_mapping_np].any()))
         if has_logprobs:
             graded = scored if self.logprobs_mode == _PROCESSED else Logits(logits, False)
         keys = RowKeys(expanded_idx_mapping, sampling.temperature.gpu, sampling.seeds.gpu, pos)

@@ -20,6 +20,8 @@ from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
 AGREED_STEPS = 16
 """Steps between two agreements of the tensor-parallel ranks on costs."""
+RESTED_STEPS = 4
+"""Of as many steps in which the drafters rest, the step model learns from one, because resting should cost nothing."""
 
 
 class StepAccounts:
@@ -43,7 +45,10 @@ class StepAccounts:
             self._router.begin_step(self.trace.num_steps - 1, batch)
 
     def end_step(self) -> None:
-        """Learns from the step's time. From time to time all ranks adopt the costs of the first one."""
+        """Learns from the step's time. From time to time all ranks adopt the costs of the first one.
+
+        While drafters rest, fewer steps are learned from, and agreements are rarer.
+        """
         router = self._router
         if router is None:
             self.trace.end_step()
@@ -52,11 +57,12 @@ class StepAccounts:
         host_s = router.host_s - self._host_s
         self._host_s = router.host_s
         ended = self.trace.end_step(host_s, timed[-1][1] if timed else 0.0)
-        if ended is not None:
+        sparseness = RESTED_STEPS if router.is_idle else 1
+        if ended is not None and self.trace.num_steps % sparseness == 0:
             self.step_model.observe(*ended, not router.is_idle)
         for sizes, seconds in timed:
             self.step_model.observe_drafting(*sizes, seconds)
-        if router.policy.costs is None or self.trace.num_steps % AGREED_STEPS == 0:
+        if router.policy.costs is None or self.trace.num_steps % (AGREED_STEPS * sparseness) == 0:
             router.policy.costs = agreed(self.step_model.costs())
 
     def totals(self) -> EngineTotals:

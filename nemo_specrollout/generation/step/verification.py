@@ -81,23 +81,16 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         sampler = self.sampler
         sampling = self.sampler.sampling_states
         num_positions = self.num_speculative_steps
-        rows = (
-            logits,
-            expanded_idx_mapping,
-            idx_mapping,
-            idx_mapping_np,
-            pos,
-            draft_sampled,
-            expanded_local_pos,
-            seq_lens_upper_bound_np,
-        )
+        rows = (logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos)
+        others = (expanded_local_pos, seq_lens_upper_bound_np)
         if isinstance(sampler, RowSampler) and self._num_logprobs <= 0:
             drafts = Drafts(verify_draft_sampled, cu_num_logits, num_positions)
-            drawn = sampler.draw(*rows, has_logprobs=self._num_logprobs != NO_LOGPROBS, drafts=drafts)
+            has_logprobs = self._num_logprobs != NO_LOGPROBS
+            drawn = sampler.draw(*rows, lambda: draft_sampled, *others, has_logprobs=has_logprobs, drafts=drafts)
             self._drawn = drawn
             return logits, drawn.emitted_BK, drawn.counts_B
         self._drawn = None
-        processed = sampler.apply_sampling_params(*rows)
+        processed = sampler.apply_sampling_params(*rows, draft_sampled, *others)
         emitted_BK, counts_B = sample_and_compare(
             processed,
             draft_logits,

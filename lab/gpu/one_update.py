@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are one update older than a policy's: what a training loop would have had one step before.
+
+The direction is a real one: the gradient of GRPO's objective on responses of the policy. AdamW's first step moves each weight
+by the learning rate, whatever the size of its gradient, and later steps move most weights by less. A run keeps weights in
+float32 and serves them in bfloat16, where an update of 5e-6 changes few of them. So each weight here gets a random place
+within its rounding, as a run's weight has it, before it is moved and rounded.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.policies.widened import read_policy
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
+
+_DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+"""Binary digits of a number's significand."""
+
+
+def one_update_older(
+    folder: Path,
+    requests: Sequence[RolloutRequest],
+    rollouts: Sequence[Rollout],
+    rewards: Sequence[float],
+    learning_rate: float,
+    device: str,
+) -> dict[str, Tensor]:
+    """Returns the policy's tensors before an update that these responses would have caused. They lie on the CPU."""
+    gradients = _gradients(folder, requests, rollouts, _advantages(requests, rewards), device)
+    generator = torch.Generator(device).manual_seed(0)
+    _, tensors = read_policy(folder)
+    moved = {}
+    for name, weight in tensors.items():
+        gradient = gradients.get(name)
+        before = weight.to(device)
+        older = before if gradient is None else _moved(before, gradient.sign() * learning_rate, generator)
+        moved[name] = older.cpu()
+    return moved
+
+
+def _advantages(requests: Sequence[RolloutRequest], rewards: Sequence[float]) -> list[float]:
+    """Returns each reward less the mean of its group, over the group's standard deviation."""
+    groups: dict[int, list[float]] = {}
+    for request, reward in zip(requests, rewards, strict=True):
+        groups.setdefault(request.prompt_index, []).append(reward)
+    advantages = []
+    for request, reward in zip(requests, rewards, strict=True):
+        group = torch.tensor(groups[request.prompt_index])
+        advantages.append(float((reward - group.mean()) / (group.std() + 1e-6)))
+    return advantages
+
+
+def _gradients(
+    folder: Path,
+    requests: Sequence[RolloutRequest],
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float],
+    device: str,
+) -> dict[str, Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model.to(device)
+    num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    for request, rollout, advantage in zip(requests, rollouts, advantages, strict=True):
+        if not advantage:
+            continue
+        ids = torch.tensor([[*request.prompt_token_ids, *rollout.token_ids]], device=device)
+        start = len(request.prompt_token_ids)
+        logits = model(ids, use_cache=False).logits[0, start - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits.float(), ids[0, start:], reduction="sum")
+        (advantage / num_tokens * loss).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _moved(weight: Tensor, change: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns the rounded sum of a change and of a weight whose place within its rounding is random."""
+    exponent = torch.frexp(weight.float())[1]
+    spacing = torch.ldexp(torch.ones_like(weight, dtype=torch.float64), exponent - _DIGITS[weight.dtype])
+    place = torch.rand(weight.shape, dtype=torch.float64, device=weight.device, generator=generator) - 0.5
+    moved = (weight.double() + place * spacing + change).to(weight.dtype)
+    return torch.where(weight == 0, weight, moved)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of real tasks for a machine that has no `reasoning-gym`, with their right answers."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.local.step_rollout import load_tokenizer
+from lab.local.tasks import encode_chat
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
+
+FILE = Path(__file__).with_name("prompts.json")
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class RealPrompts:
+    """Problems of `prompts.json`, read by a policy's tokenizer. Immutable."""
+
+    def __init__(self, policy: Path) -> None:
+        """`policy` is the folder of a model with a chat template."""
+        known = json.loads(FILE.read_text(encoding="utf-8"))
+        self._tokenizer = load_tokenizer(policy)
+        self._problems = known["problems"]
+        self._system = known["system"]
+
+    def requests(self, start: int, num_prompts: int, num_samples: int) -> list[RolloutRequest]:
+        """Returns requests for some of the problems, in groups of samples of one prompt."""
+        found = []
+        for i in range(start, start + num_prompts):
+            ids = encode_chat(self._tokenizer, self._problems[i]["question"], self._system)
+            found += [RolloutRequest(ids, i, sample) for sample in range(num_samples)]
+        return found
+
+    def rewards(self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> list[float]:
+        """Returns 1 for each response whose last answer is the right one, else 0."""
+        return [
+            float(_plain(self._answer(rollout)) == _plain(self._problems[request.prompt_index]["answer"]))
+            for request, rollout in zip(requests, rollouts, strict=True)
+        ]
+
+    def _answer(self, rollout: Rollout) -> str:
+        found = _ANSWER.findall(str(self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True)))
+        return found[-1] if found else ""
+
+
+def _plain(answer: str) -> str:
+    return re.sub(r"[\s'\"]", "", answer)

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Item `training` of the GPU check: GRPO by the local runner, with the engine and the trainer on one GPU.
+
+Arms run in processes of their own. `plain` has the block with `drafters: []`, `ours` has its drafters, and `ahead` has
+`run_ahead` besides, with the engine in a process apart from the trainer. In float32 every row and every loss of `ours` and
+`ahead` must equal those of `plain`. In bfloat16 their seconds are compared, step by step.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.gpu.gpu_stage import HEAD, MODELS, POLICY, QUICK_GRAPHS, SEED, Findings
+from lab.gpu.items import smollm2
+from lab.gpu.training_arm import MEMORY, ROWS
+from nemo_specrollout.reports.records import METRICS, read_lines
+
+KINDS = ("plain", "ours", "ahead")
+ARM_SECONDS = 60.0
+"""Expected seconds of an arm on an H100. An estimate."""
+PHASES = {
+    "step": "step_s",
+    "rollout": "generation_s",
+    "log-probs": "logprob_s",
+    "training": "train_s",
+    "refit": "refit_s",
+}
+"""Phases of a step by the names of their seconds in a run's metrics."""
+WARM_UP_STEPS = 2
+"""First steps that the medians leave out: kernels are compiled in them, and no text was made ahead for the first."""
+_REFUSED_HANDLES = ("cudaIpc", "invalid resource handle", "peer access", "pidfd", "died")
+"""What an arm's log says where a machine does not let processes share memory of its GPU."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A run that is over, or that broke off."""
+
+    kind: str
+    metrics: Sequence[Mapping[str, Any]]
+    """Lines of `metrics.jsonl`, one for each finished step."""
+    rows: Mapping[int, Sequence[Sequence[int]]]
+    """Tokens of the rows by step."""
+    memory: Mapping[str, float]
+    """GiB after the last step; empty without a GPU."""
+
+
+def training(findings: Findings) -> None:
+    """Compares rows in float32 over a few steps, then seconds in bfloat16 over ten."""
+    if importlib.util.find_spec("megatron") is None:
+        findings.check(False, "megatron-core is not installed: no arm can train")
+        return
+    findings.note("policy", _policy(findings)["facts"], "policy")
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        exact = _arms(findings, work, "float32", findings.size(5, 2))
+        _compare_rows(findings, exact)
+        if not findings.is_rehearsal or findings.seconds_left > ARM_SECONDS:
+            _compare_seconds(findings, _arms(findings, work, "bfloat16", findings.size(10, 3)))
+
+
+def _arms(findings: Findings, work: Path, precision: str, num_steps: int) -> dict[str, Arm]:
+    """Runs the arms one after another; returns those with at least one step. An arm that fails costs no other."""
+    arms = {}
+    for kind in KINDS:
+        if findings.seconds_left < 0.6 * ARM_SECONDS:
+            findings.note(f"{kind}, {precision}", {"outcome": "no time left"}, "arms")
+            continue
+        arm = _run(findings, work, kind, precision, num_steps)
+        if arm is not None:
+            arms[kind] = arm
+    return arms
+
+
+def _run(findings: Findings, work: Path, kind: str, precision: str, num_steps: int) -> Arm | None:
+    """Runs an arm, a second time through the host's memory if the machine refuses handles of the GPU's."""
+    for by_handle in (True, False):
+        name = f"{kind}, {precision}" + ("" if by_handle else ", weights through the host")
+        run = work / name.replace(", ", "_").replace(" ", "_")
+        tree = config_of(findings, kind, precision, num_steps, run, by_handle)
+        started = time.monotonic()
+        code, log = _start(tree, run, min(4 * ARM_SECONDS, findings.seconds_left - 5.0))
+        arm = _arm(kind, run)
+        outcome = "done" if code == 0 else "stopped" if code is None else f"failed, exit {code}"
+        facts = {"outcome": outcome, "steps": len(arm.metrics), "seconds": time.monotonic() - started, **arm.memory}
+        findings.note(name, facts, "arms")
+        if code == 0:
+            return arm
+        print(f"{name}: {outcome}\n" + "\n".join(log[-25:]), flush=True)
+        told = "\n".join(log)
+        if kind != "ahead" or not by_handle or not any(words in told for words in _REFUSED_HANDLES):
+            break
+    last = next((line for line in reversed(log) if line.strip()), "")
+    findings.check(False, f"{name}: {outcome}: {last[:200]}")
+    return arm if arm.metrics else None
+
+
+def _start(tree: Mapping[str, Any], run: Path, seconds: float) -> tuple[int | None, list[str]]:
+    """Runs an arm's process. Returns its exit status, None if it took too long, and the lines that it printed."""
+    config, log = run.with_suffix(".json"), run.with_suffix(".log")
+    config.write_text(json.dumps(tree), encoding="utf-8")
+    command = [sys.executable, "-m", "lab.gpu.training_arm", str(config)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code: int | None = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return code, log.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def _arm(kind: str, run: Path) -> Arm:
+    """Reads what an arm has written."""
+    metrics, rows, memory = (
+        list(read_lines(file)) if (file := run / name).is_file() else [] for name in (METRICS, ROWS, MEMORY)
+    )
+    last = {name: value for name, value in memory[-1].items() if name != "step"} if memory else {}
+    return Arm(kind, metrics, {line["step"]: line["rows"] for line in rows}, last)
+
+
+# What an arm runs
+
+
+def _policy(findings: Findings) -> dict[str, Any]:
+    """Returns SmolLM2 with its head and tasks if model and tasks are here, else the shipped adder with its own."""
+    if (
+        not findings.is_rehearsal
+        and (smollm2() / "config.json").is_file()
+        and importlib.util.find_spec("reasoning_gym")
+    ):
+        tasks = [
+            {"name": "chain_sum", "weight": 1.0, "options": {"min_terms": 2, "max_terms": 12, "max_digits": 2}},
+            {"name": "leg_counting", "weight": 1.0, "options": {"max_animals": 12}},
+        ]
+        data = {"dataset_name": "reasoning_gym", "system_prompt": "simple", "tasks": tasks}
+        facts = {"policy": "SmolLM2-135M", "task": "reasoning_gym", "context": 640}
+        return {"model": smollm2(), "head": MODELS / "smollm2_eagle3", "data": data, "facts": facts, "lr": 2e-5}
+    context, max_terms = findings.size((512, 8), (160, 3))
+    added = {"dataset_name": "step_addition", "max_terms": max_terms}
+    facts = {"policy": "step_adder", "task": "step_addition", "context": context}
+    return {"model": POLICY, "head": HEAD, "data": added, "facts": facts, "lr": 2e-4}
+
+
+def config_of(
+    findings: Findings, kind: str, precision: str, num_steps: int, run: Path, by_handle: bool = True
+) -> dict[str, Any]:
+    """Returns the local runner's config of an arm. Arms differ in their block only."""
+    policy = _policy(findings)
+    context = policy["facts"]["context"]
+    prompts, samples = findings.size((8, 8), (2, 2))
+    drafters = [{"type": "suffix"}, {"type": "ngram"}, {"type": "eagle3", "model": str(policy["head"])}]
+    block: dict[str, Any] = {"enabled": True, "drafters": [] if kind == "plain" else drafters}
+    if kind == "ahead":
+        block["run_ahead"] = {}
+    has_gpu = torch.cuda.is_available()
+    kwargs: dict[str, Any] = {"max_num_seqs": prompts * samples}
+    kwargs |= {"compilation_config": QUICK_GRAPHS} if has_gpu else {"kv_cache_memory_bytes": 1 << 28}
+    return {
+        "runtime": "local",
+        "grpo": {
+            "num_prompts_per_step": prompts,
+            "num_generations_per_prompt": samples,
+            "max_num_steps": num_steps,
+            "seed": SEED,
+        },
+        "data": policy["data"],
+        "policy": {
+            "model_name": str(policy["model"]),
+            "precision": precision,
+            "max_total_sequence_length": context,
+            "train_global_batch_size": prompts * samples,
+            "train_micro_batch_size": findings.size(16, 2),
+            "logprob_batch_size": findings.size(32, 2),
+            "megatron_cfg": {"enabled": True, "optimizer": {"lr": policy["lr"]}},
+            "generation": {
+                "max_new_tokens": findings.size(384, 48),
+                "temperature": 1.0,
+                "vllm_cfg": {"max_model_len": context, "precision": precision, "enforce_eager": not has_gpu},
+                "vllm_kwargs": kwargs,
+                "specrollout": block,
+            },
+        },
+        "checkpointing": {"enabled": False},
+        "logger": {"log_dir": str(run)},
+        "cluster": {"gpus_per_node": int(has_gpu), "weights_by_handle": by_handle},
+    }
+
+
+# What is compared
+
+
+def _compare_rows(findings: Findings, arms: Mapping[str, Arm]) -> None:
+    plain = arms.get("plain")
+    for arm in (arms[kind] for kind in KINDS[1:] if kind in arms and plain is not None):
+        assert plain is not None
+        figures = compared_rows(plain, arm)
+        findings.note(f"{arm.kind} against plain", figures, "float32")
+        is_equal = figures["rows equal"] == figures["rows"] and figures["losses equal"] == figures["steps"]
+        findings.check(is_equal, f"{arm.kind}, float32: {figures}")
+
+
+def compared_rows(plain: Arm, arm: Arm) -> dict[str, Any]:
+    """Returns how many rows and losses of an arm equal the plain arm's, over the steps that both have."""
+    steps = range(min(len(plain.metrics), len(arm.metrics)))
+    pairs = [pair for step in steps for pair in zip(plain.rows[step], arm.rows[step], strict=True)]
+    losses = [(plain.metrics[step]["loss"], arm.metrics[step]["loss"]) for step in steps]
+    return {
+        "steps": len(steps),
+        "rows": len(pairs),
+        "rows equal": sum(one == other for one, other in pairs),
+        "losses equal": sum(one == other for one, other in losses),
+        "largest difference of losses": max((abs(one - other) for one, other in losses), default=0.0),
+        "largest log-prob gap": max((arm.metrics[step]["logprob_gap_max"] for step in steps), default=0.0),
+    }
+
+
+def _compare_seconds(findings: Findings, arms: Mapping[str, Arm]) -> None:
+    for arm in arms.values():
+        findings.note(arm.kind, seconds_of(arm), "bfloat16, median seconds of a step")
+    for kind in KINDS[1:]:
+        if kind in arms and "plain" in arms:
+            findings.note(f"plain over {kind}", ratios(arms["plain"], arms[kind]), "bfloat16, medians of ratios")
+
+
+def seconds_of(arm: Arm) -> dict[str, float]:
+    """Returns the median seconds of each phase, and the tokens a second of the rollouts."""
+    steps = arm.metrics[WARM_UP_STEPS:] or arm.metrics
+    medians = {phase: statistics.median(step[name] for step in steps) for phase, name in PHASES.items()}
+    return {**medians, "tokens a second": statistics.median(map(_tokens_a_second, steps))}
+
+
+def ratios(plain: Arm, arm: Arm) -> dict[str, float]:
+    """Returns medians over the steps of plain's seconds over the arm's.
+
+    Rows may part in bfloat16, and then a step of one arm has more tokens. So the rollouts are compared by tokens a second
+    too.
+    """
+    pairs = list(zip(plain.metrics, arm.metrics, strict=False))
+    pairs = pairs[WARM_UP_STEPS:] or pairs
+    phases = {p: PHASES[p] for p in ("step", "rollout", "training", "refit")}
+    medians = {
+        phase: statistics.median(one[name] / other[name] for one, other in pairs) for phase, name in phases.items()
+    }
+    speed = statistics.median(_tokens_a_second(other) / _tokens_a_second(one) for one, other in pairs)
+    return {**medians, "tokens a second, over plain": speed}
+
+
+def _tokens_a_second(step: Mapping[str, Any]) -> float:
+    return float(step["mean_gen_tokens_per_sample"] * step["num_samples"] / step["generation_s"])

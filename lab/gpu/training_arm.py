@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One arm of the GPU check's item `training`: a run of the local runner that also keeps its rows and the memory it took.
+
+    python -m lab.gpu.training_arm CONFIG.json
+
+Beside the run directory's own files, `rows.jsonl` gets the tokens of every row of a step, and `memory.jsonl` the GPU's
+memory after it.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.local.progress import Progress
+from lab.local.run_config import read_run_config
+from lab.local.run_directory import RunDirectory
+from lab.local.runner import GrpoRunner
+from lab.local.step_rollout import StepRollout
+
+ROWS, MEMORY = "rows.jsonl", "memory.jsonl"
+GIB = 1 << 30
+
+
+class RecordingRunner(GrpoRunner):
+    """A runner that writes down the tokens of each row."""
+
+    def roll_out(self, step: int) -> StepRollout:
+        rollout = super().roll_out(step)
+        rows = [list(response.token_ids) for response in rollout.rollouts]
+        _append(self.directory.path / ROWS, {"step": step, "rows": rows})
+        return rollout
+
+    def step(self, step: int) -> dict[str, Any]:
+        record = super().step(step)
+        _append(self.directory.path / MEMORY, {"step": step, **memory_in_use()})
+        return record
+
+
+def memory_in_use() -> dict[str, float]:
+    """Returns GiB of the GPU: the most that this process's tensors took, and what all processes hold. Empty without a GPU.
+
+    Allocators keep what they have once taken, so that the second figure is close to the most that was held.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {"trainer's peak GiB": torch.cuda.max_memory_allocated() / GIB, "GiB in use": (total - free) / GIB}
+
+
+def _append(file: Path, line: dict[str, Any]) -> None:
+    with file.open("a", encoding="utf-8") as output:
+        output.write(json.dumps(line) + "\n")
+
+
+def main(config_file: Path) -> None:
+    """Runs the config of a new run to its end."""
+    tree = json.loads(config_file.read_text(encoding="utf-8"))
+    config, _ = read_run_config(tree)
+    directory = RunDirectory(Path(config.logger.log_dir), tree, config.grpo.max_num_steps)
+    runner = RecordingRunner(config, directory, Progress())
+    try:
+        directory.begin()
+        runner.run()
+    finally:
+        runner.close()
+        directory.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

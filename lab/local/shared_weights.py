@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights on their way to an engine in another process: through memory of the host, or as handles of the GPU's memory."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
+Packed = list[tuple[str, Any]]
+"""Hugging Face name, and a tensor on the CPU or a function with its arguments that opens a tensor on the GPU."""
+
+
+def packed(tensors: Iterable[tuple[str, torch.Tensor]], by_handle: bool) -> Packed:
+    """Returns what another process opens with `opened`.
+
+    With `by_handle`, tensors on a GPU are not copied: the other process reads them where they are. So they must live until
+    it has done so.
+    """
+    return [(name, reduce_tensor(t) if by_handle and t.is_cuda else t.cpu()) for name, t in tensors]
+
+
+def opened(weights: Packed) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors by name."""
+    for name, given in weights:
+        if isinstance(given, torch.Tensor):
+            yield name, given
+        else:
+            open_tensor, arguments = given
+            yield name, open_tensor(*arguments)
+
+
+def wait_for_gpu() -> None:
+    """Waits until the GPU has read what was opened, so that its owner may free it. Returns at once without a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs of drafting: one call replays what a decode step observes and drafts, in the place of many launches.
+
+A launch of one of our kernels from Python takes 65 to 170 us of the host on the machines that were measured, because the
+kernels take some fifty tensors, which Triton looks at one by one. In a graph the same kernels take 5 to 30 us of the GPU, and
+the host makes one call for all of them (docs/developing/step-costs.md).
+
+A graph reads the same memory in each replay. So what changes from step to step is written to buffers first. A graph serves
+all batches up to its size: the rows that a batch lacks have no request, and the kernels skip those.
+
+Shapes: B rows of a graph, S request slots.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nemo_specrollout.drafters.base import TRACED_STEPS, Texts
+from nemo_specrollout.generation.engine.transfers import copy_to_device
+
+logger = logging.getLogger(__name__)
+_NUM_NUMBERS = 4
+"""Numbers before the slots in the buffer, one of them unused, so that the slots begin at a multiple of 16 bytes."""
+
+
+class StepInputs(NamedTuple):
+    """What a step's drafting reads, in memory that stays where it is."""
+
+    texts: Texts
+    num_sampled_B: torch.Tensor
+    """Tokens that each request has sampled, int32. Undefined in rows without a request, like the next field."""
+    num_rejected_B: torch.Tensor
+    """Drafts of each request that were rejected, int32."""
+    step: torch.Tensor
+    """Number of the step below `TRACED_STEPS`, int32 [1]."""
+    most_drafts: torch.Tensor
+    """The most drafts of a request, int32 [1]."""
+    row_price: torch.Tensor
+    """Tokens that the engine makes in the time of one more row, float32 [1]."""
+
+
+Part = Callable[[StepInputs], None]
+"""Launches a part of a step's drafting. It must launch the same kernels whatever the inputs hold, and read none of them."""
+
+
+def graph_sizes(most_requests: int) -> list[int]:
+    """Returns the numbers of rows for which there are graphs. A batch is padded by less than half of its own size."""
+    sizes = {1, 2, most_requests}
+    size = 4
+    while size < most_requests:
+        sizes |= {size, min(3 * size // 2, most_requests)}
+        size *= 2
+    return sorted(sizes)
+
+
+class DraftingGraphs:
+    """Replays the parts of a step's drafting.
+
+    Owns the graphs, one for each part and size, and the buffers that they read. In each step call `load`, then `replay` for
+    each part that the step needs.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], states: Any, num_slots: int, max_new: int) -> None:
+        """Records nothing yet.
+
+        Args:
+            parts: what is replayed, by name.
+            states: vLLM's states of requests, which has their texts.
+            num_slots: request slots of the engine (S).
+            max_new: upper bound of the new tokens of a text that the parts were made for.
+        """
+        self.max_new = max_new
+        self._parts = parts
+        self._states = states
+        device = states.total_len.gpu.device
+        self._numbers = torch.zeros(_NUM_NUMBERS + num_slots, dtype=torch.int32, device=device)
+        self._outcomes_2S = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
+        sizes = graph_sizes(num_slots)
+        self._size_of = [next(size for size in sizes if size >= num) for num in range(num_slots + 1)]
+        self._graphs: dict[tuple[str, int], Any] = {}
+        self._size = 0
+
+    def capture(self) -> bool:
+        """Records all graphs. Returns False, and says why in the log, if that fails: then every kernel is launched by itself.
+
+        Each part is run before, with one row of no request, so that Triton compiles nothing while a graph is recorded.
+        """
+        try:
+            self._load_nothing()
+            for part in self._parts.values():
+                part(self._inputs(1))
+            pool = torch.cuda.graph_pool_handle()
+            for size in sorted(
+                set(self._size_of), reverse=True
+            ):  # smaller graphs then fit into the larger ones' memory
+                for name, part in self._parts.items():
+                    self._graphs[name, size] = _record(part, self._inputs(size), pool)
+        except Exception as error:  # of torch, Triton or the driver, and the engine can do without graphs
+            logger.warning("specrollout: drafting is launched kernel by kernel, without CUDA graphs: %s", error)
+            self._graphs.clear()
+        return bool(self._graphs)
+
+    def load(
+        self,
+        slots_B: np.ndarray,
+        outcomes: tuple[torch.Tensor, torch.Tensor],
+        step: int,
+        most_drafts: int,
+        row_price: float,
+    ) -> None:
+        """Writes a step's inputs to the buffers, without waiting. `outcomes` are tokens sampled and drafts rejected, int32."""
+        num = len(slots_B)
+        self._size = self._size_of[num]
+        numbers = np.full(_NUM_NUMBERS + self._size, -1, np.int32)
+        numbers[0] = step % TRACED_STEPS
+        numbers[1] = most_drafts
+        numbers[2:3].view(np.float32)[0] = row_price
+        numbers[_NUM_NUMBERS : _NUM_NUMBERS + num] = slots_B
+        copy_to_device(numbers, self._numbers[: len(numbers)])
+        sampled_S, rejected_S = self._outcomes_2S
+        sampled_S[:num].copy_(outcomes[0])
+        rejected_S[:num].copy_(outcomes[1])
+
+    def replay(self, part: str) -> None:
+        """Runs a part with the inputs that were loaded last."""
+        self._graphs[part, self._size].replay()
+
+    def _load_nothing(self) -> None:
+        self._numbers[:_NUM_NUMBERS].fill_(0)
+        self._numbers[_NUM_NUMBERS:].fill_(-1)
+
+    def _inputs(self, size: int) -> StepInputs:
+        """Returns the inputs of a graph of `size` rows."""
+        slots_B = self._numbers[_NUM_NUMBERS : _NUM_NUMBERS + size]
+        texts = Texts(slots_B, self._states.total_len.gpu, self._states.all_token_ids.gpu)
+        sampled_S, rejected_S = self._outcomes_2S
+        step, most, price = (self._numbers[i : i + 1] for i in range(3))
+        return StepInputs(texts, sampled_S[:size], rejected_S[:size], step, most, price.view(torch.float32))
+
+
+def _record(part: Part, inputs: StepInputs, pool: Any) -> Any:
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the GPU
+            part(inputs)
+    finally:
+        torch.cuda.set_stream(stream)  # torch stays on its own stream if recording fails
+    return graph

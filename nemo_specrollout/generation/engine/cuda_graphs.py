@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CUDA graphs an engine captures. vLLM is not imported.
+
+By default vLLM captures graphs of up to 512 rows, because a step of plain decoding has one row for each request. A step that
+verifies drafts has many more: 32 requests with 32 drafts each fill 1,056 rows. Beyond the largest graph the host launches each
+kernel of each layer, and the GPU waits for it. So where the drafts of a block can fill more rows, larger graphs are captured
+too.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_specrollout.storage.model_folder import text_config
+
+LARGEST = 2048
+"""Rows of the largest graph. At 2,048 rows a GPU computes a layer for about as long as the host launches it."""
+LOGITS_BYTES = 1 << 30
+"""Bytes of logits in float32 that vLLM samples at once (`MAX_CHUNK_BYTES`). All rows of a step with drafts must fit."""
+_SPLITS = 32
+"""vLLM's default of `attention_config.flash_attn_max_num_splits_for_cuda_graph`."""
+_STRIDES = {1024: 128, LARGEST: 256}
+"""Rows between two graphs beyond vLLM's largest, up to each number of rows."""
+_ALIGNED = 16
+"""Rows of every graph are a multiple of it, so that they can be shared among tensor-parallel ranks."""
+_USERS_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+"""Settings of a user's own sizes, in vLLM's `compilation_config` or among its arguments."""
+
+
+def larger_graphs(
+    arguments: Mapping[str, Any], most_rows: int, largest_of_vllm: int, vocab_size: int | None = None
+) -> list[int]:
+    """Returns the rows of the graphs to capture beyond vLLM's own; none where vLLM's suffice, or the user has set sizes.
+
+    Args:
+        arguments: vLLM's arguments.
+        most_rows: rows of a step in which every request verifies all drafts that it may have, as far as a step has room.
+        largest_of_vllm: rows of the largest graph that vLLM captures by default on this device.
+        vocab_size: tokens of the policy's vocabulary, if known.
+    """
+    compilation = arguments.get("compilation_config")
+    if compilation is not None and not isinstance(compilation, Mapping):
+        return []
+    if any(place.get(name) is not None for place in (arguments, compilation or {}) for name in _USERS_SIZES):
+        return []
+    if arguments.get("performance_mode") not in (None, "balanced"):  # vLLM then has other sizes below
+        return []
+    most_rows = min(most_rows, LARGEST, LOGITS_BYTES // (4 * vocab_size) if vocab_size else LARGEST)
+    most_rows -= most_rows % _ALIGNED
+    sizes = []
+    size = largest_of_vllm
+    while size < most_rows:
+        stride = next(stride for bound, stride in _STRIDES.items() if size < bound)
+        size = min(size + stride, most_rows)
+        sizes.append(size)
+    return sizes
+
+
+def vllms_graphs(largest: int) -> list[int]:
+    """Returns the rows of the graphs that vLLM captures by default, up to `largest` (`VllmConfig._set_cudagraph_sizes`)."""
+    return [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
+
+
+def graph_bytes(policy: Mapping[str, Any], num_rows: int, num_ranks: int = 1) -> int | None:
+    """Returns about how many bytes the pool of graphs takes on each of `num_ranks` tensor-parallel ranks; None if unknown.
+
+    All graphs share one pool, which holds what the largest graph computes for a layer of a dense model in bfloat16: hidden
+    states, queries, keys, values and both halves of the FFN. FlashAttention 3 needs most of it: within graphs it keeps partial
+    outputs in float32 for up to 32 splits of each text. When the engine starts, vLLM measures what its graphs take, and leaves
+    as much less for the KV cache. `policy` is the policy's config.json.
+    """
+    policy = text_config(policy)
+    try:
+        hidden, ffn = int(policy["hidden_size"]), int(policy["intermediate_size"])
+        heads = int(policy["num_attention_heads"])
+        key_heads = int(policy.get("num_key_value_heads") or heads)
+        head_size = int(policy.get("head_dim") or hidden // heads)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    shared = (heads + 2 * key_heads) * head_size + 3 * ffn
+    splits = _SPLITS * heads * head_size
+    return num_rows * (2 * 4 * hidden + (2 * shared + 4 * splits) // num_ranks)
