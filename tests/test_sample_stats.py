@@ -100,6 +100,29 @@ def test_kv_that_is_computed_again_after_an_update_is_noted(sample_stats: Sample
     assert (found.policy_spans, found.read_again) == (((0, 4), (1, 9), (1, 12)), (9, 12))
 
 
+def test_a_token_that_a_preemption_loses_is_the_newer_policys(sample_stats: SampleStatsLog) -> None:
+    sample_stats.open(0, SEED, prompt_length=4, num_tokens=4)
+    sample_stats.policy_updated(1, lengths(slot_0=9))
+    sample_stats.close([0])
+    sample_stats.open(0, SEED, prompt_length=4, num_tokens=8)
+    found = sample_stats.take([SEED])[SEED]
+    assert (found.policy_spans, found.read_again) == (((0, 4), (1, 8)), (8,))
+
+
+def test_a_request_that_comes_back_continues_its_record(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
+    sample_stats.open(0, SEED, prompt_length=4, num_tokens=4)
+    counts_S2[0] = tensor([3, 1])
+    sample_stats.close([0])
+    sample_stats.policy_updated(1, lengths())
+    counts_S2[1] = 0
+    sample_stats.open(1, SEED, prompt_length=12, num_tokens=12)
+    sample = SampleStats(((0, 4), (1, 12)), (0, 0), 3, 1, read_again=(12,))
+    assert sample_stats.take([SEED]) == {SEED: sample}
+    sample_stats.close([1])
+    sample_stats.open(2, SEED, prompt_length=4, num_tokens=4)
+    assert sample_stats.take([SEED])[SEED].policy_spans == ((1, 4),), "it begins again"
+
+
 def test_a_request_that_moved_after_an_update_was_read_again() -> None:
     first = SampleStats(((0, 4), (1, 9)), (0, 0), 0, 0)
     second = SampleStats(((1, 12), (2, 20)), (0, 0), 0, 0)

@@ -107,11 +107,12 @@ class _Record:
 
     def read_whole_text(self, version: int, num_tokens: int) -> None:
         """Notes that the policy `version` computes the KV of all tokens anew, as after a preemption."""
-        if self.policy_spans[-1] != (version, num_tokens):
-            if all(version == earlier for earlier, _ in self.policy_spans):
-                return
+        # A preempted request loses a token that vLLM had not returned yet. It is sampled again, by this policy.
+        kept = tuple(span for span in self.policy_spans if span[1] < num_tokens) or self.policy_spans[:1]
+        self.policy_spans = kept
+        self.read_again = tuple(first for first in self.read_again if first < num_tokens)
+        if any(version != earlier for earlier, _ in kept):
             self.policy_spans += ((version, num_tokens),)
-        if len(self.policy_spans) > 1:
             self.read_again += (num_tokens,)
 
 
@@ -142,10 +143,11 @@ class SampleStatsLog:
     def open(self, slot: int, seed: int, prompt_length: int, num_tokens: int) -> None:
         """Starts the record of a request in `slot`, whose counts must be zero.
 
-        A preempted request with tokens of its own continues its record. One that begins again has a new record.
+        A preempted request with tokens of its own continues its record, and so does one that comes back from another
+        engine, with its text so far as its prompt. One that begins again has a new record.
         """
         record = self._ended.pop(seed, None)
-        if record is None or num_tokens <= prompt_length:
+        if record is None or num_tokens <= record.policy_spans[0][1]:
             record = _Record(seed, ((self.policy_version, prompt_length),), self.head_version)
         else:
             self._counts_S2[slot] = self._archive[record.row]
