@@ -3,6 +3,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import STEP_ADDER
+from conftest import ROOT, STEP_ADDER
 from safetensors.torch import load_file, save_file
 
 from lab.local.engine import Generation, RolloutEngine
@@ -361,3 +363,16 @@ def test_a_row_says_what_an_audit_cannot_compute() -> None:
 def test_params_survive_json() -> None:
     params = RowParams(0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, 4, (2,), (1, 2), {5: 0.5}, ((1, 2), (3,)), ("x",))
     assert RowParams.from_json(json.loads(json.dumps(asdict(params)))) == params
+
+
+@pytest.mark.unit
+def test_the_audit_has_nothing_of_what_made_the_rows() -> None:
+    """Neither vLLM nor the package's own sampling, also through other modules."""
+    code = (
+        "import sys, pkgutil, nemo_specrollout.audit as a\n"
+        "for m in pkgutil.iter_modules(a.__path__): __import__(f'{a.__name__}.{m.name}')\n"
+        "bad = [m for m in sys.modules if m == 'vllm' or m.startswith(('vllm.', 'nemo_specrollout.sampling'))]\n"
+        "sys.exit(repr(bad) if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

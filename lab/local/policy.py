@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lab.local.device import CPU, deterministic_kernels
@@ -200,9 +200,10 @@ class MegatronPolicy:
         """Yields (Hugging Face name, float32 tensor) for the engine: copies on the same device that stay as they are."""
         return export_hf(self.model, self._shape)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, hf_config: bytes = b"") -> None:
         """Writes weights, optimizer state and step count to `folder` by one rename; replaces an older one.
 
+        With `hf_config`, the content of the policy's config.json, the folder is one of Hugging Face, too.
         With `checksums.json`, `load` can tell whether the files are undamaged. If the disk is full, the unfinished folder
         is removed. Raises OSError.
         """
@@ -217,6 +218,10 @@ class MegatronPolicy:
         temporary.mkdir(parents=True)
         try:
             _save(state, temporary / STATE_FILE)
+            if hf_config:
+                tensors = {name: tensor.contiguous().cpu() for name, tensor in self.hf_tensors()}
+                save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+                (temporary / "config.json").write_bytes(hf_config)
             seal_folder(temporary)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -258,7 +258,9 @@ class GrpoRunner:
         checkpointing = self.config.checkpointing
         is_last = step + 1 == self.config.grpo.max_num_steps
         if checkpointing.enabled and ((step + 1) % checkpointing.save_period == 0 or is_last):
-            self.directory.keep_checkpoint(step, self.policy.save)
+            # The policy's weights for an audit of the step to come.
+            hf_config = (self.model / "config.json").read_bytes() if block.audit and block.enabled else b""
+            self.directory.keep_checkpoint(step, partial(self.policy.save, hf_config=hf_config))
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:

@@ -89,6 +89,7 @@ class _Progress:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._told = self._began
+        self._loaded = self._began
 
     @property
     def seconds(self) -> float:
@@ -98,11 +99,13 @@ class _Progress:
     def row_done(self, done: int, total: int) -> None:
         """Notes a row."""
         now = time.monotonic()
+        if done == 1:  # which has loaded the policy
+            self._loaded = now
         if now - self._told < _EVERY_S and done < total:
             return
         self._told = now
-        left_s = self.seconds / done * (total - done)
-        print(f"  {done:,} of {total:,} rows, {left_s:.0f} s left", file=sys.stderr, flush=True)
+        left = f", {(now - self._loaded) / (done - 1) * (total - done):.0f} s left" if done > 1 else ""
+        print(f"  {done:,} of {total:,} rows{left}", file=sys.stderr, flush=True)
 
 
 def _numbers(text: str | None) -> list[int]:
