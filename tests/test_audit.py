@@ -23,7 +23,7 @@ from nemo_specrollout.audit.noise import MURMUR, PHILOX, scheme_of
 from nemo_specrollout.audit.recorder import RowRecorder
 from nemo_specrollout.audit.replay import Piece, RowReplay, pieces, replay
 from nemo_specrollout.audit.rows import EngineFacts, FinishedRow, RecordedRow, RowFile, RowParams, write_rows
-from nemo_specrollout.audit.verdict import RowVerdict, judge, rounding_bound
+from nemo_specrollout.audit.verdict import Rounding, RowVerdict, judge
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
@@ -106,7 +106,7 @@ def replayed(row: RecordedRow, model: Any) -> RowReplay:
 
 def judged(row: RecordedRow, model: Any) -> RowVerdict:
     found = replayed(row, model)
-    return judge(found, rounding_bound([found]))
+    return judge(found, Rounding.of([found]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

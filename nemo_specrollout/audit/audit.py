@@ -11,7 +11,7 @@ from nemo_specrollout.audit.noise import scheme_of
 from nemo_specrollout.audit.recorded_run import Place, RecordedRun
 from nemo_specrollout.audit.replay import RowReplay, replay
 from nemo_specrollout.audit.rows import EngineFacts, RecordedRow
-from nemo_specrollout.audit.verdict import Audit, Skipped, judge, rounding_bound
+from nemo_specrollout.audit.verdict import Audit, Rounding, Skipped, judge
 from nemo_specrollout.audit.weights import Weights
 from nemo_specrollout.config.strict import ConfigError
 
@@ -87,17 +87,17 @@ def audit_rows(run: RecordedRun, weights: Weights, places: Sequence[Place], on_r
             replays.append(outcome)
             engines.append(run.engine_facts(place))
         on_row(done, len(places))
-    bound = rounding_bound(replays)
+    rounding = Rounding.of(replays)
     verdicts = []
     for replayed, facts in zip(replays, engines, strict=True):
-        verdict = judge(replayed, bound)
+        verdict = judge(replayed, rounding)
         if not verdict.is_policys:
-            verdict = replace(verdict, whose=_other_policy(replayed.row, weights, facts, bound))
+            verdict = replace(verdict, whose=_other_policy(replayed.row, weights, facts, rounding))
         verdicts.append(verdict)
     verdicts.sort(key=lambda verdict: (verdict.step, verdict.number))
     dtypes = ", ".join(sorted({facts.dtype for facts in engines}))
     return Audit(
-        verdicts, skipped, dtypes, bound, np.concatenate([np.zeros(0), *(r.logprob_differences for r in replays)])
+        verdicts, skipped, dtypes, rounding, np.concatenate([np.zeros(0), *(r.logprob_differences for r in replays)])
     )
 
 
@@ -131,7 +131,7 @@ def _check_vocabulary(row: RecordedRow, weights: Weights, dtype: str) -> None:
             )
 
 
-def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts, bound: float) -> int | None:
+def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts, rounding: Rounding) -> int | None:
     """Returns the version of a policy, one before or after the recorded one, whose own sample the row is."""
     if len(row.policy_spans) > 1:
         return None
@@ -140,6 +140,6 @@ def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts, bound:
         if other < 0 or not weights.is_known(other):
             continue
         moved = replace(row, policy_spans=((other, first),))
-        if judge(_replayed(moved, weights, facts), bound).is_policys:
+        if judge(_replayed(moved, weights, facts), rounding).is_policys:
             return other
     return None

@@ -10,8 +10,8 @@ import numpy as np
 from nemo_specrollout.audit.replay import RowReplay
 from nemo_specrollout.audit.rows import Array
 
-ROUNDING_FACTOR = 8.0
-"""Rounding explains a log-prob's difference up to this many times the largest that it makes in the audit's own computation.
+_FACTOR = 8.0
+"""Rounding explains this many times what it makes in the audit's own computation.
 
 The audit computes every row in the engine's precision, too, and compares that with a finer one. Engine and audit add the same
 numbers in different orders, so their errors are of one size over many rows, and a few times larger or smaller in a single one.
@@ -65,6 +65,24 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """What rounding explains in the rows of an audit, in nats."""
+
+    logprob: float
+    """Largest difference of a log-prob."""
+    score: float
+    """Largest gap between the best score and that of the recorded token. A token changes at near-ties only, which are rarer
+    than large errors of a log-prob, so this is less."""
+
+    @classmethod
+    def of(cls, replays: Iterable[RowReplay]) -> "Rounding":
+        """Returns what rounding explains in these rows, by what it does in the audit's own computation of them."""
+        own = np.concatenate([np.zeros(1), *(replayed.own_rounding for replayed in replays)])
+        largest = float(own.max())
+        return cls(_FACTOR * largest, max(2 * largest, _FACTOR * float(np.quantile(own, 0.99))))
+
+
+@dataclass(frozen=True)
 class Audit:
     """Judgement of a run's rows."""
 
@@ -72,8 +90,7 @@ class Audit:
     skipped: Sequence[Skipped]
     dtype: str
     """Precision of the engines."""
-    bound: float
-    """Largest difference of a log-prob that rounding explains, in nats. Of two scores it explains twice that."""
+    rounding: Rounding
     logprob_differences: Array
     """Absolute differences of the log-probs of all tokens, in nats; NaN where the engine's is not known."""
 
@@ -131,22 +148,17 @@ class Audit:
             "rows_not_the_policys": len(self.foreign),
             "tokens_that_differ": len(self.differences),
             "dtype": self.dtype,
-            "rounding_explains": self.bound,
+            "rounding_explains": asdict(self.rounding),
             "logprob_difference": self.logprob_quantiles,
             "by_row": [_row_as_json(row) for row in self.rows],
             "skipped": [asdict(row) for row in self.skipped],
         }
 
 
-def rounding_bound(replays: Iterable[RowReplay]) -> float:
-    """Returns the largest difference of a log-prob that rounding explains in these rows, in nats."""
-    return ROUNDING_FACTOR * max((float(replayed.own_rounding.max()) for replayed in replays), default=0.0)
-
-
-def judge(replayed: RowReplay, bound: float) -> RowVerdict:
-    """Judges a row, of which rounding explains differences of log-probs up to `bound`, in nats."""
-    is_other_T = replayed.gaps > 2 * bound
-    is_off_T = replayed.logprob_differences > bound
+def judge(replayed: RowReplay, rounding: Rounding) -> RowVerdict:
+    """Judges a row by what rounding explains."""
+    is_other_T = replayed.gaps > rounding.score
+    is_off_T = replayed.logprob_differences > rounding.logprob
     foreign = np.flatnonzero(is_other_T | is_off_T)
     row = replayed.row
     differing = np.flatnonzero(replayed.differs).tolist()

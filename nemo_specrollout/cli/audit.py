@@ -66,7 +66,11 @@ def _show(result: Mapping[str, Any], auditable: str) -> None:
             f"  log-probs differ by at most {gaps['largest']:.2g} nats, 99 % of them by at most {gaps['p99']:.2g}, "
             f"half of them by at most {gaps['median']:.2g}"
         )
-        print(f"  rounding of {result['dtype']} explains up to {result['rounding_explains']:.2g} nats here")
+        rounding = result["rounding_explains"]
+        print(
+            f"  rounding of {result['dtype']} explains {rounding['logprob']:.2g} nats of a log-prob here, and "
+            f"{rounding['score']:.2g} between two scores"
+        )
     shown = [(row, d) for row in result["by_row"] for d in row.get("differences", ())]
     for row, d in shown[:_SHOWN]:
         gap = "it is excluded" if d["gap"] is None else f"its score is {d['gap']:.2g} below"
