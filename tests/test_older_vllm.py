@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exactness on an older vLLM, with its own V2 model runner. Triton's interpreter runs its kernels, so requests are few."""
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
 
 from lab.local.engine import RolloutEngine
 from lab.local.random_budgets import RANDOM
+from nemo_specrollout.audit.noise import scheme_of
+from nemo_specrollout.audit.replay import replay
+from nemo_specrollout.audit.rows import RecordedRow, RowParams
+from nemo_specrollout.audit.verdict import Rounding, judge
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
@@ -21,6 +28,7 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.config.strict import ConfigError, build_tagged
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout
+from nemo_specrollout.installed.versions import vllm_version
 
 pytestmark = [
     pytest.mark.older_vllm,
@@ -88,6 +96,28 @@ def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: di
     for name in WAYS:
         assert_equal(engine.generate(ASKED, **SAMPLINGS[name]), expected[name])
     assert num_accepted(engine) > 50
+
+
+def test_an_audit_finds_that_drafted_tokens_are_the_policys(start: Callable[..., RolloutEngine]) -> None:
+    """By weights and noise alone, with the noise of this version of vLLM and with none of the package's sampling."""
+    from transformers import AutoModelForCausalLM
+
+    engine = start(BLOCKS["a head and text, random budgets"])
+    coarse = AutoModelForCausalLM.from_pretrained(STEP_ADDER, dtype=torch.float32).eval()
+    fine = copy.deepcopy(coarse).double()
+    replays = []
+    for sampling in ("T=1", "T=0"):
+        params = RowParams(temperature=SAMPLINGS[sampling]["temperature"])
+        for request, rollout in zip(ASKED, engine.generate(ASKED, **SAMPLINGS[sampling]), strict=True):
+            row = RecordedRow(
+                0, 0, engine._seed_of(request), np.array(request.prompt_token_ids), np.array(rollout.token_ids),
+                np.array(rollout.logprobs), ((0, len(request.prompt_token_ids)),), params,
+            )  # fmt: skip
+            noise = scheme_of(str(vllm_version()))
+            replays.append(replay(row, lambda version: fine, lambda version: coarse, noise))
+    rounding = Rounding.of(replays)
+    verdicts = [judge(replayed, rounding) for replayed in replays]
+    assert all(verdict.is_policys and not verdict.differences for verdict in verdicts), verdicts
 
 
 def test_the_default_budget_and_new_weights(

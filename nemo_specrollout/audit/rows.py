@@ -132,7 +132,7 @@ def write_rows(file: Path, facts: EngineFacts, rows: Sequence[FinishedRow]) -> N
         prompts_B.append(prompts.setdefault(prompt, len(prompts)))
     about = {"format": FORMAT, **asdict(facts), "params": [asdict(each) for each in params]}
     logprobs = [np.full(len(r.token_ids), np.nan) if r.logprobs is None else r.logprobs for r in rows]
-    arrays = {
+    arrays: dict[str, Array] = {
         "facts": np.frombuffer(json.dumps(about).encode(), np.uint8),
         "seeds_B": np.array([row.seed for row in rows], np.int64),
         "params_B": np.array(params_B, np.int32),
@@ -144,7 +144,7 @@ def write_rows(file: Path, facts: EngineFacts, rows: Sequence[FinishedRow]) -> N
         "logprobs": _joined(logprobs, np.float32),
     }
     with replacing_file(file) as temporary, temporary.open("wb") as output:
-        np.savez_compressed(output, **arrays)
+        np.savez_compressed(output, **arrays)  # type: ignore[arg-type]  # names of arrays, not of options
 
 
 def _joined(parts: Sequence[Any], dtype: Any) -> Array:

@@ -58,6 +58,7 @@ class _SeededEngine(EngineActorCalls):
 
     cfg: Any
     llm: Any
+    _vllm_config: Any
     _racing: Any = None
     """The engine's part in the exchange of requests, once it has joined."""
     _ahead: Any = None

@@ -194,5 +194,6 @@ class SampleStatsLog:
             else:
                 continue
             versions = (record.head_at_start, self.head_version)
-            found[seed] = SampleStats(record.policy_spans, versions, *counts.tolist(), read_again=record.read_again)
+            num_drafted, num_accepted = counts.tolist()
+            found[seed] = SampleStats(record.policy_spans, versions, num_drafted, num_accepted, record.read_again)
         return found
