@@ -298,7 +298,8 @@ def test_samples_keep_their_order_and_the_oldest_head_counts() -> None:
 def test_a_sample_of_several_engines_has_merged_stats() -> None:
     first = {"policy_spans": [[3, 7], [4, 20]], "head_versions": [1, 2], "num_drafted": 4, "num_accepted": 2}
     second = {"policy_spans": [[4, 25], [5, 40]], "head_versions": [2, 3], "num_drafted": 10, "num_accepted": 5}
-    expected = SampleStats(((3, 7), (4, 20), (5, 40)), (1, 3), 14, 7)
+    # The second engine read the whole text anew, of which the first one had computed a part by an older policy.
+    expected = SampleStats(((3, 7), (4, 20), (4, 25), (5, 40)), (1, 3), 14, 7, read_again=(25,))
     for one, other in ((first, second), (second, first)):
         ends = [StepEnd([], [(11, SampleStats.from_wire(stats))], 5, 3, False) for stats in (one, other)]
         assert sample_lines(ends, [11]) == [{"seed": 11, **asdict(expected)}]
