@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.local.grpo import group_normalized_advantages
 from lab.policies.widened import read_policy
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
@@ -43,15 +44,9 @@ def one_update_older(
 
 
 def _advantages(requests: Sequence[RolloutRequest], rewards: Sequence[float]) -> list[float]:
-    """Returns each reward less the mean of its group, over the group's standard deviation."""
-    groups: dict[int, list[float]] = {}
-    for request, reward in zip(requests, rewards, strict=True):
-        groups.setdefault(request.prompt_index, []).append(reward)
-    advantages = []
-    for request, reward in zip(requests, rewards, strict=True):
-        group = torch.tensor(groups[request.prompt_index])
-        advantages.append(float((reward - group.mean()) / (group.std() + 1e-6)))
-    return advantages
+    group_B = torch.tensor([request.prompt_index for request in requests])
+    advantages_B = group_normalized_advantages(torch.tensor(rewards), group_B, leave_one_out=False, normalize=True)
+    return [float(advantage) for advantage in advantages_B]
 
 
 def _gradients(

@@ -23,7 +23,7 @@ class RowRecorder:
     """
 
     def __init__(self, folder: Path, facts: EngineFacts) -> None:
-        """Makes the folder, if it can be made, and starts the thread."""
+        """Starts the thread, which makes the folder for its first file."""
         self._folder = folder
         self._facts = facts
         self._open = list[FinishedRow]()
@@ -89,7 +89,8 @@ class RowRecorder:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_rows(self._folder / name, self._facts, rows)
-        except OSError as error:
+        except Exception as error:  # the thread must live on, because `settle` waits for it
+            reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             with self._lock:
                 self._num_lost += len(rows)
-                self._problem = f"{self._folder}: {error.strerror}"
+                self._problem = f"{self._folder}: {reason}"

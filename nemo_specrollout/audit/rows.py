@@ -157,12 +157,13 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         """Opens a file. Raises ValueError, which names it and its fault, if it is damaged or of another version."""
         self.path = path
-        about = json.loads(self._array("facts").tobytes())
+        facts, seeds_B = self._read("facts", "seeds_B")
+        about = json.loads(facts.tobytes())
         if about.get("format") != FORMAT:
             raise ValueError(f"{path} was written by another version of nemo-specrollout")
         self.facts = EngineFacts(**{name: about[name] for name in EngineFacts.__dataclass_fields__})
         self._params = [RowParams.from_json(each) for each in about["params"]]
-        self.seeds: list[int] = self._array("seeds_B").tolist()
+        self.seeds: list[int] = seeds_B.tolist()
 
     def finished(self, place: int) -> FinishedRow:
         """Returns the row at a place of the file. Raises ValueError if the file is damaged."""
@@ -180,7 +181,7 @@ class RowFile:
     @cached_property
     def _arrays(self) -> dict[str, Array]:
         names = ("params_B", "prompts_B", "prompt_lengths_U", "lengths_B", "prompt_tokens", "tokens", "logprobs")
-        return {name: self._array(name) for name in names}
+        return dict(zip(names, self._read(*names), strict=True))
 
     @cached_property
     def _bounds(self) -> dict[str, Array]:
@@ -188,10 +189,9 @@ class RowFile:
         names = ("lengths_B", "prompt_lengths_U")
         return {name: np.concatenate([[0], np.cumsum(self._arrays[name], dtype=np.int64)]) for name in names}
 
-    def _array(self, name: str) -> Array:
+    def _read(self, *names: str) -> list[Array]:
         try:
             with np.load(self.path, allow_pickle=False) as archive:
-                array: Array = archive[name]
-                return array
+                return [archive[name] for name in names]
         except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile, zipfile.error) as error:
             raise ValueError(f"{self.path} is damaged ({error})") from error

@@ -8,7 +8,6 @@ Shapes: P positions, V vocabulary, T tokens of the response.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -27,8 +26,6 @@ class Sampled:
     """The token with the best score, int64."""
     gap_P: Array
     """By how much the recorded token's score is below the best one, float64. 0 where it is the best, inf if excluded."""
-    margin_P: Array
-    """By how much the second-best score is below the best one, float64; inf where only one token is possible."""
     logprob_P: Array
     """Log-prob of the recorded token in the distribution that is sampled from, float64."""
 
@@ -116,20 +113,17 @@ def _probabilities(logits_PV: Array) -> Array:
 
 
 def _noisy(logits_PV: Array, row: RecordedRow, first: int, recorded_P: Array, scheme: NoiseScheme) -> Array:
-    """Returns logits with noise, float64; -inf for tokens that no noise could make the best or the second-best.
+    """Returns logits with noise, float64; -inf for tokens that no noise could make the best.
 
-    Two tokens of each position are computed first. A token whose logit plus the largest possible noise does not reach the
-    lower of their scores can be neither, and most of a large vocabulary is excluded like that.
+    The likeliest token of each position is computed first. A token whose logit plus the largest possible noise does not reach
+    its score cannot be the best, and most of a large vocabulary is excluded like that. The recorded token never is.
     """
     positions_P = len(row.prompt_token_ids) - 1 + np.arange(first, first + len(logits_PV))
-    likeliest_P2 = np.argpartition(logits_PV, -2, axis=1)[:, -2:]
-    two_P2 = np.take_along_axis(logits_PV, likeliest_P2, axis=1)
-    two_P2 = two_P2 + scheme.noise(row.seed, positions_P[:, None], likeliest_P2)
-    bound_P1 = two_P2.min(axis=1, keepdims=True) - scheme.largest_noise
-    is_possible_PV = (logits_PV >= bound_P1) & np.isfinite(logits_PV)
-    is_possible_PV[np.arange(len(recorded_P)), recorded_P] |= np.isfinite(
-        logits_PV[np.arange(len(recorded_P)), recorded_P]
-    )
+    rows_P = np.arange(len(recorded_P))
+    likeliest_P = logits_PV.argmax(axis=1)
+    score_P = logits_PV[rows_P, likeliest_P] + scheme.noise(row.seed, positions_P, likeliest_P)
+    is_possible_PV = (logits_PV >= score_P[:, None] - scheme.largest_noise) & np.isfinite(logits_PV)
+    is_possible_PV[rows_P, recorded_P] |= np.isfinite(logits_PV[rows_P, recorded_P])
     places, tokens = np.nonzero(is_possible_PV)
     scores_PV = np.full(logits_PV.shape, -np.inf)
     scores_PV[places, tokens] = logits_PV[places, tokens] + scheme.noise(row.seed, positions_P[places], tokens)
@@ -146,11 +140,5 @@ def _logprobs(logits_PV: Array, recorded_P: Array) -> Array:
 def _compared(scores_PV: Array, recorded_P: Array, logprob_P: Array) -> Sampled:
     rows_P = np.arange(len(recorded_P))
     best_P = scores_PV.argmax(axis=1)
-    two_P2: Any = np.partition(scores_PV, -2, axis=1)[:, -2:].astype(np.float64)
-    best_score_P = two_P2[:, 1]
-    return Sampled(
-        token_ids_P=best_P,
-        gap_P=best_score_P - scores_PV[rows_P, recorded_P],
-        margin_P=best_score_P - two_P2[:, 0],
-        logprob_P=logprob_P,
-    )
+    gap_P = scores_PV[rows_P, best_P].astype(np.float64) - scores_PV[rows_P, recorded_P]
+    return Sampled(token_ids_P=best_P, gap_P=gap_P, logprob_P=logprob_P)

@@ -2,19 +2,18 @@
 """Which weights made which row: the checkpoint of a policy version, as a model of transformers."""
 
 import copy
-import json
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.audit.recorded_run import RecordedRun
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.storage.model_folder import tensor_files, tensor_shapes
 from nemo_specrollout.storage.policy_checkpoint import hf_folder
 
-_IN_MEMORY = 1
-"""Policies that are held at a time. Rows are audited policy by policy."""
+_IN_MEMORY = 2
+"""Policies that are held at a time: a row that weights changed amid needs both, in each of two passes."""
 
 
 class Weights:
@@ -28,7 +27,8 @@ class Weights:
         self._run = run
         self._given = given
         self._device = device
-        self._load = lru_cache(_IN_MEMORY)(self._loaded)
+        self._policies: dict[tuple[str, int], tuple[Any, Any]] = {}
+        """Both models of the policies in memory, the oldest first."""
 
     def folder(self, version: int) -> str:
         """Returns the Hugging Face folder of a policy version, or the name of the run's first policy on the Hub.
@@ -59,11 +59,19 @@ class Weights:
 
     def coarse_model(self, engine_dtype: str, version: int) -> Any:
         """Returns the model of a policy version in the precision of the engine. Raises ValueError and ConfigError."""
-        return self._load(self.folder(version), engine_dtype)[0]
+        return self._policy(engine_dtype, version)[0]
 
     def fine_model(self, engine_dtype: str, version: int) -> Any:
         """Returns the same model, whose weights have the same values, in a finer precision. Raises as above."""
-        return self._load(self.folder(version), engine_dtype)[1]
+        return self._policy(engine_dtype, version)[1]
+
+    def _policy(self, engine_dtype: str, version: int) -> tuple[Any, Any]:
+        if (engine_dtype, version) not in self._policies:
+            folder = self.folder(version)
+            while len(self._policies) >= _IN_MEMORY:  # before the next one needs the memory
+                del self._policies[next(iter(self._policies))]
+            self._policies[engine_dtype, version] = self._loaded(folder, engine_dtype)
+        return self._policies[engine_dtype, version]
 
     def _loaded(self, folder: str, engine_dtype: str) -> tuple[Any, Any]:
         import torch
@@ -71,7 +79,9 @@ class Weights:
 
         coarse_dtype = getattr(torch, engine_dtype)
         fine_dtype = torch.float64 if coarse_dtype is torch.float32 else torch.float32
-        needed = _num_parameters(Path(folder)) * (coarse_dtype.itemsize + fine_dtype.itemsize)
+        needed = sum(map(math.prod, tensor_shapes(tensor_files(Path(folder))).values())) * (
+            coarse_dtype.itemsize + fine_dtype.itemsize
+        )
         if needed > (free := _free_bytes(self._device)):
             raise ConfigError(_too_large(folder, self._device, needed, free))
         try:
@@ -82,17 +92,6 @@ class Weights:
         except Exception as error:  # transformers has many errors of its own
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{folder} cannot be loaded ({reason})") from error
-
-
-def _num_parameters(folder: Path) -> int:
-    """Returns the parameters in the safetensors files of a folder, from their headers; 0 if it has no such files."""
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as source:
-            size = int.from_bytes(source.read(8), "little")
-            header = json.loads(source.read(size))
-        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    return total
 
 
 def _free_bytes(device: str) -> float:
