@@ -21,7 +21,6 @@ from lab.simulation.replay_record import Record, Recorder
 from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.generation.engine.requests import RolloutRequest
-from nemo_specrollout.sampling.seeds import request_seed
 from nemo_specrollout.speculation.policy import FixedPolicy
 
 UNKNOWN = ("gcd", "letter_counting", "spell_backward")
@@ -85,7 +84,7 @@ def record(config: RunConfig) -> Record:
     for number, (name, requests) in enumerate(batches_of(config)):
         rollouts = engine.generate(requests)
         for request, rollout in zip(requests, rollouts, strict=True):
-            seed = request_seed(config.grpo.seed, request.prompt_index, request.sample_index, request.policy_version)
+            seed = request.noise_seed(config.grpo.seed)
             recorder.ended(number, request.prompt_index, seed, rollout.token_ids)
         print(f"{name}: {sum(len(r.token_ids) for r in rollouts):,} tokens", flush=True)
     engine.close()

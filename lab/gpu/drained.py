@@ -59,9 +59,11 @@ class Drained:
         of_size = (self.running_S >= least) & (self.running_S <= most) & (self.tokens_S > 0)
         return 1e3 * float(np.median(self.seconds_S[of_size])) if of_size.any() else None
 
-    def acceptance(self) -> list[float]:
-        """Returns the share of request-steps whose first 1, 2, ... drafts were all accepted, for steps with drafts or not."""
-        return [float(n) / max(int(self.num_with[0]), 1) for n in self.num_with[1:]]
+
+def acceptance(batches: Sequence[Drained]) -> list[float]:
+    """Returns the share of request-steps whose first 1, 2, ... drafts were all accepted, for steps with drafts or not."""
+    num_with = np.sum([drained.num_with for drained in batches], axis=0)
+    return [float(n) / max(int(num_with[0]), 1) for n in num_with[1:]]
 
 
 def drain(engine: RolloutEngine, requests: Sequence[RolloutRequest], max_tokens: int) -> Drained:

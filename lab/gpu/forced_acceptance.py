@@ -25,7 +25,6 @@ from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.participant import Drafter, Put
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
-from nemo_specrollout.sampling.seeds import request_seed
 from nemo_specrollout.speculation.policy import FixedPolicy, SpeculationPolicy, build_policy
 
 MAX_DRAFTS = 7
@@ -109,7 +108,7 @@ class OracleDrafter(Drafter):
 
 
 def _seed(request: RolloutRequest) -> int:
-    return request_seed(SEED, request.prompt_index, request.sample_index, request.policy_version)
+    return request.noise_seed(SEED)
 
 
 class _NeverDraft(FixedPolicy):

@@ -21,9 +21,10 @@ from lab.gpu.gpu_stage import (
     timed,
     verified,
 )
+from lab.local.engine import RolloutEngine
 from lab.local.random_budgets import RANDOM as RANDOM_BUDGET
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine.requests import Rollout
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=0": {"temperature": 0.0},
@@ -87,15 +88,23 @@ def bf16(findings: Findings) -> None:
         findings.note(way, {**figures, "ms a step at first": first["ms a step"]}, "speed")
         if way == "plain":
             plain = rollouts
-            halves = [r for part in (requests[::2], requests[1::2]) for r in engine.generate(part)]
-            pair = (halves, [*plain[::2], *plain[1::2]])
+            note_rate(findings, "plain in halves", in_halves(engine, requests, plain))
         else:
-            pair = (rollouts, plain)
-        parted, compared = divergence(*pair)
-        name = "plain in halves" if way == "plain" else way
-        rate = parted / max(compared, 1)
-        findings.note(f"{name} against plain", {"parted": parted, "tokens compared": compared, "a token": rate})
+            note_rate(findings, way, divergence(rollouts, plain))
         engine.close()
+
+
+def in_halves(engine: RolloutEngine, requests: list[RolloutRequest], plain: list[Rollout]) -> tuple[int, int]:
+    """Returns `divergence` of the same requests in batches of half the size from their responses in one batch."""
+    halves = [r for part in (requests[::2], requests[1::2]) for r in engine.generate(part)]
+    return divergence(halves, [*plain[::2], *plain[1::2]])
+
+
+def note_rate(findings: Findings, name: str, found: tuple[int, int]) -> None:
+    """Notes how many responses part from plain decoding, and how often a token does."""
+    parted, compared = found
+    rate = parted / max(compared, 1)
+    findings.note(f"{name} against plain", {"parted": parted, "tokens compared": compared, "a token": rate})
 
 
 def syncs(findings: Findings) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lab.gpu.gpu_engines import MAX_PARTED, PLAIN, SAMPLINGS, TEXT, as_text
+from lab.gpu.gpu_engines import MAX_PARTED, PLAIN, SAMPLINGS, TEXT, as_text, in_halves, note_rate
 from lab.gpu.gpu_stage import POLICY, Findings, divergence, start_engine, task_requests, timed, verified
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 
@@ -127,10 +127,9 @@ def mla(findings: Findings) -> None:
             findings.note(way, figures, "speed")
             if way == "plain":
                 plain = rollouts
-                halves = [r for part in (requests[::2], requests[1::2]) for r in engine.generate(part)]
-                _note_rate(findings, "plain in halves", divergence(halves, [*plain[::2], *plain[1::2]]))
+                note_rate(findings, "plain in halves", in_halves(engine, requests, plain))
             else:
-                _note_rate(findings, way, divergence(rollouts, plain))
+                note_rate(findings, way, divergence(rollouts, plain))
                 engine.generate(requests, temperature=0.0)  # greedy texts repeat themselves, so drafts are right
                 # A CPU's MLA makes other tokens alone than in a batch, so its texts need not repeat themselves.
                 findings.check(findings.is_rehearsal or verified(engine)[1] > 0, "no draft was accepted")
@@ -141,9 +140,3 @@ def _requests(findings: Findings) -> list[RolloutRequest]:
     """Returns requests whose texts are long enough to repeat: random weights end most texts early."""
     length = findings.size(128, 48)
     return [replace(r, exact_length=length) for r in task_requests(*findings.size((16, 4), (2, 2)))]
-
-
-def _note_rate(findings: Findings, name: str, found: tuple[int, int]) -> None:
-    parted, compared = found
-    row = {"parted": parted, "tokens compared": compared, "a token": parted / max(compared, 1)}
-    findings.note(f"{name} against plain", row)

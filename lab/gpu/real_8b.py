@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from lab.gpu.arms import ARMS, BEST_OF, DEPTHS, Arm, verdict
-from lab.gpu.drained import LABELS, Drained, drain
+from lab.gpu.drained import LABELS, Drained, acceptance, drain
 from lab.gpu.gpu_stage import GIB, HEAD, POLICY, STOCK, Findings, block, start_engine, task_requests
 from lab.gpu.items import smollm2, smollm2_head
 from lab.gpu.one_update import one_update_older
@@ -310,16 +309,15 @@ def summaries(measured: Mapping[str, Sequence[Drained]]) -> dict[str, list[tuple
     shown = [arm for arm in ARMS if measured[arm.letter]]
     speeds = {arm.letter: _speeds(measured[arm.letter]) for arm in shown}
     plain = _seconds_and_tokens(measured["A"])
-    acceptance = [
-        (arm.title, {str(i): share for i, share in enumerate(_acceptance(measured[arm.letter]), 1)})
-        for arm in shown[1:]
+    accepted = [
+        (arm.title, {str(i): share for i, share in enumerate(acceptance(measured[arm.letter]), 1)}) for arm in shown[1:]
     ]
     held = {}
     for arm in shown if plain else ():
         held[arm.letter] = sum(tokens / _nearest(speeds[arm.letter], band) for band, (_, tokens) in plain.items())
     halves = [len(each) for each in measured.values() if each]
     tables: dict[str, list[tuple[str, dict[str, Any]]]] = {
-        DEPTHS: acceptance,
+        DEPTHS: accepted,
         "tokens a second by running requests": [(arm.title, speeds[arm.letter]) for arm in shown],
         "predicted and measured": [
             (
@@ -357,8 +355,3 @@ def _nearest(speeds: Mapping[str, float], band: str) -> float:
     """Returns the speed in a band, or in the next smaller one that was measured, or in the smallest of all."""
     smaller = [label for label in LABELS[: LABELS.index(band) + 1] if label in speeds]
     return speeds[smaller[-1]] if smaller else next(iter(speeds.values()))
-
-
-def _acceptance(halves: Sequence[Drained]) -> list[float]:
-    num_with = np.sum([drained.num_with for drained in halves], axis=0)
-    return [float(n) / max(int(num_with[0]), 1) for n in num_with[1:]]

@@ -20,7 +20,6 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.hosted_engine import HostedEngine, device_facts, engine_facts, start_vllm
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, rollout_extra_args
-from nemo_specrollout.sampling.seeds import request_seed
 from nemo_specrollout.storage.model_folder import stop_token_ids, with_tied_lm_head
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ class RolloutEngine(HostedEngine):
         }
 
     def _seed_of(self, request: RolloutRequest) -> int:
-        return request_seed(self._seed, request.prompt_index, request.sample_index, request.policy_version)
+        return request.noise_seed(self._seed)
 
 
 def _check_config(model: Path) -> None:

@@ -10,7 +10,6 @@ from lab.local.step_rollout import StepRollout
 from nemo_specrollout.audit.rows import FOLDER, EngineFacts, FinishedRow, RowParams, write_rows
 from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.installed.versions import vllm_version
-from nemo_specrollout.sampling.seeds import request_seed
 
 
 def record_rows(folder: Path, step: int, rollout: StepRollout, config: RunConfig) -> None:
@@ -24,13 +23,10 @@ def record_rows(folder: Path, step: int, rollout: StepRollout, config: RunConfig
         unknown = ("a move between two updates of the weights",) if has_moved and _of_several(stats) else ()
         params = RowParams(generation.temperature, generation.top_k or 0, generation.top_p, unknown=unknown)
         prompt = request.prompt_token_ids
-        rows.append(FinishedRow(seed_of_row(request, config), prompt, response.token_ids, response.logprobs, params))
+        rows.append(
+            FinishedRow(request.noise_seed(config.grpo.seed), prompt, response.token_ids, response.logprobs, params)
+        )
     write_rows(folder / FOLDER / f"step_{step:09d}.npz", facts, rows)
-
-
-def seed_of_row(request: RolloutRequest, config: RunConfig) -> int:
-    """Returns the seed of a row's noise."""
-    return request_seed(config.grpo.seed, request.prompt_index, request.sample_index, request.policy_version)
 
 
 def policies_of_row(request: RolloutRequest, stats: Mapping[str, Any] | None, config: RunConfig) -> dict[str, Any]:
@@ -49,8 +45,7 @@ def policies_of_row(request: RolloutRequest, stats: Mapping[str, Any] | None, co
 
 def audit_facts(config: RunConfig, folder: Path) -> dict[str, Any] | bool:
     """Returns where an audit finds the weights of the run's policies; False if the run records no rows."""
-    block = config.policy.generation.specrollout
-    if not (block.enabled and block.audit):
+    if not config.policy.generation.specrollout.records_rows:
         return False
     checkpoints = str((folder / "checkpoints").absolute()) if config.checkpointing.enabled else None
     return {

@@ -16,7 +16,7 @@ from lab.local.megatron_model import TokenBatch
 from lab.local.policy import MegatronPolicy
 from lab.local.policy_shape import PolicyShape
 from lab.local.progress import Progress
-from lab.local.recorded_rows import audit_facts, policies_of_row, record_rows, seed_of_row
+from lab.local.recorded_rows import audit_facts, policies_of_row, record_rows
 from lab.local.run_config import RunConfig
 from lab.local.run_directory import LADDER, RunDirectory
 from lab.local.step_rollout import (
@@ -250,7 +250,7 @@ class GrpoRunner:
         block = self.config.policy.generation.specrollout
         self.directory.append(METRICS, record)
         self.directory.append("samples.jsonl", {"step": step, "samples": _sample_lines(rollout, scored, self.config)})
-        if block.audit and block.enabled:
+        if block.records_rows:
             record_rows(self.directory.path, step, rollout, self.config)
         self.directory.append("trace.jsonl", {"step": step, **rollout.stats.trace})
         if rollout.timeline is not None:
@@ -259,7 +259,7 @@ class GrpoRunner:
         is_last = step + 1 == self.config.grpo.max_num_steps
         if checkpointing.enabled and ((step + 1) % checkpointing.save_period == 0 or is_last):
             # The policy's weights for an audit of the step to come.
-            hf_config = (self.model / "config.json").read_bytes() if block.audit and block.enabled else b""
+            hf_config = (self.model / "config.json").read_bytes() if block.records_rows else b""
             self.directory.keep_checkpoint(step, partial(self.policy.save, hf_config=hf_config))
 
 
@@ -286,7 +286,7 @@ def _sample_lines(rollout: StepRollout, scored: Scored, config: RunConfig) -> li
     rows = zip(rollout.prompts.requests, rollout.rollouts, scored.rewards_B.tolist(), rollout.sample_stats, strict=True)
     return [
         {
-            "seed": seed_of_row(request, config),
+            "seed": request.noise_seed(config.grpo.seed),
             "prompt": request.prompt_index,
             "sample": request.sample_index,
             "reward": reward,

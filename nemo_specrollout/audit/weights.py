@@ -79,9 +79,8 @@ class Weights:
 
         coarse_dtype = getattr(torch, engine_dtype)
         fine_dtype = torch.float64 if coarse_dtype is torch.float32 else torch.float32
-        needed = sum(map(math.prod, tensor_shapes(tensor_files(Path(folder))).values())) * (
-            coarse_dtype.itemsize + fine_dtype.itemsize
-        )
+        num_parameters = sum(map(math.prod, tensor_shapes(tensor_files(Path(folder))).values()))
+        needed = num_parameters * (coarse_dtype.itemsize + fine_dtype.itemsize)
         if needed > (free := _free_bytes(self._device)):
             raise ConfigError(_too_large(folder, self._device, needed, free))
         try:

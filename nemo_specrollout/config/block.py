@@ -167,6 +167,11 @@ class SpecrolloutConfig:
         return max(self.num_speculative_tokens, self.run_ahead.most_drafts)
 
     @property
+    def records_rows(self) -> bool:
+        """True if the run records its rows for an audit."""
+        return self.enabled and self.audit
+
+    @property
     def runs_ahead(self) -> bool:
         """True if idle engines decode the next step's requests."""
         return self.enabled and self.run_ahead is not None and self.run_ahead.enabled

@@ -157,7 +157,7 @@ def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
     in_flight = asynchronous is not None and asynchronous.in_flight_weight_updates
     may_recompute = (asynchronous, getattr(config, "async_rl", None))
     recomputes = any(getattr(each, "recompute_kv_cache_after_weight_updates", False) for each in may_recompute)
-    rows = Path(config.logger["log_dir"]).absolute() / RECORDS / ROWS if block.audit else ""
+    rows = Path(config.logger["log_dir"]).absolute() / RECORDS / ROWS if block.records_rows else ""
     return RunFacts(
         algorithm.seed,
         first,

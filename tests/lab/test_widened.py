@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load_file
 
-from lab.gpu.drained import drain
+from lab.gpu.drained import acceptance, drain
 from lab.gpu.gpu_stage import GIB, HEAD, POLICY, STOCK, block, start_engine, task_requests
 from lab.gpu.one_update import _moved
 from lab.gpu.real_8b import load
@@ -150,7 +150,7 @@ def test_a_drained_batch_is_recorded_alike_for_vllms_own_eagle3(tmp_path: Path) 
     assert drained.num_tokens == sum(len(rollout.token_ids) for rollout in drained.rollouts)
     assert sum(tokens for _, tokens in drained.bands().values()) == drained.num_tokens
     assert sum(seconds for seconds, _ in drained.bands().values()) == pytest.approx(drained.seconds)
-    shares = drained.acceptance()
+    shares = acceptance([drained])
     assert shares[0] > 0.3 and shares == sorted(shares, reverse=True) and shares[3] == 0.0
     assert drained.running_S[0] == 8 and (np.diff(drained.running_S) <= 0).all()
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_specrollout.sampling.seeds import request_seed
+
 EXTRA_ARGS_KEY = "specrollout"
 """Key of `SamplingParams.extra_args` under which a request carries its identity."""
 TOKEN_BYTES = 4
@@ -30,6 +32,10 @@ class RolloutRequest:
     """Beginning of the response, sampled in another engine; this engine continues after it."""
     ahead: bytes = b""
     """Expected response as int32 numbers, for the drafter `ahead`: sampled with the same noise by older weights."""
+
+    def noise_seed(self, engine_seed: int) -> int:
+        """Returns the seed of the request's noise in an engine with this seed of its own."""
+        return request_seed(engine_seed, self.prompt_index, self.sample_index, self.policy_version)
 
 
 @dataclass(frozen=True)
