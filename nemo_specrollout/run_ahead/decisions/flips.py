@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How probable it is that an update of the weights changes a token, by the gap between the two best tokens.
+
+Noise depends on seed and position alone, so a token changes only if the update moves the runner-up's score past the best
+one's. Both scores are known while a text is made ahead, and so is their gap.
+
+Shapes: P positions, G bins of gaps.
+"""
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+_SMALLEST, _LARGEST = 1e-6, 16.0
+"""Bounds of gaps and scales, in nats. A smaller gap counts as a tie, and beyond the larger one no update reaches."""
+_EDGES_G = np.geomspace(_SMALLEST, _LARGEST, 240)
+_CENTRES_G = np.concatenate([[_SMALLEST], np.sqrt(_EDGES_G[1:] * _EDGES_G[:-1]), [_LARGEST]])
+_UNSEEN_FLIPS = 0.5
+"""Flips that are added to what was counted, so that a run without any still knows that there may be some (Jeffreys)."""
+_KEPT = 0.5
+"""Weight of earlier updates' evidence after each further one, because updates become smaller or larger in a run."""
+
+
+class FlipModel:
+    """Learns from updates how far they move the difference of two scores, which is one number, the scale.
+
+    The change of the difference is taken to be logistic with that scale. So a gap of no width flips in one of two cases, and
+    a gap of many scales never. Counts of gaps are kept in bins, so the cost does not depend on the number of tokens.
+    """
+
+    def __init__(self, scale: float = 1e-3) -> None:
+        """`scale`, in nats, is what is assumed before the first update."""
+        self.scale = scale
+        self._gaps_G = np.zeros(len(_CENTRES_G))
+        self._num_flips = 0.0
+
+    def probability(self, gap_P: Array) -> Array:
+        """Returns the probability of a flip for each gap in nats, float64."""
+        flips_P: Array = 1.0 / (1.0 + np.exp(np.minimum(np.asarray(gap_P, np.float64) / self.scale, 700.0)))
+        return flips_P
+
+    def observe(self, gap_P: Array, num_flips: int) -> None:
+        """Learns from one update.
+
+        Args:
+            gap_P: gaps of the positions whose token is known under both weights, up to the first flip of each text.
+            num_flips: texts that parted at one of these positions.
+        """
+        self._gaps_G *= _KEPT
+        self._num_flips *= _KEPT
+        np.add.at(self._gaps_G, np.searchsorted(_EDGES_G, gap_P), 1.0)
+        self._num_flips += num_flips
+        if self._gaps_G.any():
+            self.scale = self._fitted()
+
+    def _fitted(self) -> float:
+        """Returns the scale with which the gaps that were seen flip as often as they did, by bisection of its logarithm."""
+        wanted = self._num_flips + _UNSEEN_FLIPS
+        low, high = np.log(_SMALLEST), np.log(_LARGEST)
+        for _ in range(40):
+            middle = (low + high) / 2
+            expected = self._gaps_G @ (1.0 / (1.0 + np.exp(np.minimum(_CENTRES_G / np.exp(middle), 700.0))))
+            low, high = (middle, high) if expected < wanted else (low, middle)
+        return float(np.exp((low + high) / 2))
