@@ -17,6 +17,7 @@ from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, Specroll
 from nemo_specrollout.config.drafter_configs import AheadDrafterConfig, Eagle3DrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.drafters.ahead import ENOUGH, FARTHEST, AheadText
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
+from nemo_specrollout.generation.engine.ahead_branches import AheadBranch, after_prefix, pack, unpack
 from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity, Rollout, RolloutRequest, as_bytes
 from nemo_specrollout.generation.engine.transfers import to_device
 from nemo_specrollout.speculation.step_model import StepModel
@@ -29,14 +30,21 @@ TEXT = [*range(40)]
 class World:
     """A drafter, and requests in its slots."""
 
-    def __init__(self) -> None:
-        self.drafter = AheadText(NUM_SLOTS, LONGEST, 300, torch.device("cpu"))
+    def __init__(self, most_paths: int = 1) -> None:
+        self.drafter = AheadText(NUM_SLOTS, LONGEST, 300, torch.device("cpu"), most_paths)
         self.total_len_S = torch.zeros(NUM_SLOTS, dtype=torch.int32)
         self.token_ids_SL = torch.zeros(NUM_SLOTS, LONGEST, dtype=torch.int32)
 
-    def open(self, slot: int, ahead: list[int], response: list[int], prompt: list[int] = PROMPT) -> None:
+    def open(
+        self,
+        slot: int,
+        ahead: list[int],
+        response: list[int],
+        prompt: list[int] = PROMPT,
+        branches: tuple[AheadBranch, ...] = (),
+    ) -> None:
         """Gives a slot to a request that brings a text, and has a part of its response already."""
-        text, identity = [*prompt, *response], RequestIdentity(0, 0, ahead=as_bytes(ahead))
+        text, identity = [*prompt, *response], RequestIdentity(0, 0, ahead=as_bytes(ahead), branches=branches)
         opened = NewRequest(slot, identity, len(prompt), text, LONGEST)
         self.drafter.open(tensor([slot]), [opened], partial(to_device, device=torch.device("cpu")))
         self.write(slot, text)
@@ -115,6 +123,45 @@ def test_a_text_ends_before_a_token_that_the_policy_lacks() -> None:
         world = World()
         world.open(0, [*TEXT[:9], bad, 1], TEXT[:5])
         assert world.propose(0) == [TEXT[5:9]]
+
+
+def branch_at(position: int, *own: int, parent: int = 0) -> AheadBranch:
+    return AheadBranch(parent, position, as_bytes(own))
+
+
+def test_the_path_that_agrees_is_followed() -> None:
+    """The text has parted where a branch begins, and again where a branch of that branch begins."""
+    branches = (branch_at(20, 70, 71, 72, 73, 74), branch_at(22, 80, 81, 82, parent=1), branch_at(3, 60, 61))
+    world = World(most_paths=4)
+    world.open(0, TEXT, TEXT[:20], branches=branches)
+    assert world.propose(0) == [TEXT[20:28]], "all paths agree, and the text comes first"
+    world.write(0, [*PROMPT, *TEXT[:20], 70])
+    assert world.propose(0) == [[71, 72, 73, 74]]
+    world.write(0, [*PROMPT, *TEXT[:20], 70, 71])
+    assert world.propose(0) == [[72, 73, 74]]
+    world.write(0, [*PROMPT, *TEXT[:20], 70, 71, 80])
+    assert world.propose(0) == [[81, 82]]
+    world.write(0, [*PROMPT, *TEXT[:20], 70, 71, 80, 5])
+    assert world.propose(0) == [[82]], "after a token that no path has, the request stays at its position"
+
+
+def test_a_slot_has_as_many_paths_as_its_request_brings() -> None:
+    world = World(most_paths=2)
+    world.open(0, TEXT, TEXT[:20], branches=(branch_at(20, 70, 71), branch_at(20, 75, 76)))
+    world.write(0, [*PROMPT, *TEXT[:20], 75])
+    assert world.propose(0) == [TEXT[21:29]], "the second branch finds no room"
+    world.open(0, TEXT, TEXT[:20])
+    world.write(0, [*PROMPT, *TEXT[:20], 70])
+    assert world.propose(0) == [TEXT[21:29]], "branches of the last request of the slot are gone"
+
+
+def test_branches_are_carried_whole() -> None:
+    branches = (branch_at(5, 1, 2, 3), branch_at(6, 9, parent=1), branch_at(0))
+    assert unpack(pack(branches)) == branches and unpack(b"") == ()
+    assert after_prefix(branches, 6) == (branch_at(0, 2, 3), branch_at(0, 9, parent=1), branch_at(0))
+    for bad in ([0], [1, 0, 0], [-1, 0, 0], [0, -1, 0], [0, 0, 3, 1], [0, 0, -1]):
+        with pytest.raises(ValueError, match="branch"):
+            unpack(as_bytes(bad))
 
 
 # In engines

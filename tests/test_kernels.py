@@ -26,7 +26,7 @@ FAKE_GPU = [f"fake_gpu/{name}.py" for name in CHECKS]
 MODULES = {
     "vllm's, for batches and drafters": (["interpreted/batch_kernels.py"], INTERPRETED),
     "vllm's, for sampling": (["interpreted/sampling_kernels.py"], INTERPRETED),
-    "ours": (["interpreted/own_kernels.py", "interpreted/row_kernels.py"], INTERPRETED),
+    "ours": (["interpreted/own_kernels.py", "interpreted/row_kernels.py", "interpreted/ahead_kernel.py"], INTERPRETED),
     "ours, in any order": (["interpreted/program_orders.py"], INTERPRETED),
     "ours, on a GPU that is not there": (FAKE_GPU, COMPILED),
 }

@@ -29,6 +29,8 @@ class KernelModule(StrEnum):
     """Accept drafts that equal the sampled tokens. Launched by `sampling/equality.py`."""
     STEP = "nemo_specrollout.drafters.step_triton"
     """Observe, learn and propose, for the draft board and all context indexes. Launched by `drafters/board.py`."""
+    AHEAD = "nemo_specrollout.drafters.ahead_triton"
+    """Follow the path of each request among its texts. Launched by `drafters/ahead.py`."""
     DRAFT_SAMPLING = "nemo_specrollout.generation.drafting.draft_sampling_triton"
     """Sample drafts with the target's noise. Launched by `generation/drafting/draft_sampling.py`."""
     DRAFT_STREAM = "nemo_specrollout.remote.verifier.draft_stream_triton"

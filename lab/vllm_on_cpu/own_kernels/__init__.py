@@ -6,6 +6,7 @@ from nemo_specrollout.sampling.platforms import KernelModule, Platform, register
 _WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 _BODIES = {
     KernelModule.STEP: "step",
+    KernelModule.AHEAD: "ahead",
     KernelModule.DRAFT_SAMPLING: "draft_sampling",
     KernelModule.ROW_SAMPLING: "row_sampling",
     KernelModule.DRAFT_STREAM: "draft_stream",

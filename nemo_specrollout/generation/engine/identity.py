@@ -12,7 +12,8 @@ from reprlib import repr as shortened
 from typing import Any, NamedTuple
 
 from nemo_specrollout.config.strict import nearest
-from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES, RequestIdentity
+from nemo_specrollout.generation.engine.ahead_branches import TOKEN_BYTES, unpack
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, RequestIdentity
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 _FIELD = f'extra_args["{EXTRA_ARGS_KEY}"]'
@@ -38,6 +39,8 @@ class GivenIdentity:
     """Replaces the engine's own seed, so that all engines sample alike."""
     ahead: bytes = b""
     """Expected text after the prompt, as int32 numbers."""
+    branches: bytes = b""
+    """Other texts that may come instead, as `ahead_branches.pack` makes them."""
 
 
 class _Rule(NamedTuple):
@@ -52,6 +55,16 @@ def _whole(low: int, high: int, words: str) -> _Rule:
     return _Rule(
         lambda value: isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high, words
     )
+
+
+def _are_branches(value: Any) -> bool:
+    if not isinstance(value, bytes) or len(value) % TOKEN_BYTES:
+        return False
+    try:
+        unpack(value)
+    except ValueError:
+        return False
+    return True
 
 
 _SEED = _whole(0, 2**63 - 1, "a whole number from 0 to 2^63 - 1")
@@ -69,6 +82,7 @@ _RULES = {
         lambda value: isinstance(value, bytes) and len(value) % TOKEN_BYTES == 0,
         "bytes of int32 numbers, which `requests.as_bytes` makes of token ids",
     ),
+    "branches": _Rule(_are_branches, "branches, which `ahead_branches.pack` makes"),
 }
 
 
@@ -159,7 +173,7 @@ def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int)
     given = check_request(params)
     engine_seed = engine_seed if given.engine_seed is None else int(given.engine_seed)
     group = content_hash(prompt_token_ids[: given.prompt_length])
-    rest = (group, given.speculate, given.ahead)
+    rest = (group, given.speculate, given.ahead, unpack(given.branches))
     if given.seed is not None:
         return RequestIdentity(int(given.seed), *rest)
     if given.prompt_index is not None:

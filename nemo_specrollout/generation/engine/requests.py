@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from nemo_specrollout.generation.engine.ahead_branches import TOKEN_BYTES, AheadBranch, after_prefix, pack, paths_of
 from nemo_specrollout.sampling.seeds import request_seed
 
 EXTRA_ARGS_KEY = "specrollout"
 """Key of `SamplingParams.extra_args` under which a request carries its identity."""
-TOKEN_BYTES = 4
-"""Bytes of a token in a text that was made ahead."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,8 @@ class RolloutRequest:
     """Beginning of the response, sampled in another engine; this engine continues after it."""
     ahead: bytes = b""
     """Expected response as int32 numbers, for the drafter `ahead`: sampled with the same noise by older weights."""
+    branches: tuple[AheadBranch, ...] = ()
+    """Other texts that the response may become, where the expected one has near-ties."""
 
     def noise_seed(self, engine_seed: int) -> int:
         """Returns the seed of the request's noise in an engine with this seed of its own."""
@@ -86,6 +87,8 @@ class RequestIdentity:
     """False for a request that must be decoded without drafts."""
     ahead: bytes = b""
     """Expected text after the prompt, as int32 numbers."""
+    branches: tuple[AheadBranch, ...] = ()
+    """Other texts that may come instead."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,11 @@ class NewRequest:
         return cls(slot, identity, prompt_length, new.prefill_token_ids, limit, stop_token_ids, params)
 
     @property
+    def paths(self) -> list[np.ndarray]:
+        """The texts that the request brings along, int32: the expected one, then its branches."""
+        return paths_of(self.identity.ahead, self.identity.branches)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the known text."""
         return len(self.token_ids)
@@ -132,6 +140,8 @@ def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | byt
         identity["prompt_length"] = len(request.prompt_token_ids)
     if request.ahead:
         identity["ahead"] = request.ahead[TOKEN_BYTES * len(request.prefix_token_ids) :]
+    if request.branches:
+        identity["branches"] = pack(after_prefix(request.branches, len(request.prefix_token_ids)))
     return {EXTRA_ARGS_KEY: identity}
 
 
