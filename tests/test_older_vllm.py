@@ -4,11 +4,13 @@
 import copy
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from block_policy import save_block_policy, save_dflash, save_dspark
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
 
@@ -21,6 +23,8 @@ from nemo_specrollout.audit.verdict import Rounding, judge
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
+    DflashDrafterConfig,
+    DsparkDrafterConfig,
     Eagle3DrafterConfig,
     NgramDrafterConfig,
     SuffixDrafterConfig,
@@ -88,6 +92,78 @@ def test_tokens_are_those_of_plain_decoding(
     sample_stats = engine.take_sample_stats(ASKED)
     assert all(s is not None for s in sample_stats)
     assert engine._llm.collective_rpc(WorkerCalls.specrollout_totals.__name__)[0]["accepted"]
+
+
+def test_a_head_drafts_as_deep_as_planned(
+    start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    """One pass of the head for each position, and one if it only reads. Its drafts have levels of their score gaps."""
+    engine = start(BLOCKS["a head and text, random budgets"])
+    found: dict[str, Any] = {}
+
+    def count_passes(worker: Any) -> None:
+        model = worker.specrollout_router.model
+        run_model, propose, passes = model._speculator._run_model, model._depth.propose, [0]
+        found.update(depths=set[tuple[int, int]](), board=worker.specrollout_router.board)
+
+        def count(*args: Any, **options: Any) -> Any:
+            passes[0] += 1
+            return run_model(*args, **options)
+
+        def note(inputs: Any, options: Any, depth: int) -> Any:
+            passes[0] = 0
+            drafts = propose(inputs, options, depth)
+            found["depths"].add((depth, passes[0]))
+            return drafts
+
+        model._speculator._run_model, model._depth.propose = count, note
+        assert model.least_depth == 1
+
+    engine.run_in_worker(count_passes)
+    assert_equal(engine.generate(ASKED, **SAMPLINGS["T=1"]), expected["T=1"])
+    assert all(passes == max(depth, 1) for depth, passes in found["depths"])
+    assert {depth for depth, _ in found["depths"]} > {0, 1, 2}
+    num_known_E = found["board"].tables.evidence_DE2[found["board"].model, :, 1]
+    assert (num_known_E > 0).sum() > 5, "drafts of all levels"
+    assert engine.run_in_worker(lambda worker: worker.specrollout_router.model._speculator.num_speculative_steps) == 8
+
+
+@pytest.fixture(scope="module")
+def block_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("block") / "policy"
+    save_block_policy(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_block_policy(start_engine: Callable[..., RolloutEngine], block_policy: Path) -> dict[str, list[Rollout]]:
+    plain = start_engine(block_policy, SpecrolloutConfig(drafters=()), max_new_tokens=40, **SMALL, async_scheduling=False)
+    return {name: plain.generate(ASKED, **SAMPLINGS[name]) for name in ("T=1", "T=0")}
+
+
+@pytest.mark.parametrize(("name", "asynchronous"), [("dflash", True), ("dspark", True), ("reduced", False)])
+def test_block_drafters_change_no_token_and_share_the_noise(
+    start_engine: Callable[..., RolloutEngine],
+    block_policy: Path,
+    of_block_policy: dict[str, list[Rollout]],
+    name: str,
+    asynchronous: bool,
+) -> None:
+    """With noise of another seed or position, less than 0.05 of a DFlash's first drafts are right at T=1, 0.25 of a DSpark's."""
+    folder = block_policy.parent / name
+    if name == "dflash":
+        drafter = DflashDrafterConfig(model=str(save_dflash(folder)))
+    else:
+        drafter = DsparkDrafterConfig(model=str(save_dspark(folder, block_policy, 80 if name == "reduced" else 96)))
+    block = SpecrolloutConfig(drafters=(drafter,), budget=RANDOM)
+    engine = start_engine(block_policy, block, max_new_tokens=40, **SMALL, async_scheduling=asynchronous)
+    for sampling, expected in of_block_policy.items():
+        before = engine.stats()
+        assert_equal(engine.generate(ASKED, **SAMPLINGS[sampling]), expected)
+        after = engine.stats()
+        proposed, accepted = (after.proposed[0][0] - before.proposed[0][0], after.accepted[0][0] - before.accepted[0][0])
+        assert proposed > 40
+        assert accepted > (0.15 if name == "dflash" else 0.35) * proposed, (sampling, accepted, proposed)
 
 
 def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]) -> None:

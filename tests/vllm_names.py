@@ -92,6 +92,7 @@ SIGNATURES = {
     f"{GPU}.sample.logprob.compute_topk_scores": "logits num_logprobs sampled_token_ids",
     f"{GPU}.sample.gumbel.murmur3_uniform32": "seed pos *",
     f"{GPU}.sample.gumbel._log1p_neg_stable": "*",
+    f"{GPU}.sample.gumbel.tl_rand32": "seed offset includes_zero",
     f"{GPU}.spec_decode.adaptive_verification.AdaptiveVerificationManager.__init__": "self req_states query_start_loc "
     "num_bonus_tokens max_total_logits",
     f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator._sample_logits": "self * * * *",

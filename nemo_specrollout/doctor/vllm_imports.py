@@ -25,6 +25,8 @@ LATER = (
     f"{GPU}.sample.logits_processor",
 )
 """Names that are imported only where vLLM has them. They must exist from version `ENOUGH` on."""
+REPLACED = {f"{GPU}.sample.gumbel.tl_rand32": f"{GPU}.sample.gumbel.murmur3_uniform32"}
+"""Names that are used only where vLLM does not have another name yet, which is given here."""
 
 
 class VllmSource(PythonSource):
@@ -57,7 +59,9 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 
 
 def is_later(source: VllmSource, name: str, names: tuple[str, ...] = LATER) -> bool:
-    """Returns whether a name came, or took its present form, only after this version."""
+    """Returns whether a name came, or took its present form, only after this version; or left for another one before it."""
+    if name in REPLACED:
+        return source.definition(REPLACED[name])[0]
     return source.version < ENOUGH and any(name == later or name.startswith(f"{later}.") for later in names)
 
 

@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, MODEL_DRAFTERS, REMOTE_DRAFTER
+from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS, REMOTE_DRAFTER
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.generation.engine.arguments import VllmAbilities
 from nemo_specrollout.installed.versions import unsupported_version
@@ -55,8 +55,8 @@ def takes(function: Any, name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-HAS_SCORE_GAPS = hasattr(gumbel, "murmur3_uniform32")
-"""Whether `draft_sampling` can compute the noise of this vLLM. Score gaps of drafts need it (0.31 and later)."""
+HAS_MURMUR_NOISE = hasattr(gumbel, "murmur3_uniform32")
+"""Whether this vLLM makes its noise by MurmurHash3 (0.31 and later), else by Philox."""
 CHOOSES_ON_DEVICE = takes(BaseSpeculator.propose, "num_speculative_tokens")
 """Whether vLLM drafts to a given depth, and chooses on the device which drafts a step verifies (0.32 and later)."""
 HAS_REQUEST_CHECKS = importlib.util.find_spec("vllm.v1.worker.gpu.sample.logits_processor") is not None
@@ -77,7 +77,7 @@ def check_drafters(block: SpecrolloutConfig) -> None:
     """Raises ConfigError for a drafter that the V2 model runner of the installed vLLM cannot run."""
     lacking = set(MODEL_DRAFTERS).difference(get_args(speculative.SpeculativeMethod))
     if not CHOOSES_ON_DEVICE:
-        lacking.update((*BLOCK_DRAFTERS, REMOTE_DRAFTER))
+        lacking.add(REMOTE_DRAFTER)
     if importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.standalone_ar") is None:  # before 0.32
         lacking.add("draft_model")
     if block.runs_ahead and not CHOOSES_ON_DEVICE:
@@ -86,7 +86,7 @@ def check_drafters(block: SpecrolloutConfig) -> None:
         if drafter.type in lacking:
             raise ConfigError(
                 f"{BLOCK_PATH}.drafters[{i}].type: {drafter.type}; the V2 model runner of vLLM {VLLM_VERSION} has no place "
-                "for it: use eagle3, mtp, ngram or suffix, or vLLM 0.32 or later"
+                "for it: use eagle3, mtp, dflash, dspark, ngram or suffix, or vLLM 0.32 or later"
             )
 
 
