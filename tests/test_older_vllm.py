@@ -20,6 +20,7 @@ from nemo_specrollout.audit.noise import scheme_of
 from nemo_specrollout.audit.replay import replay
 from nemo_specrollout.audit.rows import RecordedRow, RowParams
 from nemo_specrollout.audit.verdict import Rounding, judge
+from nemo_specrollout.config import vllm_features
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
@@ -75,6 +76,13 @@ def num_accepted(engine: RolloutEngine) -> int:
     stats = engine.stats()
     assert stats is not None
     return stats.num_accepted
+
+
+def test_the_table_of_features_tells_what_this_vllm_has() -> None:
+    """`check` asks the table by the version, also where vLLM is not installed. The engine goes by names."""
+    from nemo_specrollout.generation.engine import compat
+
+    assert vllm_features.DEVICE_CHOICE.is_in(compat.VLLM_VERSION) == compat.CHOOSES_ON_DEVICE
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
@@ -137,7 +145,9 @@ def block_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_block_policy(start_engine: Callable[..., RolloutEngine], block_policy: Path) -> dict[str, list[Rollout]]:
-    plain = start_engine(block_policy, SpecrolloutConfig(drafters=()), max_new_tokens=40, **SMALL, async_scheduling=False)
+    plain = start_engine(
+        block_policy, SpecrolloutConfig(drafters=()), max_new_tokens=40, **SMALL, async_scheduling=False
+    )
     return {name: plain.generate(ASKED, **SAMPLINGS[name]) for name in ("T=1", "T=0")}
 
 
@@ -161,7 +171,10 @@ def test_block_drafters_change_no_token_and_share_the_noise(
         before = engine.stats()
         assert_equal(engine.generate(ASKED, **SAMPLINGS[sampling]), expected)
         after = engine.stats()
-        proposed, accepted = (after.proposed[0][0] - before.proposed[0][0], after.accepted[0][0] - before.accepted[0][0])
+        proposed, accepted = (
+            after.proposed[0][0] - before.proposed[0][0],
+            after.accepted[0][0] - before.accepted[0][0],
+        )
         assert proposed > 40
         assert accepted > (0.15 if name == "dflash" else 0.35) * proposed, (sampling, accepted, proposed)
 

@@ -23,7 +23,7 @@ from nemo_specrollout.config.drafter_configs import BlockDrafterConfig
 from nemo_specrollout.drafters.base import NOT_FOLLOWED, NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.drafters.participant import Drafter, DraftStep, Put
-from nemo_specrollout.generation.drafting.draft_depth import draft_depth
+from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.requests import NewRequest
@@ -44,13 +44,18 @@ class ModelDrafter(Drafter):
     has_weights = True
 
     def __init__(
-        self, config: SpecrolloutConfig, runner: Any, board: DraftBoard, policy: Callable[[], SpeculationPolicy]
+        self,
+        config: SpecrolloutConfig,
+        runner: Any,
+        board: DraftBoard,
+        policy: Callable[[], SpeculationPolicy],
+        depth: DraftDepth,
     ) -> None:
-        """`policy` returns the engine's policy, which may be replaced while the engine runs."""
+        """`policy` returns the engine's policy, which may be replaced while the engine runs. `depth` asks the speculator."""
         self.board = board
         self._index = board.model
         self._speculator = runner.speculator
-        self._depth = draft_depth(runner.speculator)
+        self._depth = depth
         drafter = config.model_drafter
         assert drafter is not None
         shares_noise = drafter.sampling == "shared_noise"
