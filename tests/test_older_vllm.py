@@ -4,6 +4,7 @@
 import copy
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from block_policy import save_block_policy, save_dflash, save_dspark
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
+from vllm.config import CUDAGraphMode
 
 from lab.local.engine import RolloutEngine
 from lab.local.random_budgets import RANDOM
@@ -136,6 +138,60 @@ def test_a_head_drafts_as_deep_as_planned(
     assert engine.run_in_worker(lambda worker: worker.specrollout_router.model._speculator.num_speculative_steps) == 8
 
 
+def test_each_depth_replays_a_graph_of_its_own(
+    start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM captures one graph of all positions, graphs of lesser depths are captured and replayed as well.
+
+    A graph on this CPU does what it was captured with: as many positions as the speculator had then.
+    """
+    module: Any = pytest.importorskip("vllm.v1.worker.gpu.spec_decode.autoregressive.speculator")
+    if not hasattr(module.AutoRegressiveSpeculator, "_generate_fused_drafts"):
+        pytest.skip("this vLLM captures a graph of one position, which serves all depths")
+    replayed: list[int] = []
+
+    class Graphs(module.SpeculatorCudaGraphManager):  # type: ignore[misc]
+        speculator: Any = None
+        depth = 0
+
+        def needs_capture(self) -> bool:
+            return self.depth > 0
+
+        def capture(self, forward_fn: Any, *_: Any, **__: Any) -> None:
+            self.speculator = forward_fn.__self__
+            self.depth = self.speculator.num_speculative_steps if self.decode_query_len == 1 else 0
+
+        def dispatch(self, num_reqs: int, num_tokens: int, *others: Any, **named: Any) -> Any:
+            found = super().dispatch(num_reqs, num_tokens, *others, **named)
+            return replace(found, cg_mode=CUDAGraphMode.FULL, num_reqs=num_reqs) if self.depth else found
+
+        def run_fullgraph(self, desc: Any) -> None:
+            replayed.append(self.depth)
+            had, self.speculator.num_speculative_steps = self.speculator.num_speculative_steps, self.depth
+            longest = torch.full((desc.num_reqs,), 512, dtype=torch.int32)
+            eager = replace(desc, cg_mode=CUDAGraphMode.NONE)
+            self.speculator._multi_step_decode(desc.num_reqs, False, eager, None, longest)
+            self.speculator.num_speculative_steps = had
+
+    monkeypatch.setattr(module, "SpeculatorCudaGraphManager", Graphs)
+    engine = start(SpecrolloutConfig(drafters=(HEAD,), budget=RANDOM))
+    wanted: list[int] = []
+
+    def capture(worker: Any) -> None:
+        speculator, depth = worker.model_runner.speculator, worker.specrollout_router.model._depth
+        speculator.use_fused_multi_step_decode = True
+        speculator.capture()
+        propose = depth.propose
+        depth.propose = lambda inputs, options, d: wanted.append(d) or propose(inputs, options, d)
+
+    engine.run_in_worker(capture)
+    before = num_accepted(engine)
+    assert_equal(engine.generate(ASKED, **SAMPLINGS["T=1"]), expected["T=1"])
+    assert num_accepted(engine) > before + 20
+    assert replayed == [depth for depth in wanted if depth > 1]
+    assert set(replayed) <= {2, 3, 4, 6, 8} and len(set(replayed)) > 3, "the depths that have a graph"
+
+
 @pytest.fixture(scope="module")
 def block_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("block") / "policy"
@@ -159,7 +215,7 @@ def test_block_drafters_change_no_token_and_share_the_noise(
     name: str,
     asynchronous: bool,
 ) -> None:
-    """With noise of another seed or position, less than 0.05 of a DFlash's first drafts are right at T=1, 0.25 of a DSpark's."""
+    """With noise of another position, less than 0.05 of a DFlash's first drafts are right at T=1, and 0.25 of a DSpark's."""
     folder = block_policy.parent / name
     if name == "dflash":
         drafter = DflashDrafterConfig(model=str(save_dflash(folder)))

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
 from nemo_specrollout.installed.versions import VLLM_RANGE, version_numbers
 
 Version = tuple[int, ...]
@@ -44,10 +43,7 @@ DEVICE_CHOICE = VllmFeature(
 DRAFT_MODEL = VllmFeature(
     "`draft_model`", (0, 32, 0), "refused: its V2 model runner runs no draft model of its own", ("draft_model",)
 )
-REMOTE = VllmFeature(
-    "`remote`", (0, 32, 0), "refused: its sampler cannot grade the drafts of shadow sequences", (REMOTE_DRAFTER,)
-)
-FEATURES = (DEVICE_CHOICE, DRAFT_MODEL, REMOTE)
+FEATURES = (DEVICE_CHOICE, DRAFT_MODEL)
 """Each feature that some supported version lacks. All others work with every supported version."""
 
 
@@ -60,5 +56,5 @@ def refusals(block: SpecrolloutConfig, version: str) -> Iterator[str]:
                 since = ".".join(map(str, feature.since))
                 yield (
                     f"{BLOCK_PATH}.drafters[{i}].type: {drafter.type}; with vLLM {version} {reason}: use eagle3, mtp, "
-                    f"dflash, dspark, ngram or suffix, or vLLM {since} or later"
+                    f"dflash, dspark, remote, ngram or suffix, or vLLM {since} or later"
                 )

@@ -25,7 +25,10 @@ LATER = (
     f"{GPU}.sample.logits_processor",
 )
 """Names that are imported only where vLLM has them. They must exist from version `ENOUGH` on."""
-REPLACED = {f"{GPU}.sample.gumbel.tl_rand32": f"{GPU}.sample.gumbel.murmur3_uniform32"}
+REPLACED = {
+    f"{GPU}.sample.gumbel.tl_rand32": f"{GPU}.sample.gumbel.murmur3_uniform32",
+    f"{GPU}.sample.logprob.compute_topk_logprobs": f"{GPU}.sample.logprob.compute_topk_scores",
+}
 """Names that are used only where vLLM does not have another name yet, which is given here."""
 
 

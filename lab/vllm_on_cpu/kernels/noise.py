@@ -148,7 +148,7 @@ def philox_row_state(seed, position):  # type: ignore[no-untyped-def]
 @njit(cache=True)
 def philox_uniform(state, token):  # type: ignore[no-untyped-def]
     """Returns the uniform float32 of a row's state and a uint32 token id, from 2^-31 to 1."""
-    word = _philox(state, U32(0), token, U32(0))
+    word = _philox(U32(state), U32(0), U32(token), U32(0))
     folded = np.bitwise_xor(word, U32(0xFFFFFFFF)) if word >> U32(31) else word
     return max(F32(I32(folded)) * _SMALLEST_OF_PHILOX, _SMALLEST_OF_PHILOX)
 

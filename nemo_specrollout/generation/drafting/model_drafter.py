@@ -171,8 +171,8 @@ def share_noise(
 ) -> None:
     """Makes a speculator sample drafts with the noise that the target will draw at each position.
 
-    Writes the evidence levels of the drafts to `levels_RK`. They go to `column`, or to the column of the draft step. Nothing is
-    sampled while `only_reads()` is true.
+    Writes the evidence levels of the drafts to `levels_RK`. They go to `column`, or to the column of the draft step. Nothing
+    is sampled while `only_reads()` is true.
     """
 
     def sample_draft(

@@ -4,9 +4,9 @@
 A head that drafts one position after another counts to an attribute of its own, which is set for a step here. Where one CUDA
 graph holds all positions (vLLM 0.28 and later), graphs are captured for a few depths. All share vLLM's pool, so their
 activations take the memory of the deepest ones, which vLLM has anyway. What remains are the graphs themselves, which hold the
-launches of their kernels: for the default of 8 positions, those of 11 positions more beside vLLM's 7, for each size of a batch.
-When the engine starts, vLLM measures the memory of these graphs with its own, and leaves as much less for the KV cache. No GPU
-has run them yet.
+launches of their kernels. With the default of 8 positions these are the launches of 11 positions beside vLLM's 7, for each
+size of a batch. When the engine starts, vLLM measures the memory of these graphs with its own, and leaves as much less for the
+KV cache. No GPU has run them yet.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 
 _GRAPHS = "specrollout_decode_graphs_"
-"""Beginning of the attributes with the graphs of each depth. vLLM drops graphs that it finds among a speculator's attributes."""
+"""Beginning of the attributes with the graphs of each depth. vLLM drops graphs that it finds among such attributes."""
 
 
 class BlockDepth(DraftDepth):
