@@ -22,7 +22,12 @@ from nemo_specrollout.doctor.vllm_imports import (
 )
 from nemo_specrollout.installed.python_source import Function, names_of, tree_of
 
+LOOPING = f"{GPU}.spec_decode.autoregressive.speculator.AutoRegressiveSpeculator"
 OURS_LATER = (
+    f"{LOOPING}._generate_fused_drafts",
+    f"{LOOPING}.on_multi_step_decode_begin",
+    f"{LOOPING}.on_multi_step_decode_end",
+    f"{LOOPING}.use_fused_multi_step_decode",
     "vllm.config.speculative.SpeculativeConfig.disable_eagle_block_drop",
     "vllm.config.speculative.SpeculativeConfig.enable_adaptive_verification",
     f"{GPU}.model_runner.GPUModelRunner.adaptive_verification",
@@ -47,6 +52,7 @@ OBJECTS = {
     "speculator": f"{GPU}.spec_decode.speculator.DraftModelSpeculator",
     "dflash": f"{GPU}.spec_decode.dflash.speculator.DFlashSpeculator",
     "dspark": f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator",
+    "looping": LOOPING,
     "scheduler_output": "vllm.v1.core.sched.output.SchedulerOutput",
     "scheduled": "vllm.v1.core.sched.output.SchedulerOutput",
 }

@@ -28,6 +28,7 @@ LATER = (
 REPLACED = {
     f"{GPU}.sample.gumbel.tl_rand32": f"{GPU}.sample.gumbel.murmur3_uniform32",
     f"{GPU}.sample.logprob.compute_topk_logprobs": f"{GPU}.sample.logprob.compute_topk_scores",
+    f"{GPU}.spec_decode.autoregressive": f"{GPU}.spec_decode.target_dependent_ar.speculator",
 }
 """Names that are used only where vLLM does not have another name yet, which is given here."""
 
@@ -63,8 +64,9 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 
 def is_later(source: VllmSource, name: str, names: tuple[str, ...] = LATER) -> bool:
     """Returns whether a name came, or took its present form, only after this version; or left for another one before it."""
-    if name in REPLACED:
-        return source.definition(REPLACED[name])[0]
+    for former, newer in REPLACED.items():
+        if name == former or name.startswith(f"{former}."):
+            return source.definition(newer)[0] or source.file_of(newer) is not None
     return source.version < ENOUGH and any(name == later or name.startswith(f"{later}.") for later in names)
 
 

@@ -11,6 +11,7 @@ KV cache. No GPU has run them yet.
 Shapes: B requests of the batch, K draft positions.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 
+logger = logging.getLogger(__name__)
 _GRAPHS = "specrollout_decode_graphs_"
 """Beginning of the attributes with the graphs of each depth. vLLM drops graphs that it finds among such attributes."""
 
@@ -52,18 +54,21 @@ class LoopDepth(DraftDepth):
     Between steps the speculator has all positions, because vLLM measures and captures with them.
     """
 
-    def __init__(self, speculator: Any) -> None:
-        super().__init__(speculator)
-        self._most: int = speculator.num_speculative_steps
-        self._make_managers = speculator.init_cudagraph_manager
-        self._capture = speculator.capture
-        if hasattr(speculator, "_generate_fused_drafts"):
-            speculator.init_cudagraph_manager = self._init_managers
-            speculator.capture = self._capture_depths
+    def __init__(self, looping: Any) -> None:
+        super().__init__(looping)
+        self._most: int = looping.num_speculative_steps
+        self._lesser = [depth for depth in graph_depths(self._most) if 1 < depth < self._most]
+        self._captured: list[int] = []
+        """Depths that can be drafted, ascending, where a graph holds all positions of its depth; else empty."""
+        self._make_managers = looping.init_cudagraph_manager
+        self._capture = looping.capture
+        if hasattr(looping, "_generate_fused_drafts"):
+            looping.init_cudagraph_manager = self._init_managers
+            looping.capture = self._capture_all
 
     def drafted(self, wanted: int) -> int:
         """Returns the least depth that has a graph. Without graphs of all positions every depth can be drafted."""
-        return next(d for d in graph_depths(self._most) if d >= wanted) if self._is_fused else wanted
+        return next(depth for depth in self._captured if depth >= wanted) if self._captured else wanted
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], depth: int) -> torch.Tensor:
         """Returns all positions, of which the loop writes the first `depth`. The first pass drafts one position, or reads."""
@@ -72,67 +77,64 @@ class LoopDepth(DraftDepth):
         drafts_BK: torch.Tensor = self._speculator.draft_tokens[: inputs[0].num_reqs]
         return drafts_BK
 
-    @property
-    def _is_fused(self) -> bool:
-        """Whether vLLM drafts all positions after the first in one graph."""
-        speculator = self._speculator
-        manager = speculator.decode_cudagraph_manager
-        fuses = getattr(speculator, "use_fused_multi_step_decode", False)
-        return bool(fuses and manager is not None and manager.needs_capture())
-
     @contextmanager
     def _limited_to(self, depth: int) -> Iterator[None]:
         """Makes the speculator draft `depth` positions, by the graphs of this depth where there are any."""
-        speculator = self._speculator
-        graphs = speculator.decode_cudagraph_manager
-        speculator.num_speculative_steps = depth
-        speculator.decode_cudagraph_manager = getattr(speculator, f"{_GRAPHS}{depth}", None) or graphs
+        looping = self._speculator
+        graphs = looping.decode_cudagraph_manager
+        looping.num_speculative_steps = depth
+        looping.decode_cudagraph_manager = getattr(looping, f"{_GRAPHS}{depth}", None) or graphs
         try:
             yield
         finally:
-            speculator.num_speculative_steps = self._most
-            speculator.decode_cudagraph_manager = graphs
+            looping.num_speculative_steps = self._most
+            looping.decode_cudagraph_manager = graphs
 
     def _init_managers(self, *args: Any) -> None:
         """Lets vLLM make its managers of graphs, and makes one more for each lesser depth."""
         self._make_managers(*args)
-        speculator = self._speculator
-        native = speculator.decode_cudagraph_manager
-        for depth in graph_depths(self._most):
-            if 1 < depth < self._most:
-                made = type(native)(
-                    speculator.vllm_config, speculator.device, native.cudagraph_mode, decode_query_len=1
-                )
-                setattr(speculator, f"{_GRAPHS}{depth}", made)
+        looping = self._speculator
+        native = looping.decode_cudagraph_manager
+        for depth in self._lesser:
+            made = type(native)(looping.vllm_config, looping.device, native.cudagraph_mode, decode_query_len=1)
+            setattr(looping, f"{_GRAPHS}{depth}", made)
 
-    def _capture_depths(self) -> None:
-        """Lets vLLM capture its graphs, then captures those of lesser depths in the same way."""
+    def _capture_all(self) -> None:
+        """Lets vLLM capture its graphs, then captures those of lesser depths. If that fails, the log says so."""
         self._capture()
-        if not self._is_fused:
+        looping = self._speculator
+        if not (looping.use_fused_multi_step_decode and looping.decode_cudagraph_manager.needs_capture()):
             return  # a graph holds one position, and serves all depths
-        speculator = self._speculator
-        for depth in graph_depths(self._most):
-            if not 1 < depth < self._most:
-                continue
-            with self._limited_to(depth):
-                speculator.on_multi_step_decode_begin(speculator.max_num_reqs)
-                speculator.decode_cudagraph_manager.capture(
-                    speculator._generate_fused_drafts,
-                    speculator.model_state,
-                    speculator.input_buffers,
-                    speculator.block_tables,
-                    speculator.attn_groups,
-                    speculator.kv_cache_config,
-                    progress_bar_desc=f"Capturing CUDA graphs of {depth} drafts",
-                )
-                speculator.on_multi_step_decode_end(speculator.max_num_reqs)
+        self._captured = [0, 1, self._most]
+        try:
+            for depth in self._lesser:
+                self._capture_depth(depth)
+        except Exception as error:  # of torch, Triton or the driver, and the head can draft all positions
+            logger.warning("specrollout: the head drafts all positions or one, for lack of CUDA graphs: %s", error)
+        else:
+            self._captured = [0, 1, *self._lesser, self._most]
+
+    def _capture_depth(self, depth: int) -> None:
+        """Captures graphs of `depth` positions in the way in which vLLM captures those of all positions."""
+        looping = self._speculator
+        with self._limited_to(depth):
+            looping.on_multi_step_decode_begin(looping.max_num_reqs)
+            looping.decode_cudagraph_manager.capture(
+                looping._generate_fused_drafts,
+                looping.model_state,
+                looping.input_buffers,
+                looping.block_tables,
+                looping.attn_groups,
+                looping.kv_cache_config,
+                progress_bar_desc=f"Capturing CUDA graphs of {depth} drafts",
+            )
+            looping.on_multi_step_decode_end(looping.max_num_reqs)
 
 
 def graph_depths(most: int) -> list[int]:
-    """Returns the depths from 0 to `most` that can be drafted where a graph holds all positions of its depth.
+    """Returns the depths from 0 to `most` for which there are graphs, where a graph holds all positions of its depth.
 
-    A pass is cheap beside a step. So a depth between two of them, which takes the larger one, costs little: 4 and 6 have 5
-    between them, 8 and 12 have three.
+    A pass is cheap beside a step. So a depth between two of them, which takes the larger one, costs little.
     """
     depths = {0, 1, most}
     size = 2
