@@ -12,7 +12,7 @@ BETWEEN = .vllm-$(VLLM_BETWEEN)
 BIN = $(VENV)/bin
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --no-deps
 PIP = $(BIN)/python $(PIP_INSTALL)
-OLDER_TESTS = tests/test_older_vllm.py tests/test_older_lossless.py
+OLDER_TESTS = tests/test_older_vllm.py tests/test_older_lossless.py tests/test_older_kernels.py
 OLDER_PYTEST = -m pytest -m older_vllm -s $(OLDER_TESTS)
 # The longest modules first (tests/conftest.py), each in one of two processes.
 IN_TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -65,9 +65,13 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 def is_later(source: VllmSource, name: str, names: tuple[str, ...] = LATER) -> bool:
     """Returns whether a name came, or took its present form, only after this version; or left for another one before it."""
     for former, newer in REPLACED.items():
-        if name == former or name.startswith(f"{former}."):
-            return source.definition(newer)[0] or source.file_of(newer) is not None
-    return source.version < ENOUGH and any(name == later or name.startswith(f"{later}.") for later in names)
+        if _is_in(name, former) and (source.definition(newer)[0] or source.file_of(newer) is not None):
+            return True
+    return source.version < ENOUGH and any(_is_in(name, later) for later in names)
+
+
+def _is_in(name: str, owner: str) -> bool:
+    return name == owner or name.startswith(f"{owner}.")
 
 
 def attributes_of(tree: ast.Module, owners: Mapping[str, str], context: type[ast.expr_context]) -> Iterator[str]:
