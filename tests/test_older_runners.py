@@ -113,5 +113,6 @@ def test_an_older_rejection_sampler_that_does_not_ask_is_noticed(monkeypatch: py
     """The rule of vLLM is replaced in its module, but the sampler does not look it up there."""
     monkeypatch.setattr(rejection_sampler.RejectionSampler, "__call__", lambda *_: "accepted by another rule")
     verifier = SwappingVerifier.__new__(SwappingVerifier)
+    verifier.sampler = None  # not a row sampler, which asks vLLM for no rule
     with pytest.raises(RuntimeError, match="verification is not in force"):
-        verifier()
+        verifier(None, None)

@@ -136,7 +136,8 @@ def test_a_head_drafts_as_deep_as_planned(
     engine.run_in_worker(count_passes)
     assert_equal(engine.generate(ASKED, **SAMPLINGS["T=1"]), expected["T=1"])
     assert all(passes == max(depth, 1) for depth, passes in found["depths"])
-    assert {depth for depth, _ in found["depths"]} > {0, 1, 2}
+    depths = {depth for depth, _ in found["depths"]}
+    assert 0 in depths and len(depths) > 4, depths
     num_known_E = found["board"].tables.evidence_DE2[found["board"].model, :, 1]
     assert (num_known_E > 0).sum() > 5, "drafts of all levels"
     assert engine.run_in_worker(lambda worker: worker.specrollout_router.model._speculator.num_speculative_steps) == 8

@@ -15,10 +15,12 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
+from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.step.row_sampling import RowSampler
 from nemo_specrollout.generation.step.sampled_rows import Drafts
 
 _PARAMETERS = inspect.signature(Sampler.apply_sampling_params).parameters
+_STATES = ("sampling_states", "logit_bias_state", "penalties_state", "bad_words_state", "logprob_token_ids_state")
 _CHANGES_LOGITS = hasattr(Sampler, "returns_logprobs")
 """Whether `apply_sampling_params` changes its argument in place, in the argument's own type (vLLM 0.26)."""
 
@@ -27,7 +29,8 @@ class OlderRowSampler(RowSampler):
     """A row sampler that asks vLLM's states of sampling parameters which requests need more than their temperature."""
 
     def _follow_filters(self) -> None:
-        """Does nothing: `add_request` reads vLLM's states."""
+        """Checks that vLLM's states are there, which `add_request` reads. Raises RuntimeError if one is not."""
+        compat.require(self, _STATES, "the sampler")
 
     def add_request(self, req_idx: int, *arguments: Any) -> None:
         """Does vLLM's work, and notes what the request's logits need. The last argument is its sampling parameters."""
