@@ -10,9 +10,8 @@ from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
 from nemo_specrollout.sampling.equality import accept_by_equality
 
-_log_probs: Any = (
-    logprob.compute_topk_scores if hasattr(logprob, "compute_topk_scores") else logprob.compute_topk_logprobs
-)
+_logprob: Any = logprob
+_log_probs = _logprob.compute_topk_scores if hasattr(logprob, "compute_topk_scores") else _logprob.compute_topk_logprobs
 
 
 def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None) -> Drawn:

@@ -35,13 +35,14 @@ class OlderRowSampler(RowSampler):
     def add_request(self, req_idx: int, *arguments: Any) -> None:
         """Does vLLM's work, and notes what the request's logits need. The last argument is its sampling parameters."""
         Sampler.add_request(self, req_idx, *arguments)
-        sampling: Any = self.sampling_states
+        sampler: Any = self
+        sampling = sampler.sampling_states
         thinking = getattr(self, "thinking_budget_state", None)
         self._divides_S[req_idx] = arguments[-1].temperature not in (0.0, 1.0)
         self._is_processed_S[req_idx] = (
-            self.logit_bias_state.use_logit_bias[req_idx]
-            or self.penalties_state.use_penalty[req_idx]
-            or self.bad_words_state.num_bad_words.np[req_idx] > 0
+            sampler.logit_bias_state.use_logit_bias[req_idx]
+            or sampler.penalties_state.use_penalty[req_idx]
+            or sampler.bad_words_state.num_bad_words.np[req_idx] > 0
             or (thinking is not None and thinking.enabled and thinking.use_thinking_budget[req_idx])
             or sampling.min_p.np[req_idx] != 0.0
             or sampling.top_k.np[req_idx] != sampling.vocab_size
@@ -72,6 +73,7 @@ class OlderRowSampler(RowSampler):
             has_logprobs,
             Drafts(read_R, batch.cu_num_logits, num_positions),
         )
+        assert drawn.emitted_BK is not None and drawn.counts_B is not None
         logprobs = drawn.logprobs
         if logprobs is not None and len(logits) != batch.num_reqs:
             logprobs = logprobs._replace(cu_num_generated_tokens=batch.cu_num_logits_np.tolist())
