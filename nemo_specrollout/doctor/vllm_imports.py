@@ -27,7 +27,6 @@ LATER = (
 """Names that are imported only where vLLM has them. They must exist from version `ENOUGH` on."""
 REPLACED = {
     f"{GPU}.sample.gumbel.tl_rand32": f"{GPU}.sample.gumbel.murmur3_uniform32",
-    f"{GPU}.sample.logprob.compute_topk_logprobs": f"{GPU}.sample.logprob.compute_topk_scores",
     f"{GPU}.spec_decode.autoregressive": f"{GPU}.spec_decode.target_dependent_ar.speculator",
 }
 """Names that are used only where vLLM does not have another name yet, which is given here."""
