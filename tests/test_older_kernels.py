@@ -16,7 +16,7 @@ import torch
 pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.older_vllm,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by `make test-vllm`"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by `make test-pins`"),
 ]
 NUM_ROWS, NUM_SLOTS = 12, 9
 NUM_VOCAB = [1, 97, 1024, 4100, 32_003]

@@ -27,7 +27,6 @@ OURS_LATER = (
     f"{LOOPING}._generate_fused_drafts",
     f"{LOOPING}.on_multi_step_decode_begin",
     f"{LOOPING}.on_multi_step_decode_end",
-    f"{LOOPING}.use_fused_multi_step_decode",
     "vllm.config.speculative.SpeculativeConfig.disable_eagle_block_drop",
     "vllm.config.speculative.SpeculativeConfig.enable_adaptive_verification",
     f"{GPU}.model_runner.GPUModelRunner.adaptive_verification",

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 _GRAPHS = "specrollout_decode_graphs_"
 """Beginning of the attributes with the graphs of each depth. vLLM drops graphs that it finds among such attributes."""
 
+_IS_FUSED = ("use_fused_multi_step_decode", "supports_decode_metadata_update")
+"""Attributes of a speculator, by version, that say whether a graph holds all positions after the first."""
+
 
 class BlockDepth(DraftDepth):
     """The depth of a DFlash or DSpark before 0.32: one pass drafts all positions, and the first ones are used."""
@@ -103,7 +106,8 @@ class LoopDepth(DraftDepth):
         """Lets vLLM capture its graphs, then captures those of lesser depths. If that fails, the log says so."""
         self._capture()
         looping = self._speculator
-        if not (looping.use_fused_multi_step_decode and looping.decode_cudagraph_manager.needs_capture()):
+        is_fused = next((getattr(looping, name) for name in _IS_FUSED if hasattr(looping, name)), True)
+        if not (is_fused and looping.decode_cudagraph_manager.needs_capture()):
             return  # a graph holds one position, and serves all depths
         self._captured = [0, 1, self._most]
         try:
