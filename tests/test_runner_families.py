@@ -17,6 +17,7 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat, text_method
 from nemo_specrollout.generation.runners import before_0_32
 from nemo_specrollout.generation.runners.before_0_32 import Before032, SwappingVerifier
+from nemo_specrollout.generation.runners.older_depth import graph_depths, older_depth
 from nemo_specrollout.generation.step.host_budget import HostBudget
 
 pytestmark = pytest.mark.integration
