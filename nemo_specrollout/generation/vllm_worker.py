@@ -99,7 +99,7 @@ class VllmWorkerMixin(WorkerCalls):
         if runner.speculator is not None and config.drafters:
             if config.head is not None:
                 own_lm_head(runner.model, runner.speculator.model)
-            self.specrollout_router = DraftRouter(config, runner)
+            self.specrollout_router = DraftRouter(config, runner, RUNNERS.draft_depth)
             reason = self.vllm_config.additional_config.get(HOST_CHOOSES)
             RUNNERS.install_budget(runner, self.specrollout_router, self._settle_budget, reason)
         self.specrollout_accounts = StepAccounts(runner, self.specrollout_router)

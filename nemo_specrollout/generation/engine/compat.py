@@ -52,8 +52,8 @@ def takes(function: Any, name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-HAS_SCORE_GAPS = hasattr(gumbel, "murmur3_uniform32")
-"""Whether `draft_sampling` can compute the noise of this vLLM. Score gaps of drafts need it (0.31 and later)."""
+HAS_MURMUR_NOISE = hasattr(gumbel, "murmur3_uniform32")
+"""Whether this vLLM makes its noise by MurmurHash3 (0.31 and later), else by Philox."""
 CHOOSES_ON_DEVICE = takes(BaseSpeculator.propose, "num_speculative_tokens")
 """Whether vLLM drafts to a given depth, and chooses on the device which drafts a step verifies (0.32 and later)."""
 HAS_REQUEST_CHECKS = importlib.util.find_spec("vllm.v1.worker.gpu.sample.logits_processor") is not None

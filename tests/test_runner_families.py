@@ -17,6 +17,7 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat, text_method
 from nemo_specrollout.generation.runners import before_0_32
 from nemo_specrollout.generation.runners.before_0_32 import Before032, SwappingVerifier
+from nemo_specrollout.generation.runners.older_depth import graph_depths, older_depth
 from nemo_specrollout.generation.step.host_budget import HostBudget
 
 pytestmark = pytest.mark.integration
@@ -109,9 +110,43 @@ def test_an_older_vllm_that_keeps_bad_words_elsewhere_is_refused(
         before_0_32._fix_bad_words(sampler)
 
 
+@pytest.mark.parametrize("most", [1, 2, 5, 8, 64])
+def test_every_depth_has_a_graph_that_is_little_deeper(most: int) -> None:
+    """Where vLLM captures all positions of a head in one graph."""
+    depths = graph_depths(most)
+    assert depths[0] == 0 and depths[-1] == most and len(depths) <= 2 + 2 * most.bit_length()
+    for wanted in range(1, most + 1):
+        assert wanted <= next(depth for depth in depths if depth >= wanted) <= 1.5 * wanted
+
+
+def test_a_failed_capture_leaves_all_positions_or_one(caplog: pytest.LogCaptureFixture) -> None:
+    """The engine goes on. A speculator of vLLM 0.29 has all that is read here."""
+
+    def capture() -> None:
+        looping.num_captured += 1
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    graphs = SimpleNamespace(needs_capture=lambda: True, capture=fail)
+    looping: Any = SimpleNamespace(
+        num_speculative_steps=8, num_captured=0, propose=None, init_cudagraph_manager=None, capture=capture,
+        decode_cudagraph_manager=graphs, use_fused_multi_step_decode=True, on_multi_step_decode_begin=lambda _: None,
+        max_num_reqs=4, _generate_fused_drafts=None, _multi_step_decode=None, model_state=None, input_buffers=None,
+        block_tables=None, attn_groups=None, kv_cache_config=None,
+    )  # fmt: skip
+    depth = older_depth(looping)
+    assert [depth.drafted(wanted) for wanted in range(9)] == list(range(9)), "before graphs are captured"
+    looping.capture()
+    assert looping.num_captured == 1 and looping.num_speculative_steps == 8
+    assert [depth.drafted(wanted) for wanted in range(9)] == [0, 1, *[8] * 7]
+    assert "all positions or one" in caplog.text and "out of memory" in caplog.text
+
+
 def test_an_older_rejection_sampler_that_does_not_ask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule of vLLM is replaced in its module, but the sampler does not look it up there."""
     monkeypatch.setattr(rejection_sampler.RejectionSampler, "__call__", lambda *_: "accepted by another rule")
     verifier = SwappingVerifier.__new__(SwappingVerifier)
+    verifier.sampler = None  # not a row sampler, which asks vLLM for no rule
     with pytest.raises(RuntimeError, match="verification is not in force"):
-        verifier()
+        verifier(None, None)
