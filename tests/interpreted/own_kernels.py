@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from lab.vllm_on_cpu import own_kernels
 from lab.vllm_on_cpu.kernels.noise import row_state
-from lab.vllm_on_cpu.own_kernels.draft_sampling import _best_two
+from lab.vllm_on_cpu.own_kernels.draft_sampling import best_two
 from nemo_specrollout.drafters import step_triton
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, SCORE_GAP_EDGES, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
@@ -222,6 +222,9 @@ def is_near_an_edge(
     for r, slot in enumerate(slots_R.tolist()):
         temperature = np.float32(temperature_S[slot] if slot >= 0 else 0)
         state = row_state(np.int64(seeds_S[slot]), np.int64(positions_R[r]))
-        margin = _best_two(values_RV[r], temperature, state, True, all_tokens, scores_N, bounds_N, ids_N)[1]
+        divisor = temperature or np.float32(1)
+        margin = best_two(values_RV[r], divisor, temperature != 0, state, True, all_tokens, scores_N, bounds_N, ids_N)[
+            1
+        ]
         near.append(bool((abs(edges - margin) < 1e-5).any()))
     return torch.tensor(near)

@@ -15,11 +15,14 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
+from lab.vllm_on_cpu import own_kernels
+from lab.vllm_on_cpu.own_kernels import row_sampling as cpu
 from nemo_specrollout.generation.step import row_sampling_triton
-from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
+from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys, TieTables
 from nemo_specrollout.sampling.equality import accept_by_equality
 
 assert interpreter.torch is torch  # imported before vllm
+own_kernels.register()
 K = 3
 TEMPERATURES = (9.0, 0.0, 0.7, 1.0, 1.3, 1.0, 0.5)
 """The first one is not a request's: a row without a request must not read it at slot -1."""
@@ -130,3 +133,30 @@ def test_a_row_of_minus_infinity_changes_no_other() -> None:
     assert drawn.tokens_R.tolist() == [0, *step.tokens_R[1:]]
     assert drawn.logprobs is not None
     assert drawn.logprobs.logprobs.isnan().flatten().nonzero().tolist() == [[0]]
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_near_ties_are_recorded_for_requests_that_ask(step: Step, divides: bool) -> None:
+    """The gap and the runner-up are those of the perturbed scores; tokens do not depend on the recording."""
+    scored = Logits(step.logits_RV, True) if divides else Logits(step.divided(), False)
+    num_slots = len(TEMPERATURES) - 1
+    keys = step.keys._replace(positions_R=step.keys.positions_R % 50)
+    longest = 50  # the last positions have no place
+    wanted_S = torch.arange(num_slots) % 3 != 1
+    worlds = []
+    for draw in (row_sampling_triton.draw_rows, cpu.draw_rows):
+        gaps = torch.full((num_slots, longest), -9.0)
+        ties = TieTables(gaps, torch.full(gaps.shape, -9, dtype=torch.int32), wanted_S)
+        with_ties = draw(scored, keys, None, step.drafts, ties)
+        assert torch.equal(with_ties.tokens_R, draw(scored, keys, None, step.drafts).tokens_R)
+        worlds.append(ties)
+    got, expected = worlds
+    is_written_SL = expected.gap_SL != -9
+    assert is_written_SL.any() and not is_written_SL[~wanted_S].any()
+    assert torch.equal(got.gap_SL != -9, is_written_SL)
+    torch.testing.assert_close(got.gap_SL, expected.gap_SL, rtol=1e-5, atol=1e-5)
+    is_clear_SL = is_written_SL & (expected.gap_SL > 1e-4) & (expected.gap_SL < torch.inf)
+    if step.logits_RV.shape[1] > 1:
+        assert is_clear_SL.sum() > 3
+        others = is_clear_SL & (got.runner_up_SL != expected.runner_up_SL)
+        assert others.sum() <= 1, "the second and the third may differ by less than rounding"

@@ -29,7 +29,7 @@ _EDGES = np.array(SCORE_GAP_EDGES, np.float32)
 
 
 @njit(cache=True, error_model="numpy")
-def _scan(state, ids_N, is_noisy, is_murmur, scores_N, bounds_N, best, second, token):  # type: ignore[no-untyped-def]
+def _scan(state, ids_N, is_noisy, is_murmur, scores_N, bounds_N, best, second, token, runner_up):  # type: ignore[no-untyped-def]
     for i in range(len(scores_N)):
         if bounds_N[i] <= second:
             continue
@@ -39,10 +39,10 @@ def _scan(state, ids_N, is_noisy, is_murmur, scores_N, bounds_N, best, second, t
             score += noise
         key = order_key(score)
         if key > best:
-            best, second, token = key, best, np.int64(ids_N[i])
+            best, second, token, runner_up = key, best, np.int64(ids_N[i]), token
         elif key > second:
-            second = key
-    return best, second, token
+            second, runner_up = key, np.int64(ids_N[i])
+    return best, second, token, runner_up
 
 
 @njit(cache=True, error_model="numpy")
@@ -52,11 +52,12 @@ def _bound(state, token, is_murmur):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, error_model="numpy")
-def _best_two(logits_V, temperature, state, is_murmur, token_ids_V, scores_N, bounds_N, ids_N):  # type: ignore[no-untyped-def]
-    """Returns the best token of a row and its score gap. A bound on the noise rules out most tokens cheaply."""
-    is_noisy = temperature != F32(0)
-    divisor = temperature if is_noisy else F32(1)
-    best, second, token = LOWEST_KEY, LOWEST_KEY, np.int64(0)
+def best_two(logits_V, divisor, is_noisy, state, is_murmur, token_ids_V, scores_N, bounds_N, ids_N):  # type: ignore[no-untyped-def]
+    """Returns the best token of a row, its score gap, and the second-best token.
+
+    A bound on the noise rules out most tokens cheaply.
+    """
+    best, second, token, runner_up = LOWEST_KEY, LOWEST_KEY, np.int64(0), np.int64(0)
     for first in range(0, len(logits_V), len(scores_N)):
         scores = scores_N[: min(len(scores_N), len(logits_V) - first)]
         bound = LOWEST_KEY
@@ -73,8 +74,10 @@ def _best_two(logits_V, temperature, state, is_murmur, token_ids_V, scores_N, bo
             bounds_N[i] = order_key(scores[i] + noise)
             bound = max(bound, bounds_N[i])
         if bound > second:
-            best, second, token = _scan(state, ids_N, is_noisy, is_murmur, scores, bounds_N, best, second, token)
-    return token, value_of_key(best) - value_of_key(second)
+            best, second, token, runner_up = _scan(
+                state, ids_N, is_noisy, is_murmur, scores, bounds_N, best, second, token, runner_up
+            )
+    return token, value_of_key(best) - value_of_key(second), runner_up
 
 
 def sample_rows(*arguments: Any) -> None:
@@ -94,5 +97,32 @@ def _sample_rows(  # type: ignore[no-untyped-def]
         seed = seeds_S[slot] if slot >= 0 else np.int64(0)
         state = row_state(seed, positions_R[r]) if is_murmur else philox_row_state(seed, positions_R[r])
         row = row_of(logits_RV, r, logits_RV.shape[1])
-        tokens_R[r], gap = _best_two(row, temperature, state, is_murmur, token_ids_V, scores_N, bounds_N, ids_N)
+        is_noisy = temperature != F32(0)
+        divisor = temperature if is_noisy else F32(1)
+        tokens_R[r], gap, _ = best_two(row, divisor, is_noisy, state, is_murmur, token_ids_V, scores_N, bounds_N, ids_N)
         levels_RK[r, column.ravel()[0]] = np.searchsorted(edges, gap)
+
+
+def record_ties(logits_RV: Any, divides: bool, keys: Any, ties: Any) -> None:
+    """Writes the score gap and the runner-up of rows whose requests ask for them, as `row_sampling_triton.draw_rows` does."""
+    _record_ties(*map(view, (logits_RV, *keys, *ties)), divides, HAS_MURMUR_NOISE)
+
+
+@njit(cache=True, error_model="numpy")
+def _record_ties(  # type: ignore[no-untyped-def]
+    logits_RV, slots_R, temperature_S, seeds_S, positions_R, gap_SL, runner_up_SL, wanted_S, divides, is_murmur
+):
+    scores_N, ids_N = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.uint32)
+    bounds_N, all_tokens = np.empty(_BLOCK, np.int32), np.empty(0, np.int64)
+    for r in range(len(slots_R)):
+        slot, place = slots_R[r], positions_R[r] + 1
+        if slot < 0 or not wanted_S[slot] or place >= gap_SL.shape[1]:
+            continue
+        seed = seeds_S[slot]
+        state = row_state(seed, positions_R[r]) if is_murmur else philox_row_state(seed, positions_R[r])
+        row = row_of(logits_RV, r, logits_RV.shape[1])
+        temperature = F32(temperature_S[slot])
+        is_noisy = temperature != F32(0)
+        divisor = temperature if is_noisy and divides else F32(1)
+        found = best_two(row, divisor, is_noisy, state, is_murmur, all_tokens, scores_N, bounds_N, ids_N)
+        gap_SL[slot, place], runner_up_SL[slot, place] = found[1], found[2]

@@ -17,23 +17,26 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
+from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys, TieTables
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 _RAW = "raw_logprobs"
 _PROCESSED = "processed_logprobs"
 
 
-def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None) -> Drawn:
+def draw_rows(
+    scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None, ties: TieTables | None = None
+) -> Drawn:
     """Samples each row as vLLM's `gumbel_sample` does, and accepts drafts by equality.
 
     Args:
         scored: Logits that tokens are sampled from.
         graded: Logits that log-probs and ranks are computed from, as vLLM's `compute_topk_scores` does; None for no log-probs.
         drafts: None in a step without drafts.
+        ties: Where near-ties of requests that ask for them are written; None in a step without such a request.
     """
     kernels: Any = kernels_for(scored.values_RV.device.type, KernelModule.ROW_SAMPLING)
-    drawn: Drawn = kernels.draw_rows(scored, keys, graded, drafts)
+    drawn: Drawn = kernels.draw_rows(scored, keys, graded, drafts, ties)
     return drawn
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from vllm.v1.outputs import LogprobsTensors
 
 from nemo_specrollout.generation.drafting.draft_sampling_triton import add_noise, load_divided
-from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
+from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys, TieTables
 from nemo_specrollout.sampling.equality_triton import accept_request
 from nemo_specrollout.sampling.triton_common import is_last
 
@@ -52,7 +52,7 @@ def _begin_counts(row, starts_ptr, num_requests, marks_ptr, WIDTH: tl.constexpr)
 @triton.jit(do_not_specialize=["divides", "num_requests"])
 def _score_blocks(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, divides, slots_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_vocab, best_ptr, token_ptr,
-    starts_ptr, num_requests, marks_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    starts_ptr, num_requests, marks_ptr, second_ptr, runner_up_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -69,6 +69,44 @@ def _score_blocks(  # type: ignore[no-untyped-def]
     out = row * tl.num_programs(1) + block
     tl.store(best_ptr + out, best)
     tl.store(token_ptr + out, block * BLOCK + index)
+    if second_ptr is not None:
+        others = tl.where(tl.arange(0, BLOCK) == index, _NEVER, scores)
+        second, second_index = tl.max(others, axis=0, return_indices=True)
+        tl.store(second_ptr + out, second)
+        tl.store(runner_up_ptr + out, block * BLOCK + second_index)
+
+
+@triton.jit
+def _record_tie(  # type: ignore[no-untyped-def]
+    ties,
+    longest,
+    row,
+    slot,
+    position,
+    best_N,
+    index,
+    token_ptr,
+    second_ptr,
+    runner_up_ptr,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+):
+    """Writes a row's score gap and runner-up to the place of its token, if the request asks for them.
+
+    The runner-up is the second-best token of the best token's block, or the best token of another block.
+    """
+    n = tl.arange(0, BLOCKS)
+    others_N = tl.where(n == index, _NEVER, best_N)
+    other, other_index = tl.max(others_N, axis=0, return_indices=True)
+    own = tl.load(second_ptr + row * num_blocks + index)
+    runner_up = tl.load(runner_up_ptr + row * num_blocks + index)
+    if other > own:
+        runner_up = tl.load(token_ptr + row * num_blocks + other_index)
+    place = position + 1
+    is_asked = tl.load(ties.wanted_S + slot, mask=slot >= 0, other=0) & (place < longest)
+    gap = tl.max(best_N, axis=0) - tl.maximum(own, other)
+    tl.store(ties.gap_SL + slot * longest + place, gap, mask=is_asked)
+    tl.store(ties.runner_up_SL + slot * longest + place, runner_up, mask=is_asked)
 
 
 @triton.jit
@@ -101,10 +139,11 @@ def _grade_row(logits_ptr, divisor, token, parts_ptr, logprob_ptr, rank_ptr, PAR
     tl.store(rank_ptr, tl.sum(num_above_P, axis=0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["divides"])
+@triton.jit(do_not_specialize=["divides", "longest"])
 def _finish_rows(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, divides, slots_ptr, temperature_ptr, num_vocab, best_ptr, token_ptr, num_blocks, marks_ptr,
-    parts_ptr, tokens_ptr, logprobs_ptr, ranks_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr,
+    parts_ptr, tokens_ptr, logprobs_ptr, ranks_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr, ties, longest,
+    positions_ptr, second_ptr, runner_up_ptr,
     K1: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -124,6 +163,13 @@ def _finish_rows(  # type: ignore[no-untyped-def]
             return
         _grade_row(logits_ptr, divisor, token, parts_ptr, logprobs_ptr + row, ranks_ptr + row, PARTS)
     tl.store(tokens_ptr + row, token.to(tl.int64))
+    if second_ptr is not None:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        index = tl.minimum(index, num_blocks - 1)
+        _record_tie(
+            ties, longest, row, slot, tl.load(positions_ptr + row), best_N, index, token_ptr, second_ptr, runner_up_ptr,
+            num_blocks, BLOCKS,
+        )  # fmt: skip
     if starts_ptr is not None:
         request = tl.load(marks_ptr + 2 * num_rows + row).to(tl.int64)
         num_own = tl.load(starts_ptr + request + 1) - tl.load(starts_ptr + request)
@@ -131,7 +177,9 @@ def _finish_rows(  # type: ignore[no-untyped-def]
             accept_request(request, tokens_ptr, inputs_ptr, starts_ptr, emitted_ptr, counts_ptr, K1, WIDTH)
 
 
-def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None) -> Drawn:
+def draw_rows(
+    scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None, ties: TieTables | None = None
+) -> Drawn:
     """Implements `row_sampling.draw_rows`."""
     logits_RV = scored.values_RV
     (slots_R, temperature_S, seeds_S, positions_R) = keys
@@ -157,15 +205,23 @@ def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Draf
         parts_R3P = best_RN.new_empty(num_rows, 3, num_parts)
         logprobs_R = best_RN.new_empty(num_rows)
         ranks_R = tokens_R.new_empty(num_rows)
+    second_RN = runner_up_RN = None
+    longest = 0
+    if ties is not None:
+        second_RN = torch.empty_like(best_RN)
+        runner_up_RN = torch.empty_like(token_RN)
+        longest = ties.gap_SL.shape[1]
     _score_blocks[(num_rows, num_blocks)](
         logits_RV, logits_RV.stride(0), int(scored.divides), slots_R, temperature_S, seeds_S, positions_R, num_vocab,
-        best_RN, token_RN, starts_B1, num_requests, marks_3R, WIDTH=triton.next_power_of_2(width), BLOCK=BLOCK,
+        best_RN, token_RN, starts_B1, num_requests, marks_3R, second_RN, runner_up_RN,
+        WIDTH=triton.next_power_of_2(width), BLOCK=BLOCK,
     )  # fmt: skip
     graded_RV, divides = graded or (None, False)
     stride = 0 if graded_RV is None else graded_RV.stride(0)
     _finish_rows[(num_rows, num_parts)](
         graded_RV, stride, int(divides), slots_R, temperature_S, num_vocab, best_RN, token_RN, num_blocks, marks_3R, parts_R3P,
-        tokens_R, logprobs_R, ranks_R, inputs_R, starts_B1, emitted_BK, counts_B, K1=width,
+        tokens_R, logprobs_R, ranks_R, inputs_R, starts_B1, emitted_BK, counts_B, ties, longest,
+        positions_R, second_RN, runner_up_RN, K1=width,
         WIDTH=triton.next_power_of_2(width), BLOCKS=triton.next_power_of_2(num_blocks), PART=PART,
         PARTS=triton.next_power_of_2(num_parts),
     )  # fmt: skip

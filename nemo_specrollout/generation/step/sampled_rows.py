@@ -40,6 +40,17 @@ class Drafts(NamedTuple):
     num_positions: int
 
 
+class TieTables(NamedTuple):
+    """Near-ties of requests whose texts are made ahead, by request slot and place in the request (S, L)."""
+
+    gap_SL: torch.Tensor
+    """By how much the best score was above the second-best one where the token at this place was sampled, float32."""
+    runner_up_SL: torch.Tensor
+    """Token with the second-best score, int32."""
+    wanted_S: torch.Tensor
+    """Whether the request in each slot asks for them, bool."""
+
+
 class Drawn(NamedTuple):
     """The results of sampling a step's rows."""
 
