@@ -14,6 +14,7 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --no-deps
 PIP = $(BIN)/python $(PIP_INSTALL)
 OLDER_TESTS = tests/test_older_vllm.py tests/test_older_lossless.py
 OLDER_PYTEST = -m pytest -m older_vllm -s $(OLDER_TESTS)
+PIN_TESTS = tests/nemo_rl/test_pins.py tests/nemo_rl/test_http.py
 # The longest modules first (tests/conftest.py), each in one of two processes.
 IN_TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
@@ -77,9 +78,15 @@ test-oldest: $(OLDEST_VENV)/.installed
 test-between: setup $(BETWEEN)/.installed
 	$(INTERPRETED) PYTHONPATH=$(BETWEEN) $(BIN)/python $(OLDER_PYTEST)
 
-# NeMo-RL's own loop on this CPU, from a work tree (CONTRIBUTING.md): most of an hour.
+# NeMo-RL's own loop on this CPU, from a work tree (CONTRIBUTING.md): most of an hour. VLLM=0.25.1 takes a vLLM that NeMo-RL
+# pins, from its environment below NEMO_RL_ENVIRONMENTS.
 test-nemo-rl: setup
+ifdef VLLM
+	NEMO_RL_VLLM=$(VLLM) NEMO_RL_PYTHON=$(NEMO_RL_ENVIRONMENTS)/vllm-$(VLLM)/bin/python \
+	  $(BIN)/python -m pytest -m nemo_rl $(PIN_TESTS)
+else
 	$(BIN)/python -m pytest -m nemo_rl tests
+endif
 
 # Each patch of docs/upstream: its case fails without it, and passes with it. PROPOSALS="NAME ..." takes some of them.
 test-upstream: setup $(BETWEEN)/.installed

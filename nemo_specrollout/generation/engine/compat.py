@@ -80,8 +80,6 @@ def check_drafters(block: SpecrolloutConfig) -> None:
         lacking.update((*BLOCK_DRAFTERS, REMOTE_DRAFTER))
     if importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.standalone_ar") is None:  # before 0.32
         lacking.add("draft_model")
-    if block.runs_ahead and not CHOOSES_ON_DEVICE:
-        raise ConfigError(f"{BLOCK_PATH}.run_ahead: with vLLM {VLLM_VERSION}; it needs vLLM 0.32 or later")
     for i, drafter in enumerate(block.drafters if block.enabled else ()):
         if drafter.type in lacking:
             raise ConfigError(

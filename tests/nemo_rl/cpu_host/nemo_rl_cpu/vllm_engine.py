@@ -18,12 +18,18 @@ RENAMED = "NEMO_RL_CPU_SYNCHRONIZE_RENAMED"
 def restore_names(worker_module: ModuleType) -> None:
     """Modules by their old names, which load those by the new ones when they are asked for something.
 
-    They are the ones of which `check` says that the server does not start without them.
+    They are the ones of which `check` says that the server does not start without them. A vLLM that has them keeps them.
     """
     from nemo_specrollout.config.known_traps import MOVED_MODULES
+    from nemo_specrollout.installed.python_source import PythonSource, installed_source
 
+    source = installed_source("vllm")
+    if source is None:
+        return
+    vllm = PythonSource(source, "vllm")
     for old, new in MOVED_MODULES.items():
-        sys.modules.setdefault(old, _Moved(old, new))
+        if vllm.file_of(old) is None:
+            sys.modules.setdefault(old, _Moved(old, new))
 
 
 class _Moved(ModuleType):
