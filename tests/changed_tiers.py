@@ -64,7 +64,9 @@ def main() -> None:
     parser.add_argument("--pins", type=Path, metavar="DIR", help="folder of tests/nemo_rl/make_environments.sh")
     asked = parser.parse_args()
     root = TESTS.parent
-    base = base_of_changes(root) if asked.base is None else git(root, "rev-parse", "--verify", f"{asked.base}^{{commit}}")
+    base = (
+        base_of_changes(root) if asked.base is None else git(root, "rev-parse", "--verify", f"{asked.base}^{{commit}}")
+    )
     if asked.base is not None and not base:
         sys.exit(f"{asked.base} is no commit of this repository")
     if asked.pins is not None:

@@ -196,8 +196,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "killed_native": {"overrides": SHORT + OFF, "environment": RENAMED, "kill_after": 1},
 }
 
-# With the vLLM of a pin, whose kernels run in Triton's interpreter: two prompts and responses of 32 tokens, of a policy that is
-# right often enough for these.
+# With the vLLM of a pin, whose kernels run in Triton's interpreter: two prompts and responses of 32 tokens. The policy is one
+# that is right often enough for these.
 FEW = [
     "policy.model_name=${oc.env:TINY}/repetitive",
     "data.train.data_path=${oc.env:TINY}/threes.jsonl",

@@ -87,9 +87,7 @@ def test_the_engine_serves_the_policy_that_was_trained(pin_runs: dict[str, Run],
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_row_is_what_its_policies_sample(
-    pin_runs: dict[str, Run], host: Host, name: str, tmp_path: Path
-) -> None:
+def test_every_row_is_what_its_policies_sample(pin_runs: dict[str, Run], host: Host, name: str, tmp_path: Path) -> None:
     found, num_rows = audit_of(pin_runs[name], host.tiny / "repetitive", tmp_path)
     assert not found.skipped
     assert not found.foreign, found.sentence
