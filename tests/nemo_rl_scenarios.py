@@ -221,7 +221,7 @@ PIN_SCENARIOS: dict[str, dict[str, Any]] = {
     "megatron_plain": {"overrides": FEW + PLAIN},
     "megatron_drafted": {"overrides": FEW + DRAFTED},
     "megatron_frozen_head": {"overrides": FEW + ROUTED_HEAD},
-    "megatron_eagle3": {"overrides": FEW + EAGLE3},
+    "megatron_eagle3": {"overrides": FEW + EAGLE3 + [AT_RANDOM]},
     "apart_plain": {"overrides": FEW_APART + PLAIN},
     "apart_drafted": {"overrides": FEW_APART + DRAFTED},
     "apart_ahead": {"overrides": FEW_APART + AHEAD},
@@ -230,7 +230,6 @@ PIN_SCENARIOS: dict[str, dict[str, Any]] = {
     "in_flight": {"overrides": FEW_IN_FLIGHT + DRAFTED},
     "in_flight_ahead": {"overrides": FEW_IN_FLIGHT + AHEAD},
     "dtensor_plain": {"overrides": FEW + DTENSOR + TWO_ENGINES + PLAIN},
-    "dtensor_drafted": {"overrides": FEW + DTENSOR + TWO_ENGINES + DRAFTED},
     "dtensor_moving": {"overrides": FEW + DTENSOR + TWO_ENGINES + MOVING, "environment": WILD},
     "async_moving": {"overrides": FEW + ASYNC + TWO_APART + MOVING, "environment": WILD},
 }

@@ -30,7 +30,6 @@ PLAIN_OF = {
     "apart_ahead": "apart_plain",
     "async_drafted": "async_plain",
     "async_moving": "async_plain",
-    "dtensor_drafted": "dtensor_plain",
     "dtensor_moving": "dtensor_plain",
 }
 """Runs whose weights change between requests only, and the same runs without drafters."""
@@ -45,7 +44,6 @@ DRAFTERS = {
     "apart_ahead": ("ahead",),
     "async_drafted": ("suffix", "ngram"),
     "async_moving": ("suffix", "ngram"),
-    "dtensor_drafted": ("suffix", "ngram"),
     "dtensor_moving": ("suffix", "ngram"),
     "in_flight": ("suffix", "ngram"),
     "in_flight_ahead": ("ahead",),
