@@ -4,8 +4,8 @@
 The changes are those of git since BASE. Without it, they begin where the branch left `origin/main`. On main itself they
 begin at the newest commit that is four hours older than the last one, so they cover the work of a day's session.
 
-`python tests/changed_tiers.py --pins DIR` prints the versions of vLLM on which NeMo-RL's loops are to run instead. These are
-the versions that NeMo-RL pins and that have an environment below DIR, if what meets vLLM or NeMo-RL has changed.
+`python tests/changed_tiers.py --nemo-rl-pins DIR` prints the versions of vLLM on which NeMo-RL's loops are to run instead.
+These are the versions that NeMo-RL pins and that have an environment below DIR, if what meets vLLM or NeMo-RL has changed.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def pins_to_test(files: Sequence[str], environments: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", nargs="?", help="commit from which changes count")
-    parser.add_argument("--pins", type=Path, metavar="DIR", help="folder of tests/nemo_rl/make_environments.sh")
+    parser.add_argument("--nemo-rl-pins", type=Path, metavar="DIR", help="folder of tests/nemo_rl/make_environments.sh")
     asked = parser.parse_args()
     root = TESTS.parent
     base = (
@@ -69,8 +69,8 @@ def main() -> None:
     )
     if asked.base is not None and not base:
         sys.exit(f"{asked.base} is no commit of this repository")
-    if asked.pins is not None:
-        print(*pins_to_test(changed_files(root, base) if base else PIN_SUBJECT, asked.pins))
+    if asked.nemo_rl_pins is not None:
+        print(*pins_to_test(changed_files(root, base) if base else PIN_SUBJECT, asked.nemo_rl_pins))
         return
     tiers = changed_tiers(changed_files(root, base)) if base else list(OTHER_TIERS)
     print(*(tier.target for tier in tiers))
