@@ -217,6 +217,7 @@ FEW_IN_FLIGHT = [
     *RECOMPUTING,
 ]
 FEW_APART = [*FEW, *DTENSOR, *APART]
+FEW_IN_TWO = [*FEW, *DTENSOR, *TWO_ENGINES, "policy.train_micro_batch_size=4"]
 PIN_SCENARIOS: dict[str, dict[str, Any]] = {
     "megatron_plain": {"overrides": FEW + PLAIN},
     "megatron_drafted": {"overrides": FEW + DRAFTED},
@@ -229,8 +230,8 @@ PIN_SCENARIOS: dict[str, dict[str, Any]] = {
     "async_drafted": {"overrides": FEW + ASYNC + DRAFTED},
     "in_flight": {"overrides": FEW_IN_FLIGHT + DRAFTED},
     "in_flight_ahead": {"overrides": FEW_IN_FLIGHT + AHEAD},
-    "dtensor_plain": {"overrides": FEW + DTENSOR + TWO_ENGINES + PLAIN},
-    "dtensor_moving": {"overrides": FEW + DTENSOR + TWO_ENGINES + MOVING, "environment": WILD},
+    "dtensor_plain": {"overrides": FEW_IN_TWO + PLAIN},
+    "dtensor_moving": {"overrides": FEW_IN_TWO + MOVING, "environment": WILD},
     "async_moving": {"overrides": FEW + ASYNC + TWO_APART + MOVING, "environment": WILD},
 }
 

@@ -46,8 +46,8 @@ DRAFTERS = {
     "async_moving": ("suffix", "ngram"),
     "dtensor_moving": ("suffix", "ngram"),
     "in_flight": ("suffix", "ngram"),
-    "in_flight_ahead": ("ahead",),
 }
+"""Drafters of which NeMo-RL's metrics tell. Its windows leave out most engine steps of an asynchronous run."""
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -95,18 +95,23 @@ def test_every_row_is_what_its_policies_sample(pin_runs: dict[str, Run], host: H
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_drafts_are_made_and_some_are_right(pin_runs: dict[str, Run], name: str) -> None:
-    """Without drafts that are accepted, and others that are refused, equal rows would show nothing."""
-    steps = pin_runs[name].metrics
-    assert all(sum(num_drafts(step, drafter) for step in steps) > 0 for drafter in DRAFTERS[name])
+def test_each_drafter_drafts(pin_runs: dict[str, Run], name: str) -> None:
+    for drafter in DRAFTERS[name]:
+        assert sum(num_drafts(step, drafter) for step in pin_runs[name].metrics) > 0
+
+
+@pytest.mark.parametrize("name", [*PLAIN_OF, *IN_FLIGHT])
+def test_some_drafts_are_right_and_some_are_not(pin_runs: dict[str, Run], name: str) -> None:
+    """Otherwise equal rows would show nothing."""
     samples = [sample for line in pin_runs[name].lines("samples.jsonl") for sample in line["samples"]]
     num_accepted, num_drafted = (sum(s[key] for s in samples) for key in ("num_accepted", "num_drafted"))
     assert 0 < num_accepted < num_drafted
 
 
-@pytest.mark.parametrize("name", ["apart_ahead", "in_flight_ahead"])
-def test_texts_are_made_ahead(pin_runs: dict[str, Run], name: str) -> None:
-    assert any(step["ahead_tokens"] for step in pin_runs[name].metrics)
+def test_texts_are_made_ahead_and_some_are_right(pin_runs: dict[str, Run]) -> None:
+    steps = pin_runs["apart_ahead"].metrics
+    assert any(step["ahead_tokens"] for step in steps)
+    assert sum(num_drafts(step, "ahead", "accepted") for step in steps) > 0
 
 
 @pytest.mark.parametrize("name", ["dtensor_moving", "async_moving"])
@@ -116,7 +121,8 @@ def test_requests_move_and_race(pin_runs: dict[str, Run], name: str) -> None:
     assert sum(tail["diverged"] for tail in tails) == 0
 
 
-def test_weights_arrive_amid_requests_that_begin_again_with_run_ahead(pin_runs: dict[str, Run]) -> None:
+def test_weights_arrive_amid_requests_which_begin_again_with_run_ahead(pin_runs: dict[str, Run]) -> None:
+    """Their text becomes drafts, so that no sample is of two policies."""
     spans = {
         name: [len(s["policy_spans"]) for line in pin_runs[name].lines("samples.jsonl") for s in line["samples"]]
         for name in IN_FLIGHT
