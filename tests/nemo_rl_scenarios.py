@@ -222,7 +222,7 @@ PIN_SCENARIOS: dict[str, dict[str, Any]] = {
     "megatron_plain": {"overrides": FEW + PLAIN},
     "megatron_drafted": {"overrides": FEW + DRAFTED},
     "megatron_frozen_head": {"overrides": FEW + ROUTED_HEAD},
-    "megatron_eagle3": {"overrides": FEW + EAGLE3 + [AT_RANDOM]},
+    "megatron_eagle3": {"overrides": FEW + EAGLE3},
     "apart_plain": {"overrides": FEW_APART + PLAIN},
     "apart_drafted": {"overrides": FEW_APART + DRAFTED},
     "apart_ahead": {"overrides": FEW_APART + AHEAD},

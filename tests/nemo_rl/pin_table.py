@@ -23,10 +23,23 @@ def row(folder: Path, name: str) -> str:
     steps = run.metrics
     losses = ", ".join(f"{step['loss']:.4f}" for step in steps)
     kl = max(abs(step["gen_kl_error"]) for step in steps)
-    samples = [sample for line in run.lines("samples.jsonl") for sample in line["samples"]]
-    drafted, accepted = (sum(sample[key] for sample in samples) for key in ("num_drafted", "num_accepted"))
+    drafted, accepted = drafts_of(run)
+    if name == "megatron_eagle3":  # vLLM's own drafter, of whose drafts no sample tells
+        drafted = round(sum(step["draft_tokens_per_request_step"] * step["request_steps"] for step in steps))
+        accepted = round(num_request_steps(Run(folder / PLAIN_OF[name])) - num_request_steps(run))
     seconds = run.result["seconds"]
     return f"| {name} | {equal} | {losses} | {kl:.0e} | {drafted}, {accepted} | {seconds:.0f} |"
+
+
+def drafts_of(run: Run) -> tuple[int, int]:
+    """Draft tokens that a step verified, and those that were right, in all samples of a run."""
+    samples = [sample for line in run.lines("samples.jsonl") for sample in line["samples"]]
+    return sum(s["num_drafted"] for s in samples), sum(s["num_accepted"] for s in samples)
+
+
+def num_request_steps(run: Run) -> float:
+    """Engine steps of all requests, each of which brings a token and the drafts that are right."""
+    return sum(step["request_steps"] for step in run.metrics)
 
 
 def main(folder: Path) -> None:
