@@ -89,7 +89,7 @@ def test_every_row_is_what_its_policies_sample(pin_runs: dict[str, Run], host: H
     assert not found.skipped
     assert not found.foreign, found.sentence
     assert not found.differences, found.sentence
-    assert len(found.rows) == num_rows == NUM_ROWS * len(STEPS)
+    assert len(found.rows) == num_rows >= NUM_ROWS * len(STEPS)  # an asynchronous run may have made a batch more
     assert found.logprob_quantiles["largest"] < SOUND
 
 
