@@ -14,8 +14,6 @@ IS_LAID_OVER = $(filter-out $(OLDEST),$(VLLM))
 BIN = $(VENV)/bin
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --no-deps
 PIP = $(BIN)/python $(PIP_INSTALL)
-# What runs in NeMo-RL on a version that NeMo-RL pins.
-NEMO_RL_PIN_TESTS = tests/nemo_rl/test_pins.py tests/nemo_rl/test_http.py
 # The longest modules first (tests/conftest.py), each in one of two processes.
 IN_TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
@@ -87,7 +85,7 @@ test-pins: setup
 test-nemo-rl: setup
 ifdef VLLM
 	NEMO_RL_VLLM=$(VLLM) NEMO_RL_PYTHON=$(NEMO_RL_ENVIRONMENTS)/vllm-$(VLLM)/bin/python \
-	  $(BIN)/python -m pytest -m nemo_rl $(NEMO_RL_PIN_TESTS)
+	  $(BIN)/python -m pytest -m nemo_rl tests/nemo_rl/test_pins.py
 else
 	$(BIN)/python -m pytest -m nemo_rl tests
 endif

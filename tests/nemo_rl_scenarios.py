@@ -225,7 +225,7 @@ PIN_SCENARIOS: dict[str, dict[str, Any]] = {
     "megatron_eagle3": {"overrides": FEW + EAGLE3},
     "apart_plain": {"overrides": FEW_APART + PLAIN},
     "apart_drafted": {"overrides": FEW_APART + DRAFTED},
-    "apart_ahead": {"overrides": FEW_APART + AHEAD},
+    "apart_ahead": {"overrides": FEW_APART + AHEAD + [AT_RANDOM]},
     "async_plain": {"overrides": FEW + ASYNC + PLAIN},
     "async_drafted": {"overrides": FEW + ASYNC + DRAFTED},
     "in_flight": {"overrides": FEW_IN_FLIGHT + DRAFTED},
