@@ -124,11 +124,12 @@ def test_a_head_drafts_as_deep_as_planned(
             passes[0] += 1
             return run_model(*args, **options)
 
-        def note(inputs: Any, options: Any, depth: int) -> Any:
+        def note(inputs: Any, options: Any, wanted: int) -> Any:
             passes[0] = 0
-            drafts = propose(inputs, options, depth)
+            drafts, depth = propose(inputs, options, wanted)
+            assert depth == wanted
             found["depths"].add((depth, passes[0]))
-            return drafts
+            return drafts, depth
 
         model._speculator._run_model, model._depth.propose = count, note
         assert model.least_depth == 1
@@ -180,20 +181,20 @@ def test_each_depth_replays_a_graph_of_its_own(
 
     monkeypatch.setattr(module, "SpeculatorCudaGraphManager", Graphs)
     engine = start(SpecrolloutConfig(drafters=(HEAD,), budget=RANDOM))
-    wanted: list[int] = []
+    drafted: list[tuple[Any, int]] = []
 
     def capture(worker: Any) -> None:
         speculator, depth = worker.model_runner.speculator, worker.specrollout_router.model._depth
         speculator.use_fused_multi_step_decode = True
         speculator.capture()
         propose = depth.propose
-        depth.propose = lambda inputs, options, d: wanted.append(d) or propose(inputs, options, d)
+        depth.propose = lambda *args: drafted.append(propose(*args)) or drafted[-1]
 
     engine.run_in_worker(capture)
     before = num_accepted(engine)
     assert_equal(engine.generate(ASKED, **SAMPLINGS["T=1"]), expected["T=1"])
     assert num_accepted(engine) > before + 20
-    assert replayed == [depth for depth in wanted if depth > 1]
+    assert replayed == [depth for _, depth in drafted if depth > 1]
     assert set(replayed) <= {2, 3, 4, 6, 8} and len(set(replayed)) > 3, "the depths that have a graph"
 
 

@@ -32,13 +32,12 @@ _IS_FUSED = ("use_fused_multi_step_decode", "supports_decode_metadata_update")
 class BlockDepth(DraftDepth):
     """The depth of a DFlash or DSpark before 0.32: one pass drafts all positions, and the first ones are used."""
 
-    def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], depth: int) -> torch.Tensor:
-        """Returns drafts of all positions."""
-        drafts_BK: torch.Tensor = self._propose(*inputs, **options)
-        return drafts_BK
+    def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
+        """Returns drafts of all positions, of which as many count as are wanted."""
+        return self._propose(*inputs, **options), wanted
 
 
-class FullDepth(BlockDepth):
+class FullDepth(DraftDepth):
     """The depth of any other speculator before 0.32, such as the one for several MTP modules: all positions or none."""
 
     @property
@@ -46,9 +45,9 @@ class FullDepth(BlockDepth):
         """All positions."""
         return int(self._speculator.num_speculative_steps)
 
-    def drafted(self, wanted: int) -> int:
-        """Returns the number of all positions, or 0."""
-        return self.least if wanted else 0
+    def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
+        """Returns drafts of all positions, all of which count unless none are wanted."""
+        return self._propose(*inputs, **options), self.least if wanted else 0
 
 
 class LoopDepth(DraftDepth):
@@ -69,16 +68,16 @@ class LoopDepth(DraftDepth):
             looping.init_cudagraph_manager = self._init_managers
             looping.capture = self._capture_all
 
+    def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
+        """Returns all positions, of which the loop writes the first ones. The first pass drafts one position, or reads."""
+        depth = self.drafted(wanted)
+        with self._limited_to(max(depth, 1)):
+            self._propose(*inputs, **options)
+        return self._speculator.draft_tokens[: inputs[0].num_reqs], depth
+
     def drafted(self, wanted: int) -> int:
         """Returns the least depth that has a graph. Without graphs of all positions every depth can be drafted."""
         return next(depth for depth in self._captured if depth >= wanted) if self._captured else wanted
-
-    def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], depth: int) -> torch.Tensor:
-        """Returns all positions, of which the loop writes the first `depth`. The first pass drafts one position, or reads."""
-        with self._limited_to(max(depth, 1)):
-            self._propose(*inputs, **options)
-        drafts_BK: torch.Tensor = self._speculator.draft_tokens[: inputs[0].num_reqs]
-        return drafts_BK
 
     @contextmanager
     def _limited_to(self, depth: int) -> Iterator[None]:
