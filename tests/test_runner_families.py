@@ -135,7 +135,7 @@ def test_a_failed_capture_leaves_all_positions_or_one(caplog: pytest.LogCaptureF
         max_num_reqs=4, _generate_fused_drafts=None, _multi_step_decode=None, model_state=None, input_buffers=None,
         block_tables=None, attn_groups=None, kv_cache_config=None,
     )  # fmt: skip
-    depth = older_depth(looping)
+    depth: Any = older_depth(looping)
     assert [depth.drafted(wanted) for wanted in range(9)] == list(range(9)), "before graphs are captured"
     looping.capture()
     assert looping.num_captured == 1 and looping.num_speculative_steps == 8
