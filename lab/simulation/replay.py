@@ -222,7 +222,7 @@ class Replay:
         if self._drafters and not self._rests:
             rates_BK = self.board.tables.rates_SK.numpy()[slots_B]
             caps_B = np.full(num_requests, rates_BK.shape[1])
-            counts_B = likeliest(rates_BK, caps_B, policy.num_drafts(num_requests, int(caps_B.sum())))
+            counts_B = likeliest(rates_BK.cumprod(axis=1), caps_B, policy.num_drafts(num_requests, int(caps_B.sum())))
         num_followed = int(self._follows_S[slots_B].sum())
         depth = policy.plan(num_requests, num_followed)
         if policy.is_dormant and self._follows_S.any():

@@ -102,13 +102,24 @@ def best_depth(count_FQ: np.ndarray, num_requests: int, costs: StepCosts, margin
     return Choice(depth, won_s)
 
 
-def likeliest(rates_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndarray:
+def likeliest(survival_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndarray:
     """Returns how many of each request's drafts are among the `most` likeliest of the batch, int64 [B].
 
-    A draft with rate 0 is none. `caps_B` are the most drafts of each request. None is chosen if `most` is not above 0.
+    Survival never rises along a request. A draft of survival 0 is none. `caps_B` are the most drafts of each request. None is
+    chosen if `most` is not above 0. Of drafts with the same survival, those of earlier requests are chosen.
+
+    The drafts are not sorted, because that takes ten times as long: only the least survival that is chosen is looked for.
     """
-    survival_BK = rates_BK.astype(np.float64).cumprod(axis=1)
-    survival_BK[np.arange(rates_BK.shape[1]) >= caps_B[:, None]] = 0.0
+    num_requests, num_positions = survival_BK.shape
+    if most <= 0:
+        return np.zeros(num_requests, np.int64)
+    if (caps_B < num_positions).any():
+        survival_BK = np.where(np.arange(num_positions) < caps_B[:, None], survival_BK, 0.0)
     flat = survival_BK.ravel()
-    chosen = np.argsort(-flat, kind="stable")[: max(0, most)]
-    return np.bincount(chosen[flat[chosen] > 0.0] // rates_BK.shape[1], minlength=len(caps_B))
+    least = np.partition(flat, len(flat) - most)[len(flat) - most] if most < len(flat) else 0.0
+    counts_B = np.count_nonzero(survival_BK > least, axis=1)
+    left = most - int(counts_B.sum())
+    if least > 0.0 and left:
+        equal = np.flatnonzero(flat == least)[:left]
+        counts_B += np.bincount(equal // num_positions, minlength=num_requests)
+    return counts_B
