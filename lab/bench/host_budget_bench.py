@@ -50,6 +50,10 @@ class World:
         self.router.board = board
         self.router.policy = self.policy
         self.router.host_s = 0.0
+        has_text_S = rng.random(num_requests) < SHARE_OF_TEXTS
+        sides = (num_requests, num_positions)
+        self._mean_SK = np.where(has_text_S[:, None], 0.98, rng.uniform(0.2, 0.9, sides))
+        self._found_S = np.where(has_text_S, num_positions, rng.integers(0, 5, num_requests))
         slots = dict(zip(self.names, rng.permutation(num_requests).tolist(), strict=True))
         states = SimpleNamespace(
             req_id_to_index=slots,
@@ -69,10 +73,10 @@ class World:
         self.scheduled = _scheduled(self.names, num_positions)
 
     def draw_rates(self) -> None:
-        """Lets the drafters propose anew."""
-        sides = self.rates_SK.shape
-        rates_SK = self._rng.uniform(0.2, 0.9, sides) * (np.arange(sides[1]) < self._rng.integers(0, 5, sides[0])[:, None])
-        rates_SK[self._rng.random(sides[0]) < SHARE_OF_TEXTS] = 0.98
+        """Lets the drafters propose anew: nearly as sure as before, and now and then nothing."""
+        rates_SK = np.clip(self._mean_SK + self._rng.normal(0.0, 0.05, self._mean_SK.shape), 0.01, 0.98)
+        found_S = np.maximum(self._found_S + self._rng.integers(-1, 2, len(self._found_S)), 0)
+        rates_SK[np.arange(self.num_positions) >= found_S[:, None]] = 0.0
         self.rates_SK.copy_(torch.from_numpy(rates_SK))
 
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nemo_specrollout.speculation.decision import survival_of
+
 MEMORY = 0.98
 """Share of what was learned that is left after a step."""
 PRIOR_STEPS = 4.0
@@ -76,7 +78,7 @@ class Foresight:
 
         Call this once in each step with drafts.
         """
-        known_BK = rates_SK[slots_B].cumprod(axis=1)
+        known_BK = survival_of(rates_SK[slots_B])
         self._learn(rates_SK, slots_B, known_BK)
         kind_B = self._kind_S[slots_B]
         is_known_B = kind_B == Kind.KNOWN
@@ -102,7 +104,7 @@ class Foresight:
         if before is None:
             return
         is_same = len(before.slots_B) == len(slots_B) and bool((before.slots_B == slots_B).all())
-        came_BK = known_BK if is_same else rates_SK[before.slots_B].cumprod(axis=1)
+        came_BK = known_BK if is_same else survival_of(rates_SK[before.slots_B])
         together = np.einsum("bk,bk->k", before.apart_BK, came_BK)
         squares = np.einsum("bk,bk->k", before.apart_BK, before.apart_BK)
         self._together = MEMORY * self._together + sum(together.tolist())

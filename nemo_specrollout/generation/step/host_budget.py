@@ -15,7 +15,7 @@ import numpy as np
 from nemo_specrollout.drafters.ahead import AHEAD_PRIORS
 from nemo_specrollout.generation.engine.requests import NewRequest
 from nemo_specrollout.generation.engine.transfers import HostCopy
-from nemo_specrollout.speculation.decision import likeliest
+from nemo_specrollout.speculation.decision import likeliest, survival_of
 from nemo_specrollout.speculation.foresight import Foresight, Kind
 
 
@@ -79,7 +79,7 @@ class HostBudget:
         """Returns the survival of each request's drafts as far as the host knows, float32 [B, K]."""
         rates_SK = self._known_rates.values
         if self._foresight is None:
-            return rates_SK[slots_B].cumprod(axis=1)
+            return survival_of(rates_SK[slots_B])
         return self._foresight.survival(rates_SK, slots_B)
 
     def _without(self, scheduled: Any, caps_B: np.ndarray, counts_B: np.ndarray, num_left_out: int) -> Any:
