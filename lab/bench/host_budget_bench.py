@@ -3,9 +3,9 @@
 
     OMP_NUM_THREADS=1 python -m lab.bench.host_budget_bench [--batches 64,256,1024] [--drafts 8,32] [--rounds 15]
 
-Both ways get the same drafts and the same policy, in turns. "device" is our budget in vLLM's adaptive verification. What a GPU
-would compute is left out of it (the ranking of the drafts), so its figure is rather too small. "host" is `HostBudget` with rates
-that are a step old. Both include the policy's choice of the number, which is also shown alone.
+Both ways get the same drafts and the same policy, in turns. "device" is our budget in vLLM's adaptive verification. What a
+GPU would compute is left out of it (the ranking of the drafts), so its figure is rather too small. "host" is `HostBudget` with
+rates that are a step old. Both include the policy's choice of the number, which is also shown alone.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def _policy(num_requests: int, num_positions: int) -> SpeculationPolicy:
         model.observe(min(rows, num_requests), rows, 0.005 + 1e-5 * rows)
     policy.costs = model.costs()
     spread_FQ = np.zeros((num_positions + 2, NUM_BINS + 1), np.int32)
-    spread_FQ[:, : NUM_BINS : 4] = num_requests // 8
+    spread_FQ[:, :NUM_BINS:4] = num_requests // 8
     spread_FQ[:, -1] = num_requests
     policy.observe(Spread.of_table(spread_FQ))
     return policy
@@ -154,7 +154,7 @@ def policy_step(world: World) -> Callable[[], None]:
 
 
 def measure(num_requests: int, num_positions: int, num_rounds: int) -> dict[str, list[float]]:
-    """Returns the median milliseconds of a step in each round, by way. The ways take turns; a round comes before to warm up."""
+    """Returns the median milliseconds of a step in each round, by way. The ways take turns, after a round to warm up."""
     world = World(num_requests, num_positions)
     ways = {"device": device_step(world), "host": host_step(world), "policy alone": policy_step(world)}
     found: dict[str, list[float]] = {way: [] for way in ways}
@@ -176,7 +176,9 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", default="64,256,1024", help="numbers of requests, separated by commas")
-    parser.add_argument("--drafts", default="8,32", help="drafts of each request that vLLM schedules, separated by commas")
+    parser.add_argument(
+        "--drafts", default="8,32", help="drafts of each request that vLLM schedules, separated by commas"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     set_process_environment()

@@ -109,9 +109,9 @@ def best_depth(count_FQ: np.ndarray, num_requests: int, costs: StepCosts, margin
 
 
 def survival_of(rates_BK: np.ndarray) -> np.ndarray:
-    """Returns the survival of each draft: the product of the rates up to it, [B, K] with one position after the other in memory.
+    """Returns the survival of each draft, which is the product of the rates up to it, [B, K].
 
-    NumPy's own product along a row takes twice as long.
+    It is computed position by position, because NumPy's own product along a row takes twice as long.
     """
     survival_KB = rates_BK.T.copy()
     for k in range(1, len(survival_KB)):

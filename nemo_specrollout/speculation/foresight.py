@@ -14,8 +14,8 @@ from nemo_specrollout.speculation.decision import survival_of
 
 MEMORY = 0.98
 """Share of what was learned that is left after a step."""
-PRIOR_STEPS = 4.0
-"""Weight of what is assumed before anything is observed, in requests."""
+PRIOR_REQUESTS = 4.0
+"""Weight of what was known of first drafts, in requests. The first drafts of as many requests count as much."""
 
 
 class Kind(IntEnum):
@@ -43,10 +43,10 @@ class _Foretold(NamedTuple):
 class Foresight:
     """Foretells the survival of drafts from rates that are a step old.
 
-    A host that does not wait for the device knows the drafts of the step before when it sizes a step. A request whose drafts
-    were good then has probably good ones again, but nobody stays as far above or below the others as he was. So the survival is
-    drawn towards the mean of the batch, by a share that is learned from earlier steps. A new request has no rates at all. Its
-    drafts are foretold from those of other new requests, where one that brings a text is of another kind.
+    When a host that does not wait for the device sizes a step, it knows the drafts of the step before. A request whose drafts
+    were good then has probably good ones again, but not as far above the others. So the survival is drawn towards the mean of
+    the batch, by a share that is learned from earlier steps. A new request has no rates at all. Its drafts are foretold from
+    those of other new requests, where one that brings a text is of another kind.
 
     Owns the kind of each request, and what was learned. It reads no clock and adds in a fixed order, so that all ranks that
     get the same rates foretell the same.
@@ -55,9 +55,9 @@ class Foresight:
     def __init__(self, num_slots: int, num_positions: int, text_rate: float) -> None:
         """`text_rate`: assumed rate of the drafts from a text that a request brings, before any such text was seen."""
         self._kind_S = np.full(num_slots, Kind.NEW, np.int8)
-        first_K = np.cumprod(np.full(num_positions, text_rate, np.float32))
-        self._first_K = {Kind.NEW: 0.0 * first_K, Kind.NEW_WITH_TEXT: first_K}
-        """Survival of the first drafts of a new request."""
+        self._first = {kind: np.zeros(num_positions, np.float32) for kind in (Kind.NEW, Kind.NEW_WITH_TEXT)}
+        """Survival of the first drafts of a new request by its kind, [K]."""
+        self._first[Kind.NEW_WITH_TEXT][:] = np.cumprod(np.full(num_positions, text_rate))
         self._together = 1.0
         """How far requests were from the mean in two steps in a row: the sum of the products."""
         self._before = 1.0
@@ -92,7 +92,7 @@ class Foresight:
         foretold_BK += mean_K
         if not is_known_B.all():
             foretold_BK[kind_B == Kind.SILENT] = 0.0
-            for kind, first_K in self._first_K.items():
+            for kind, first_K in self._first.items():
                 foretold_BK[kind_B == kind] = first_K
             self._kind_S[slots_B[kind_B > Kind.SILENT]] = Kind.KNOWN
         self._foretold = _Foretold(slots_B, kind_B, apart_BK)
@@ -109,8 +109,8 @@ class Foresight:
         squares = np.einsum("bk,bk->k", before.apart_BK, before.apart_BK)
         self._together = MEMORY * self._together + sum(together.tolist())
         self._before = MEMORY * self._before + sum(squares.tolist())
-        for kind, first_K in self._first_K.items():
+        for kind, first_K in self._first.items():
             is_kind_B = before.kind_B == kind
             if num := int(is_kind_B.sum()):
-                share = num / (num + PRIOR_STEPS)
-                first_K += np.float32(share) * (came_BK[is_kind_B].mean(axis=0) - first_K)
+                share = np.float32(num / (num + PRIOR_REQUESTS))
+                self._first[kind] = first_K + share * (came_BK[is_kind_B].mean(axis=0) - first_K)
