@@ -4,8 +4,8 @@
     python -m lab.bench.host_decisions OUT.json [--host] [--late] [--against OTHER.json]
 
 The engine decodes greedily with text drafters and `run_ahead`, first without texts, then with right ones for half of its
-requests. The seconds of steps are given, so that engines of all versions of vLLM have the same evidence. `--host` lets the host
-choose the drafts where the device could, `--late` gives the host rates that are a step old, as on a GPU.
+requests. The seconds of steps are given, so that engines of all versions of vLLM have the same evidence. With `--host` the host
+chooses the drafts where the device could. With `--late` it knows rates that are a step old, as on a GPU.
 """
 
 import argparse
@@ -43,7 +43,10 @@ class GivenSeconds(StepModel):
 
 
 def prepare(worker: Any, is_late: bool) -> None:
-    """Gives a worker the seconds, and lets it note how many drafts of each request slot it verifies in each step."""
+    """Gives a worker the seconds, and lets it note how many drafts of each request slot it verifies in each step.
+
+    `is_late`: the host knows rates that are a step old.
+    """
     from nemo_specrollout.generation.engine.transfers import HostCopy
     from nemo_specrollout.generation.step.host_budget import HostBudget
 
