@@ -4,8 +4,8 @@
     python -m lab.bench.host_decisions OUT.json [--host] [--late] [--against OTHER.json]
 
 The engine decodes greedily with text drafters and `run_ahead`, first without texts, then with right ones for half of its
-requests. The seconds of steps are given, so that engines of all versions of vLLM have the same evidence. With `--host` the host
-chooses the drafts where the device could. With `--late` it knows rates that are a step old, as on a GPU.
+requests. The seconds of steps are given, so that engines of all versions of vLLM have the same evidence. With `--host` the
+host chooses the drafts where the device could. With `--late` it knows rates that are a step old, as on a GPU.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.local.engine import RolloutEngine
-from lab.local.run_sections import GenerationConfig
+from lab.local.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.generation.engine import arguments
@@ -73,7 +73,7 @@ def prepare(worker: Any, is_late: bool) -> None:
 
 def decisions(is_late: bool, **options: Any) -> dict[str, Any]:
     """Returns the drafts that were verified in each step as pairs of slot and number, the tokens, and who has chosen."""
-    generation = GenerationConfig(max_new_tokens=40, specrollout=BLOCK)
+    generation = GenerationConfig(VllmConfig(max_model_len=512), 40, specrollout=BLOCK)
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 1 << 26}
     engine = RolloutEngine(POLICY, generation, 0, **sizes, **options)
     engine.run_in_worker(lambda worker: prepare(worker, is_late))
