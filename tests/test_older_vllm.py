@@ -16,6 +16,7 @@ from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
 from vllm.config import CUDAGraphMode
 
+from lab.bench.host_decisions import prepare
 from lab.local.engine import Generation, RolloutEngine
 from lab.local.random_budgets import RANDOM
 from nemo_specrollout.audit.noise import scheme_of
@@ -23,7 +24,7 @@ from nemo_specrollout.audit.replay import replay
 from nemo_specrollout.audit.rows import RecordedRow, RowParams
 from nemo_specrollout.audit.verdict import Rounding, judge
 from nemo_specrollout.config import vllm_features
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
     DflashDrafterConfig,
@@ -35,7 +36,7 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
-from nemo_specrollout.generation.engine.requests import Rollout
+from nemo_specrollout.generation.engine.requests import Rollout, as_bytes
 from nemo_specrollout.installed.versions import vllm_version
 from nemo_specrollout.remote.drafter.drafter_service import DrafterService
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterSpec
@@ -273,6 +274,29 @@ def test_a_remote_drafter_changes_no_token_and_is_mostly_right(
     assert drafter.status.num_drafted > 40
     levels_SX = engine.run_in_worker(lambda worker: worker.specrollout_router.remote.stream.table_SX.copy())
     assert len(set(levels_SX[:, TOKENS + (levels_SX.shape[1] - TOKENS) // 2 :].ravel().tolist())) > 2, "graded drafts"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("kind", ["run ahead", "random"])
+def test_rates_that_are_a_step_old_change_no_token(
+    start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], kind: str, asynchronous: bool
+) -> None:
+    """The host knows as little as on a GPU. It lets a request with a right text draft 32 tokens while others draft few."""
+    run_ahead = SpecrolloutConfig(drafters=(SUFFIX,), run_ahead=RunAheadConfig(most_drafts=32))
+    block = run_ahead if kind == "run ahead" else BLOCKS["a head and text, random budgets"]
+    engine = start(block, async_scheduling=asynchronous)
+    engine.run_in_worker(lambda worker: prepare(worker, is_late=True))
+    for sampling in ("T=1", "T=0"):
+        texts = [
+            as_bytes(r.token_ids) if i % 2 and kind == "run ahead" else b"" for i, r in enumerate(expected[sampling])
+        ]
+        asked = [replace(request, ahead=text) for request, text in zip(ASKED, texts, strict=True)]
+        before = num_accepted(engine)
+        assert_equal(engine.generate(asked, **SAMPLINGS[sampling]), expected[sampling])
+        assert num_accepted(engine) > before + 20
+    if kind == "run ahead":
+        steps = [[number for _, number in step] for step in engine.run_in_worker(lambda worker: worker.verified)]
+        assert any(max(step) == 32 and min(step) < 8 for step in steps), steps
 
 
 def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]) -> None:

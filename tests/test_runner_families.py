@@ -15,6 +15,8 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat, text_method
+from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity, as_bytes
+from nemo_specrollout.generation.engine.transfers import HostCopy
 from nemo_specrollout.generation.runners import before_0_32
 from nemo_specrollout.generation.runners.before_0_32 import Before032, SwappingVerifier
 from nemo_specrollout.generation.runners.older_depth import graph_depths, older_depth
@@ -32,8 +34,10 @@ class Scheduled:
     has_structured_output_requests: bool = False
 
 
-def budget_with(rates_BK: list[list[float]], most: int = 9, returns_experts: bool = False) -> HostBudget:
-    """Returns a budget of `most` drafts after a step in which the drafts of `SLOTS`, in their order, had these rates."""
+def budget_with(
+    rates_BK: list[list[float]], most: int = 9, returns_experts: bool = False, is_late: bool = False
+) -> HostBudget:
+    """Returns a budget of `most` drafts after steps in which the drafts of `SLOTS`, in their order, had these rates."""
     rates_SK = torch.zeros(4, 3)
     rates_SK[list(SLOTS.values())] = torch.tensor(rates_BK)
     aux = SimpleNamespace(enable_return_routed_experts=returns_experts)
@@ -46,7 +50,11 @@ def budget_with(rates_BK: list[list[float]], most: int = 9, returns_experts: boo
     drafting.host_s = 0.0
     drafting.policy = SimpleNamespace(num_drafts=lambda num_requests, available: min(available, most))
     drafting.board = SimpleNamespace(tables=SimpleNamespace(rates_SK=rates_SK))
-    budget = HostBudget(runner, drafting)
+    budget = HostBudget(runner, drafting, HostCopy(rates_SK, is_late))
+    for name, slot in SLOTS.items():
+        budget.opened([NewRequest(slot, RequestIdentity(0, 0), 3, [5, 6, 7], 99)])
+        budget.record()
+        assert budget.trimmed(Scheduled()).num_scheduled_tokens[name]
     budget.record()
     return budget
 
@@ -73,6 +81,15 @@ def test_steps_without_drafts_or_with_masks_stay_as_they_are() -> None:
 def test_steps_whose_experts_are_returned_stay_as_they_are() -> None:
     scheduled = Scheduled()
     assert budget_with([[0.0] * 3] * 3, returns_experts=True).trimmed(scheduled) is scheduled
+
+
+def test_a_new_request_drafts_as_far_as_its_text_while_rates_are_a_step_late() -> None:
+    """The host knows no rates of request "b" yet, but those of the request that had its slot."""
+    late = budget_with([[0.5, 0.5, 0.0], [0.1, 0.1, 0.1], [0.0, 0.0, 0.0]], most=4, is_late=True)
+    for ahead, kept_of_a in ((as_bytes([1, 2, 3]), 1), (b"", 2)):
+        late.opened([NewRequest(SLOTS["b"], RequestIdentity(0, 0, ahead=ahead), 3, [5, 6, 7], 99)])
+        drafts = late.trimmed(Scheduled()).scheduled_spec_decode_tokens
+        assert len(drafts["a"]) == kept_of_a and (len(drafts.get("b", ())) == 3) == bool(ahead)
 
 
 @pytest.mark.parametrize(
