@@ -5,11 +5,11 @@ Each fault was read in the code of its package or seen in a run. docs/upstream/ 
 that `check` can find in the installed files themselves is a finding (`nemo_rl_config.py`) and not listed here.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
+from nemo_specrollout.config.engine_vllm import HERE, engine_vllm
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
     VLLM_CFG,
@@ -21,16 +21,15 @@ from nemo_specrollout.config.nemo_rl_tree import (
     drafter_types,
     is_on,
     native_drafts,
-    nemo_rl_checkout,
     runtime_of,
 )
-from nemo_specrollout.installed.versions import nemo_rl_version, version_numbers, vllm_version
+from nemo_specrollout.installed.versions import nemo_rl_version, version_numbers
 
 MOVED_MODULES = {
     "vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils",
     "vllm.entrypoints.openai.engine.protocol": "vllm.entrypoints.serve.engine.protocol",
 }
-"""Modules that NeMo-RL's HTTP server imports, and their names in vLLM 0.32. The tests' host restores exactly these."""
+"""Modules that NeMo-RL's HTTP server imports, and their newer names: the first since vLLM 0.32, the second since 0.29. Our engine actor lends it the old names."""
 VLLM = "vllm"
 NEMO_RL = "nemo-rl"
 Version = tuple[int, ...]
@@ -83,8 +82,8 @@ class MetTrap:
     """Version here; None if it is not known, because the run may be elsewhere."""
     is_avoided: bool
     """Whether this package avoids the fault in this run."""
-    is_pinned: bool = False
-    """Whether the package is not installed here, and the version is the one that NeMo-RL's checkout pins."""
+    place: str = HERE
+    """Where the version is: `here`, or words for another place, such as those of `EngineVllm.place`."""
 
     @property
     def state(self) -> str:
@@ -92,8 +91,7 @@ class MetTrap:
         return "avoided" if self.is_avoided else "not avoided"
 
     def __str__(self) -> str:
-        place = "pinned by NeMo-RL's checkout" if self.is_pinned else "here"
-        here = "not installed here" if self.version is None else f"{place} {self.version}"
+        here = "not installed here" if self.version is None else f"{self.place} {self.version}"
         remedy = self.trap.remedy
         if self.trap.is_ours and not self.is_avoided:
             remedy = f"nothing avoids this, because the block is off (with it, {remedy})"
@@ -103,28 +101,17 @@ class MetTrap:
 def known_traps(tree: Tree) -> list[MetTrap]:
     """Returns the faults that a config meets with the versions that its run will have, as far as they are known.
 
-    These are the versions here. If vLLM is not here, as on a login node, it is the version that NeMo-RL's checkout pins. Of
-    a package without a known version, all faults are told. Raises ConfigError for a tree whose drafters cannot be read.
+    Of vLLM it is the version of the engines (`engine_vllm.py`). Of a package without a known version, all faults are told.
+    Raises ConfigError for a tree whose drafters cannot be read.
     """
-    installed = vllm_version()
-    here = {VLLM: installed or pinned_vllm(), NEMO_RL: nemo_rl_version()}
-    return [
-        MetTrap(
-            trap, here[trap.package], trap.is_ours and block_is_on(tree), trap.package == VLLM and installed is None
-        )
-        for trap in TRAPS
-        if trap.is_in(here[trap.package]) and trap.affects(tree)
-    ]
-
-
-def pinned_vllm() -> str | None:
-    """Returns the version of vLLM that NeMo-RL's checkout pins; None without a checkout, or if it names none."""
-    checkout = nemo_rl_checkout()
-    file = None if checkout is None else checkout / "pyproject.toml"
-    found = (
-        re.search(r'"vllm==([\d.]+)', file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
-    )
-    return found and found[1]
+    vllm = engine_vllm(tree)
+    versions = {VLLM: (vllm.version, vllm.place), NEMO_RL: (nemo_rl_version(), HERE)}
+    met = []
+    for trap in TRAPS:
+        version, place = versions[trap.package]
+        if trap.is_in(version) and trap.affects(tree):
+            met.append(MetTrap(trap, version, trap.is_ours and block_is_on(tree), place))
+    return met
 
 
 def _in_words(version: Version) -> str:
@@ -231,11 +218,10 @@ TRAPS = (
     KnownTrap(
         VLLM,
         _serves_http,
-        f"NeMo-RL's HTTP server imports {' and '.join(MOVED_MODULES)}, which are {' and '.join(MOVED_MODULES.values())} "
-        "there, so the server does not start, and with it neither does NeMo-Gym",
-        "install the vLLM that NeMo-RL pins, or a NeMo-RL that imports the new names",
-        since=(0, 32, 0),
-        is_ours=False,
+        f"NeMo-RL's HTTP server imports {' and '.join(MOVED_MODULES)}, of which vLLM 0.29 renamed the second and 0.32 the first, "
+        f"to {' and '.join(MOVED_MODULES.values())}, so the server does not start, and with it neither does NeMo-Gym",
+        "the engine actor gives the server these modules by their old names",
+        since=(0, 29, 0),
     ),
     KnownTrap(
         VLLM,

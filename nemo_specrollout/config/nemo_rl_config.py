@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.block_place import place_findings
+from nemo_specrollout.config.engine_vllm import HERE, engine_vllm, vllm_differences
 from nemo_specrollout.config.nemo_rl_rules import (
     backend_findings,
     engine_findings,
@@ -117,7 +118,7 @@ def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
             about_vllm = list(backend_findings(tree))
             if not about_vllm:
                 block, about_block = _block(tree)
-                about_vllm = [*about_block, *engine_findings(tree), *resource_findings(tree), *_vllm_version()]
+                about_vllm = [*about_block, *engine_findings(tree), *resource_findings(tree), *_vllm_version(tree)]
             found += [*about_vllm, *trainer_findings(tree), *_nemo_rl_version()]
         else:
             found += _nemo_rl_alone(tree)
@@ -159,10 +160,14 @@ def _nemo_rl_version() -> Iterator[Finding]:
         yield Finding("nemo-rl", f"{text}; use {NEMO_RL_NEEDED}", "error")
 
 
-def _vllm_version() -> Iterator[Finding]:
-    vllm = vllm_version()
-    if vllm is not None and (sentence := unsupported_version(vllm)) is not None:
-        yield Finding("vllm", sentence, "warning" if nemo_rl_version() is None else "error")
+def _vllm_version(tree: Tree) -> Iterator[Finding]:
+    """Yields what is wrong or unexpected about the vLLM of the engines. It is an error where the run would have it for sure."""
+    vllm = engine_vllm(tree)
+    yield from vllm_differences(vllm)
+    if vllm.version is not None and (sentence := unsupported_version(vllm.version)) is not None:
+        is_certain = vllm.place != HERE or nemo_rl_version() is not None
+        where = "" if vllm.place == HERE else f", {vllm.place}"
+        yield Finding("vllm", sentence + where, "error" if is_certain else "warning")
 
 
 def _nemo_rl_alone(tree: Tree) -> Iterator[Finding]:
