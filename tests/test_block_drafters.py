@@ -24,9 +24,8 @@ from nemo_specrollout.config.drafter_configs import (
     DflashDrafterConfig,
     DsparkDrafterConfig,
 )
-from nemo_specrollout.config.strict import ConfigError, build_tagged
+from nemo_specrollout.config.strict import build_tagged
 from nemo_specrollout.generation.drafting import model_drafter
-from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.arguments import VllmAbilities, with_specrollout
 from nemo_specrollout.generation.engine.requests import Rollout
 from nemo_specrollout.heads.files.block_heads import misfit_of_block_drafter
@@ -181,25 +180,6 @@ def test_a_block_drafter_uses_vllms_own_method(tmp_path: Path) -> None:
     native = {"method": "dspark", "model": "a/b", "num_speculative_tokens": 7}
     assert with_specrollout({}, block, "cpu", VllmAbilities(keeps_last_block=False))["speculative_config"] == native
     assert with_specrollout({}, block, "cpu")["speculative_config"] == {**native, "disable_eagle_block_drop": True}
-
-
-def test_a_drafter_that_this_vllm_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from typing import Literal
-
-    MtpTypes = Literal["mtp"]
-
-    def check(method: str) -> None:
-        values = {"type": method} if method == "mtp" else {"type": method, "model": "a/b"}
-        compat.check_drafters(SpecrolloutConfig(drafters=(NGRAM, build_tagged(DRAFTERS, values, "drafter"))))
-
-    for method in ("eagle3", "draft_model", "mtp", "dflash", "dspark"):
-        check(method)
-    monkeypatch.setattr(compat.speculative, "SpeculativeMethod", Literal["ngram", MtpTypes])
-    check("mtp")
-    with pytest.raises(
-        ConfigError, match=r"drafters\[1\]\.type: dspark; the V2 model runner of vLLM 0\.\d+\.\d+ has no place for it"
-    ):
-        check("dspark")
 
 
 def test_a_speculator_with_samplers_of_its_own_is_refused() -> None:

@@ -13,6 +13,7 @@ import torch
 from conftest import STEP_ADDER
 
 from lab.local.engine import RolloutEngine
+from nemo_specrollout.config import vllm_features
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, NgramDrafterConfig
 from nemo_specrollout.generation.engine.arguments import QUIET_START, with_specrollout
@@ -32,6 +33,13 @@ def runner(start_engine: Callable[..., RolloutEngine], tiny_model: Path) -> Any:
 
 
 # vLLM's default sizes.
+
+
+def test_the_table_of_features_tells_what_this_vllm_has() -> None:
+    """`check` asks the table by the version, also where vLLM is not installed. The engine goes by names."""
+    from nemo_specrollout.generation.engine import compat
+
+    assert vllm_features.DEVICE_CHOICE.is_in(compat.VLLM_VERSION) == compat.CHOOSES_ON_DEVICE
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -92,7 +100,7 @@ def test_the_budget_is_ours_while_graph_memory_is_profiled(runner: Any, monkeypa
     """vLLM's own would time steps, and refuse to start if none of them was a CUDA graph."""
     from vllm.v1.worker.gpu.cudagraph_utils import _init_minimal_kv_cache_for_profiling
 
-    from nemo_specrollout.generation.step.verification import VerificationBudget
+    from nemo_specrollout.generation.step.verification_budget import VerificationBudget
 
     before = runner.adaptive_verification
     _init_minimal_kv_cache_for_profiling(runner)
@@ -129,7 +137,7 @@ def test_no_budget_is_compiled_in_a_step(
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllm_budget
 
     from nemo_specrollout.generation.engine.transfers import to_device
-    from nemo_specrollout.generation.step.verification import VerificationBudget
+    from nemo_specrollout.generation.step.verification_budget import VerificationBudget
 
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     torch._dynamo.reset()

@@ -29,6 +29,7 @@ OWNERS = {
         "generation.engine",
         "generation.drafting",
         "generation.step",
+        "generation.runners",
         "heads.serving",
         "remote.drafter",
     },

@@ -36,7 +36,7 @@ def first_tokens(*, by_equality: bool) -> tuple[torch.Tensor, float]:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
     from nemo_specrollout.generation.engine import compat
-    from nemo_specrollout.generation.step.verification import sample_and_compare
+    from nemo_specrollout.generation.step.equality_rule import sample_and_compare
 
     num_requests = NUM_REQUESTS
     slots_B = torch.arange(num_requests)

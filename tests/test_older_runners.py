@@ -14,9 +14,10 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
-from nemo_specrollout.generation.engine import compat, older_runners
+from nemo_specrollout.generation.engine import compat, text_method
+from nemo_specrollout.generation.runners import before_0_32
+from nemo_specrollout.generation.runners.before_0_32 import Before032, SwappingVerifier
 from nemo_specrollout.generation.step.host_budget import HostBudget
-from nemo_specrollout.generation.step.verification import SwappingVerifier
 
 pytestmark = pytest.mark.integration
 SLOTS = {"a": 2, "b": 0, "c": 1}
@@ -78,19 +79,18 @@ def test_steps_whose_experts_are_returned_stay_as_they_are() -> None:
     [(VllmConfig, "_get_v2_model_runner_unsupported_features"), (model_runner, "init_speculator")],
 )
 def test_an_older_vllm_without_such_a_name_is_refused(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(older_runners, "HAS_TEXT_METHOD", False)
+    monkeypatch.setattr(compat, "HAS_TEXT_METHOD", False)
     monkeypatch.delattr(owner, name)
     with pytest.raises(RuntimeError, match=rf"vLLM {re.escape(vllm.__version__)}: .* has no {name}; this version"):
-        older_runners.allow_text_drafters()
-    assert not older_runners._is_text_allowed
+        text_method.allow_text_drafters()
+    assert not text_method._is_text_allowed
 
 
 def test_an_older_vllm_without_its_rule_of_acceptance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "CHOOSES_ON_DEVICE", False)
-    compat.verify_names()
+    Before032().verify_names()
     monkeypatch.delattr(rejection_sampler, "rejection_sample")
     with pytest.raises(RuntimeError, match="rejection_sampler has no rejection_sample; this version"):
-        compat.verify_names()
+        Before032().verify_names()
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,10 @@ def test_an_older_vllm_without_its_rule_of_acceptance_is_refused(monkeypatch: py
 def test_an_older_vllm_that_keeps_bad_words_elsewhere_is_refused(
     sampler: Any, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    older_runners.fix_bad_words(sampler)  # vLLM 0.32 repaired them
-    monkeypatch.setattr(compat, "CHOOSES_ON_DEVICE", False)
-    monkeypatch.setattr(older_runners, "bad_words", re)  # a module without the repair
+    before_0_32._fix_bad_words(sampler)  # vLLM 0.32 repaired them
+    monkeypatch.setattr(before_0_32, "bad_words", re)  # a module without the repair
     with pytest.raises(RuntimeError, match=missing):
-        older_runners.fix_bad_words(sampler)
+        before_0_32._fix_bad_words(sampler)
 
 
 def test_an_older_rejection_sampler_that_does_not_ask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

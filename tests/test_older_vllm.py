@@ -18,6 +18,7 @@ from nemo_specrollout.audit.noise import scheme_of
 from nemo_specrollout.audit.replay import replay
 from nemo_specrollout.audit.rows import RecordedRow, RowParams
 from nemo_specrollout.audit.verdict import Rounding, judge
+from nemo_specrollout.config import vllm_features
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
@@ -71,6 +72,13 @@ def num_accepted(engine: RolloutEngine) -> int:
     stats = engine.stats()
     assert stats is not None
     return stats.num_accepted
+
+
+def test_the_table_of_features_tells_what_this_vllm_has() -> None:
+    """`check` asks the table by the version, also where vLLM is not installed. The engine goes by names."""
+    from nemo_specrollout.generation.engine import compat
+
+    assert vllm_features.DEVICE_CHOICE.is_in(compat.VLLM_VERSION) == compat.CHOOSES_ON_DEVICE
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])

@@ -286,12 +286,17 @@ def test_a_vllm_without_a_name_that_exactness_needs_is_refused(
     import vllm
 
     from nemo_specrollout.generation.engine import compat
+    from nemo_specrollout.generation.runners.installed import RUNNERS
 
-    compat.verify_names()
+    def enter() -> None:
+        RUNNERS.verify_names()
+        compat.make_top_p_independent_of_batch()
+
+    enter()
     holder = importlib.import_module(module)
     monkeypatch.delattr(getattr(holder, owner) if owner else holder, name)
     with pytest.raises(RuntimeError, match=rf"vLLM {re.escape(vllm.__version__)}: .* has no {name}; this version"):
-        compat.verify_names()
+        enter()
 
 
 def test_an_engine_does_not_start_without_such_a_name(
@@ -389,7 +394,7 @@ def test_a_watched_output_passes_on_what_vllm_asks_for() -> None:
 @pytest.mark.parametrize("copies", [True, False])
 def test_sharded_sampling_knows_how_many_drafts_are_verified(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
     """Before vLLM 0.33 the ranks cannot know it, so sharded sampling is refused."""
-    from nemo_specrollout.generation.step import verification
+    from nemo_specrollout.generation.step import verification_budget
 
     given: dict[str, Any] = {}
 
@@ -399,14 +404,14 @@ def test_sharded_sampling_knows_how_many_drafts_are_verified(monkeypatch: pytest
     def plain(self: Any, req_states: Any, query_start_loc: Any, num_bonus_tokens: int, max_total_logits: int) -> None:
         pass
 
-    monkeypatch.setattr(verification.AdaptiveVerificationManager, "__init__", copying if copies else plain)
+    monkeypatch.setattr(verification_budget.AdaptiveVerificationManager, "__init__", copying if copies else plain)
     state, buffers = SimpleNamespace(num_new_sampled_tokens_per_step=1), SimpleNamespace(query_start_loc=None)
     runner = SimpleNamespace(req_states=None, input_buffers=buffers, model_state=state, vocab_size=96)
     drafting: Any = SimpleNamespace(board=SimpleNamespace(tables=SimpleNamespace(rates_SK=torch.ones(2, 3))))
-    verification.VerificationBudget(runner, drafting)
+    verification_budget.VerificationBudget(runner, drafting)
     runner.batch_sharder = SimpleNamespace(adaptive_verification_enabled=False)
     with nullcontext() if copies else pytest.raises(RuntimeError, match=r"vllm_kwargs\.enable_batch_sharded_sampling"):
-        verification.VerificationBudget(runner, drafting)
+        verification_budget.VerificationBudget(runner, drafting)
         assert given["copies"] and runner.batch_sharder.adaptive_verification_enabled
 
 

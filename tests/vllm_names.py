@@ -67,7 +67,7 @@ STAND_INS = {
     f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator._sample_logits": (
         "generation/drafting/model_drafter.py sample_logits"
     ),
-    f"{GPU}.spec_decode.rejection_sampler_utils.rejection_sample": "generation/step/verification.py sample_and_compare",
+    f"{GPU}.spec_decode.rejection_sampler_utils.rejection_sample": "generation/step/equality_rule.py sample_and_compare",
     f"{GPU}.spec_decode.speculator.BaseSpeculator.propose": "generation/drafting/draft_router.py propose",
     f"{GPU}.spec_decode.speculator.DraftModelSpeculator.sample_draft": "generation/drafting/model_drafter.py sample_draft",
 }

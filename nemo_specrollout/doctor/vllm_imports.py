@@ -13,7 +13,7 @@ from nemo_specrollout.installed.versions import version_numbers
 PACKAGE = Path(__file__).parents[1]
 GPU = "vllm.v1.worker.gpu"
 ENOUGH = (0, 32, 0)
-"""First version that has everything, so that none of `older_runners.py` is in force."""
+"""First version that has everything, so that nothing of `generation/runners/before_0_32.py` is in force."""
 LATER = (
     f"{GPU}.spec_decode.adaptive_verification",
     "vllm.triton_utils.dispatcher",

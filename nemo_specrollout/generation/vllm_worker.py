@@ -5,8 +5,10 @@ Seeds, verification by equality, drafts with the target's noise, and drafting ar
 worker's own runner object. Three changes hold for the whole process:
 
 - Top-p treats a row alike in batches of all sizes (`compat.make_top_p_independent_of_batch`).
-- Before vLLM 0.32, drafters without weights are allowed (`older_runners.allow_text_drafters`).
-- Before vLLM 0.32, vLLM's rule of acceptance is put aside while a batch is verified (`SwappingVerifier`).
+- Before vLLM 0.32, drafters without weights are allowed (`text_method.allow_text_drafters`).
+- Before vLLM 0.32, vLLM's rule of acceptance is put aside while a batch is verified (`before_0_32.SwappingVerifier`).
+
+What differs between families of vLLM's model runners is in `generation/runners`.
 """
 
 import copy
@@ -28,19 +30,13 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.arguments import HOST_CHOOSES
 from nemo_specrollout.generation.engine.identity import identity_of_unchecked, resolve_identity
-from nemo_specrollout.generation.engine.older_runners import allow_text_drafters, fix_bad_words
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
+from nemo_specrollout.generation.engine.text_method import allow_text_drafters
 from nemo_specrollout.generation.engine.transfers import is_output_rank
+from nemo_specrollout.generation.runners.installed import RUNNERS
 from nemo_specrollout.generation.step.host_budget import HostBudget
-from nemo_specrollout.generation.step.row_sampling import RowSampler
 from nemo_specrollout.generation.step.step_accounts import StepAccounts
-from nemo_specrollout.generation.step.verification import (
-    EqualityVerifier,
-    SwappingVerifier,
-    VerificationBudget,
-    install_budget,
-)
 from nemo_specrollout.heads.serving.feature_capture import FeatureCapture
 from nemo_specrollout.heads.serving.head_loading import accept_published_heads, own_lm_head, policy_teachers
 from nemo_specrollout.heads.serving.head_monitor import HeadMonitor
@@ -51,7 +47,6 @@ from nemo_specrollout.telemetry.sample_stats import SampleStatsLog, StepEnd
 
 logger = logging.getLogger(__name__)
 _NativeWorker: Any = native_worker(compat.device_type())
-_VERIFIER = EqualityVerifier if compat.CHOOSES_ON_DEVICE else SwappingVerifier
 
 
 class VllmWorkerMixin(WorkerCalls):
@@ -86,7 +81,7 @@ class VllmWorkerMixin(WorkerCalls):
         allow_text_drafters()
         super().init_device()  # type: ignore[misc]
         compat.verify_model_runner(self.model_runner)
-        compat.verify_names()
+        RUNNERS.verify_names()
         compat.make_top_p_independent_of_batch()
         self.specrollout_config = build(
             SpecrolloutConfig, self.vllm_config.additional_config["specrollout"], BLOCK_PATH
@@ -98,20 +93,15 @@ class VllmWorkerMixin(WorkerCalls):
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner = self.model_runner
         config = self.specrollout_config
-        if RowSampler.fits(runner.sampler):
-            runner.sampler = RowSampler(runner.sampler)
+        runner.sampler = RUNNERS.sampler(runner.sampler)
         if runner.rejection_sampler is not None:
-            runner.rejection_sampler = _VERIFIER(runner.sampler, runner.speculative_config, runner.device)
-            fix_bad_words(runner.sampler)
+            runner.rejection_sampler = RUNNERS.verifier(runner)
         if runner.speculator is not None and config.drafters:
             if config.head is not None:
                 own_lm_head(runner.model, runner.speculator.model)
             self.specrollout_router = DraftRouter(config, runner)
             reason = self.vllm_config.additional_config.get(HOST_CHOOSES)
-            if compat.CHOOSES_ON_DEVICE:
-                install_budget(runner, self.specrollout_router, self._settle_budget, reason)
-            else:
-                self._settle_budget(reason)
+            RUNNERS.install_budget(runner, self.specrollout_router, self._settle_budget, reason)
         self.specrollout_accounts = StepAccounts(runner, self.specrollout_router)
         self.specrollout_samples = self._sample_stats_log()
 
@@ -128,12 +118,9 @@ class VllmWorkerMixin(WorkerCalls):
         """
         runner = self.model_runner
         router = self.specrollout_router
-        if isinstance(runner.sampler, RowSampler):
-            runner.sampler.warm_up(runner)
+        RUNNERS.warm_up(runner)
         if router is not None:
             router.warm_up()
-            if self.specrollout_host_budget is None:
-                runner.adaptive_verification.warm_up()
             router.stands_by = True
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if router is not None:
@@ -169,9 +156,9 @@ class VllmWorkerMixin(WorkerCalls):
         router = self.specrollout_router
         config = self.specrollout_config
         compat.verify_top_p()
-        if RowSampler.fits(runner.sampler):
+        if not RUNNERS.is_in_force(runner.sampler):
             raise RuntimeError("specrollout's sampling is not in force: something replaced the sampler")
-        if runner.rejection_sampler is not None and not isinstance(runner.rejection_sampler, _VERIFIER):
+        if runner.rejection_sampler is not None and not RUNNERS.verifies(runner.rejection_sampler):
             raise RuntimeError("specrollout's verification is not in force: something replaced the rejection sampler")
         should_draft = config.most_drafts and config.drafters and get_pp_group().is_last_rank
         proposer = getattr(getattr(runner.speculator, "propose", None), "__self__", None)
@@ -180,8 +167,7 @@ class VllmWorkerMixin(WorkerCalls):
                 "specrollout's drafting is not in force: speculative_config must be what "
                 "nemo_specrollout.generation.engine.arguments.with_specrollout makes of the block"
             )
-        has_budget = isinstance(getattr(runner, "adaptive_verification", None), VerificationBudget)
-        if router is not None and has_budget == (self.specrollout_host_budget is not None):
+        if router is not None and RUNNERS.chooses_on_device(runner) == (self.specrollout_host_budget is not None):
             raise RuntimeError("specrollout's budget is not in force: something replaced the adaptive verification")
 
     def _sample_stats_log(self) -> SampleStatsLog:

@@ -13,8 +13,8 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.arguments import with_specrollout
 from nemo_specrollout.generation.engine.identity import check_seed
-from nemo_specrollout.generation.engine.older_runners import allow_text_drafters
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY
+from nemo_specrollout.generation.engine.text_method import allow_text_drafters
 from nemo_specrollout.generation.engine.vllm_requests import REFUSAL, RolloutSamplingParams, refused_as_by_vllm
 from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, Conversations, Row, RowSeeds, SeedKind
 from nemo_specrollout.run_ahead.texts import TextsAhead
@@ -40,7 +40,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Returns NeMo-RL's arguments for vLLM, with our vLLM worker, the drafters and the block. Raises ConfigError."""
     compat.check_version()
-    compat.check_drafters(block)
+    compat.check_features(block)
     allow_text_drafters()
     if len(block.drafters_of_engines) > 1:
         block = block.of_engine(engine_number(generation_config["vllm_cfg"]))

@@ -22,7 +22,8 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
 from nemo_specrollout.generation.step.row_sampling import RowSampler
-from nemo_specrollout.generation.step.verification import EqualityVerifier, VerificationBudget
+from nemo_specrollout.generation.step.verification import EqualityVerifier
+from nemo_specrollout.generation.step.verification_budget import VerificationBudget
 
 B, S, K, V, L, H = 24, 32, 5, 151_936, 4096, 64
 NAMES = [f"request-{b}" for b in range(B)]

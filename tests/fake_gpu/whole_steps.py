@@ -29,7 +29,8 @@ from nemo_specrollout.generation.drafting import remote_participant
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.drafting.model_drafter import ModelDrafter
 from nemo_specrollout.generation.step.step_accounts import StepAccounts
-from nemo_specrollout.generation.step.verification import EqualityVerifier, VerificationBudget
+from nemo_specrollout.generation.step.verification import EqualityVerifier
+from nemo_specrollout.generation.step.verification_budget import VerificationBudget
 from nemo_specrollout.heads.serving import feature_capture
 from nemo_specrollout.heads.serving.feature_capture import FeatureCapture
 from nemo_specrollout.heads.serving.head_monitor import CHECK_STEPS, HeadMonitor

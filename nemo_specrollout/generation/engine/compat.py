@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the supported versions of vLLM, and checks of what this package relies on.
+"""What the installed vLLM has, by names and signatures, and checks of what this package relies on.
 
-Tested on vLLM 0.25.1, 0.28.0 and 0.32.0. To support another version, change this file and `older_runners.py`.
+Model runners differ more than that, and `generation/runners` has a class for each family of them.
 """
 
 import importlib.util
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import vllm
@@ -20,14 +20,11 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import gumbel
-from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import SamplingStates
-from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, MODEL_DRAFTERS, REMOTE_DRAFTER
+from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError, nearest
+from nemo_specrollout.config.vllm_features import refusals
 from nemo_specrollout.generation.engine.arguments import VllmAbilities
 from nemo_specrollout.installed.versions import unsupported_version
 
@@ -73,21 +70,10 @@ def check_version() -> None:
         raise ConfigError(message)
 
 
-def check_drafters(block: SpecrolloutConfig) -> None:
-    """Raises ConfigError for a drafter that the V2 model runner of the installed vLLM cannot run."""
-    lacking = set(MODEL_DRAFTERS).difference(get_args(speculative.SpeculativeMethod))
-    if not CHOOSES_ON_DEVICE:
-        lacking.update((*BLOCK_DRAFTERS, REMOTE_DRAFTER))
-    if importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.standalone_ar") is None:  # before 0.32
-        lacking.add("draft_model")
-    if block.runs_ahead and not CHOOSES_ON_DEVICE:
-        raise ConfigError(f"{BLOCK_PATH}.run_ahead: with vLLM {VLLM_VERSION}; it needs vLLM 0.32 or later")
-    for i, drafter in enumerate(block.drafters if block.enabled else ()):
-        if drafter.type in lacking:
-            raise ConfigError(
-                f"{BLOCK_PATH}.drafters[{i}].type: {drafter.type}; the V2 model runner of vLLM {VLLM_VERSION} has no place "
-                "for it: use eagle3, mtp, ngram or suffix, or vLLM 0.32 or later"
-            )
+def check_features(block: SpecrolloutConfig) -> None:
+    """Raises ConfigError for something in a block that the installed vLLM cannot run."""
+    for sentence in refusals(block, VLLM_VERSION):
+        raise ConfigError(sentence)
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -116,24 +102,15 @@ def require(owner: Any, names: Iterable[str], what: str) -> None:
         raise RuntimeError(f"vLLM {VLLM_VERSION}: {what} has no {', '.join(missing)}; this version is not supported")
 
 
-def verify_names() -> None:
-    """Raises RuntimeError unless vLLM has all that exactness overrides or sets. vLLM would go on without a lost name."""
-    if CHOOSES_ON_DEVICE or any("split" in name.lower() for name in vars(topk_topp_triton)):  # vLLM 0.25 splits no row
-        require(topk_topp_triton, ["_SPLIT_MAX_BATCH"], topk_topp_triton.__name__)
-    if not CHOOSES_ON_DEVICE:
-        require(rejection_sampler, ["rejection_sample"], rejection_sampler.__name__)
-        return
-    require(rejection_sampler.RejectionSampler, ["_verify", "_get_logprobs_tensors"], "the rejection sampler")
-    require(Sampler, ["add_request", "apply_sampling_params", "get_logprobs_dims"], "the sampler")
-    require(SamplingStates, ["add_request", "max_num_logprobs"], "the sampling state")
-
-
 def make_top_p_independent_of_batch() -> None:
     """Makes vLLM's top-p kernels treat a row alike, however many rows a step has: tokens must not depend on drafts.
 
     With up to 64 rows vLLM's GPU kernels sum each row in slices, and the number of slices depends on the number of rows. The
-    sum may then differ in the last bit, and so may the set of tokens that top-p excludes.
+    sum may then differ in the last bit, and so may the set of tokens that top-p excludes. Raises RuntimeError if vLLM slices
+    rows by another name.
     """
+    if CHOOSES_ON_DEVICE or any("split" in name.lower() for name in vars(topk_topp_triton)):  # vLLM 0.25 splits no row
+        require(topk_topp_triton, ["_SPLIT_MAX_BATCH"], topk_topp_triton.__name__)
     topk_topp_triton._SPLIT_MAX_BATCH = 0
 
 

@@ -21,9 +21,9 @@ def start_vllm(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> Any:
     from nemo_specrollout.generation.engine import compat, process_state
 
     compat.check_version()
-    compat.check_drafters(block)
+    compat.check_features(block)
     if block.enabled:
-        from nemo_specrollout.generation.engine.older_runners import allow_text_drafters
+        from nemo_specrollout.generation.engine.text_method import allow_text_drafters
 
         allow_text_drafters()
     arguments = with_specrollout(arguments, block, compat.device_type(), compat.vllm_abilities(arguments))

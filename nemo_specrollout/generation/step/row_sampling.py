@@ -17,7 +17,6 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
@@ -59,10 +58,9 @@ class RowSampler(Sampler):
 
     @staticmethod
     def fits(sampler: Any) -> bool:
-        """Returns whether the sampler is vLLM's own (0.32 and later), without the options that need other kernels."""
+        """Returns whether the sampler is vLLM's own, without the options that need other kernels."""
         return (
-            compat.CHOOSES_ON_DEVICE
-            and type(sampler) is Sampler
+            type(sampler) is Sampler
             and sampler.logprobs_mode in (_RAW, _PROCESSED)
             and not (sampler.use_fp64_gumbel or sampler.return_sampling_mask)
             and sampler.trace_replay_state is None

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additions to the V2 model runners of vLLM before 0.32: a speculator for text drafters, bad words.
-
-Nothing here is in force where vLLM has its own.
+"""Drafters without weights on vLLM before 0.32, whose V2 model runner has no method for them. Not in force elsewhere.
 
 Shapes: B requests of the batch, K draft positions.
 """
 
-import inspect
 import os
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import model_runner
-from vllm.v1.worker.gpu.sample import bad_words
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.arguments import TEXT_METHOD
-from nemo_specrollout.generation.engine.compat import HAS_TEXT_METHOD
 
 _LIFTED_REFUSALS = {"ngram/ngram_gpu speculative decoding", f"speculative method '{TEXT_METHOD}'"}
 _config: Any = VllmConfig
@@ -55,7 +50,7 @@ def allow_text_drafters() -> None:
     Each process that makes a config or a worker must call this. An environment variable tells vLLM's own processes to use V2.
     """
     global _is_text_allowed  # noqa: PLW0603
-    if HAS_TEXT_METHOD or _is_text_allowed:
+    if compat.HAS_TEXT_METHOD or _is_text_allowed:
         return
     compat.require(_config, ["_get_v2_model_runner_unsupported_features"], "VllmConfig")
     compat.require(_runner_module, ["init_speculator"], _runner_module.__name__)
@@ -75,21 +70,3 @@ def allow_text_drafters() -> None:
     _config._get_v2_model_runner_unsupported_features = refuses_less
     _runner_module.init_speculator = init_any_speculator
     _is_text_allowed = True
-
-
-def fix_bad_words(sampler: Any) -> None:
-    """Makes bad words look at the draft before a row. vLLM 0.25's kernel looks at the token before that draft.
-
-    Raises RuntimeError if this vLLM keeps bad words elsewhere.
-    """
-    if compat.CHOOSES_ON_DEVICE or "spec_offset + 1" in inspect.getsource(bad_words):
-        return
-    compat.require(sampler, ["bad_words_state"], "the sampler")
-    state = sampler.bad_words_state
-    compat.require(state, ["apply_bad_words"], "the state of bad words")
-    apply = state.apply_bad_words
-
-    def apply_to_next(logits: Any, rows: Any, slots_np: Any, input_ids: torch.Tensor, local_pos: Any) -> None:
-        apply(logits, rows, slots_np, input_ids.roll(-1), local_pos)
-
-    state.apply_bad_words = apply_to_next

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each supported version of vLLM has of the features of this package. Neither torch nor vLLM is imported.
+
+A login node, on which vLLM is not installed, gives the same answer as the job, because both ask this table. The engine finds
+out by names and signatures what its vLLM has, and `tests/test_older_vllm.py` compares the table with that.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, REMOTE_DRAFTER
+from nemo_specrollout.installed.versions import VLLM_RANGE, version_numbers
+
+Version = tuple[int, ...]
+ALWAYS: Version = VLLM_RANGE[0]
+"""The oldest supported version, for what every supported version has."""
+
+
+@dataclass(frozen=True)
+class VllmFeature:
+    """A feature of this package that not every supported version of vLLM can have."""
+
+    name: str
+    """As the documents call it."""
+    since: Version
+    """First version of vLLM with which it works."""
+    otherwise: str
+    """What a run has instead with an older version."""
+    drafters: tuple[str, ...] = ()
+    """Types of drafters that a block must not name before `since`, because nothing can take their place."""
+
+    def is_in(self, version: str) -> bool:
+        """Returns whether a version of vLLM has the feature. A version that does not begin with numbers has it."""
+        numbers = version_numbers(version)
+        return numbers is None or numbers >= self.since
+
+
+DEVICE_CHOICE = VllmFeature(
+    "the device chooses which drafts a step verifies",
+    (0, 32, 0),
+    "the host chooses them, from rates that are a step old",
+)
+DRAFT_MODEL = VllmFeature(
+    "`draft_model`", (0, 32, 0), "refused: its V2 model runner runs no draft model of its own", ("draft_model",)
+)
+BLOCK_HEADS = VllmFeature(
+    "`dflash`, `dspark`", (0, 32, 0), "refused: the noise of their drafts was not checked there", BLOCK_DRAFTERS
+)
+REMOTE = VllmFeature(
+    "`remote`", (0, 32, 0), "refused: its sampler cannot grade the drafts of shadow sequences", (REMOTE_DRAFTER,)
+)
+FEATURES = (DEVICE_CHOICE, DRAFT_MODEL, BLOCK_HEADS, REMOTE)
+"""Each feature that some supported version lacks. All others work with every supported version."""
+
+
+def refusals(block: SpecrolloutConfig, version: str) -> Iterator[str]:
+    """Yields a sentence with field, value and fix for each thing in a block that a version of vLLM cannot run."""
+    for i, drafter in enumerate(block.drafters if block.enabled else ()):
+        for feature in FEATURES:
+            if drafter.type in feature.drafters and not feature.is_in(version):
+                reason = feature.otherwise.removeprefix("refused: ")
+                since = ".".join(map(str, feature.since))
+                yield (
+                    f"{BLOCK_PATH}.drafters[{i}].type: {drafter.type}; with vLLM {version} {reason}: use eagle3, mtp, "
+                    f"ngram or suffix, or vLLM {since} or later"
+                )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM before 0.32: the host chooses which drafts a step verifies.
+
+These are the runners of vLLM 0.25.1 to 0.31, among them those that NeMo-RL pins. Text drafters need more than this class
+(`engine/text_method.py`), in processes that have no runner.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.sample import bad_words
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+from nemo_specrollout.generation.drafting.draft_router import DraftRouter
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.runners.family import RunnerFamily, Settle
+from nemo_specrollout.generation.step.equality_rule import sample_and_compare, verify_asked
+
+
+class Before032(RunnerFamily):
+    """Puts a rule of acceptance and a repair of bad words into vLLM's own objects."""
+
+    def verify_names(self) -> None:
+        """Raises RuntimeError unless vLLM keeps its rule of acceptance where `SwappingVerifier` replaces it."""
+        compat.require(rejection_sampler, ["rejection_sample"], rejection_sampler.__name__)
+
+    def sampler(self, native: Any) -> Any:
+        """Returns vLLM's own sampler."""
+        return native
+
+    def is_in_force(self, sampler: Any) -> bool:
+        """Returns True: the sampler is vLLM's own."""
+        return True
+
+    def verifier(self, runner: Any) -> "SwappingVerifier":
+        """Returns our extension of vLLM's rejection sampler, and lets bad words look at drafts."""
+        _fix_bad_words(runner.sampler)
+        return SwappingVerifier(runner.sampler, runner.speculative_config, runner.device)
+
+    def verifies(self, verifier: Any) -> bool:
+        """Returns whether it is a `SwappingVerifier`."""
+        return isinstance(verifier, SwappingVerifier)
+
+    def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
+        """Lets the host choose, with the reason that `arguments.with_specrollout` gives for every such version."""
+        settle(reason)
+
+    def chooses_on_device(self, runner: Any) -> bool:
+        """Returns False: these runners count the rows of a step on the host."""
+        return False
+
+    def warm_up(self, runner: Any) -> None:
+        """Does nothing: vLLM warms its own kernels up."""
+
+
+class SwappingVerifier(rejection_sampler.RejectionSampler):
+    """Verification by equality in a rejection sampler without a method for the rule of acceptance. Log-probs are vLLM's."""
+
+    _has_verified = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Verifies a batch with vLLM's code and our rule. Other engines of this process keep vLLM's rule.
+
+        Engines of one process must verify in the same thread.
+        """
+        vllm_rule = rejection_sampler.rejection_sample
+        rejection_sampler.rejection_sample = self._compare
+        try:
+            output = super().__call__(*args, **kwargs)
+        finally:
+            rejection_sampler.rejection_sample = vllm_rule
+        verify_asked(self._has_verified)
+        return output
+
+    def _compare(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self._has_verified = True
+        return sample_and_compare(*args, **kwargs)
+
+
+def _fix_bad_words(sampler: Any) -> None:
+    """Makes bad words look at the draft before a row. vLLM 0.25's kernel looks at the token before that draft.
+
+    Raises RuntimeError if this vLLM keeps bad words elsewhere.
+    """
+    if "spec_offset + 1" in inspect.getsource(bad_words):
+        return
+    compat.require(sampler, ["bad_words_state"], "the sampler")
+    state = sampler.bad_words_state
+    compat.require(state, ["apply_bad_words"], "the state of bad words")
+    apply = state.apply_bad_words
+
+    def apply_to_next(logits: Any, rows: Any, slots_np: Any, input_ids: torch.Tensor, local_pos: Any) -> None:
+        apply(logits, rows, slots_np, input_ids.roll(-1), local_pos)
+
+    state.apply_bad_words = apply_to_next

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface behind which families of vLLM's V2 model runners differ.
+
+A family is a range of vLLM versions whose model runners are entered at the same places. What is the same everywhere stands
+in the vLLM worker. A family that no supported version has any more goes with its file and its line in `installed.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from nemo_specrollout.generation.drafting.draft_router import DraftRouter
+
+Settle = Callable[[str | None], None]
+"""Is called with the reason why the host must choose the drafts of each step; None if the device does."""
+
+
+class RunnerFamily(ABC):
+    """What the vLLM worker does in its own way for a family of V2 model runners. Keeps no state of an engine."""
+
+    @abstractmethod
+    def verify_names(self) -> None:
+        """Raises RuntimeError unless vLLM has all that exactness overrides or sets. vLLM would go on without a lost name."""
+
+    @abstractmethod
+    def sampler(self, native: Any) -> Any:
+        """Returns the sampler to use in the place of vLLM's own, which may be that one."""
+
+    @abstractmethod
+    def is_in_force(self, sampler: Any) -> bool:
+        """Returns whether a runner's sampler is the one that `sampler` has put there."""
+
+    @abstractmethod
+    def verifier(self, runner: Any) -> Any:
+        """Returns a rejection sampler that accepts a draft if and only if the target samples it."""
+
+    @abstractmethod
+    def verifies(self, verifier: Any) -> bool:
+        """Returns whether a runner's rejection sampler is one of `verifier`."""
+
+    @abstractmethod
+    def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
+        """Puts our budget of drafts into a runner before its KV cache is made. A `reason` may be known before."""
+
+    @abstractmethod
+    def chooses_on_device(self, runner: Any) -> bool:
+        """Returns whether the device chooses with our budget which drafts a runner's step verifies."""
+
+    @abstractmethod
+    def warm_up(self, runner: Any) -> None:
+        """Compiles what steps call of the family's own, so that none of it is compiled in a rollout."""

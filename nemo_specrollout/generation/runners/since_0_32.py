@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM 0.32 and later: the device chooses which drafts a step verifies, and one pass samples, accepts and grades rows."""
+
+from typing import Any
+
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+from nemo_specrollout.generation.drafting.draft_router import DraftRouter
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.runners.family import RunnerFamily, Settle
+from nemo_specrollout.generation.step.row_sampling import RowSampler
+from nemo_specrollout.generation.step.verification import EqualityVerifier
+from nemo_specrollout.generation.step.verification_budget import VerificationBudget, install_budget
+
+
+class Since032(RunnerFamily):
+    """Extends what vLLM has for each purpose: its sampler, its rejection sampler, and its adaptive verification."""
+
+    def verify_names(self) -> None:
+        """Raises RuntimeError unless vLLM has the methods and attributes that our classes override or read."""
+        compat.require(
+            rejection_sampler.RejectionSampler, ["_verify", "_get_logprobs_tensors"], "the rejection sampler"
+        )
+        compat.require(Sampler, ["add_request", "apply_sampling_params", "get_logprobs_dims"], "the sampler")
+        compat.require(SamplingStates, ["add_request", "max_num_logprobs"], "the sampling state")
+
+    def sampler(self, native: Any) -> Any:
+        """Returns a `RowSampler`, or vLLM's own sampler with an option that needs other kernels."""
+        return RowSampler(native) if RowSampler.fits(native) else native
+
+    def is_in_force(self, sampler: Any) -> bool:
+        """Returns whether no sampler of vLLM's stands where a `RowSampler` could."""
+        return not RowSampler.fits(sampler)
+
+    def verifier(self, runner: Any) -> EqualityVerifier:
+        """Returns our extension of vLLM's rejection sampler."""
+        return EqualityVerifier(runner.sampler, runner.speculative_config, runner.device)
+
+    def verifies(self, verifier: Any) -> bool:
+        """Returns whether it is an `EqualityVerifier`."""
+        return isinstance(verifier, EqualityVerifier)
+
+    def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
+        """Lets the device choose, unless there is a reason against it, which vLLM may only name with the KV cache."""
+        install_budget(runner, router, settle, reason)
+
+    def chooses_on_device(self, runner: Any) -> bool:
+        """Returns whether the runner's adaptive verification is ours."""
+        return isinstance(runner.adaptive_verification, VerificationBudget)
+
+    def warm_up(self, runner: Any) -> None:
+        """Launches the row sampler's kernels, and compiles the device's choice."""
+        if isinstance(runner.sampler, RowSampler):
+            runner.sampler.warm_up(runner)
+        if self.chooses_on_device(runner):
+            runner.adaptive_verification.warm_up()

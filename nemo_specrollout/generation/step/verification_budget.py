@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget of drafts where the device chooses which ones a step verifies (vLLM 0.32 and later)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx.experimental import _config
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
+
+from nemo_specrollout.generation.drafting.draft_router import DraftRouter
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.engine.transfers import to_device
+
+_compiler: Any = _config
+_runner_module: Any = model_runner
+
+
+class VerificationBudget(AdaptiveVerificationManager):
+    """vLLM's adaptive verification with our budget policy, and with step costs that are measured while the engine runs.
+
+    vLLM schedules all draft rows of each request, then keeps the best drafts of the batch. The host chooses how many, from
+    counts that are a step old. The device chooses which ones, from the latest rates. So nothing waits for the device.
+    """
+
+    def __init__(self, runner: Any, router: DraftRouter) -> None:
+        super().__init__(
+            runner.req_states,
+            runner.input_buffers.query_start_loc,
+            runner.model_state.num_new_sampled_tokens_per_step,
+            rejection_sampler.get_max_chunk_logits(runner.vocab_size),
+            **_options_with_sharding(getattr(runner, "batch_sharder", None)),
+        )
+        self._router = router
+        self._confidence_probs = router.board.tables.rates_SK
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compiles vLLM's choice of the best drafts, which a step with a budget smaller than its drafts calls.
+
+        torch.compile makes a variant for one request and for several, and for a budget of one draft and of several. It must
+        not take sizes that happen to be equal for one size. So these calls serve all steps.
+        """
+        device = self._confidence_probs.device
+        width = self.num_speculative_steps
+        for num_requests in {1, min(3, self.req_states.max_num_reqs)}:
+            names = [str(b) for b in range(num_requests)]
+            slots_B = to_device(range(num_requests), np.int64, device)
+            for budget in range(1, min(3, num_requests * width)):
+                self._batch_budget = (dict.fromkeys(names, width), dict.fromkeys(names, self.num_bonus_tokens), budget)
+                with _compiler.patch(use_duck_shape=False):
+                    self.reallocate_drafts(names, slots_B)
+
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
+        """Yields nothing: costs are measured while the engine runs."""
+        return iter(())
+
+    def set_initial_cost_curves(self, samples: list[Any]) -> None:
+        """Ignores vLLM's cost curves, which our policy does not read."""
+
+    def add_request(self, req_idx: int) -> None:
+        """Sets the rates of a new request to zero, until drafts are proposed for it."""
+        self._confidence_probs[req_idx].fill_(0.0)
+
+    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
+        """Does nothing: the draft board has written the rates, and counted them for the host."""
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        """Returns the tokens of the step's forward pass, including drafts within the budget. Sets the step's budget."""
+        num_drafts = {name: len(draft_tokens.get(name, ())) for name in num_tokens_per_req}
+        num_others = {name: num_tokens_per_req[name] - count for name, count in num_drafts.items()}
+        # A chunk of logits may have fewer rows than there are requests. Then it has no room for any draft.
+        room = max(0, self._max_total_logits - len(num_drafts) * self.num_bonus_tokens)
+        most = min(sum(num_drafts.values()), room)
+        budget = self._router.num_drafts(len(num_drafts), most)
+        self._batch_budget = (num_drafts, num_others, budget)
+        return sum(num_others.values()) + budget
+
+
+def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | None], None], reason: str | None) -> None:
+    """Makes `runner.initialize_kv_cache` put our budget in the place of vLLM's adaptive verification, if vLLM allows that.
+
+    `settle` is called with None, or with the reason why the host must choose the drafts; a `reason` may be known before.
+    vLLM makes a manager with each KV cache: one while it measures the memory of CUDA graphs, then the engine's.
+    """
+    initialize_kv_cache = runner.initialize_kv_cache
+
+    def initialize_with_budget(*args: Any, **options: Any) -> None:
+        with _questions_to_vllm() as refusals:
+            initialize_kv_cache(*args, **options)
+        found = reason or next(iter(refusals), None)
+        runner.adaptive_verification = None if found else VerificationBudget(runner, router)
+        runner.rejection_sampler.enable_adaptive_verification = found is None
+        settle(found)
+
+    runner.initialize_kv_cache = initialize_with_budget
+
+
+@contextmanager
+def _questions_to_vllm() -> Iterator[list[str]]:
+    """Yields a list that receives what vLLM says against a choice on the device while it initializes a KV cache.
+
+    vLLM would end the engine. Where its adaptive verification is off, because there are no CUDA graphs, vLLM does not ask its
+    attention backends, so they are asked here.
+    """
+    create = _runner_module.maybe_create_adaptive_verification_manager
+    refusals = list[str]()
+
+    def ask(**options: Any) -> Any:
+        unfit = get_query_lens_mismatch_unsupported_backend(options["attn_groups"], options["target_layer_names"])
+        if unfit is not None:
+            refusals.append(f"the attention backend {unfit} plans a step by numbers of drafts on the host")
+            return None
+        try:
+            return create(**options)
+        except ValueError as error:  # graphs that cannot replay steps of any number of drafts
+            refusals.append(str(error))
+            return None
+
+    _runner_module.maybe_create_adaptive_verification_manager = ask
+    try:
+        yield refusals
+    finally:
+        _runner_module.maybe_create_adaptive_verification_manager = create
+
+
+def _options_with_sharding(sharder: Any) -> dict[str, bool]:
+    """Returns further arguments of vLLM's manager for a runner whose ranks share the sampling out; `sharder` may be None.
+
+    Tells the sharder that the device decides the numbers of drafts. The manager then copies them to the host, for its plan.
+
+    Raises RuntimeError for a vLLM that plans with other numbers (before 0.33).
+    """
+    if sharder is None:
+        return {}
+    if not compat.takes(AdaptiveVerificationManager.__init__, "copy_admitted_drafts_to_host"):
+        raise RuntimeError(
+            f"vllm_kwargs.enable_batch_sharded_sampling: true; vLLM {compat.VLLM_VERSION} shards by other numbers of drafts "
+            "than a step verifies: remove it, or use vLLM 0.33 or later"
+        )
+    sharder.adaptive_verification_enabled = True
+    return {"copy_admitted_drafts_to_host": True}
