@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent layers of a vLLM before 0.32 on a CPU: bodies of what its CPU build lacks, or what Triton's interpreter cannot run.
+"""Recurrent layers of an older vLLM on a CPU: bodies of what its CPU build lacks, or Triton's interpreter cannot run.
 
 All other kernels of such layers are vLLM's own, in Triton's interpreter. What these bodies are told, such as the slots of
 states and the numbers of accepted tokens, is vLLM's own, too.
@@ -37,10 +37,11 @@ def _try_one_configuration() -> None:
     from triton.runtime.autotuner import Autotuner
 
     for module in [m for name, m in sys.modules.items() if name.startswith("vllm.model_executor.layers.mamba")]:
-        for kernel in vars(module).values():
-            while kernel is not None and not isinstance(kernel, Autotuner):
-                kernel = vars(kernel).get("fn") if hasattr(kernel, "run") else None
-            if kernel is not None:
+        for named in vars(module).values():
+            kernel = named
+            while hasattr(kernel, "run") and not isinstance(kernel, Autotuner):
+                kernel = vars(kernel).get("fn")
+            if isinstance(kernel, Autotuner):
                 kernel.configs = kernel.configs[:1]
 
 

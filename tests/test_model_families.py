@@ -12,7 +12,7 @@ from test_nemo_rl_config import CLEAN
 from lab.cli.main import main as lab_main
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.model_families import all_families, all_options, families_of, recurrent_layers
-from nemo_specrollout.generation.engine.arguments import host_choice
+from nemo_specrollout.generation.engine.arguments import VllmAbilities, host_choice
 
 pytestmark = pytest.mark.unit
 
@@ -71,7 +71,7 @@ def test_recurrent_layers_are_read_from_a_config(config: dict[str, Any], found: 
     ],
 )
 def test_arguments_decide_who_chooses_the_drafts(arguments: dict[str, Any], words: str | None) -> None:
-    reason = host_choice(arguments, {})
+    reason = host_choice(arguments, VllmAbilities())
     assert reason is None if words is None else words in str(reason)
 
 

@@ -2,15 +2,18 @@
 """Which vLLM a run's engines will have: read from small checkouts of NeMo-RL, a real one, and damaged ones."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from test_nemo_rl_config import tree
+from omegaconf import OmegaConf
+from test_nemo_rl_config import CLEAN, tree
 
+from nemo_specrollout.cli.main import main
 from nemo_specrollout.config import engine_vllm as engine_vllm_module
 from nemo_specrollout.config.engine_vllm import HERE, PINNED, EngineVllm, engine_vllm, vllm_differences
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG
+from nemo_specrollout.doctor.diagnosis import State
+from nemo_specrollout.doctor.environment import diagnose_engine_vllm
 from nemo_specrollout.installed.pinned_vllm import ENGINE_ACTORS, Pin, built_vllm, read_pin
 
 pytestmark = pytest.mark.unit
@@ -142,8 +145,6 @@ def test_an_environment_that_nemo_rl_has_made_is_used_as_it_is(tmp_path: Path, n
 
 # Which of them the engines of a run get.
 
-Found = Mapping[str, str]
-
 
 @pytest.fixture
 def nemo_rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -195,3 +196,35 @@ def test_a_checkout_that_names_no_version_leaves_the_one_here(nemo_rl: Path) -> 
     found = engine_vllm(tree(), {})
     assert (found.version, found.place) == ("0.32.0", HERE)
     assert "warning: vllm: uv.lock cannot be read" in told(found)
+
+
+# What `check` and `doctor` say of it.
+
+
+def test_check_describes_the_engines_vllm(nemo_rl: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = nemo_rl / "run.yaml"
+    config.write_text(OmegaConf.to_yaml(OmegaConf.create(CLEAN)))
+    assert main(["check", str(config)]) == 0
+    text = capsys.readouterr().out
+    assert "vLLM 0.25.1 (pinned by NeMo-RL's checkout), V2 model runner" in text
+    assert "the host chooses the drafts of each step: vLLM before 0.32 cannot choose them on the device" in text
+    assert "0.32.0 is in this Python, but the engines get 0.25.1" in text
+
+
+@pytest.mark.parametrize(
+    ("locked", "asked", "state", "words"),
+    [
+        ("0.25.1", "0.25.1", State.OK, "0.25.1, pinned by NeMo-RL's checkout"),
+        ("0.20.0", "0.20.0", State.FAIL, "vLLM 0.20.0 is not supported"),
+        ("0.25.1", "0.29.0", State.WARN, "run `uv lock`"),
+    ],
+)
+def test_doctor_says_which_vllm_engines_get(nemo_rl: Path, locked: str, asked: str, state: State, words: str) -> None:
+    checkout(nemo_rl, locked=locked, asked=asked)
+    (diagnosis,) = diagnose_engine_vllm(engine_vllm({}, {}))
+    assert diagnosis.state is state and words in diagnosis.found
+
+
+def test_doctor_is_silent_without_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_vllm_module, "nemo_rl_checkout", lambda: None)
+    assert list(diagnose_engine_vllm(engine_vllm({}, {}))) == []

@@ -13,6 +13,9 @@ from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, Finding, Tree, at, ne
 from nemo_specrollout.installed.pinned_vllm import SYSTEM_PYTHON, Pin, built_vllm, read_pin
 from nemo_specrollout.installed.versions import vllm_version
 
+HERE = "here"
+PINNED = "pinned by NeMo-RL's checkout"
+
 
 @dataclass(frozen=True)
 class EngineVllm:
@@ -21,20 +24,17 @@ class EngineVllm:
     version: str | None
     """None if nothing here tells."""
     place: str
-    """Where the version is from: `here`, or words that end a sentence about it."""
+    """Where the version is from: `HERE`, `PINNED`, or words that name the engines' environment."""
     here: str | None
     """The version in the Python at hand; None if there is none."""
     pin: Pin | None
     """What NeMo-RL's checkout says; None without a checkout."""
 
-    def __str__(self) -> str:
-        if self.version is None:
-            return "not installed here"
-        return f"here {self.version}" if self.place == HERE else f"{self.place} {self.version}"
 
-
-HERE = "here"
-PINNED = "pinned by NeMo-RL's checkout"
+def vllm_here() -> EngineVllm:
+    """Returns the vLLM of the Python at hand, for engines that this Python starts itself."""
+    here = vllm_version()
+    return EngineVllm(here, HERE, here, None)
 
 
 def engine_vllm(tree: Tree, variables: Mapping[str, str] = os.environ) -> EngineVllm:
@@ -47,13 +47,13 @@ def engine_vllm(tree: Tree, variables: Mapping[str, str] = os.environ) -> Engine
     checkout = nemo_rl_checkout()
     pin = None if checkout is None else read_pin(checkout)
     is_shared = variables.get(SYSTEM_PYTHON) == "1" and here is not None
-    if checkout is None or pin is None or is_shared:
+    if checkout is None or is_shared:
         return EngineVllm(here, HERE, here, pin)
     is_async = bool(at(tree, f"{VLLM_CFG}.async_engine"))
     if (built := built_vllm(checkout, is_async=is_async, variables=variables)) is not None:
         version, environment = built
         return EngineVllm(version, f"in the engines' environment {environment}", here, pin)
-    if pin.version is None:
+    if pin is None or pin.version is None:
         return EngineVllm(here, HERE, here, pin)
     return EngineVllm(pin.version, PINNED, here, pin)
 
@@ -72,7 +72,7 @@ def vllm_differences(vllm: EngineVllm) -> Iterator[Finding]:
         return
     if vllm.place != PINNED:
         text = (
-            f"{vllm.version} ({vllm.place}) is not what NeMo-RL pins, {vllm.pin.version}; NeMo-RL itself is tested with its pin "
+            f"{vllm.version} ({vllm.place}) is not what NeMo-RL pins, {vllm.pin.version}; its authors test it with its pin "
             "only (docs/reference/nemo-rl-vllm.md)"
         )
         yield Finding("vllm", text, "note")

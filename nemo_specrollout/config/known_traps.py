@@ -13,7 +13,6 @@ from nemo_specrollout.config.engine_vllm import HERE, engine_vllm
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
     VLLM_CFG,
-    VLLM_KWARGS,
     Tree,
     asynchronous_block,
     at,
@@ -29,7 +28,10 @@ MOVED_MODULES = {
     "vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils",
     "vllm.entrypoints.openai.engine.protocol": "vllm.entrypoints.serve.engine.protocol",
 }
-"""Modules that NeMo-RL's HTTP server imports, and their newer names: the first since vLLM 0.32, the second since 0.29. Our engine actor lends it the old names."""
+"""Modules that NeMo-RL's HTTP server imports, and their newer names, the first since vLLM 0.32 and the second since 0.29.
+
+Our engine actor lends the server the old names.
+"""
 VLLM = "vllm"
 NEMO_RL = "nemo-rl"
 Version = tuple[int, ...]
@@ -139,37 +141,6 @@ def _serves_http(tree: Tree) -> bool:
     return runtime_of(tree) == "nemo_rl" and bool(serves)
 
 
-def _captures_experts(tree: Tree) -> bool:
-    """Returns whether engines return the experts of each token, as router replay needs it."""
-    is_replayed = at(tree, "policy.router_replay.enabled")
-    return block_is_on(tree) and bool(is_replayed or at(tree, f"{VLLM_KWARGS}.enable_return_routed_experts"))
-
-
-def _has_logits_processors(tree: Tree) -> bool:
-    return block_is_on(tree) and bool(at(tree, f"{VLLM_KWARGS}.logits_processors"))
-
-
-_LACKED_BY_V2 = (
-    "enable_prompt_embeds",
-    "kv_sharing_fast_prefill",
-    "ec_transfer_config",
-    "enable_elastic_ep",
-    "enable_dbo",
-)
-"""Engine arguments that vLLM 0.25.1 refuses on its V2 model runner, beside those with a trap of their own."""
-
-
-def _uses_what_v2_lacked(tree: Tree) -> bool:
-    modes = (at(tree, f"{block}.logprobs_mode") for block in (VLLM_CFG, VLLM_KWARGS))
-    is_one_on = any(at(tree, f"{VLLM_KWARGS}.{name}") for name in _LACKED_BY_V2)
-    contexts = at(tree, f"{VLLM_KWARGS}.prefill_context_parallel_size", 1)
-    return block_is_on(tree) and (is_one_on or contexts != 1 or any(mode in _LOGIT_MODES for mode in modes))
-
-
-_LOGIT_MODES = ("raw_logits", "processed_logits")
-"""Values of vLLM's `logprobs_mode` with which it returns logits."""
-
-
 def _keeps_stale_prefixes(tree: Tree) -> bool:
     """Returns whether the engines of an asynchronous run cache prefixes, and keep them when weights change.
 
@@ -218,35 +189,10 @@ TRAPS = (
     KnownTrap(
         VLLM,
         _serves_http,
-        f"NeMo-RL's HTTP server imports {' and '.join(MOVED_MODULES)}, of which vLLM 0.29 renamed the second and 0.32 the first, "
-        f"to {' and '.join(MOVED_MODULES.values())}, so the server does not start, and with it neither does NeMo-Gym",
+        f"NeMo-RL's HTTP server imports {' and '.join(MOVED_MODULES)}, of which vLLM 0.29 renamed the second and 0.32 the "
+        f"first, to {' and '.join(MOVED_MODULES.values())}, so the server does not start, and with it neither does NeMo-Gym",
         "the engine actor gives the server these modules by their old names",
         since=(0, 29, 0),
-    ),
-    KnownTrap(
-        VLLM,
-        _captures_experts,
-        "its V2 model runner refuses `enable_return_routed_experts`, which router replay needs, so no engine starts",
-        "set policy.router_replay.enabled: false, or install vLLM 0.32",
-        before=(0, 28, 0),
-        is_ours=False,
-    ),
-    KnownTrap(
-        VLLM,
-        _has_logits_processors,
-        "its V2 model runner refuses custom logits processors, so no engine starts",
-        "remove `logits_processors`, or install vLLM 0.32",
-        before=(0, 32, 0),
-        is_ours=False,
-    ),
-    KnownTrap(
-        VLLM,
-        _uses_what_v2_lacked,
-        f"its V2 model runner refuses {', '.join(_LACKED_BY_V2)}, prefill_context_parallel_size and a logprobs_mode that "
-        "returns logits, so no engine starts",
-        "remove what is set of them, or install vLLM 0.32",
-        before=(0, 32, 0),
-        is_ours=False,
     ),
     KnownTrap(
         NEMO_RL,

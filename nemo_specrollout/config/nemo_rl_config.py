@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, OFF, SpecrolloutConfig
 from nemo_specrollout.config.block_place import place_findings
 from nemo_specrollout.config.engine_vllm import HERE, engine_vllm, vllm_differences
 from nemo_specrollout.config.nemo_rl_rules import (
@@ -27,6 +27,8 @@ from nemo_specrollout.config.nemo_rl_tree import (
 )
 from nemo_specrollout.config.resource_rules import resource_findings
 from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.v2_lacks import v2_lacks
+from nemo_specrollout.config.vllm_features import refusals
 from nemo_specrollout.installed.versions import (
     NEMO_RL_NEEDED,
     NEMO_RL_REFUSED,
@@ -118,7 +120,12 @@ def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
             about_vllm = list(backend_findings(tree))
             if not about_vllm:
                 block, about_block = _block(tree)
-                about_vllm = [*about_block, *engine_findings(tree), *resource_findings(tree), *_vllm_version(tree)]
+                about_vllm = [
+                    *about_block,
+                    *engine_findings(tree),
+                    *resource_findings(tree),
+                    *_about_engines(tree, block),
+                ]
             found += [*about_vllm, *trainer_findings(tree), *_nemo_rl_version()]
         else:
             found += _nemo_rl_alone(tree)
@@ -160,14 +167,23 @@ def _nemo_rl_version() -> Iterator[Finding]:
         yield Finding("nemo-rl", f"{text}; use {NEMO_RL_NEEDED}", "error")
 
 
-def _vllm_version(tree: Tree) -> Iterator[Finding]:
-    """Yields what is wrong or unexpected about the vLLM of the engines. It is an error where the run would have it for sure."""
+def _about_engines(tree: Tree, block: SpecrolloutConfig | None) -> Iterator[Finding]:
+    """Yields what is wrong or unexpected about the vLLM of the engines, and what of the block that vLLM cannot run.
+
+    An unsupported version is an error where the run would have it for sure.
+    """
     vllm = engine_vllm(tree)
     yield from vllm_differences(vllm)
-    if vllm.version is not None and (sentence := unsupported_version(vllm.version)) is not None:
+    yield from v2_lacks(tree, vllm.version)
+    if vllm.version is None:
+        return
+    if (sentence := unsupported_version(vllm.version)) is not None:
         is_certain = vllm.place != HERE or nemo_rl_version() is not None
         where = "" if vllm.place == HERE else f", {vllm.place}"
         yield Finding("vllm", sentence + where, "error" if is_certain else "warning")
+        return
+    for sentence in refusals(block or OFF, vllm.version):
+        yield Finding.error(sentence)
 
 
 def _nemo_rl_alone(tree: Tree) -> Iterator[Finding]:
