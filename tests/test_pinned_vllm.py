@@ -10,7 +10,10 @@ from test_nemo_rl_config import CLEAN, tree
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config import engine_vllm as engine_vllm_module
+from nemo_specrollout.config import nemo_rl_config
+from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.engine_vllm import HERE, PINNED, EngineVllm, engine_vllm, vllm_differences
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG
 from nemo_specrollout.doctor.diagnosis import State
 from nemo_specrollout.doctor.environment import diagnose_engine_vllm
@@ -228,3 +231,18 @@ def test_doctor_says_which_vllm_engines_get(nemo_rl: Path, locked: str, asked: s
 def test_doctor_is_silent_without_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_vllm_module, "nemo_rl_checkout", lambda: None)
     assert list(diagnose_engine_vllm(engine_vllm({}, {}))) == []
+
+
+def test_a_run_without_the_block_is_warned_of_by_the_engines_vllm(
+    nemo_rl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NeMo-RL's worker extension and vLLM's worker share a name since vLLM 0.29, which this Python need not have."""
+    monkeypatch.setattr(nemo_rl_config, "nemo_rl_checkout", lambda: nemo_rl)
+    backend = nemo_rl / "nemo_rl" / "models" / "generation" / "vllm" / "vllm_backend.py"
+    backend.parent.mkdir(parents=True)
+    backend.write_text("class E:\n    def synchronize_device(self): ...\n")
+    off = tree(f"{BLOCK_PATH}.enabled=false")
+    assert not [finding for finding in check_nemo_rl(off) if finding.subject == "vllm"]
+    build(nemo_rl / "venvs", "0.29.0")
+    (warning,) = (finding for finding in check_nemo_rl(off) if finding.subject == "vllm")
+    assert warning.kind == "warning" and warning.text.startswith("0.29.0; its worker and NeMo-RL's worker extension")

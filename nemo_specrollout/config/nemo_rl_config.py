@@ -24,6 +24,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     at,
     block_is_on,
     native_drafts,
+    nemo_rl_checkout,
 )
 from nemo_specrollout.config.resource_rules import resource_findings
 from nemo_specrollout.config.strict import ConfigError, build
@@ -36,7 +37,6 @@ from nemo_specrollout.installed.versions import (
     nemo_rl_starts_alone,
     nemo_rl_version,
     unsupported_version,
-    vllm_version,
 )
 
 ALGORITHMS = {"grpo": "GRPO", "ppo": "PPO", "distillation": "on-policy distillation"}
@@ -187,13 +187,16 @@ def _about_engines(tree: Tree, block: SpecrolloutConfig | None) -> Iterator[Find
 
 
 def _nemo_rl_alone(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning if NeMo-RL itself cannot start an engine with this vLLM. Its engines may have another one."""
-    if at(tree, "policy.generation.backend") == "vllm" and not nemo_rl_starts_alone():
+    """Yields a warning if NeMo-RL itself cannot start an engine with the vLLM of its engines."""
+    if at(tree, "policy.generation.backend") != "vllm":
+        return
+    vllm = engine_vllm(tree)
+    if not nemo_rl_starts_alone(nemo_rl_checkout(), None if vllm.place == HERE else vllm.version):
         text = (
             "its worker and NeMo-RL's worker extension both have a method synchronize_device, so without the block NeMo-RL "
             f"ends when an engine starts; set {BLOCK_PATH}.enabled: true, or install the vLLM that NeMo-RL pins"
         )
-        yield Finding("vllm", f"{vllm_version()}; {text}", "warning")
+        yield Finding("vllm", f"{vllm.version}; {text}", "warning")
 
 
 _GYM = "env.should_use_nemo_gym"
