@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from omegaconf import OmegaConf
 from test_nemo_rl_config import CLEAN, tree
 
@@ -14,6 +15,7 @@ from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, prepare_nemo_r
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, VLLM_KWARGS
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.v2_lacks import V2_LACKS, v2_lacks
+from nemo_specrollout.config.vllm_features import FEATURES
 from nemo_specrollout.installed.versions import VLLM_RANGE
 
 pytestmark = pytest.mark.unit
@@ -92,9 +94,28 @@ def test_install_refuses_it_before_anything_starts(pinned: Path) -> None:
     assert not [f for f in check_nemo_rl(tree(REPLAY, f"{BLOCK_PATH}.enabled=false")) if f.kind == "error"]
 
 
-@pytest.mark.parametrize("type_", ["draft_model", "remote"])
+@pytest.mark.parametrize("type_", [drafter for feature in FEATURES for drafter in feature.drafters])
 def test_drafters_that_the_pinned_vllm_lacks_are_refused(pinned: Path, type_: str) -> None:
     more = ", addresses: ['tcp://127.0.0.1:1']" if type_ == "remote" else ""
     config = tree(f"{BLOCK_PATH}.drafters=[{{type: {type_}, model: a/model{more}}}]")
     errors = [str(finding) for finding in check_nemo_rl(config) if finding.kind == "error"]
     assert any(f"drafters[0].type: {type_}; with vLLM 0.25.1 " in error for error in errors)
+
+
+PAGE = ROOT / "docs" / "reference" / "nemo-rl-vllm.md"
+
+
+def rows_of(heading: str) -> list[str]:
+    """Returns the rows of the page's table under a first line."""
+    after = PAGE.read_text().partition(heading)[2].splitlines()[2:]
+    return after[: next(i for i, line in enumerate(after) if not line.startswith("|"))]
+
+
+def test_the_page_shows_what_older_versions_lack() -> None:
+    features = [f"| {f.name} | {'.'.join(map(str, f.since))} | {f.otherwise} |" for f in FEATURES]
+    assert rows_of("| feature | since vLLM | with an older one |") == features
+    options = [
+        f"| {', '.join(f'`{path}`' for path in lack.paths)} | {'.'.join(map(str, lack.taken_since))} |"
+        for lack in V2_LACKS
+    ]
+    assert rows_of("| option | V2 takes it since vLLM |") == options

@@ -64,7 +64,7 @@ def vllm_differences(vllm: EngineVllm) -> Iterator[Finding]:
         yield Finding("vllm", problem, "warning")
     if vllm.place != HERE and vllm.here is not None and vllm.here != vllm.version:
         text = (
-            f"{vllm.here} is in this Python, but the engines get {vllm.version}, {vllm.place}; that one counts below. With "
+            f"{vllm.here} is in this Python, but the engines get {vllm.version}, {vllm.place}, so that one counts here. With "
             f"{SYSTEM_PYTHON}=1 they get the one in this Python"
         )
         yield Finding("vllm", text, "note")
