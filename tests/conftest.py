@@ -29,7 +29,7 @@ settings.load_profile("quick")
 pytest_plugins = ["nemo_rl_host", "engines"]
 
 ROOT = Path(__file__).parent.parent
-if os.environ.get("TRITON_INTERPRET") == "1":  # `make test-oldest`
+if os.environ.get("TRITON_INTERPRET") == "1":  # `make test-vllm`
     sys.path.append(str(ROOT / "tests" / "interpreted"))
     __import__("interpreting")
 STEP_ADDER = ROOT / "examples" / "models" / "step_adder"

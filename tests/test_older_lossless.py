@@ -15,7 +15,7 @@ import torch
 pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.older_vllm,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by `make test-oldest`"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by `make test-pins`"),
 ]
 NUM_REQUESTS, POSITION = 2000, 17
 TARGET_V = torch.tensor([0.65, 0.25] + [0.1 / 6] * 6)

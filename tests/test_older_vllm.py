@@ -34,7 +34,7 @@ from nemo_specrollout.installed.versions import vllm_version
 pytestmark = [
     pytest.mark.older_vllm,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by `make test-oldest`"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by `make test-pins`"),
 ]
 HEAD_FOLDER = STEP_ADDER.parent / "step_adder_eagle3"
 HEAD, SUFFIX, NGRAM = Eagle3DrafterConfig(model=str(HEAD_FOLDER)), SuffixDrafterConfig(), NgramDrafterConfig()

@@ -109,6 +109,12 @@ OTHER_TIERS = (
             "examples/",
         ),
     ),
+    Tier(
+        "pins",
+        "engines of the vLLMs that NeMo-RL pins, in Triton's interpreter",
+        ("test_older_vllm.py", "test_older_lossless.py"),
+        (*_ENGINE, "nemo_specrollout/nemo_rl/", "nemo_specrollout/audit/"),
+    ),
 )
 PRODUCT = Tier("product", "the product", (), ("",))
 TIERS = (PRODUCT, *OTHER_TIERS)
