@@ -25,7 +25,7 @@ from nemo_specrollout.installed.versions import version_numbers, vllm_version
 pytestmark = [
     pytest.mark.older_vllm,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by `make test-oldest`"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by `make test-pins`"),
 ]
 # Mixtures come first: the first engine of a process decides whether vLLM has its group of expert parallelism.
 MIXTURES = ("Qwen3-MoE", "Mixtral", "GLM 4 MoE")
