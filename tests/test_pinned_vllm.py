@@ -201,6 +201,10 @@ def test_a_checkout_that_names_no_version_leaves_the_one_here(nemo_rl: Path) -> 
     assert "warning: vllm: uv.lock cannot be read" in told(found)
 
 
+def test_a_local_run_has_the_one_here(nemo_rl: Path) -> None:
+    assert engine_vllm(tree("runtime=local"), {}).version == "0.32.0"
+
+
 # What `check` and `doctor` say of it.
 
 
@@ -224,13 +228,13 @@ def test_check_describes_the_engines_vllm(nemo_rl: Path, capsys: pytest.CaptureF
 )
 def test_doctor_says_which_vllm_engines_get(nemo_rl: Path, locked: str, asked: str, state: State, words: str) -> None:
     checkout(nemo_rl, locked=locked, asked=asked)
-    (diagnosis,) = diagnose_engine_vllm(engine_vllm({}, {}))
+    (diagnosis,) = diagnose_engine_vllm(engine_vllm(tree(), {}))
     assert diagnosis.state is state and words in diagnosis.found
 
 
 def test_doctor_is_silent_without_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_vllm_module, "nemo_rl_checkout", lambda: None)
-    assert list(diagnose_engine_vllm(engine_vllm({}, {}))) == []
+    assert list(diagnose_engine_vllm(engine_vllm(tree(), {}))) == []
 
 
 def test_a_run_without_the_block_is_warned_of_by_the_engines_vllm(

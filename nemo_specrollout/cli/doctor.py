@@ -98,7 +98,7 @@ def _sections(
 
 def _versions() -> Iterator[Diagnosis]:
     yield from environment.diagnose_versions(environment.found_versions())
-    yield from environment.diagnose_engine_vllm(engine_vllm({}))
+    yield from environment.diagnose_engine_vllm(engine_vllm({"runtime": "nemo_rl"}))
 
 
 def _guarded(section: Section, source: Source) -> Iterator[Diagnosis]:

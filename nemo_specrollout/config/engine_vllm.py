@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, Finding, Tree, at, nemo_rl_checkout
+from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, Finding, Tree, at, nemo_rl_checkout, runtime_of
 from nemo_specrollout.installed.pinned_vllm import SYSTEM_PYTHON, Pin, built_vllm, read_pin
 from nemo_specrollout.installed.versions import vllm_version
 
@@ -41,10 +41,10 @@ def engine_vllm(tree: Tree, variables: Mapping[str, str] = os.environ) -> Engine
     """Returns the vLLM that the engines of a config will have.
 
     With `NEMO_RL_PY_EXECUTABLES_SYSTEM=1` it is the one here. Else it is what the engines' environment of NeMo-RL's checkout
-    has, or would get from `uv.lock` when it is made. Without a checkout it is the one here.
+    has, or would get from `uv.lock` when it is made. Without a checkout, and for a local run, it is the one here.
     """
     here = vllm_version()
-    checkout = nemo_rl_checkout()
+    checkout = nemo_rl_checkout() if runtime_of(tree) == "nemo_rl" else None
     pin = None if checkout is None else read_pin(checkout)
     is_shared = variables.get(SYSTEM_PYTHON) == "1" and here is not None
     if checkout is None or is_shared:

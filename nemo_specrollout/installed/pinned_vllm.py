@@ -92,7 +92,7 @@ def built_vllm(checkout: Path, *, is_async: bool, variables: Mapping[str, str] =
 def _locked_version(lock: Mapping[str, Any]) -> str | None:
     """Returns the version that NeMo-RL's extra `vllm` has in `uv.lock`. Other packages there may need another one."""
     packages = lock.get("package", [])
-    own = next((package for package in packages if package.get("name") == _NEMO_RL), {})
+    own: Mapping[str, Any] = next((package for package in packages if package.get("name") == _NEMO_RL), {})
     needed = own.get("optional-dependencies", {}).get(_EXTRA, [])
     versions = [entry.get("version") for entry in needed if entry.get("name") == "vllm"]
     if versions and None in versions:  # uv names no version there if the whole file has only one
