@@ -35,6 +35,8 @@ NOISE = "from the same noise"
 LAYERS = "names no layers"
 CONTEXT = "context length of a head"
 SERVER = "HTTP server imports"
+STATES = "goes on from an older state"
+DELTA = "policy.model_name=Qwen/Qwen3-Next-80B-A3B"
 GYM = "env.should_use_nemo_gym=true"
 LM_HEAD = "shares the policy's lm_head"
 OLD_HEAD = "leaves the draft head as it was"
@@ -71,6 +73,8 @@ MEETS = [
     (LAYERS, (EAGLE3,), "0.25.1"),
     (LAYERS, (HEAD, GREEDY), "0.33.0"),
     (CONTEXT, (HEAD,), "0.33.0"),
+    (STATES, (DELTA,), "0.25.1"),
+    (STATES, (DELTA, OFF, MTP), "0.29.0"),
     (SERVER, (HTTP,), "0.29.0"),
     (SERVER, (GYM,), "0.33.0"),
     (LM_HEAD, TRAINED, "0.32.0"),
@@ -95,6 +99,9 @@ MEETS_NOT = [
     (LAYERS, (MTP,), "0.32.0"),
     (CONTEXT, (HEAD,), "0.32.0"),
     (CONTEXT, (MTP,), "0.33.0"),
+    (STATES, (DELTA,), "0.32.0"),
+    (STATES, (DELTA, OFF), "0.25.1"),
+    (STATES, (), "0.25.1"),
     (SERVER, (HTTP,), "0.28.0"),
     (SERVER, (HTTP, "runtime=local"), "0.32.0"),
     (LM_HEAD, (EAGLE3,), "0.32.0"),
@@ -124,7 +131,7 @@ def test_every_trap_is_met_and_not_met_by_a_case_above() -> None:
 def test_a_sentence_names_the_versions_with_the_fault(met: Meet) -> None:
     assert met(EAGLE3, vllm="0.25.1")[0].trap.versions == "vllm before 0.29.0"
     assert str(met(EAGLE3, vllm="0.25.1")[0]).startswith("vllm before 0.29.0, here 0.25.1: the V2 model runner")
-    texts = [str(trap) for trap in met(*TRAINED, HTTP, ASYNC, **NOWHERE)]
+    texts = [str(trap) for trap in met(*TRAINED, HTTP, ASYNC, DELTA, **NOWHERE)]
     assert len(texts) == len(TRAPS), "a run elsewhere may have any version"
     assert "vllm from 0.29.0, not installed here: " in " ".join(texts)
     assert "nemo-rl, not installed here: " in " ".join(texts)

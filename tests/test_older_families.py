@@ -70,10 +70,11 @@ def test_router_replay_is_refused_in_the_words_of_the_table(
 
 @pytest.mark.parametrize("lack", V2_LACKS, ids=lambda lack: lack.paths[0].rpartition(".")[2])
 def test_the_table_has_what_this_vllm_refuses(lack: Any) -> None:
-    from vllm.config import VllmConfig
+    from vllm.config import vllm as of_vllm
 
-    config: Any = VllmConfig
-    refuses = _words(lack.lack) in inspect.getsource(config._get_v2_model_runner_unsupported_features)
+    # The method itself may be ours by now, which lifts a refusal (`text_method.py`).
+    after = inspect.getsource(of_vllm).partition("def _get_v2_model_runner_unsupported_features")[2]
+    refuses = _words(lack.lack) in after.partition("return unsupported")[0]
     is_for_some = _words(lack.lack) == "prefill context parallelism"  # which 0.26 to 0.28 take with MLA
     assert refuses == (_version() < lack.taken_since) or is_for_some
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 from nemo_specrollout.config.engine_vllm import HERE, engine_vllm
+from nemo_specrollout.config.model_families import families_of
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
     VLLM_CFG,
@@ -19,6 +20,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     block_is_on,
     drafter_types,
     is_on,
+    model_config,
     native_drafts,
     runtime_of,
 )
@@ -135,6 +137,12 @@ def _has_native_head(tree: Tree) -> bool:
     return bool(native_drafts(tree)) and (_head_is_trained(tree) or "mtp" in drafter_types(tree))
 
 
+def _has_delta_rule(tree: Tree) -> bool:
+    """Returns whether the policy has layers of the gated delta rule, and a run drafts for it."""
+    families = families_of(str(at(tree, "policy.model_name")), model_config(tree) or {})
+    return bool(drafter_types(tree)) and any(row["name"] == "hybrid, gated delta rule" for row in families)
+
+
 def _serves_http(tree: Tree) -> bool:
     """Returns whether NeMo-RL's engines serve HTTP, which a local run's engines never do. NeMo-Gym turns the server on."""
     serves = at(tree, f"{VLLM_CFG}.expose_http_server") or at(tree, "env.should_use_nemo_gym")
@@ -185,6 +193,14 @@ TRAPS = (
         "compare max_position_embeddings of the head's config with max_model_len",
         since=(0, 33, 0),
         is_ours=False,
+    ),
+    KnownTrap(
+        VLLM,
+        _has_delta_rule,
+        "where the policy has layers of the gated delta rule, a request without drafts in a step goes on from an older state "
+        "if drafts of the step before were accepted, so that its tokens are wrong without an error",
+        "such a request counts as one with drafts there, so that vLLM reads the state that it has reached",
+        before=(0, 32, 0),
     ),
     KnownTrap(
         VLLM,

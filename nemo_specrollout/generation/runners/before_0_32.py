@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.runners.family import RunnerFamily, Settle
+from nemo_specrollout.generation.runners.older_recurrent import read_reached_states
 from nemo_specrollout.generation.step.equality_rule import sample_and_compare, verify_asked
 
 
@@ -34,8 +35,9 @@ class Before032(RunnerFamily):
         return True
 
     def verifier(self, runner: Any) -> "SwappingVerifier":
-        """Returns our extension of vLLM's rejection sampler, and lets bad words look at drafts."""
+        """Returns our extension of vLLM's rejection sampler, and lets bad words and recurrent layers look at drafts."""
         _fix_bad_words(runner.sampler)
+        read_reached_states(runner)
         return SwappingVerifier(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:
