@@ -20,6 +20,7 @@ from nemo_specrollout.generation.engine.transfers import HostCopy
 from nemo_specrollout.generation.runners import before_0_32
 from nemo_specrollout.generation.runners.before_0_32 import Before032, SwappingVerifier
 from nemo_specrollout.generation.runners.older_depth import graph_depths, older_depth
+from nemo_specrollout.generation.runners.older_recurrent import with_rows_without_drafts
 from nemo_specrollout.generation.step.host_budget import HostBudget
 
 pytestmark = pytest.mark.integration
@@ -167,3 +168,21 @@ def test_an_older_rejection_sampler_that_does_not_ask_is_noticed(monkeypatch: py
     verifier.sampler = None  # not a row sampler, which asks vLLM for no rule
     with pytest.raises(RuntimeError, match="verification is not in force"):
         verifier(None, None)
+
+
+# A decoding row without drafts, of a request whose state stands where accepted drafts have left it.
+
+
+def test_rows_without_drafts_count_as_rows_with_drafts_where_states_are_read() -> None:
+    """Requests of a step: two drafts, none, a prompt of four tokens, a prompt's last token, and padding."""
+    num_drafts_B = torch.tensor([2, -1, -1, -1, -1], dtype=torch.int32)
+    starts_B1 = torch.tensor([0, 3, 4, 8, 9, 9], dtype=torch.int32)
+    is_prefilling_B = torch.tensor([False, False, True, True, False])
+    found_B = with_rows_without_drafts(num_drafts_B, starts_B1, is_prefilling_B)
+    assert found_B.tolist() == [2, 1, -1, -1, -1] and found_B.dtype == torch.int32
+
+
+def test_a_step_without_any_draft_reads_reached_states_too() -> None:
+    starts_B1 = torch.tensor([0, 1, 2])
+    found_B = with_rows_without_drafts(torch.full((2,), -1), starts_B1, torch.zeros(2, dtype=torch.bool))
+    assert found_B.tolist() == [1, 1], "vLLM asks whether the sum is above 0"

@@ -17,6 +17,7 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.runners.family import RunnerFamily, Settle
 from nemo_specrollout.generation.runners.older_depth import older_depth
+from nemo_specrollout.generation.runners.older_recurrent import read_reached_states
 from nemo_specrollout.generation.runners.older_rows import OlderRowSampler
 from nemo_specrollout.generation.step.equality_rule import sample_and_compare, verify_asked
 
@@ -37,8 +38,9 @@ class Before032(RunnerFamily):
         return not OlderRowSampler.fits(sampler)
 
     def verifier(self, runner: Any) -> Any:
-        """Returns our extension of vLLM's rejection sampler, and lets bad words look at drafts."""
+        """Returns our extension of vLLM's rejection sampler, and lets bad words and recurrent layers look at drafts."""
         _fix_bad_words(runner.sampler)
+        read_reached_states(runner)
         return _verifier_class()(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:

@@ -40,7 +40,6 @@ def register() -> None:
             "nemo_rl.models.generation.vllm.vllm_generation": "nemo_rl_cpu.record:record_batches",
             "nemo_specrollout.stragglers.exchange": "nemo_rl_cpu.wild_tail:go_wild",
             "nemo_specrollout.speculation.policy": "nemo_rl_cpu.random_budgets:draw",
-            "nemo_rl.models.generation.vllm.vllm_worker_async": "nemo_rl_cpu.vllm_engine:restore_names",
             "vllm.engine.arg_utils": "nemo_rl_cpu.vllm_engine:refuse_sleep_mode",
             "vllm.entrypoints.llm": "nemo_rl_cpu.vllm_engine:never_sleep",
             "vllm.v1.engine.async_llm": "nemo_rl_cpu.vllm_engine:never_sleep_async",
