@@ -14,6 +14,8 @@ IS_LAID_OVER = $(filter-out $(OLDEST),$(VLLM))
 BIN = $(VENV)/bin
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --no-deps
 PIP = $(BIN)/python $(PIP_INSTALL)
+# What runs in NeMo-RL on a version that NeMo-RL pins.
+NEMO_RL_PIN_TESTS = tests/nemo_rl/test_pins.py tests/nemo_rl/test_http.py
 # The longest modules first (tests/conftest.py), each in one of two processes.
 IN_TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
@@ -80,9 +82,15 @@ test-vllm: setup $(if $(HAS_OLDEST_TORCH),$(OLDEST_VENV)/.installed) $(if $(IS_L
 test-pins: setup
 	@for version in $(PINS); do $(MAKE) --no-print-directory test-vllm VLLM=$$version || exit 1; done
 
-# NeMo-RL's own loop on this CPU, from a work tree (CONTRIBUTING.md): most of an hour.
+# NeMo-RL's own loop on this CPU, from a work tree (CONTRIBUTING.md): most of an hour. VLLM=0.25.1 takes a vLLM that NeMo-RL
+# pins, from its environment below NEMO_RL_ENVIRONMENTS.
 test-nemo-rl: setup
+ifdef VLLM
+	NEMO_RL_VLLM=$(VLLM) NEMO_RL_PYTHON=$(NEMO_RL_ENVIRONMENTS)/vllm-$(VLLM)/bin/python \
+	  $(BIN)/python -m pytest -m nemo_rl $(NEMO_RL_PIN_TESTS)
+else
 	$(BIN)/python -m pytest -m nemo_rl tests
+endif
 
 # Each patch of docs/upstream: its case fails without it, and passes with it. PROPOSALS="NAME ..." takes some of them.
 test-upstream: setup .vllm-0.28.0/.installed
