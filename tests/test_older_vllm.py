@@ -35,8 +35,10 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
+from nemo_specrollout.doctor.vllm_imports import VllmSource, imports_of
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout, as_bytes
+from nemo_specrollout.installed.python_source import installed_source
 from nemo_specrollout.installed.versions import vllm_version
 from nemo_specrollout.remote.drafter.drafter_service import DrafterService
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterSpec
@@ -90,6 +92,13 @@ def test_the_table_of_features_tells_what_this_vllm_has() -> None:
     from nemo_specrollout.generation.engine import compat
 
     assert vllm_features.DEVICE_CHOICE.is_in(compat.VLLM_VERSION) == compat.CHOOSES_ON_DEVICE
+
+
+def test_doctor_finds_every_name_that_this_vllm_must_have() -> None:
+    folder = installed_source("vllm")
+    assert folder is not None
+    found = imports_of(VllmSource(folder))
+    assert found and [name for name, is_there in found.items() if not is_there] == []
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
