@@ -141,6 +141,11 @@ def draw(
     return gumbel.gumbel_sample(*arguments, apply_temperature=apply_temperature, use_fp64=use_fp64, **_TARGET_NOISE)
 
 
+def output_options(vllm_config: Any) -> Any:
+    """Returns the part of vLLM's config that names what an engine returns of each row beside its token."""
+    return getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config  # before 0.32 the latter
+
+
 def scheduler_of(engine: Any) -> Any:
     """Returns the scheduler of an engine. Raises RuntimeError if the engine's core runs in another process."""
     core = getattr(engine.engine_core, "engine_core", None)

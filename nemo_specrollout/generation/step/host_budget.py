@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.drafters.ahead import AHEAD_PRIORS
+from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.requests import NewRequest
 from nemo_specrollout.generation.engine.transfers import HostCopy
 from nemo_specrollout.speculation.decision import likeliest, survival_of
@@ -38,8 +39,8 @@ class HostBudget:
         self._router = router
         self._slot_of = runner.req_states.req_id_to_index
         # vLLM's records of experts must find a step's rows where the scheduler placed them.
-        holder = getattr(runner.vllm_config, "aux_output_config", runner.model_config)  # before 0.32 in the latter
-        self._keeps_all = bool(getattr(holder, "enable_return_routed_experts", False))
+        options = compat.output_options(runner.vllm_config)
+        self._keeps_all = bool(getattr(options, "enable_return_routed_experts", False))
         self._known_rates = known_rates or HostCopy(router.board.tables.rates_SK)
         num_slots, num_positions = self._known_rates.values.shape
         self._prefixes = [slice(count) for count in range(num_positions + 1)]
