@@ -263,8 +263,8 @@ def test_a_head_reads_no_request_that_is_decoded_plainly(
     """An equality check therefore costs as much as plain decoding, and does not make the head look expensive."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,)))
     model, num_read = drafting_of(engine).model, []
-    propose = model._propose
-    model._propose = lambda *args, **kwargs: num_read.append(1) or propose(*args, **kwargs)
+    propose = model._depth.propose
+    model._depth.propose = lambda *args, **kwargs: num_read.append(1) or propose(*args, **kwargs)
     asked = requests(2, 2)
     plain = engine.generate([replace(request, speculate=False) for request in asked])
     assert not num_read and model.depth == 0

@@ -32,7 +32,7 @@ def test_a_drafter_that_a_version_lacks_is_refused_in_one_sentence(feature: Any)
         assert not list(refusals(block_of(drafter), NEWEST))
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "eagle3", "mtp"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "eagle3", "mtp", "dflash", "dspark", "remote"])
 def test_the_other_drafters_run_with_every_version(drafter: str) -> None:
     assert not list(refusals(block_of(drafter), OLDEST))
 

@@ -22,7 +22,12 @@ from nemo_specrollout.doctor.vllm_imports import (
 )
 from nemo_specrollout.installed.python_source import Function, names_of, tree_of
 
+LOOPING = f"{GPU}.spec_decode.autoregressive.speculator.AutoRegressiveSpeculator"
 OURS_LATER = (
+    "vllm.model_executor.layers.mamba.ops.ssu_dispatch.CPUSSUBackend",
+    f"{LOOPING}._generate_fused_drafts",
+    f"{LOOPING}.on_multi_step_decode_begin",
+    f"{LOOPING}.on_multi_step_decode_end",
     "vllm.config.speculative.SpeculativeConfig.disable_eagle_block_drop",
     "vllm.config.speculative.SpeculativeConfig.enable_adaptive_verification",
     f"{GPU}.model_runner.GPUModelRunner.adaptive_verification",
@@ -47,6 +52,7 @@ OBJECTS = {
     "speculator": f"{GPU}.spec_decode.speculator.DraftModelSpeculator",
     "dflash": f"{GPU}.spec_decode.dflash.speculator.DFlashSpeculator",
     "dspark": f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator",
+    "looping": LOOPING,
     "scheduler_output": "vllm.v1.core.sched.output.SchedulerOutput",
     "scheduled": "vllm.v1.core.sched.output.SchedulerOutput",
 }
@@ -92,6 +98,7 @@ SIGNATURES = {
     f"{GPU}.sample.logprob.compute_topk_scores": "logits num_logprobs sampled_token_ids",
     f"{GPU}.sample.gumbel.murmur3_uniform32": "seed pos *",
     f"{GPU}.sample.gumbel._log1p_neg_stable": "*",
+    f"{GPU}.sample.gumbel.tl_rand32": "seed offset includes_zero",
     f"{GPU}.spec_decode.adaptive_verification.AdaptiveVerificationManager.__init__": "self req_states query_start_loc "
     "num_bonus_tokens max_total_logits",
     f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator._sample_logits": "self * * * *",

@@ -123,7 +123,7 @@ def watch(engine: RolloutEngine) -> StageClock:
     if drafting is not None:
         clock.wrap(runner.speculator, "propose", OUR_WORK)
         if drafting.model is not None:
-            clock.wrap(drafting.model, "_propose", HEAD)
+            clock.wrap(drafting.model._depth, "propose", HEAD)
             clock.wrap(runner.speculator, "sample_draft", HEAD_SAMPLING)
     return clock
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, REMOTE_DRAFTER
 from nemo_specrollout.installed.versions import VLLM_RANGE, version_numbers
 
 Version = tuple[int, ...]
@@ -44,13 +43,7 @@ DEVICE_CHOICE = VllmFeature(
 DRAFT_MODEL = VllmFeature(
     "`draft_model`", (0, 32, 0), "refused: its V2 model runner runs no draft model of its own", ("draft_model",)
 )
-BLOCK_HEADS = VllmFeature(
-    "`dflash`, `dspark`", (0, 32, 0), "refused: the noise of their drafts was not checked there", BLOCK_DRAFTERS
-)
-REMOTE = VllmFeature(
-    "`remote`", (0, 32, 0), "refused: its sampler cannot grade the drafts of shadow sequences", (REMOTE_DRAFTER,)
-)
-FEATURES = (DEVICE_CHOICE, DRAFT_MODEL, BLOCK_HEADS, REMOTE)
+FEATURES = (DEVICE_CHOICE, DRAFT_MODEL)
 """Each feature that some supported version lacks. All others work with every supported version."""
 
 
@@ -63,5 +56,5 @@ def refusals(block: SpecrolloutConfig, version: str) -> Iterator[str]:
                 since = ".".join(map(str, feature.since))
                 yield (
                     f"{BLOCK_PATH}.drafters[{i}].type: {drafter.type}; with vLLM {version} {reason}: use eagle3, mtp, "
-                    f"ngram or suffix, or vLLM {since} or later"
+                    f"dflash, dspark, remote, ngram or suffix, or vLLM {since} or later"
                 )

@@ -23,8 +23,15 @@ LATER = (
     f"{GPU}.buffer_utils.NonUvaBuffer",
     f"{GPU}.sample.logprob.compute_topk_scores",
     f"{GPU}.sample.logits_processor",
+    f"{GPU}.attn_utils.get_query_lens_mismatch_unsupported_backend",
+    "vllm.v1.sample.ops.topk_topp_triton._SPLIT_MAX_BATCH",
 )
 """Names that are imported only where vLLM has them. They must exist from version `ENOUGH` on."""
+REPLACED = {
+    f"{GPU}.sample.gumbel.tl_rand32": f"{GPU}.sample.gumbel.murmur3_uniform32",
+    f"{GPU}.spec_decode.autoregressive": f"{GPU}.spec_decode.target_dependent_ar.speculator",
+}
+"""Names that are used only where vLLM does not have another name yet, which is given here."""
 
 
 class VllmSource(PythonSource):
@@ -57,8 +64,15 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 
 
 def is_later(source: VllmSource, name: str, names: tuple[str, ...] = LATER) -> bool:
-    """Returns whether a name came, or took its present form, only after this version."""
-    return source.version < ENOUGH and any(name == later or name.startswith(f"{later}.") for later in names)
+    """Returns whether a name came, or took its present form, only after this version; or left for another one before it."""
+    for former, newer in REPLACED.items():
+        if _is_in(name, former) and (source.definition(newer)[0] or source.file_of(newer) is not None):
+            return True
+    return source.version < ENOUGH and any(_is_in(name, later) for later in names)
+
+
+def _is_in(name: str, owner: str) -> bool:
+    return name == owner or name.startswith(f"{owner}.")
 
 
 def attributes_of(tree: ast.Module, owners: Mapping[str, str], context: type[ast.expr_context]) -> Iterator[str]:

@@ -99,7 +99,7 @@ class VllmWorkerMixin(WorkerCalls):
         if runner.speculator is not None and config.drafters:
             if config.head is not None:
                 own_lm_head(runner.model, runner.speculator.model)
-            self.specrollout_router = DraftRouter(config, runner)
+            self.specrollout_router = DraftRouter(config, runner, RUNNERS.draft_depth)
             reason = self.vllm_config.additional_config.get(HOST_CHOOSES)
             RUNNERS.install_budget(runner, self.specrollout_router, self._settle_budget, reason)
         self.specrollout_accounts = StepAccounts(runner, self.specrollout_router)
@@ -228,6 +228,8 @@ class VllmWorkerMixin(WorkerCalls):
         opened = [NewRequest.from_vllm(new, who, slot_of[new.req_id], longest) for new, who in new_requests]
         if self.specrollout_router is not None:
             self.specrollout_router.open(opened)
+        if self.specrollout_host_budget is not None:
+            self.specrollout_host_budget.opened(opened)
         for request in opened:
             self.specrollout_samples.open(
                 request.slot, request.identity.seed, request.prompt_length, request.num_tokens

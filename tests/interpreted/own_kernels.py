@@ -222,6 +222,6 @@ def is_near_an_edge(
     for r, slot in enumerate(slots_R.tolist()):
         temperature = np.float32(temperature_S[slot] if slot >= 0 else 0)
         state = row_state(np.int64(seeds_S[slot]), np.int64(positions_R[r]))
-        margin = _best_two(values_RV[r], temperature, state, all_tokens, scores_N, bounds_N, ids_N)[1]
+        margin = _best_two(values_RV[r], temperature, state, True, all_tokens, scores_N, bounds_N, ids_N)[1]
         near.append(bool((abs(edges - margin) < 1e-5).any()))
     return torch.tensor(near)

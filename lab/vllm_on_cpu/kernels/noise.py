@@ -2,7 +2,8 @@
 """vLLM's sampling noise for numba: murmur3 of (seed, position, token id), and uniform and Gumbel numbers from it.
 
 The integers and the uniform number have the same bits as vLLM's Triton functions (`v1/worker/gpu/sample/gumbel.py`). The
-Gumbel number differs from vLLM's by the rounding of two logarithms. Murmur3: Appleby 2011, public domain.
+Gumbel number differs from vLLM's by the rounding of two logarithms. Murmur3: Appleby 2011, public domain. Before 0.31 vLLM has
+Philox in its place (Salmon et al. 2011), for which bodies of our own kernels have the functions at the end.
 
 Integer arithmetic uses ufuncs: numba widens uint32 operators to 64 bits, which makes multiplications three times slower.
 """
@@ -20,6 +21,9 @@ _FINAL_1, _FINAL_2 = U32(0x85EBCA6B), U32(0xC2B2AE35)
 _NUM_BYTES = U32(16)
 _LOW_32 = 0xFFFFFFFF
 _SECOND_DOMAIN = U32(0x9E3779B9)
+_PHILOX_0, _PHILOX_2 = U32(0xD2511F53), U32(0xCD9E8D57)
+_PHILOX_KEY_0, _PHILOX_KEY_1 = U32(0x9E3779B9), U32(0xBB67AE85)
+_SMALLEST_OF_PHILOX = F32(4.6566127342e-10)
 _SMALLEST_REST = F32(2.0**-24)
 _2ND, _3RD, _4TH, _5TH, _6TH, _7TH, _8TH = (F32(1 / n) for n in range(2, 9))
 
@@ -110,3 +114,46 @@ def gumbel64(seed, position, token):  # type: ignore[no-untyped-def]
     uniform = (np.float64(bits) + 0.5) * 2.0**-53
     uniform = uniform - 2.0**-53 if uniform == 1.0 else uniform
     return -np.log(-np.log(uniform))
+
+
+@njit(cache=True)
+def _product(a, b):  # type: ignore[no-untyped-def]
+    """Returns the upper and the lower word of the product of two words of 32 bits."""
+    product = np.uint64(a) * np.uint64(b)
+    return U32(product >> np.uint64(32)), U32(product & np.uint64(_LOW_32))
+
+
+@njit(cache=True)
+def _philox(key_0, key_1, counter_0, counter_1):  # type: ignore[no-untyped-def]
+    """Returns the first word of Philox-4x32-10."""
+    w0, w1, w2, w3 = counter_0, counter_1, U32(0), U32(0)
+    for _ in range(10):
+        high_0, low_0 = _product(_PHILOX_0, w0)
+        high_2, low_2 = _product(_PHILOX_2, w2)
+        w0 = np.bitwise_xor(np.bitwise_xor(high_2, w1), key_0)
+        w2 = np.bitwise_xor(np.bitwise_xor(high_0, w3), key_1)
+        w1, w3 = low_2, low_0
+        key_0, key_1 = np.add(key_0, _PHILOX_KEY_0), np.add(key_1, _PHILOX_KEY_1)
+    return w0
+
+
+@njit(cache=True)
+def philox_row_state(seed, position):  # type: ignore[no-untyped-def]
+    """Returns the uint32 that determines a row's noise before vLLM 0.31, from an int64 seed and position."""
+    seed, position = np.int64(seed), np.int64(position)
+    key = U32(seed & _LOW_32), U32((seed >> 32) & _LOW_32)
+    return _philox(key[0], key[1], U32(position & _LOW_32), U32((position >> 32) & _LOW_32))
+
+
+@njit(cache=True)
+def philox_uniform(state, token):  # type: ignore[no-untyped-def]
+    """Returns the uniform float32 of a row's state and a uint32 token id, from 2^-31 to 1."""
+    word = _philox(U32(state), U32(0), U32(token), U32(0))
+    folded = np.bitwise_xor(word, U32(0xFFFFFFFF)) if word >> U32(31) else word
+    return max(F32(I32(folded)) * _SMALLEST_OF_PHILOX, _SMALLEST_OF_PHILOX)
+
+
+@njit(cache=True, error_model="numpy")
+def philox_gumbel(state, token):  # type: ignore[no-untyped-def]
+    """Returns the Gumbel float32 of a row's state and a uint32 token id."""
+    return -log(-F32(np.log1p(-philox_uniform(state, token))))

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling of a step's rows on a CPU, by vLLM's functions (`generation/step/row_sampling.py`)."""
 
+from typing import Any
+
 import torch
 from vllm.v1.worker.gpu.sample import gumbel, logprob
 
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
 from nemo_specrollout.sampling.equality import accept_by_equality
+
+_logprob: Any = logprob
+_log_probs = _logprob.compute_topk_scores if hasattr(logprob, "compute_topk_scores") else _logprob.compute_topk_logprobs
 
 
 def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Drafts | None) -> Drawn:
@@ -18,7 +23,7 @@ def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Draf
         if divides:
             values_RV = values_RV.to(torch.float32, copy=True)
             gumbel.apply_temperature(values_RV, keys.slots_R, keys.temperature_S)
-        logprobs = logprob.compute_topk_scores(values_RV, 0, tokens_R)
+        logprobs = _log_probs(values_RV, 0, tokens_R)
     if drafts is not None:
         emitted_BK, counts_B = accept_by_equality(tokens_R, *drafts)
     return Drawn(tokens_R, logprobs, emitted_BK, counts_B)

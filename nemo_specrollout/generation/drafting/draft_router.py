@@ -6,7 +6,7 @@ vLLM's own number for a request.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.participant import Drafter, DraftStep, Participant
 from nemo_specrollout.drafters.text import LookupDrafter, build_text_drafter
+from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 from nemo_specrollout.generation.drafting.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
 from nemo_specrollout.generation.drafting.drafting_graphs import DraftingGraphs, Part, StepInputs
 from nemo_specrollout.generation.drafting.model_drafter import ModelDrafter
@@ -50,7 +51,11 @@ class DraftRouter:
     own speculator is one of the drafters if the block names a drafter with weights.
     """
 
-    def __init__(self, config: SpecrolloutConfig, runner: Any) -> None:
+    def __init__(
+        self, config: SpecrolloutConfig, runner: Any, depth_of: Callable[[Any], DraftDepth] = DraftDepth
+    ) -> None:
+        """`depth_of` returns how the runner's speculator is asked for drafts of a depth."""
+        self._depth_of = depth_of
         self._states = runner.req_states
         self._device = runner.device
         self._native_propose = runner.speculator.propose
@@ -101,7 +106,8 @@ class DraftRouter:
                 return Drafter()
             self.remote = remote_drafter(drafter, runner)
             return RemoteParticipant(self.remote)
-        self.model = ModelDrafter(config, runner, self.board, lambda: self.policy)
+        depth = self._depth_of(runner.speculator)
+        self.model = ModelDrafter(config, runner, self.board, lambda: self.policy, depth)
         self.head = HeadService(runner, self.model, self.samples, config.head_folder)
         max_age = None if config.draft_refresh is None else config.draft_refresh.max_age_alarm
         self.monitor = HeadMonitor(self.head, self.model, self.samples, max_age)
@@ -277,7 +283,7 @@ class DraftRouter:
             graphs.replay(OBSERVE)
             native_s = self._ask(texts)
             graphs.replay(CHOOSE)
-        self._publish(len(slots_B))
+        self._publish()
         return native_s
 
     def _prepare(self) -> bool:
@@ -289,7 +295,7 @@ class DraftRouter:
         """Lets every drafter propose, and chooses. Returns the host's seconds in drafters with weights."""
         native_s = self._ask(texts)
         self.board.choose(texts, self.policy.row_price, self._lookups, self.policy.most_drafts)
-        self._publish(len(texts.slots_B))
+        self._publish()
         return native_s
 
     def _ask(self, texts: Texts) -> float:
@@ -302,10 +308,9 @@ class DraftRouter:
             native_s += time.perf_counter() - started if drafter.has_weights else 0.0
         return native_s
 
-    def _publish(self, num_requests: int) -> None:
+    def _publish(self) -> None:
         """Gives all ranks the drafts of the first one, and the policy a copy of what was chosen a step before."""
-        tables = self.board.tables
-        copy_first_rank(tables.drafts_BK[:num_requests], tables.rates_SK, tables.spread_FQ)
+        copy_first_rank(self.board.shared)
         self._spread.refresh()
         self.policy.observe(Spread.of_table(self._spread.values))
 

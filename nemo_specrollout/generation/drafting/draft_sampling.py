@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from nemo_specrollout.drafters.base import NUM_LEVELS
-from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 POSITION_PRIORS = np.linspace(0.8, 0.4, NUM_LEVELS)
-"""Acceptance rates assumed for draft positions, which serve as levels where there are no score gaps."""
-SHARED_NOISE_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS) if compat.HAS_SCORE_GAPS else POSITION_PRIORS
+"""Acceptance rates assumed for draft positions, which serve as levels for drafts that are sampled greedily."""
+SHARED_NOISE_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS)
 """Acceptance rates assumed for the levels of a drafter that samples with the target's noise."""
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU kernels of `draft_sampling.py`: the best two scores of each block of a row, then the best two of the row.
 
-Scores are computed by the functions of vLLM's `gumbel_sample`, in the same order. So both get the same bits on any device,
-although devices differ in their logarithms. `row_sampling_triton.py` scores the target's rows by the same functions.
-vLLM makes three launches, these kernels two.
+Scores have the bits of vLLM's `gumbel_sample` (`noise_triton.py`). `row_sampling_triton.py` scores the target's rows by the
+same functions. vLLM makes three launches, these kernels two.
 
 Shapes: R rows of logits, V vocabulary, S request slots, K draft positions, N blocks of a row.
 """
@@ -11,9 +10,9 @@ Shapes: R rows of logits, V vocabulary, S request slots, K draft positions, N bl
 import torch
 import triton
 import triton.language as tl
-from vllm.v1.worker.gpu.sample.gumbel import _log1p_neg_stable, murmur3_uniform32
 
 from nemo_specrollout.drafters.base import SCORE_GAP_EDGES
+from nemo_specrollout.generation.drafting.noise_triton import noise_of
 
 BLOCK = 1024
 _EDGES = tl.constexpr(SCORE_GAP_EDGES)
@@ -34,8 +33,7 @@ def load_divided(logits_ptr, column, mask, temperature):  # type: ignore[no-unty
 def add_noise(values, mask, temperature, seed, position, token):  # type: ignore[no-untyped-def]
     """Returns the scores of tokens: values with noise, or the values themselves at temperature 0."""
     if temperature != 0.0:
-        noise = -tl.log(-_log1p_neg_stable(murmur3_uniform32(seed, position, token)))
-        values = tl.where(mask, values + noise, float("-inf"))
+        values = tl.where(mask, values + noise_of(seed, position, token), float("-inf"))
     return values
 
 

@@ -23,6 +23,7 @@ from nemo_specrollout.config.drafter_configs import BlockDrafterConfig
 from nemo_specrollout.drafters.base import NOT_FOLLOWED, NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.drafters.participant import Drafter, DraftStep, Put
+from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.requests import NewRequest
@@ -43,13 +44,18 @@ class ModelDrafter(Drafter):
     has_weights = True
 
     def __init__(
-        self, config: SpecrolloutConfig, runner: Any, board: DraftBoard, policy: Callable[[], SpeculationPolicy]
+        self,
+        config: SpecrolloutConfig,
+        runner: Any,
+        board: DraftBoard,
+        policy: Callable[[], SpeculationPolicy],
+        depth: DraftDepth,
     ) -> None:
-        """`policy` returns the engine's policy, which may be replaced while the engine runs."""
+        """`policy` returns the engine's policy, which may be replaced while the engine runs. `depth` asks the speculator."""
         self.board = board
         self._index = board.model
         self._speculator = runner.speculator
-        self._propose = runner.speculator.propose
+        self._depth = depth
         drafter = config.model_drafter
         assert drafter is not None
         shares_noise = drafter.sampling == "shared_noise"
@@ -61,7 +67,7 @@ class ModelDrafter(Drafter):
                 share_noise_of_block(self._speculator, levels_BK)
         elif shares_noise:
             share_noise(self._speculator, levels_BK, lambda: self._only_reads)
-        self._has_score_gaps = shares_noise and compat.HAS_SCORE_GAPS
+        self._has_score_gaps = shares_noise
         num_slots = board.tables.limit_S.shape[0]
         num_positions = board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
@@ -76,6 +82,11 @@ class ModelDrafter(Drafter):
         self._was_dormant = False
         self.is_allowed = True
         """True if the drafter may draft; a canary that finds it broken forbids it."""
+
+    @property
+    def least_depth(self) -> int:
+        """The fewest tokens of a request that the speculator drafts if it drafts any."""
+        return self._depth.least
 
     @property
     def is_dormant(self) -> bool:
@@ -128,21 +139,15 @@ class ModelDrafter(Drafter):
     def propose(self, texts: Texts, out: Proposals) -> None:
         """Drafts as deep as planned, or only reads."""
         inputs = self._step.inputs
-        options = dict(self._step.options)
         batch, _, _, _, _, num_sampled_B, *_ = inputs
         found_B = out.found_B
         num_requests = batch.num_reqs
-        depth = self.depth
-        if not self.num_followed(batch.idx_mapping_np):
+        if not self._is_followed[batch.idx_mapping_np].any():
             found_B[:num_requests] = NOT_FOLLOWED
             return
-        if compat.CHOOSES_ON_DEVICE:
-            options["num_speculative_tokens"] = depth
-        elif depth:
-            depth = self.board.num_positions  # older versions draft all positions or none
         self._timer.start()
-        self._only_reads = depth == 0  # false between steps, because CUDA graphs are captured with sampling
-        drafts_BK = self._propose(*inputs, **options)
+        self._only_reads = self.depth == 0  # false between steps, because CUDA graphs are captured with sampling
+        drafts_BK, depth = self._depth.propose(inputs, self._step.options, self.depth)
         self._only_reads = False
         if batch.num_tokens == len(batch.logits_indices):  # a pure decode step
             self._timer.stop((batch.num_tokens, num_requests, depth))
@@ -165,8 +170,8 @@ def share_noise(
 ) -> None:
     """Makes a speculator sample drafts with the noise that the target will draw at each position.
 
-    Writes the evidence levels of the drafts to `levels_RK` if this vLLM's noise allows score gaps. They go to `column`, or to
-    the column of the draft step. Nothing is sampled while `only_reads()` is true.
+    Writes the evidence levels of the drafts to `levels_RK`. They go to `column`, or to the column of the draft step. Nothing
+    is sampled while `only_reads()` is true.
     """
 
     def sample_draft(
@@ -185,16 +190,14 @@ def share_noise(
         logits, token_ids = _draft_logits(speculator, hidden_states, spec_step_idx)
         noise_positions = positions + _POSITION_OFFSET if _POSITION_OFFSET else positions
         rows = (logits, idx_mapping, temperature, seeds, noise_positions)
-        if compat.HAS_SCORE_GAPS:
-            return sample_with_score_gap(*rows, levels_RK, draft_step if column is None else column, token_ids)
-        return compat.draw(*rows, apply_temperature=True)
+        return sample_with_score_gap(*rows, levels_RK, draft_step if column is None else column, token_ids)
 
     speculator.sample_draft = sample_draft
 
 
 def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
     """Makes a DFlash or DSpark sample with the target's noise, and write the evidence levels of its drafts to `levels_BK`."""
-    if not hasattr(speculator, "_sample_logits"):
+    if not isinstance(speculator, DSparkSpeculator):
         # Row b * K + k of what DFlash samples is draft k of request b.
         first_column = torch.zeros((), dtype=torch.int32, device=levels_BK.device)
         share_noise(speculator, levels_BK.view(-1, 1), lambda: False, first_column)
@@ -214,8 +217,31 @@ def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
             _reduced_vocabulary(dspark.model),
         )
 
+    if not hasattr(dspark, "_sample_logits"):  # before 0.28
+        dspark._sample_sequential = lambda *inputs: sample_in_sequence(dspark, sample_logits, *inputs)
     dspark._sample_logits = sample_logits
     dspark.model.sample_sequential = None  # vLLM 0.33 lets a model sample in kernels of its own, with other noise
+
+
+def sample_in_sequence(
+    dspark: Any, sample_logits: Callable[..., torch.Tensor], num_reqs: int, head_hidden: torch.Tensor
+) -> None:
+    """Drafts the positions of a DSpark's block one after another, as vLLM does before 0.28, but by `sample_logits`.
+
+    Each token's logits depend on the token before it by the Markov head. `head_hidden` has the outputs of the block's pass.
+    """
+    model = dspark.model
+    num_rows = num_reqs * dspark.num_speculative_steps
+    logits_BKV = model.compute_draft_logits(head_hidden[dspark.sample_indices[:num_rows]]).view(
+        num_reqs, dspark.num_speculative_steps, -1
+    )
+    slots_BK = dspark.sample_idx_mapping[:num_rows].view(num_reqs, -1)
+    positions_BK = dspark.sample_pos[:num_rows].view(num_reqs, -1)
+    last_B = dspark.input_buffers.input_ids[dspark._anchor_idx[:num_reqs]]
+    for k in range(dspark.num_speculative_steps):
+        logits_BV = logits_BKV[:, k] + model.markov_bias(model.markov_embed(last_B))
+        last_B = sample_logits(logits_BV, slots_BK[:, k], positions_BK[:, k], k)
+        dspark.draft_tokens[:num_reqs, k] = last_B
 
 
 def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
@@ -240,12 +266,9 @@ def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
 
 
 def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the logits of drafts, and the target's token of each column; None if the columns are the whole vocabulary.
-
-    They always are where vLLM's own kernel samples.
-    """
+    """Returns the logits of drafts, and the target's token of each column; None if the columns are the whole vocabulary."""
     model: Any = getattr(speculator, "model", None)
-    token_ids = _reduced_vocabulary(model) if compat.HAS_SCORE_GAPS else None
+    token_ids = _reduced_vocabulary(model)
     if token_ids is not None:
         return model.logits_processor(model.lm_head, hidden_states), token_ids
     if hasattr(speculator, "compute_draft_logits"):

@@ -12,35 +12,44 @@ import torch
 from vllm.v1.worker.gpu.sample import bad_words
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
+from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.runners.family import RunnerFamily, Settle
+from nemo_specrollout.generation.runners.older_depth import older_depth
+from nemo_specrollout.generation.runners.older_recurrent import read_reached_states
+from nemo_specrollout.generation.runners.older_rows import OlderRowSampler
 from nemo_specrollout.generation.step.equality_rule import sample_and_compare, verify_asked
 
 
 class Before032(RunnerFamily):
-    """Puts a rule of acceptance and a repair of bad words into vLLM's own objects."""
+    """Extends vLLM's sampler and rejection sampler, and repairs bad words."""
 
     def verify_names(self) -> None:
         """Raises RuntimeError unless vLLM keeps its rule of acceptance where `SwappingVerifier` replaces it."""
         compat.require(rejection_sampler, ["rejection_sample"], rejection_sampler.__name__)
 
     def sampler(self, native: Any) -> Any:
-        """Returns vLLM's own sampler."""
-        return native
+        """Returns an `OlderRowSampler`, or vLLM's own sampler with an option that needs other kernels."""
+        return OlderRowSampler(native) if OlderRowSampler.fits(native) else native
 
     def is_in_force(self, sampler: Any) -> bool:
-        """Returns True: the sampler is vLLM's own."""
-        return True
+        """Returns whether no sampler of vLLM's stands where an `OlderRowSampler` could."""
+        return not OlderRowSampler.fits(sampler)
 
-    def verifier(self, runner: Any) -> "SwappingVerifier":
-        """Returns our extension of vLLM's rejection sampler, and lets bad words look at drafts."""
+    def verifier(self, runner: Any) -> Any:
+        """Returns our extension of vLLM's rejection sampler, and lets bad words and recurrent layers look at drafts."""
         _fix_bad_words(runner.sampler)
-        return SwappingVerifier(runner.sampler, runner.speculative_config, runner.device)
+        read_reached_states(runner)
+        return _verifier_class()(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether it is a `SwappingVerifier`."""
-        return isinstance(verifier, SwappingVerifier)
+        """Returns whether it is one of ours."""
+        return isinstance(verifier, _verifier_class())
+
+    def draft_depth(self, speculator: Any) -> DraftDepth:
+        """Returns how deep a speculator drafts whose `propose` takes no depth."""
+        return older_depth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
         """Lets the host choose, with the reason that `arguments.with_specrollout` gives for every such version."""
@@ -51,23 +60,42 @@ class Before032(RunnerFamily):
         return False
 
     def warm_up(self, runner: Any) -> None:
-        """Does nothing: vLLM warms its own kernels up."""
+        """Launches the row sampler's kernels."""
+        if isinstance(runner.sampler, OlderRowSampler):
+            runner.sampler.warm_up(runner)
+
+
+def _verifier_class() -> type[Any]:
+    """Returns the class that verifies: the one of 0.32 too where vLLM has a method for the rule of acceptance (0.28)."""
+    if not hasattr(rejection_sampler.RejectionSampler, "_verify"):
+        return SwappingVerifier
+    from nemo_specrollout.generation.step.verification import EqualityVerifier
+
+    return EqualityVerifier
 
 
 class SwappingVerifier(rejection_sampler.RejectionSampler):
-    """Verification by equality in a rejection sampler without a method for the rule of acceptance. Log-probs are vLLM's."""
+    """Verification by equality in a rejection sampler without a method for the rule of acceptance.
+
+    With an `OlderRowSampler`, rows are sampled, accepted and graded together. Else log-probs are vLLM's.
+    """
 
     _has_verified = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Verifies a batch with vLLM's code and our rule. Other engines of this process keep vLLM's rule.
+    def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Verifies a batch by our rule. Other engines of this process keep vLLM's rule.
 
         Engines of one process must verify in the same thread.
         """
+        sampler = self.sampler
+        if isinstance(sampler, OlderRowSampler):
+            dims = sampler.get_logprobs_dims(input_batch.idx_mapping_np, include_token_ids=False)
+            if dims in (None, (0, 0)):
+                return sampler.verify(logits, input_batch, self.num_speculative_steps, dims is not None)
         vllm_rule = rejection_sampler.rejection_sample
         rejection_sampler.rejection_sample = self._compare
         try:
-            output = super().__call__(*args, **kwargs)
+            output = super().__call__(logits, input_batch, *args, **kwargs)
         finally:
             rejection_sampler.rejection_sample = vllm_rule
         verify_asked(self._has_verified)

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 
 Settle = Callable[[str | None], None]
@@ -37,6 +38,10 @@ class RunnerFamily(ABC):
     @abstractmethod
     def verifies(self, verifier: Any) -> bool:
         """Returns whether a runner's rejection sampler is one of `verifier`."""
+
+    @abstractmethod
+    def draft_depth(self, speculator: Any) -> DraftDepth:
+        """Returns how a runner's speculator is asked for drafts of a depth. Called before vLLM makes its CUDA graphs."""
 
     @abstractmethod
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:

@@ -7,6 +7,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
+from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.runners.family import RunnerFamily, Settle
@@ -41,6 +42,10 @@ class Since032(RunnerFamily):
     def verifies(self, verifier: Any) -> bool:
         """Returns whether it is an `EqualityVerifier`."""
         return isinstance(verifier, EqualityVerifier)
+
+    def draft_depth(self, speculator: Any) -> DraftDepth:
+        """Returns a depth that vLLM's `propose` takes."""
+        return DraftDepth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
         """Lets the device choose, unless there is a reason against it, which vLLM may only name with the KV cache."""

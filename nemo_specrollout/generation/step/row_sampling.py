@@ -49,9 +49,15 @@ class RowSampler(Sampler):
         # once only, and calls no constructor of vLLM.
         for name, value in vars(native).items():
             setattr(self, name, value)
-        self._is_processed_S = np.zeros_like(self.needs_logits_processing)
-        self._divides_S = np.zeros_like(self.needs_logits_processing)
+        num_slots = len(self.sampling_states.temperature.np)
+        self._is_processed_S = np.zeros(num_slots, np.bool_)
+        """Whether the logits of each request need vLLM's processing for more than the temperature."""
+        self._divides_S = np.zeros(num_slots, np.bool_)
         """Whether the logits of each request must be divided by its temperature."""
+        self._follow_filters()
+
+    def _follow_filters(self) -> None:
+        """Lets vLLM's states tell whether a request has filters."""
         sampling: Any = self.sampling_states
         self._add_state = sampling.add_request
         sampling.add_request = self._add_filters
@@ -62,8 +68,8 @@ class RowSampler(Sampler):
         return (
             type(sampler) is Sampler
             and sampler.logprobs_mode in (_RAW, _PROCESSED)
-            and not (sampler.use_fp64_gumbel or sampler.return_sampling_mask)
-            and sampler.trace_replay_state is None
+            and not (sampler.use_fp64_gumbel or getattr(sampler, "return_sampling_mask", False))
+            and getattr(sampler, "trace_replay_state", None) is None
         )
 
     @torch.inference_mode()
@@ -140,7 +146,7 @@ class RowSampler(Sampler):
         pos: torch.Tensor,
         input_ids: Callable[[], torch.Tensor],
         expanded_local_pos: torch.Tensor,
-        seq_lens_upper_bound_np: np.ndarray,
+        seq_lens_upper_bound_np: np.ndarray | None,
         has_logprobs: bool,
         drafts: Drafts | None = None,
     ) -> Drawn:
@@ -152,11 +158,24 @@ class RowSampler(Sampler):
         sampling = self.sampling_states
         graded = None
         if self._is_processed_S[idx_mapping_np].any():
-            rows = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids(), expanded_local_pos)
-            scored = Logits(self.apply_sampling_params(logits, *rows, seq_lens_upper_bound_np), False)
+            processed = self._processed(
+                logits,
+                expanded_idx_mapping=expanded_idx_mapping,
+                idx_mapping=idx_mapping,
+                idx_mapping_np=idx_mapping_np,
+                pos=pos,
+                input_ids=input_ids(),
+                expanded_local_pos=expanded_local_pos,
+                seq_lens_upper_bound_np=seq_lens_upper_bound_np,
+            )
+            scored = Logits(processed, False)
         else:
             scored = Logits(logits, bool(self._divides_S[idx_mapping_np].any()))
         if has_logprobs:
             graded = scored if self.logprobs_mode == _PROCESSED else Logits(logits, False)
         keys = RowKeys(expanded_idx_mapping, sampling.temperature.gpu, sampling.seeds.gpu, pos)
         return draw_rows(scored, keys, graded, drafts)
+
+    def _processed(self, logits: torch.Tensor, **rows: Any) -> torch.Tensor:
+        """Returns the logits after all sampling parameters. `rows` are the arguments of vLLM's `apply_sampling_params`."""
+        return self.apply_sampling_params(logits, **rows)

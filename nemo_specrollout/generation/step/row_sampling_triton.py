@@ -158,13 +158,13 @@ def draw_rows(scored: Logits, keys: RowKeys, graded: Logits | None, drafts: Draf
         logprobs_R = best_RN.new_empty(num_rows)
         ranks_R = tokens_R.new_empty(num_rows)
     _score_blocks[(num_rows, num_blocks)](
-        logits_RV, logits_RV.stride(0), scored.divides, slots_R, temperature_S, seeds_S, positions_R, num_vocab,
+        logits_RV, logits_RV.stride(0), int(scored.divides), slots_R, temperature_S, seeds_S, positions_R, num_vocab,
         best_RN, token_RN, starts_B1, num_requests, marks_3R, WIDTH=triton.next_power_of_2(width), BLOCK=BLOCK,
     )  # fmt: skip
     graded_RV, divides = graded or (None, False)
     stride = 0 if graded_RV is None else graded_RV.stride(0)
     _finish_rows[(num_rows, num_parts)](
-        graded_RV, stride, divides, slots_R, temperature_S, num_vocab, best_RN, token_RN, num_blocks, marks_3R, parts_R3P,
+        graded_RV, stride, int(divides), slots_R, temperature_S, num_vocab, best_RN, token_RN, num_blocks, marks_3R, parts_R3P,
         tokens_R, logprobs_R, ranks_R, inputs_R, starts_B1, emitted_BK, counts_B, K1=width,
         WIDTH=triton.next_power_of_2(width), BLOCKS=triton.next_power_of_2(num_blocks), PART=PART,
         PARTS=triton.next_power_of_2(num_parts),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification in V2 model runners that ask a method of the rejection sampler for the rule (vLLM 0.32 and later).
+"""Verification in V2 model runners that ask a method of the rejection sampler for the rule (vLLM 0.28 and later).
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -33,6 +33,8 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
     """Largest number of `logprob_token_ids` of a request of the step."""
     _has_verified = False
     """True if vLLM has asked for our rule. A step of drafts must."""
+    enable_adaptive_verification = False
+    """Whether only the device knows the numbers of drafts. Before 0.32 the host always does."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **options: Any) -> Any:
         """Verifies a step with drafts. Each chunk of its rows gets as many log-probs as any request wants."""
@@ -54,24 +56,28 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         idx_mapping_np: np.ndarray,
         expanded_idx_mapping: torch.Tensor,
         expanded_local_pos: torch.Tensor,
-        seq_lens_upper_bound_np: np.ndarray,
-        verify_draft_sampled: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray | None = None,
+        verify_draft_sampled: torch.Tensor | None = None,
     ) -> tuple[Any, Any, Any]:
+        """Returns logits, tokens emitted and their number. Before 0.32 vLLM passes no bounds, and drafts to verify once."""
         self._has_verified = True
+        if verify_draft_sampled is None:
+            verify_draft_sampled = draft_sampled
         self._slots_R = expanded_idx_mapping
         sampler = self.sampler
         sampling = self.sampler.sampling_states
         num_positions = self.num_speculative_steps
         rows = (logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos)
-        others = (expanded_local_pos, seq_lens_upper_bound_np)
+        bounds = () if seq_lens_upper_bound_np is None else (seq_lens_upper_bound_np,)
         if isinstance(sampler, RowSampler) and self._num_logprobs <= 0:
             drafts = Drafts(verify_draft_sampled, cu_num_logits, num_positions)
             has_logprobs = self._num_logprobs != NO_LOGPROBS
-            drawn = sampler.draw(*rows, lambda: draft_sampled, *others, has_logprobs=has_logprobs, drafts=drafts)
+            others = (expanded_local_pos, seq_lens_upper_bound_np, has_logprobs, drafts)
+            drawn = sampler.draw(*rows, lambda: draft_sampled, *others)
             self._drawn = drawn
             return logits, drawn.emitted_BK, drawn.counts_B
         self._drawn = None
-        processed = sampler.apply_sampling_params(*rows, draft_sampled, *others)
+        processed = sampler.apply_sampling_params(*rows, draft_sampled, expanded_local_pos, *bounds)
         emitted_BK, counts_B = sample_and_compare(
             processed,
             draft_logits,

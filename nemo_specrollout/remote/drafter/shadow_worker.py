@@ -4,11 +4,12 @@
 Shapes: R rows of logits, one for each request of the batch.
 """
 
+import inspect
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
 from nemo_specrollout.generation.engine import compat
@@ -16,6 +17,9 @@ from nemo_specrollout.remote.drafter.shadow_scheduler import TextChange
 from nemo_specrollout.sampling.platforms import native_worker
 
 _NativeWorker: Any = native_worker(compat.device_type())
+_NAMES = list(inspect.signature(Sampler.apply_sampling_params).parameters)
+_POSITIONS = _NAMES.index("pos") - _NAMES.index("expanded_idx_mapping") - 1
+"""Place of the rows' positions among the further arguments of `ShadowWorker.sample`."""
 
 
 class ShadowWorker(_NativeWorker):
@@ -56,37 +60,20 @@ class ShadowWorker(_NativeWorker):
         return graded
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        expanded_idx_mapping: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        pos: torch.Tensor,
-        input_ids: torch.Tensor,
-        expanded_local_pos: torch.Tensor,
-        seq_lens_upper_bound_np: np.ndarray,
-        return_logprobs: bool = False,
+        self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, *rows: Any, return_logprobs: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns tokens, int64 [R], and the logits after all sampling parameters, including the temperature.
 
-        Replaces `sample` of vLLM's sampler. It samples the same tokens, and also computes `_levels_R`.
+        Replaces `sample` of vLLM's sampler. It samples the same tokens, and also computes `_levels_R`. `rows` are the further
+        arguments of vLLM's `apply_sampling_params`, which versions have added to.
         """
         sampler = self.model_runner.sampler
         states = sampler.sampling_states
-        processed = sampler.apply_sampling_params(
-            logits,
-            expanded_idx_mapping,
-            idx_mapping,
-            idx_mapping_np,
-            pos,
-            input_ids,
-            expanded_local_pos,
-            seq_lens_upper_bound_np,
-        )
+        processed = sampler.apply_sampling_params(logits, expanded_idx_mapping, *rows)
         is_noisy_S = (states.temperature.gpu != 0).float()
         levels_R1 = torch.empty(len(logits), 1, dtype=torch.int8, device=logits.device)
         tokens_R = sample_with_score_gap(
-            processed, expanded_idx_mapping, is_noisy_S, states.seeds.gpu, pos, levels_R1, self._column
+            processed, expanded_idx_mapping, is_noisy_S, states.seeds.gpu, rows[_POSITIONS], levels_R1, self._column
         )
         self._levels_R = levels_R1[:, 0].to("cpu", non_blocking=True)
         return tokens_R, processed

@@ -41,7 +41,6 @@ def register() -> None:
             "nemo_rl.models.generation.vllm.vllm_generation": "nemo_rl_cpu.record:record_batches",
             "nemo_specrollout.stragglers.exchange": "nemo_rl_cpu.wild_tail:go_wild",
             "nemo_specrollout.speculation.policy": "nemo_rl_cpu.random_budgets:draw",
-            "nemo_rl.models.generation.vllm.vllm_worker_async": "nemo_rl_cpu.vllm_engine:restore_names",
             "vllm.v1.worker.gpu": "nemo_rl_cpu.interpreter:complete",
             "vllm.v1.worker.cpu.shm": "nemo_rl_cpu.cuda:complete_placeholders",
             "vllm.engine.arg_utils": "nemo_rl_cpu.vllm_engine:refuse_sleep_mode",

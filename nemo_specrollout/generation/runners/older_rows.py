@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row sampler on vLLM before 0.32, so that a step there also samples, accepts and grades its rows in two passes.
+
+Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
+"""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.step.row_sampling import RowSampler
+from nemo_specrollout.generation.step.sampled_rows import Drafts
+
+_PARAMETERS = inspect.signature(Sampler.apply_sampling_params).parameters
+_STATES = ("sampling_states", "logit_bias_state", "penalties_state", "bad_words_state", "logprob_token_ids_state")
+_CHANGES_LOGITS = hasattr(Sampler, "returns_logprobs")
+"""Whether `apply_sampling_params` changes its argument in place, in the argument's own type (vLLM 0.26)."""
+
+
+class OlderRowSampler(RowSampler):
+    """A row sampler that asks vLLM's states of sampling parameters which requests need more than their temperature."""
+
+    def _follow_filters(self) -> None:
+        """Checks that vLLM's states are there, which `add_request` reads. Raises RuntimeError if one is not."""
+        compat.require(self, _STATES, "the sampler")
+
+    def add_request(self, req_idx: int, *arguments: Any) -> None:
+        """Does vLLM's work, and notes what the request's logits need. The last argument is its sampling parameters."""
+        Sampler.add_request(self, req_idx, *arguments)
+        sampler: Any = self
+        sampling = sampler.sampling_states
+        thinking = getattr(self, "thinking_budget_state", None)
+        self._divides_S[req_idx] = arguments[-1].temperature not in (0.0, 1.0)
+        self._is_processed_S[req_idx] = (
+            sampler.logit_bias_state.use_logit_bias[req_idx]
+            or sampler.penalties_state.use_penalty[req_idx]
+            or sampler.bad_words_state.num_bad_words.np[req_idx] > 0
+            or (thinking is not None and thinking.enabled and thinking.use_thinking_budget[req_idx])
+            or sampling.min_p.np[req_idx] != 0.0
+            or sampling.top_k.np[req_idx] != sampling.vocab_size
+            or sampling.top_p.np[req_idx] != 1.0
+        )
+
+    def get_logprobs_dims(self, idx_mapping_np: np.ndarray, include_token_ids: bool = True) -> tuple[int, int] | None:
+        """Returns the numbers of best tokens and of asked tokens whose log-probs requests want; None if none wants any."""
+        num_best = self.sampling_states.max_num_logprobs(idx_mapping_np)
+        num_asked = self.logprob_token_ids_state.max_num_token_ids(idx_mapping_np) if include_token_ids else 0
+        if num_best == NO_LOGPROBS and not num_asked:
+            return None
+        return (0 if num_best == NO_LOGPROBS else num_best), num_asked
+
+    def verify(self, logits: torch.Tensor, batch: Any, num_positions: int, has_logprobs: bool) -> SamplerOutput:
+        """Samples a step with drafts, and accepts up to `num_positions` drafts of each request by equality."""
+        num_nans = get_num_nans(logits) if self.compute_nans else None
+        read_R = batch.input_ids[batch.logits_indices]
+        drawn = self.draw(
+            logits,
+            batch.expanded_idx_mapping,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            batch.positions[batch.logits_indices],
+            lambda: read_R,
+            batch.expanded_local_pos,
+            batch.seq_lens_cpu_upper_bound.numpy(),
+            has_logprobs,
+            Drafts(read_R, batch.cu_num_logits, num_positions),
+        )
+        assert drawn.emitted_BK is not None and drawn.counts_B is not None
+        logprobs = drawn.logprobs
+        if logprobs is not None and len(logits) != batch.num_reqs:
+            logprobs = logprobs._replace(cu_num_generated_tokens=batch.cu_num_logits_np.tolist())
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            drawn.counts_B, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, self.req_states.prefill_len.gpu
+        )
+        return SamplerOutput(drawn.emitted_BK, logprobs, num_nans, num_sampled, num_rejected)
+
+    def _processed(self, logits: torch.Tensor, **rows: Any) -> torch.Tensor:
+        """Returns new logits, float32. Rounded to bfloat16, a row's token would depend on what other requests ask for."""
+        if _CHANGES_LOGITS:
+            logits = logits.to(torch.float32, copy=True)
+        return self.apply_sampling_params(
+            logits, **{name: value for name, value in rows.items() if name in _PARAMETERS}
+        )
