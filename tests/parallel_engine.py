@@ -21,7 +21,6 @@ from nemo_specrollout.generation.engine.arguments import NEWEST_VLLM, with_specr
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import RolloutRequest, rollout_extra_args
 from nemo_specrollout.generation.engine.transfers import HostCopy
-from nemo_specrollout.generation.step.host_budget import HostBudget
 
 
 def note_kept_drafts(worker: Any) -> None:
@@ -63,8 +62,7 @@ def note_kept_drafts(worker: Any) -> None:
 
 def be_late(worker: Any) -> None:
     """Gives a worker's host rates that are a step old."""
-    known = HostCopy(worker.specrollout_router.board.tables.rates_SK, is_late=True)
-    worker.specrollout_host_budget = HostBudget(worker.model_runner, worker.specrollout_router, known)
+    worker.specrollout_host_budget.read(HostCopy(worker.specrollout_router.board.tables.rates_SK, is_late=True))
 
 
 def kept_drafts_of(worker: Any) -> Any:

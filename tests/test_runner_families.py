@@ -51,7 +51,8 @@ def budget_with(
     drafting.host_s = 0.0
     drafting.policy = SimpleNamespace(num_drafts=lambda num_requests, available: min(available, most))
     drafting.board = SimpleNamespace(tables=SimpleNamespace(rates_SK=rates_SK))
-    budget = HostBudget(runner, drafting, HostCopy(rates_SK, is_late))
+    budget = HostBudget(runner, drafting)
+    budget.read(HostCopy(rates_SK, is_late))
     for name, slot in SLOTS.items():
         budget.opened([NewRequest(slot, RequestIdentity(0, 0), 3, [5, 6, 7], 99)])
         budget.record()

@@ -138,7 +138,8 @@ def host_step(world: World) -> Callable[[], None]:
     from nemo_specrollout.generation.engine.transfers import HostCopy
     from nemo_specrollout.generation.step.host_budget import HostBudget
 
-    budget = HostBudget(world.runner, world.router, HostCopy(world.rates_SK, is_late=True))
+    budget = HostBudget(world.runner, world.router)
+    budget.read(HostCopy(world.rates_SK, is_late=True))
 
     def step() -> None:
         budget.trimmed(world.scheduled)

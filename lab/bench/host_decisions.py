@@ -48,15 +48,13 @@ def prepare(worker: Any, is_late: bool) -> None:
     `is_late`: the host knows rates that are a step old.
     """
     from nemo_specrollout.generation.engine.transfers import HostCopy
-    from nemo_specrollout.generation.step.host_budget import HostBudget
 
     runner = worker.model_runner
     router = worker.specrollout_router
     worker.specrollout_accounts.step_model = GivenSeconds()
     router.policy.costs = worker.specrollout_accounts.step_model.costs()
     if is_late and worker.specrollout_host_budget is not None:
-        known = HostCopy(router.board.tables.rates_SK, is_late=True)
-        worker.specrollout_host_budget = HostBudget(runner, router, known)
+        worker.specrollout_host_budget.read(HostCopy(router.board.tables.rates_SK, is_late=True))
     sample_tokens = runner.sample_tokens
     worker.verified = []
 

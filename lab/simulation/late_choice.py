@@ -22,10 +22,11 @@ def rates(
 ) -> np.ndarray:
     """Returns the tokens a second in each batch of the record, in their order, float64; the median of the seeds."""
     order = sorted(set(record.batch_R.tolist()))
-    found = [
-        [replay.play(batch, at_a_time).rate for batch in order]
-        for replay in (Replay(record, drafters, machine, seed=seed, choice=choice) for seed in range(SEEDS))
-    ]
+    found = []
+    for seed in range(SEEDS):
+        replay = Replay(record, drafters, machine, seed=seed)
+        replay.choice = choice
+        found.append([replay.play(batch, at_a_time).rate for batch in order])
     return np.median(found, axis=0)
 
 

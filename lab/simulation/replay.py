@@ -152,6 +152,9 @@ class Choice(Enum):
 class Replay:
     """An engine whose proposals and tokens are recorded. Owns the board, the policy and the clock."""
 
+    choice = Choice.NOW
+    """Who chooses the drafts. Set it before the first batch."""
+
     def __init__(
         self,
         record: Record,
@@ -160,10 +163,8 @@ class Replay:
         policy: SpeculationPolicy | None = None,
         max_requests: int = 64,
         seed: int = 0,
-        choice: Choice = Choice.NOW,
     ) -> None:
         """`drafters`: those that take part; none is plain decoding."""
-        self._choice = choice
         self._record = record
         self._machine = machine
         self._drafters = list(drafters)
@@ -241,20 +242,20 @@ class Replay:
         """Returns how many drafts of each request are verified, and the rows that they take."""
         caps_B = np.full(len(slots_B), self._drafts_SK.shape[1])
         num_drafts = self.policy.num_drafts(len(slots_B), int(caps_B.sum()))
-        if self._choice is Choice.HOST:
+        if self.choice is Choice.HOST:
             survival_BK = self._foresight.survival(self._rates_2SK[0], slots_B)
-        elif self._choice is Choice.UNFORESEEN:
+        elif self.choice is Choice.UNFORESEEN:
             survival_BK = survival_of(self._rates_2SK[0][slots_B])
         else:
             survival_BK = survival_of(self.board.tables.rates_SK.numpy()[slots_B])
         counts_B = likeliest(survival_BK, caps_B, num_drafts)
         # The device computes as many rows as the host has said, also if there are fewer drafts now.
-        return counts_B, num_drafts if self._choice is Choice.DEVICE else int(counts_B.sum())
+        return counts_B, num_drafts if self.choice is Choice.DEVICE else int(counts_B.sum())
 
     def _observe_spread(self) -> None:
         """Tells the policy what was proposed."""
         spread = Spread.of_table(self.board.tables.spread_FQ.numpy().copy())
-        known = spread if self._choice is Choice.NOW else self._spread
+        known = spread if self.choice is Choice.NOW else self._spread
         self._spread = spread
         if known is not None:
             self.policy.observe(known)

@@ -96,5 +96,6 @@ def test_the_host_s_late_choice_costs_little(record: Record) -> None:
 
 
 def _rates(record: Record, drafters: list[int], machine: Machine, choice: Choice) -> np.ndarray:
-    replay = Replay(record, drafters, machine, choice=choice)
+    replay = Replay(record, drafters, machine)
+    replay.choice = choice
     return np.array([replay.play(batch).rate for batch in (MIXED, FREE, 2, REPETITIVE, UNKNOWN, 5)])

@@ -34,23 +34,24 @@ class HostBudget:
     (`agreed`), and neither the policy nor `Foresight` nor `likeliest` reads a clock.
     """
 
-    def __init__(self, runner: Any, router: Any, known_rates: HostCopy | None = None) -> None:
-        """`known_rates`: what the host knows of the board's rates; by default as it is on this device."""
+    def __init__(self, runner: Any, router: Any) -> None:
         self._router = router
         self._slot_of = runner.req_states.req_id_to_index
         # vLLM's records of experts must find a step's rows where the scheduler placed them.
         options = compat.output_options(runner.vllm_config)
         self._keeps_all = bool(getattr(options, "enable_return_routed_experts", False))
-        self._known_rates = known_rates or HostCopy(router.board.tables.rates_SK)
-        num_slots, num_positions = self._known_rates.values.shape
+        num_slots, num_positions = router.board.tables.rates_SK.shape
         self._prefixes = [slice(count) for count in range(num_positions + 1)]
-        is_late = self._known_rates.is_late
-        self._foresight = Foresight(num_slots, num_positions, float(AHEAD_PRIORS[-1])) if is_late else None
+        self._foresight = Foresight(num_slots, num_positions, float(AHEAD_PRIORS[-1]))
+        self.read(HostCopy(router.board.tables.rates_SK))
+
+    def read(self, known_rates: HostCopy) -> None:
+        """Reads the board's rates from this copy, which may be late: a test lets a CPU know as little as a GPU's host."""
+        self._known_rates = known_rates
 
     def opened(self, requests: Sequence[NewRequest]) -> None:
         """Takes note of requests that have taken slots."""
-        if self._foresight is not None:
-            self._foresight.opened([request.slot for request in requests], [_kind_of(request) for request in requests])
+        self._foresight.opened([request.slot for request in requests], [_kind_of(request) for request in requests])
 
     def record(self) -> None:
         """Starts a copy of the acceptance rates of the latest drafts. On a GPU the host reads it a step later."""
@@ -79,9 +80,9 @@ class HostBudget:
     def _survival(self, slots_B: np.ndarray) -> np.ndarray:
         """Returns the survival of each request's drafts as far as the host knows, float32 [B, K]."""
         rates_SK = self._known_rates.values
-        if self._foresight is None:
-            return survival_of(rates_SK[slots_B])
-        return self._foresight.survival(rates_SK, slots_B)
+        if self._known_rates.is_late:
+            return self._foresight.survival(rates_SK, slots_B)
+        return survival_of(rates_SK[slots_B])
 
     def _without(self, scheduled: Any, caps_B: np.ndarray, counts_B: np.ndarray, num_left_out: int) -> Any:
         """Returns a copy of the scheduler's output in which each request has `counts_B` of its `caps_B` drafts.
