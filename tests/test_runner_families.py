@@ -19,7 +19,8 @@ from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdent
 from nemo_specrollout.generation.engine.transfers import HostCopy
 from nemo_specrollout.generation.runners import before_0_32
 from nemo_specrollout.generation.runners.before_0_32 import Before032, SwappingVerifier
-from nemo_specrollout.generation.runners.older_depth import graph_depths, older_depth
+from nemo_specrollout.generation.runners.graphed_depth import graph_depths
+from nemo_specrollout.generation.runners.older_depth import older_depth
 from nemo_specrollout.generation.runners.older_recurrent import with_rows_without_drafts
 from nemo_specrollout.generation.step.host_budget import HostBudget
 
@@ -155,10 +156,10 @@ def test_a_failed_capture_leaves_all_positions_or_one(caplog: pytest.LogCaptureF
         block_tables=None, attn_groups=None, kv_cache_config=None,
     )  # fmt: skip
     depth: Any = older_depth(looping)
-    assert [depth.drafted(wanted) for wanted in range(9)] == list(range(9)), "before graphs are captured"
+    assert depth._depths == list(range(9)), "before graphs are captured"
     looping.capture()
     assert looping.num_captured == 1 and looping.num_speculative_steps == 8
-    assert [depth.drafted(wanted) for wanted in range(9)] == [0, 1, *[8] * 7]
+    assert depth._depths == [0, 1, *[8] * 7]
     assert "all positions or one" in caplog.text and "out of memory" in caplog.text
 
 

@@ -11,6 +11,7 @@ from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.runners.family import RunnerFamily, Settle
+from nemo_specrollout.generation.runners.graphed_depth import GraphedDepth
 from nemo_specrollout.generation.step.row_sampling import RowSampler
 from nemo_specrollout.generation.step.verification import EqualityVerifier
 from nemo_specrollout.generation.step.verification_budget import VerificationBudget, install_budget
@@ -44,8 +45,9 @@ class Since032(RunnerFamily):
         return isinstance(verifier, EqualityVerifier)
 
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns a depth that vLLM's `propose` takes."""
-        return DraftDepth(speculator)
+        """Returns a depth that vLLM's `propose` takes, by graphs of its own where a graph holds all positions of a head."""
+        is_looping = hasattr(speculator, "_generate_fused_drafts")
+        return GraphedDepth(speculator) if is_looping else DraftDepth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
         """Lets the device choose, unless there is a reason against it, which vLLM may only name with the KV cache."""
