@@ -153,7 +153,8 @@ def test_a_failed_capture_leaves_all_positions_or_one(caplog: pytest.LogCaptureF
         num_speculative_steps=8, num_captured=0, propose=None, init_cudagraph_manager=None, capture=capture,
         decode_cudagraph_manager=graphs, use_fused_multi_step_decode=True, on_multi_step_decode_begin=lambda _: None,
         max_num_reqs=4, _generate_fused_drafts=None, _multi_step_decode=None, model_state=None, input_buffers=None,
-        block_tables=None, attn_groups=None, kv_cache_config=None,
+        block_tables=None, attn_groups=None, kv_cache_config=None, on_multi_step_decode_end=lambda _: None,
+        **{f"specrollout_decode_graphs_{depth}": graphs for depth in (2, 3, 4, 6)},
     )  # fmt: skip
     depth: Any = older_depth(looping)
     assert depth._depths == list(range(9)), "before graphs are captured"
