@@ -25,17 +25,11 @@ from nemo_specrollout.generation.step.equality_rule import sample_and_compare, v
 class Before032(RunnerFamily):
     """Extends vLLM's sampler and rejection sampler, and repairs bad words."""
 
+    row_sampler = OlderRowSampler
+
     def verify_names(self) -> None:
         """Raises RuntimeError unless vLLM keeps its rule of acceptance where `SwappingVerifier` replaces it."""
         compat.require(rejection_sampler, ["rejection_sample"], rejection_sampler.__name__)
-
-    def sampler(self, native: Any) -> Any:
-        """Returns an `OlderRowSampler`, or vLLM's own sampler with an option that needs other kernels."""
-        return OlderRowSampler(native) if OlderRowSampler.fits(native) else native
-
-    def is_in_force(self, sampler: Any) -> bool:
-        """Returns whether no sampler of vLLM's stands where an `OlderRowSampler` could."""
-        return not OlderRowSampler.fits(sampler)
 
     def verifier(self, runner: Any) -> Any:
         """Returns our extension of vLLM's rejection sampler, and lets bad words and recurrent layers look at drafts."""
@@ -58,11 +52,6 @@ class Before032(RunnerFamily):
     def chooses_on_device(self, runner: Any) -> bool:
         """Returns False: these runners count the rows of a step on the host."""
         return False
-
-    def warm_up(self, runner: Any) -> None:
-        """Launches the row sampler's kernels."""
-        if isinstance(runner.sampler, OlderRowSampler):
-            runner.sampler.warm_up(runner)
 
 
 def _verifier_class() -> type[Any]:

@@ -12,7 +12,6 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.runners.family import RunnerFamily, Settle
 from nemo_specrollout.generation.runners.graphed_depth import GraphedDepth
-from nemo_specrollout.generation.step.row_sampling import RowSampler
 from nemo_specrollout.generation.step.verification import EqualityVerifier
 from nemo_specrollout.generation.step.verification_budget import VerificationBudget, install_budget
 
@@ -27,14 +26,6 @@ class Since032(RunnerFamily):
         )
         compat.require(Sampler, ["add_request", "apply_sampling_params", "get_logprobs_dims"], "the sampler")
         compat.require(SamplingStates, ["add_request", "max_num_logprobs"], "the sampling state")
-
-    def sampler(self, native: Any) -> Any:
-        """Returns a `RowSampler`, or vLLM's own sampler with an option that needs other kernels."""
-        return RowSampler(native) if RowSampler.fits(native) else native
-
-    def is_in_force(self, sampler: Any) -> bool:
-        """Returns whether no sampler of vLLM's stands where a `RowSampler` could."""
-        return not RowSampler.fits(sampler)
 
     def verifier(self, runner: Any) -> EqualityVerifier:
         """Returns our extension of vLLM's rejection sampler."""
@@ -59,7 +50,6 @@ class Since032(RunnerFamily):
 
     def warm_up(self, runner: Any) -> None:
         """Launches the row sampler's kernels, and compiles the device's choice."""
-        if isinstance(runner.sampler, RowSampler):
-            runner.sampler.warm_up(runner)
+        super().warm_up(runner)
         if self.chooses_on_device(runner):
             runner.adaptive_verification.warm_up()
