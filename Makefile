@@ -80,9 +80,15 @@ test-vllm: setup $(if $(HAS_OLDEST_TORCH),$(OLDEST_VENV)/.installed) $(if $(IS_L
 test-pins: setup
 	@for version in $(PINS); do $(MAKE) --no-print-directory test-vllm VLLM=$$version || exit 1; done
 
-# NeMo-RL's own loop on this CPU, from a work tree (CONTRIBUTING.md): most of an hour.
+# NeMo-RL's own loop on this CPU, from a work tree (CONTRIBUTING.md): most of an hour. VLLM=0.25.1 takes a vLLM that NeMo-RL
+# pins, from its environment below NEMO_RL_ENVIRONMENTS.
 test-nemo-rl: setup
+ifdef VLLM
+	NEMO_RL_VLLM=$(VLLM) NEMO_RL_PYTHON=$(NEMO_RL_ENVIRONMENTS)/vllm-$(VLLM)/bin/python \
+	  $(BIN)/python -m pytest -m nemo_rl tests/nemo_rl/test_pins.py
+else
 	$(BIN)/python -m pytest -m nemo_rl tests
+endif
 
 # Each patch of docs/upstream: its case fails without it, and passes with it. PROPOSALS="NAME ..." takes some of them.
 test-upstream: setup .vllm-0.28.0/.installed

@@ -3,8 +3,12 @@
 
 The changes are those of git since BASE. Without it, they begin where the branch left `origin/main`. On main itself they
 begin at the newest commit that is four hours older than the last one, so they cover the work of a day's session.
+
+`python tests/changed_tiers.py --nemo-rl-pins DIR` prints the versions of vLLM on which NeMo-RL's loops are to run instead.
+These are the versions that NeMo-RL pins and that have an environment below DIR, if what meets vLLM or NeMo-RL has changed.
 """
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +17,10 @@ from pathlib import Path
 from tiers import OTHER_TIERS, TESTS, Tier
 
 SESSION_S = 4 * 3600
+PINS = ("0.25.1", "0.26.0", "0.29.0")
+"""Versions of vLLM that NeMo-RL pins, the oldest first (tests/nemo_rl/make_environments.sh)."""
+PIN_SUBJECT = ("nemo_specrollout/generation/", "nemo_specrollout/nemo_rl/")
+"""Beginnings of paths whose change makes CI run NeMo-RL's loops on these versions."""
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -43,14 +51,27 @@ def changed_tiers(files: Sequence[str]) -> list[Tier]:
     return [tier for tier in OTHER_TIERS if any(map(tier.is_about, files))]
 
 
+def pins_to_test(files: Sequence[str], environments: Path) -> list[str]:
+    """Returns the pinned versions of vLLM with an environment below a folder, if one of the files concerns them."""
+    if not any(file.startswith(PIN_SUBJECT) for file in files):
+        return []
+    return [version for version in PINS if (environments / f"vllm-{version}" / "bin" / "python").exists()]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", nargs="?", help="commit from which changes count")
+    parser.add_argument("--nemo-rl-pins", type=Path, metavar="DIR", help="folder of tests/nemo_rl/make_environments.sh")
+    asked = parser.parse_args()
     root = TESTS.parent
-    if len(sys.argv) > 1:
-        base = git(root, "rev-parse", "--verify", f"{sys.argv[1]}^{{commit}}")
-        if not base:
-            sys.exit(f"{sys.argv[1]} is no commit of this repository")
-    else:
-        base = base_of_changes(root)
+    base = (
+        base_of_changes(root) if asked.base is None else git(root, "rev-parse", "--verify", f"{asked.base}^{{commit}}")
+    )
+    if asked.base is not None and not base:
+        sys.exit(f"{asked.base} is no commit of this repository")
+    if asked.nemo_rl_pins is not None:
+        print(*pins_to_test(changed_files(root, base) if base else PIN_SUBJECT, asked.nemo_rl_pins))
+        return
     tiers = changed_tiers(changed_files(root, base)) if base else list(OTHER_TIERS)
     print(*(tier.target for tier in tiers))
 

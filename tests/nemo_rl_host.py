@@ -16,6 +16,7 @@ from nemo_rl_scenarios import (
     CONTROLLER_SCENARIOS,
     DATA_PLANE_SCENARIOS,
     PAIR,
+    PIN_SCENARIOS,
     RECORDED_PAIR,
     SCENARIOS,
 )
@@ -26,6 +27,8 @@ HERE = ROOT / "tests" / "nemo_rl"
 ROUNDING = 1e-6
 # Work trees and the Python of an environment that has their dependencies.
 VARIABLES = ("NEMO_RL_SRC", "MEGATRON_BRIDGE_SRC", "MEGATRON_LM_SRC", "NEMO_RL_PYTHON")
+PIN = "NEMO_RL_VLLM"
+"""Variable with the version of vLLM in the environment, where NeMo-RL's loops are to run on a version that NeMo-RL pins."""
 # For the tests with NeMo-Gym: its work tree, and the Python of an environment for its servers.
 GYM_VARIABLES = ("NEMO_GYM_SRC", "NEMO_GYM_PYTHON")
 _QUIET = {
@@ -104,6 +107,8 @@ def make_host(tiny: Path) -> Host:
     }
     # Bytecode of everything, kept between runs: without it each of some thirty processes compiles for a minute.
     own["PYTHONPYCACHEPREFIX"] = str(ROOT / ".pytest_cache" / "bytecode")
+    if PIN in os.environ:  # this vLLM takes no other bodies for its kernels
+        own["TRITON_INTERPRET"] = "1"
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
     ready = Host({**kept, **given, **_QUIET, **own}, tiny)
     ready.run(HERE / "tiny_policy.py", tiny)
@@ -217,6 +222,12 @@ def num_drafts(step: Mapping[str, Any], drafter: str, kind: str = "proposed") ->
     return sum(step.get("acceptance", {}).get(drafter, {}).get(kind, []))
 
 
+def count_equal(left: Run, right: Run, step: int) -> tuple[int, int]:
+    """Returns the rows of a step's training batch with the same tokens and mask in two runs, and the rows in all."""
+    a, b = (sorted(run.samples(step)) for run in (left, right))
+    return sum(x == y for x, y in zip(a, b, strict=True)), max(len(a), len(b))
+
+
 def run_all(host: Host, name: str, base: str, scenarios: Mapping[str, Any], scratch: Path) -> dict[str, Run]:
     """Runs `scenarios` on the config `base`, one after another in one process; their folders, by name.
 
@@ -289,3 +300,10 @@ def data_plane_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dic
 def runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """GRPO's scenarios, an hour on two cores."""
     return run_all(host, "grpo", "base.yaml", SCENARIOS, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def pin_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """GRPO's scenarios on the vLLM that NEMO_RL_VLLM names."""
+    scratch = tmp_path_factory.mktemp("pin")
+    return run_all(host, f"pin-{os.environ[PIN]}", "base.yaml", PIN_SCENARIOS, scratch)

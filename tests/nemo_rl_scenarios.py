@@ -196,6 +196,45 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "killed_native": {"overrides": SHORT + OFF, "environment": RENAMED, "kill_after": 1},
 }
 
+# With the vLLM of a pin, whose kernels run in Triton's interpreter: two prompts and responses of 32 tokens. The policy is one
+# that is right often enough for these.
+FEW = [
+    "policy.model_name=${oc.env:TINY}/repetitive",
+    "data.train.data_path=${oc.env:TINY}/threes.jsonl",
+    "grpo.num_prompts_per_step=2",
+    "policy.train_global_batch_size=8",
+    "policy.generation.max_new_tokens=32",
+]
+# One at a time in each engine, so that weights arrive while a response is under way.
+FEW_IN_FLIGHT = [
+    *FEW,
+    "policy.generation.max_new_tokens=44",
+    "policy.generation.ignore_eos=true",
+    "policy.generation.stop_token_ids=[511]",
+    "policy.generation.vllm_kwargs.max_num_seqs=1",
+    *ASYNC,
+    *IN_FLIGHT,
+    *RECOMPUTING,
+]
+FEW_APART = [*FEW, *DTENSOR, *APART]
+FEW_IN_TWO = [*FEW, *DTENSOR, *TWO_ENGINES, "policy.train_micro_batch_size=4"]
+PIN_SCENARIOS: dict[str, dict[str, Any]] = {
+    "megatron_plain": {"overrides": FEW + PLAIN},
+    "megatron_drafted": {"overrides": FEW + DRAFTED},
+    "megatron_frozen_head": {"overrides": FEW + ROUTED_HEAD},
+    "megatron_eagle3": {"overrides": FEW + EAGLE3},
+    "apart_plain": {"overrides": FEW_APART + PLAIN},
+    "apart_drafted": {"overrides": FEW_APART + DRAFTED},
+    "apart_ahead": {"overrides": FEW_APART + AHEAD + [AT_RANDOM]},
+    "async_plain": {"overrides": FEW + ASYNC + PLAIN},
+    "async_drafted": {"overrides": FEW + ASYNC + DRAFTED},
+    "in_flight": {"overrides": FEW_IN_FLIGHT + DRAFTED},
+    "in_flight_ahead": {"overrides": FEW_IN_FLIGHT + AHEAD},
+    "dtensor_plain": {"overrides": FEW_IN_TWO + PLAIN},
+    "dtensor_moving": {"overrides": FEW_IN_TWO + MOVING, "environment": WILD},
+    "async_moving": {"overrides": FEW + ASYNC + TWO_APART + MOVING, "environment": WILD},
+}
+
 PAIR: dict[str, Any] = {"plain": {"overrides": PLAIN}, "drafted": {"overrides": DRAFTED}}
 DATA_PLANE = [*SHORT, "data_plane.enabled=true"]
 DATA_PLANE_SCENARIOS: dict[str, Any] = {
@@ -230,7 +269,7 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
         "kill_after": 1,
     },
 }
-for scenarios in (SCENARIOS, DATA_PLANE_SCENARIOS, CONTROLLER_SCENARIOS):
+for scenarios in (SCENARIOS, PIN_SCENARIOS, DATA_PLANE_SCENARIOS, CONTROLLER_SCENARIOS):
     for scenario_name, scenario in scenarios.items():  # for the audit of its rows
         kept = {"NEMO_RL_CPU_KEPT_WEIGHTS": f"$OUT/{scenario_name}/weights"}
         scenario["environment"] = {**scenario.get("environment", {}), **kept}

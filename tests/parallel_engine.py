@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rolls out eight requests in a tensor-parallel engine, and prints their tokens as a line of JSON.
 
-Usage: parallel_engine.py MODEL RANKS BLOCK [host], with the block as JSON. The budget `random` stands for the policies of
-`lab.local.random_budgets`. With `host`, the host chooses the drafts of each step, as it must before vLLM 0.32. The line then
-has the drafts that each rank kept in each step, and how many objects the ranks told each other.
+Usage: parallel_engine.py MODEL RANKS BLOCK [host|late], with the block as JSON. The budget `random` stands for the policies of
+`lab.local.random_budgets`. With `host`, the host chooses the drafts of each step, as it must before vLLM 0.32; with `late`, by
+rates that are a step old, as on a GPU. The line then has the drafts that each rank kept in each step, how many objects and
+tensors the ranks told each other while they generated, and the number of steps.
 """
 
 import json
@@ -19,6 +20,7 @@ from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.engine.arguments import NEWEST_VLLM, with_specrollout
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import RolloutRequest, rollout_extra_args
+from nemo_specrollout.generation.engine.transfers import HostCopy
 
 
 def note_kept_drafts(worker: Any) -> None:
@@ -27,10 +29,13 @@ def note_kept_drafts(worker: Any) -> None:
 
     group = get_tp_group()
     budget = worker.specrollout_host_budget
+    broadcast = group.broadcast
     trimmed = budget.trimmed
     broadcast_object = group.broadcast_object
     worker.kept_drafts = []
     worker.num_told = 0
+    worker.num_tensors = 0
+    worker.first_step = worker.specrollout_accounts.trace.num_steps
 
     def noting(scheduled: Any) -> Any:
         result = trimmed(scheduled)
@@ -46,19 +51,32 @@ def note_kept_drafts(worker: Any) -> None:
         worker.num_told += 1
         return broadcast_object(*args, **options)
 
+    def telling_tensor(*args: Any, **options: Any) -> Any:
+        worker.num_tensors += 1
+        return broadcast(*args, **options)
+
     budget.trimmed = noting
     group.broadcast_object = telling
+    group.broadcast = telling_tensor
+
+
+def be_late(worker: Any) -> None:
+    """Gives a worker's host rates that are a step old."""
+    worker.specrollout_host_budget.read(HostCopy(worker.specrollout_router.board.tables.rates_SK, is_late=True))
 
 
 def kept_drafts_of(worker: Any) -> Any:
     """Returns the drafts of each request that were scheduled, and those that were kept, in each step with drafts.
 
-    The second result is the number of objects that the ranks told each other.
+    The other results are the numbers of objects and of tensors that the ranks told each other, and of steps.
     """
-    return worker.kept_drafts, worker.num_told
+    num_steps = worker.specrollout_accounts.trace.num_steps - worker.first_step
+    return worker.kept_drafts, worker.num_told, worker.num_tensors, num_steps
 
 
-def main(model: str, ranks: int, block: SpecrolloutConfig, *, at_random: bool, host_chooses: bool) -> None:
+def main(
+    model: str, ranks: int, block: SpecrolloutConfig, *, at_random: bool, host_chooses: bool, is_late: bool
+) -> None:
     llm = LLM(
         model=model,
         distributed_executor_backend="mp" if ranks > 1 else "uni",
@@ -70,6 +88,8 @@ def main(model: str, ranks: int, block: SpecrolloutConfig, *, at_random: bool, h
         tensor_parallel_size=ranks,
         **with_specrollout({}, block, "cpu", replace(NEWEST_VLLM, chooses_on_device=not host_chooses)),
     )
+    if is_late:
+        llm.collective_rpc(be_late)
     if host_chooses:
         llm.collective_rpc(note_kept_drafts)
     if at_random:
@@ -96,4 +116,12 @@ if __name__ == "__main__":
     given = json.loads(sys.argv[3])
     at_random = given.get("budget") == {"policy": "random"}
     block = build(SpecrolloutConfig, given | ({"budget": {"policy": "fixed", "k": 8}} if at_random else {}), BLOCK_PATH)
-    main(sys.argv[1], int(sys.argv[2]), block, at_random=at_random, host_chooses="host" in sys.argv[4:])
+    options = sys.argv[4:]
+    main(
+        sys.argv[1],
+        int(sys.argv[2]),
+        block,
+        at_random=at_random,
+        host_chooses=bool(options),
+        is_late="late" in options,
+    )

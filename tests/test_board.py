@@ -117,6 +117,17 @@ def test_rates_follow_outcomes_of_all_proposals_submitted_or_not(is_submitted: b
     assert rates_BK.max() <= np.float32(MAX_RATE)
 
 
+def test_what_all_ranks_share_is_one_tensor() -> None:
+    """A copy of its bytes is a copy of the submitted drafts, their rates and the spread."""
+    first, second = World(num_slots=3), World(num_slots=3)
+    for slot in range(3):
+        first.choose(slot, proposals={0: {slot: first.next_tokens(slot)}}, level=5)
+    assert first.tables.drafts_BK.any() and not second.tables.drafts_BK.any()
+    second.board.shared.copy_(first.board.shared)
+    for name in ("drafts_BK", "rates_SK", "spread_FQ"):
+        assert torch.equal(getattr(second.tables, name), getattr(first.tables, name)), name
+
+
 def test_each_level_has_its_own_rate() -> None:
     world = World()
     for n in range(100):

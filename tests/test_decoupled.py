@@ -256,7 +256,8 @@ def test_a_hanging_drafter_is_dropped_until_it_answers(
     assert_equal(found, expected["T=1"])
     monkeypatch.setattr(peers, "ANSWER_DEADLINE_S", 1.0)
     roll_out_until(engine, expected, lambda: peer.state is not PeerState.READY)
-    assert peer.reason.startswith("left a step unanswered")
+    # A rollout may last so long that the drafter is greeted again meanwhile, which it does not answer either.
+    assert peer.reason.startswith(("left a step unanswered", "does not answer"))
     monkeypatch.setattr(peers, "ANSWER_DEADLINE_S", PATIENT_S)
     os.kill(victim, signal.SIGCONT)
     wait_until_ready(engine)

@@ -9,6 +9,7 @@ from conftest import STEP_ADDER
 from nemo_specrollout.cli.describe import engine_in_words, is_asynchronous
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, Eagle3DrafterConfig
+from nemo_specrollout.config.engine_vllm import HERE, PINNED, EngineVllm, vllm_here
 from nemo_specrollout.generation.engine.arguments import QUIET_START, with_specrollout
 
 pytestmark = pytest.mark.integration
@@ -41,16 +42,23 @@ def test_the_words_agree_with_vllms_config(block: SpecrolloutConfig, kwargs: dic
     arguments = {"model": str(STEP_ADDER), "dtype": "float32", "max_model_len": 512, **QUIET_START, **kwargs}
     arguments.pop("use_tqdm_on_load")
     config = EngineArgs(**with_specrollout(arguments, block, "cpu")).create_engine_config(UsageContext.LLM_CLASS)
-    words = engine_in_words(kwargs, on_gpu=False, is_eager=False)
+    words = engine_in_words(kwargs, vllm_here(), on_gpu=False, is_eager=False)
     assert config.scheduler_config.async_scheduling == is_asynchronous(kwargs) == ("asynchronous" in words)
     assert config.use_v2_model_runner and ", V2 model runner, " in words
     assert f"CUDA graphs {config.compilation_config.cudagraph_mode.name} " in words
 
 
-def test_the_words_say_what_only_the_run_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_specrollout.cli.describe.vllm_version", lambda: None)
-    words = engine_in_words({}, on_gpu=True, is_eager=False)
+def test_the_words_say_what_only_the_run_can_tell() -> None:
+    nowhere = EngineVllm(None, HERE, None, None)
+    words = engine_in_words({}, nowhere, on_gpu=True, is_eager=False)
     assert words.startswith("vLLM (not installed here), V2 model runner") and words.endswith("only the run can tell")
-    assert "CUDA graphs NONE (enforce_eager is true)" in engine_in_words({}, on_gpu=True, is_eager=True)
+    assert "CUDA graphs NONE (enforce_eager is true)" in engine_in_words({}, nowhere, on_gpu=True, is_eager=True)
     given = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
-    assert "CUDA graphs PIECEWISE, if model" in engine_in_words(given, on_gpu=True, is_eager=False)
+    assert "CUDA graphs PIECEWISE, if model" in engine_in_words(given, nowhere, on_gpu=True, is_eager=False)
+
+
+def test_the_words_name_where_the_engines_vllm_is_from() -> None:
+    pinned = EngineVllm("0.25.1", PINNED, None, None)
+    assert engine_in_words({}, pinned, on_gpu=True, is_eager=True).startswith(
+        "vLLM 0.25.1 (pinned by NeMo-RL's checkout), V2 model runner"
+    )

@@ -25,6 +25,15 @@ def test_values_are_those_of_the_last_refresh_on_a_cpu() -> None:
     assert np.array_equal(copy.values, source.numpy())
 
 
+def test_a_cpu_can_be_as_late_as_a_gpu() -> None:
+    source = torch.zeros(3)
+    copy = HostCopy(source, is_late=True)
+    for step in range(1, 5):
+        source.fill_(step)
+        copy.refresh()
+        assert copy.is_late and (copy.values == step - 1).all()
+
+
 @pytest.mark.gpu
 @gpu
 def test_values_are_those_of_the_refresh_before_on_a_gpu() -> None:

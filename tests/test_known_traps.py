@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Known faults of vLLM and NeMo-RL that a config meets, and what `check` and `doctor` say of them."""
 
-import importlib
 import os
 import re
 import subprocess
@@ -16,10 +15,10 @@ from test_nemo_rl_config import CLEAN, EAGLE3, NATIVE, tree
 
 from nemo_specrollout.cli.doctor import diagnose_config
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config import known_traps
+from nemo_specrollout.config import engine_vllm, known_traps
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.known_traps import MOVED_MODULES, TRAPS, MetTrap
-from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG, VLLM_KWARGS
+from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG
 from nemo_specrollout.doctor.diagnosis import State
 from nemo_specrollout.installed.python_source import PythonSource, installed_source
 from nemo_specrollout.installed.versions import VLLM_RANGE
@@ -36,13 +35,9 @@ NOISE = "from the same noise"
 LAYERS = "names no layers"
 CONTEXT = "context length of a head"
 SERVER = "HTTP server imports"
-EXPERTS = "refuses `enable_return_routed_experts`"
-PROCESSORS = "refuses custom logits processors"
-V2_LACKS = "refuses enable_prompt_embeds"
+STATES = "goes on from an older state"
+DELTA = "policy.model_name=Qwen/Qwen3-Next-80B-A3B"
 GYM = "env.should_use_nemo_gym=true"
-REPLAY = "policy.router_replay.enabled=true"
-EMBEDS = f"{VLLM_KWARGS}.enable_prompt_embeds=true"
-LOGITS = f"{VLLM_KWARGS}.logits_processors=[a.b]"
 LM_HEAD = "shares the policy's lm_head"
 OLD_HEAD = "leaves the draft head as it was"
 STALE = "prefixes that older weights have cached"
@@ -59,8 +54,8 @@ Meet = Callable[..., list[MetTrap]]
 def met(monkeypatch: pytest.MonkeyPatch) -> Meet:
     def of(*overrides: str, vllm: str | None = "0.32.0", nemo_rl: str | None = "0.6.0") -> list[MetTrap]:
         """Returns the traps of the clean config with `overrides` if exactly these packages are installed."""
-        monkeypatch.setattr(known_traps, "vllm_version", lambda: vllm)
-        monkeypatch.setattr(known_traps, "nemo_rl_checkout", lambda: None)
+        monkeypatch.setattr(engine_vllm, "vllm_version", lambda: vllm)
+        monkeypatch.setattr(engine_vllm, "nemo_rl_checkout", lambda: None)
         monkeypatch.setattr(known_traps, "nemo_rl_version", lambda: nemo_rl)
         return known_traps.known_traps(tree(*overrides))
 
@@ -78,14 +73,10 @@ MEETS = [
     (LAYERS, (EAGLE3,), "0.25.1"),
     (LAYERS, (HEAD, GREEDY), "0.33.0"),
     (CONTEXT, (HEAD,), "0.33.0"),
-    (SERVER, (HTTP,), "0.32.0"),
+    (STATES, (DELTA,), "0.25.1"),
+    (STATES, (DELTA, OFF, MTP), "0.29.0"),
+    (SERVER, (HTTP,), "0.29.0"),
     (SERVER, (GYM,), "0.33.0"),
-    (EXPERTS, (REPLAY,), "0.25.1"),
-    (EXPERTS, (f"{VLLM_KWARGS}.enable_return_routed_experts=true",), "0.25.1"),
-    (PROCESSORS, (LOGITS,), "0.28.0"),
-    (V2_LACKS, (EMBEDS,), "0.25.1"),
-    (V2_LACKS, (f"{VLLM_CFG}.logprobs_mode=raw_logits",), "0.25.1"),
-    (V2_LACKS, (f"{VLLM_KWARGS}.prefill_context_parallel_size=2",), "0.25.1"),
     (LM_HEAD, TRAINED, "0.32.0"),
     (OLD_HEAD, TRAINED, "0.32.0"),
     (OLD_HEAD, (MTP,), "0.32.0"),
@@ -108,13 +99,11 @@ MEETS_NOT = [
     (LAYERS, (MTP,), "0.32.0"),
     (CONTEXT, (HEAD,), "0.32.0"),
     (CONTEXT, (MTP,), "0.33.0"),
-    (SERVER, (HTTP,), "0.31.0"),
+    (STATES, (DELTA,), "0.32.0"),
+    (STATES, (DELTA, OFF), "0.25.1"),
+    (STATES, (), "0.25.1"),
+    (SERVER, (HTTP,), "0.28.0"),
     (SERVER, (HTTP, "runtime=local"), "0.32.0"),
-    (EXPERTS, (REPLAY,), "0.32.0"),
-    (EXPERTS, (REPLAY, OFF), "0.25.1"),
-    (PROCESSORS, (LOGITS,), "0.32.0"),
-    (V2_LACKS, (EMBEDS,), "0.32.0"),
-    (V2_LACKS, (f"{VLLM_CFG}.logprobs_mode=processed_logprobs",), "0.25.1"),
     (LM_HEAD, (EAGLE3,), "0.32.0"),
     (OLD_HEAD, (EAGLE3,), "0.32.0"),
     (OLD_HEAD, (EAGLE3.replace("tokens: 3", "tokens: 0"), TRAINED[1]), "0.32.0"),
@@ -142,17 +131,17 @@ def test_every_trap_is_met_and_not_met_by_a_case_above() -> None:
 def test_a_sentence_names_the_versions_with_the_fault(met: Meet) -> None:
     assert met(EAGLE3, vllm="0.25.1")[0].trap.versions == "vllm before 0.29.0"
     assert str(met(EAGLE3, vllm="0.25.1")[0]).startswith("vllm before 0.29.0, here 0.25.1: the V2 model runner")
-    texts = [str(trap) for trap in met(*TRAINED, HTTP, REPLAY, LOGITS, EMBEDS, ASYNC, **NOWHERE)]
+    texts = [str(trap) for trap in met(*TRAINED, HTTP, ASYNC, DELTA, **NOWHERE)]
     assert len(texts) == len(TRAPS), "a run elsewhere may have any version"
-    assert "vllm from 0.32.0, not installed here: " in " ".join(texts)
+    assert "vllm from 0.29.0, not installed here: " in " ".join(texts)
     assert "nemo-rl, not installed here: " in " ".join(texts)
 
 
 def test_the_block_avoids_what_it_can(met: Meet) -> None:
-    on = met(*TRAINED, HTTP, ASYNC)
+    on = met(*TRAINED, HTTP, ASYNC, vllm="0.33.0")
     assert {trap.state for trap in on if trap.trap.is_ours} == {"avoided"}
     assert [trap.state for trap in on if not trap.trap.is_ours] == ["not avoided"]
-    off = met(*TRAINED, HTTP, ASYNC, OFF)
+    off = met(*TRAINED, HTTP, ASYNC, OFF, vllm="0.33.0")
     assert {trap.state for trap in off} == {"not avoided"}
     assert {"because the block is off" in str(trap) for trap in off if trap.trap.is_ours} == {True}
     assert [str(trap) for trap in on if not trap.trap.is_ours] == [str(trap) for trap in off if not trap.trap.is_ours]
@@ -170,37 +159,55 @@ def test_traps_are_those_of_supported_versions() -> None:
 def test_without_a_vllm_here_the_one_that_nemo_rl_pins_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: str | None, num_met: int
 ) -> None:
-    monkeypatch.setattr(known_traps, "vllm_version", lambda: None)
-    monkeypatch.setattr(known_traps, "nemo_rl_checkout", lambda: tmp_path)
+    monkeypatch.setattr(engine_vllm, "vllm_version", lambda: None)
+    monkeypatch.setattr(engine_vllm, "nemo_rl_checkout", lambda: tmp_path)
     if pinned is not None:
         pin = f"[project.optional-dependencies]\nvllm = [\"vllm=={pinned} ; sys_platform != 'linux'\"]\n"
         (tmp_path / "pyproject.toml").write_text(pin)
-    found = [str(trap) for trap in known_traps.known_traps(tree(REPLAY)) if EXPERTS in str(trap)]
+    found = [str(trap) for trap in known_traps.known_traps(tree(HEAD)) if NOISE in str(trap)]
     assert len(found) == num_met
     place = "not installed here" if pinned is None else f"pinned by NeMo-RL's checkout {pinned}"
-    assert all(f"vllm before 0.28.0, {place}: its V2" in text for text in found)
+    assert all(f"vllm before 0.29.0, {place}: the V2" in text for text in found)
 
 
-# What the tests' host restores, a user lacks
+# Modules that NeMo-RL's HTTP server imports by names that vLLM has changed. Our engine actor lends it the old names.
 
 
 HOST = ROOT / "tests" / "nemo_rl" / "cpu_host"
+LEND_NAMES = """
+import importlib, sys
+from nemo_specrollout.config.known_traps import MOVED_MODULES
+from nemo_specrollout.nemo_rl.moved_modules import lend_old_names
+assert not set(MOVED_MODULES) & set(sys.modules)
+lend_old_names()
+lend_old_names()
+for old, new in MOVED_MODULES.items():
+    assert importlib.import_module(old) is importlib.import_module(new), old
+from vllm.entrypoints.chat_utils import load_chat_template
+from vllm.entrypoints.openai.engine.protocol import ErrorResponse
+"""
 
 
-def test_the_host_restores_no_name_that_check_does_not_tell(met: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(HOST)
-    before = dict(sys.modules)
-    try:
-        host = importlib.import_module("nemo_rl_cpu.vllm_engine")
-        loaded = set(sys.modules)
-        host.restore_names(None)
-        restored = set(sys.modules) - loaded
-    finally:
-        for name in set(sys.modules) - set(before):
-            if name.startswith(("nemo_rl_cpu", "vllm.entrypoints")):
-                del sys.modules[name]
-    (trap,) = met(HTTP)
-    assert restored == set(MOVED_MODULES) and all(name in str(trap) for name in restored)
+@pytest.mark.integration
+def test_the_moved_modules_are_importable_by_their_old_names() -> None:
+    subprocess.run([sys.executable, "-c", LEND_NAMES], check=True, cwd=ROOT)
+
+
+def test_a_vllm_keeps_the_modules_that_it_has(tmp_path: Path) -> None:
+    """A package `vllm` that has one module by its old name and the other by none, as no real one has."""
+    (tmp_path / "vllm" / "entrypoints").mkdir(parents=True)
+    for folder in ("vllm", "vllm/entrypoints"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "vllm" / "entrypoints" / "chat_utils.py").write_text("its_own = True")
+    code = (
+        "import sys, vllm.entrypoints.chat_utils as own\n"
+        "from nemo_specrollout.nemo_rl.moved_modules import lend_old_names\n"
+        "lend_old_names()\n"
+        "assert sys.modules['vllm.entrypoints.chat_utils'] is own and own.its_own\n"
+        "assert 'vllm.entrypoints.openai.engine.protocol' not in sys.modules\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_the_moved_modules_are_the_ones_that_the_installed_vllm_lacks() -> None:
@@ -256,7 +263,7 @@ def test_check_of_a_config_that_cannot_run_tells_errors_only(
 
 
 def test_doctor_warns_of_what_is_not_avoided(met: Meet, tmp_path: Path) -> None:
-    met()
+    met(vllm="0.33.0")
     states = {d.name: d.state for d in diagnose_config(written(tmp_path, HEAD, HTTP), [])}
     assert states["avoided"] is State.OK and states["not avoided"] is State.WARN
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from model_drafters import (
     worker_of,
 )
 from test_equality import NGRAM, SAMPLINGS, assert_equal, requests
+from vllm.config import CUDAGraphMode
 
 from lab.local.engine import Generation, RolloutEngine
 from lab.local.random_budgets import RANDOM
@@ -147,6 +149,64 @@ def test_acceptance_of_the_shipped_pair_is_what_it_was(
             np.subtract(getattr(after, k)[0], getattr(before, k)[0])[:4] for k in ("proposed", "accepted")
         )
         assert accepted_K / proposed_K == pytest.approx(golden_K, abs=0.01)
+
+
+def test_each_depth_replays_a_graph_of_its_own(
+    start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM captures one graph of all positions, graphs of lesser depths are captured and replayed as well.
+
+    A graph on this CPU does what it was captured with: as many positions as its function drafts.
+    """
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as module
+
+    replayed: list[int] = []
+
+    class Graphs(module.SpeculatorCudaGraphManager):
+        generate: Any = None
+
+        def needs_capture(self) -> bool:
+            return self.generate is not None
+
+        def capture(self, forward_fn: Any, *_: Any, **__: Any) -> None:
+            self.generate = forward_fn if self.decode_query_len == 1 else None
+
+        def dispatch(self, num_reqs: int, *others: Any, **named: Any) -> Any:
+            found = super().dispatch(num_reqs, *others, **named)
+            return replace(found, cg_mode=CUDAGraphMode.FULL, num_reqs=num_reqs) if self.generate else found
+
+        def specialize_spec_tokens(self, desc: Any, num_speculative_tokens: int) -> Any:
+            return desc
+
+        def run_fullgraph(self, desc: Any) -> None:
+            """Counts the passes that were captured, and does as many."""
+            passes: list[int] = []
+            most = self.vllm_config.num_speculative_tokens
+            with mock.patch.object(head, "_generate_draft", lambda *_: passes.append(1)):
+                self.generate(
+                    desc.num_reqs, desc.num_tokens, None, None, None, desc.cg_mode, num_speculative_steps=most
+                )
+            replayed.append(1 + len(passes))
+            longest = torch.full((desc.num_reqs,), 512, dtype=torch.int32)
+            eager = replace(desc, cg_mode=CUDAGraphMode.NONE)
+            head._multi_step_decode(desc.num_reqs, False, eager, None, longest, replayed[-1])
+
+    monkeypatch.setattr(module, "SpeculatorCudaGraphManager", Graphs)
+    drafter = Eagle3DrafterConfig(model=str(STEP_ADDER_HEAD))
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(drafter,), budget=RANDOM))
+    worker = worker_of(engine)
+    head: Any = worker.model_runner.speculator
+    depth = worker.specrollout_router.model._depth
+    head.supports_decode_metadata_update = True
+    head.capture()
+    drafted: list[tuple[Any, int]] = []
+    propose = depth.propose
+    depth.propose = lambda *args: drafted.append(propose(*args)) or drafted[-1]
+    assert_equal(engine.generate(requests(8, 4), **SAMPLINGS["T=1"]), expected["T=1"])
+    assert replayed == [depth for _, depth in drafted if depth > 1]
+    assert set(replayed) <= {2, 3, 4, 6, 8} and len(set(replayed)) > 3, "the depths that have a graph"
+    stats = engine.stats()
+    assert stats is not None and stats.num_accepted > 20
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,15 @@ from test_nemo_rl_config import CLEAN
 
 from lab.cli.main import main as lab_main
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config.model_families import all_families, all_options, families_of, recurrent_layers
-from nemo_specrollout.generation.engine.arguments import host_choice
+from nemo_specrollout.config.model_families import (
+    NOT_TRIED,
+    all_families,
+    all_options,
+    families_of,
+    recurrent_layers,
+    row_in_words,
+)
+from nemo_specrollout.generation.engine.arguments import VllmAbilities, host_choice
 
 pytestmark = pytest.mark.unit
 
@@ -71,16 +78,34 @@ def test_recurrent_layers_are_read_from_a_config(config: dict[str, Any], found: 
     ],
 )
 def test_arguments_decide_who_chooses_the_drafts(arguments: dict[str, Any], words: str | None) -> None:
-    reason = host_choice(arguments, {})
+    reason = host_choice(arguments, VllmAbilities())
     assert reason is None if words is None else words in str(reason)
 
 
 def test_the_page_shows_the_table() -> None:
     page = PAGE.read_text()
     for row in all_families():
-        assert f"| {row['name']} | {row['models']} | {row['drafts']} | {row['tested']} |" in page
+        shown = (
+            f"| {row['name']} | {row['models']} | {row['drafts']} | {row['tested']} | {row.get('older', NOT_TRIED)} |"
+        )
+        assert shown in page
     for row in all_options():
-        assert f"| {row['name']} | {row['drafts']} | {row['tested']} |" in page
+        assert f"| {row['name']} | {row['drafts']} | {row['tested']} | {row.get('older', NOT_TRIED)} |" in page
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("0.32.0", "(tested: random Qwen3-MoE, Mixtral, GPT-OSS"),
+        (None, "(tested: random Qwen3-MoE, Mixtral, GPT-OSS"),
+        ("0.25.1", "(tested with vLLM before 0.32: 0.25.1, random Qwen3-MoE, Mixtral and GLM 4 MoE"),
+    ],
+)
+def test_a_row_is_about_the_vllm_of_the_engines(version: str | None, words: str) -> None:
+    (row,) = families_of("Qwen/Qwen3-30B-A3B", {})
+    assert words in row_in_words(row, version)
+    (untried,) = families_of("", {"model_type": "deepseek_v3_mla_moonlight"})[:1]
+    assert "not tried" in row_in_words(untried, "0.25.1")
 
 
 def checked(capsys: pytest.CaptureFixture[str], folder: Path, override: str) -> tuple[int, str]:

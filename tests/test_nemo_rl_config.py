@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from lab.cli.main import main as lab
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config import nemo_rl_config
+from nemo_specrollout.config import engine_vllm, nemo_rl_config
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config, prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import SPECULATIVE_CONFIG as SPECULATIVE
@@ -326,13 +326,14 @@ def test_an_unsupported_vllm_is_an_error_beside_nemo_rl(
     monkeypatch: pytest.MonkeyPatch, nemo_rl: str | None, kind: str
 ) -> None:
     monkeypatch.setattr(nemo_rl_config, "nemo_rl_version", lambda: nemo_rl)
-    monkeypatch.setattr(nemo_rl_config, "vllm_version", lambda: "0.20.0")
+    monkeypatch.setattr(engine_vllm, "vllm_version", lambda: "0.20.0")
+    monkeypatch.setattr(engine_vllm, "nemo_rl_checkout", lambda: None)
     assert [f.kind for f in check_nemo_rl(tree()) if f.subject == "vllm"] == [kind]
 
 
 def test_missing_packages_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nemo_rl_config, "nemo_rl_version", lambda: None)
-    monkeypatch.setattr(nemo_rl_config, "vllm_version", lambda: None)
+    monkeypatch.setattr(engine_vllm, "vllm_version", lambda: None)
     assert next(str(f) for f in prepare_nemo_rl(tree())[1]).startswith("nemo-rl: not installed here")
 
 

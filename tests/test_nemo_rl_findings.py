@@ -15,7 +15,7 @@ from test_nemo_rl_config import APART, ASYNC, ASYNC_PPO, CONTROLLER, DRAFT, NATI
 from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.cli.doctor import diagnose_config
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config import nemo_rl_config, resource_rules
+from nemo_specrollout.config import engine_vllm, resource_rules
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, prepare_nemo_rl
@@ -35,7 +35,8 @@ PROMPTS = (
 @pytest.mark.parametrize("backend", ["megatron", "sglang", "trtllm"])
 def test_another_engine_is_the_only_finding_about_engines(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer and the data are still checked."""
-    monkeypatch.setattr(nemo_rl_config, "vllm_version", lambda: "0.20.0")
+    monkeypatch.setattr(engine_vllm, "vllm_version", lambda: "0.20.0")
+    monkeypatch.setattr(engine_vllm, "nemo_rl_checkout", lambda: None)
     faults_in_vllm = (
         f"{VLLM_CFG}={{async_engine: false, precision: bfloat16, max_model_len: 32, tensor_parallel_size: 2, "
         "expert_parallel_size: 3, expose_http_server: true, env_vars: {VLLM_USE_V2_MODEL_RUNNER: 0}}",

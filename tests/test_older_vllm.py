@@ -16,6 +16,7 @@ from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
 from vllm.config import CUDAGraphMode
 
+from lab.bench.host_decisions import prepare
 from lab.local.engine import Generation, RolloutEngine
 from lab.local.random_budgets import RANDOM
 from nemo_specrollout.audit.noise import scheme_of
@@ -23,7 +24,7 @@ from nemo_specrollout.audit.replay import replay
 from nemo_specrollout.audit.rows import RecordedRow, RowParams
 from nemo_specrollout.audit.verdict import Rounding, judge
 from nemo_specrollout.config import vllm_features
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
     DflashDrafterConfig,
@@ -34,8 +35,10 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
+from nemo_specrollout.doctor.vllm_imports import VllmSource, imports_of
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
-from nemo_specrollout.generation.engine.requests import Rollout
+from nemo_specrollout.generation.engine.requests import Rollout, as_bytes
+from nemo_specrollout.installed.python_source import installed_source
 from nemo_specrollout.installed.versions import vllm_version
 from nemo_specrollout.remote.drafter.drafter_service import DrafterService
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterSpec
@@ -91,6 +94,13 @@ def test_the_table_of_features_tells_what_this_vllm_has() -> None:
     assert vllm_features.DEVICE_CHOICE.is_in(compat.VLLM_VERSION) == compat.CHOOSES_ON_DEVICE
 
 
+def test_doctor_finds_every_name_that_this_vllm_must_have() -> None:
+    folder = installed_source("vllm")
+    assert folder is not None
+    found = imports_of(VllmSource(folder))
+    assert found and [name for name, is_there in found.items() if not is_there] == []
+
+
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_tokens_are_those_of_plain_decoding(
@@ -124,11 +134,12 @@ def test_a_head_drafts_as_deep_as_planned(
             passes[0] += 1
             return run_model(*args, **options)
 
-        def note(inputs: Any, options: Any, depth: int) -> Any:
+        def note(inputs: Any, options: Any, wanted: int) -> Any:
             passes[0] = 0
-            drafts = propose(inputs, options, depth)
+            drafts, depth = propose(inputs, options, wanted)
+            assert depth == wanted
             found["depths"].add((depth, passes[0]))
-            return drafts
+            return drafts, depth
 
         model._speculator._run_model, model._depth.propose = count, note
         assert model.least_depth == 1
@@ -180,20 +191,20 @@ def test_each_depth_replays_a_graph_of_its_own(
 
     monkeypatch.setattr(module, "SpeculatorCudaGraphManager", Graphs)
     engine = start(SpecrolloutConfig(drafters=(HEAD,), budget=RANDOM))
-    wanted: list[int] = []
+    drafted: list[tuple[Any, int]] = []
 
     def capture(worker: Any) -> None:
         speculator, depth = worker.model_runner.speculator, worker.specrollout_router.model._depth
         speculator.use_fused_multi_step_decode = True
         speculator.capture()
         propose = depth.propose
-        depth.propose = lambda inputs, options, d: wanted.append(d) or propose(inputs, options, d)
+        depth.propose = lambda *args: drafted.append(propose(*args)) or drafted[-1]
 
     engine.run_in_worker(capture)
     before = num_accepted(engine)
     assert_equal(engine.generate(ASKED, **SAMPLINGS["T=1"]), expected["T=1"])
     assert num_accepted(engine) > before + 20
-    assert replayed == [depth for depth in wanted if depth > 1]
+    assert replayed == [depth for _, depth in drafted if depth > 1]
     assert set(replayed) <= {2, 3, 4, 6, 8} and len(set(replayed)) > 3, "the depths that have a graph"
 
 
@@ -272,6 +283,32 @@ def test_a_remote_drafter_changes_no_token_and_is_mostly_right(
     assert drafter.status.num_drafted > 40
     levels_SX = engine.run_in_worker(lambda worker: worker.specrollout_router.remote.stream.table_SX.copy())
     assert len(set(levels_SX[:, TOKENS + (levels_SX.shape[1] - TOKENS) // 2 :].ravel().tolist())) > 2, "graded drafts"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("kind", ["run ahead", "random"])
+def test_rates_that_are_a_step_old_change_no_token(
+    start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], kind: str, asynchronous: bool
+) -> None:
+    """The host knows as little as on a GPU. It lets a request with a right text draft far while others draft few."""
+    fixed = BudgetConfig("fixed", k=32)
+    run_ahead = SpecrolloutConfig(
+        drafters=(SUFFIX,), num_speculative_tokens=32, budget=fixed, run_ahead=RunAheadConfig(most_drafts=32)
+    )
+    block = run_ahead if kind == "run ahead" else BLOCKS["a head and text, random budgets"]
+    engine = start(block, async_scheduling=asynchronous)
+    engine.run_in_worker(lambda worker: prepare(worker, is_late=True))
+    for sampling in ("T=1", "T=0"):
+        texts = [
+            as_bytes(r.token_ids) if i % 2 and kind == "run ahead" else b"" for i, r in enumerate(expected[sampling])
+        ]
+        asked = [replace(request, ahead=text) for request, text in zip(ASKED, texts, strict=True)]
+        before = num_accepted(engine)
+        assert_equal(engine.generate(asked, **SAMPLINGS[sampling]), expected[sampling])
+        assert num_accepted(engine) > before + 20
+    if kind == "run ahead":
+        steps = [[number for _, number in step] for step in engine.run_in_worker(lambda worker: worker.verified)]
+        assert any(max(step) > 16 and min(step) < 8 for step in steps), steps
 
 
 def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]) -> None:

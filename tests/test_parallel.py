@@ -90,15 +90,21 @@ def test_two_tensor_parallel_ranks_hold_a_part_of_the_head_each(two_heads: Path,
     assert same_tokens(two_heads, block, count)[0] > 0, "the head had no part in it, so that nothing was shown"
 
 
-@pytest.mark.parametrize("policy", ["random", "auto"])
-def test_two_ranks_whose_hosts_choose_keep_the_same_drafts(two_heads: Path, head: Path, policy: str) -> None:
-    """Each rank has its own clock, but they only tell each other the costs from time to time, and no step's decision."""
+@pytest.mark.parametrize(("policy", "rates"), [("random", "host"), ("auto", "host"), ("random", "late")])
+def test_two_ranks_whose_hosts_choose_keep_the_same_drafts(
+    two_heads: Path, head: Path, policy: str, rates: str
+) -> None:
+    """Each rank has its own clock, but they only tell each other the costs from time to time, and no step's decision.
+
+    In each step the first rank tells one tensor: the drafts, their rates, and how sure they are.
+    """
     drafters = [{"type": "eagle3", "model": str(head)}, {"type": "ngram"}]
     block = {"drafters": drafters, "budget": RANDOM if policy == "random" else {"policy": policy}}
-    two = engine(two_heads, 2, json.dumps(block), "host")
+    two = engine(two_heads, 2, json.dumps(block), rates)
     assert two["tokens"] == engine(two_heads, 1, PLAIN)["tokens"]
-    (first, num_told), (second, _) = two["kept_drafts"]
+    (first, num_told, num_tensors, num_steps), (second, *_) = two["kept_drafts"]
     assert first and first == second
+    assert 0 < num_tensors <= num_steps
     if policy == "random":  # the other policy drafts in as many steps as pay on this machine
         assert num_told < len(first) / 2
     assert any(asked != kept for asked, kept in first), "nothing was left out, so nothing was shown"

@@ -15,9 +15,13 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat, text_method
+from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity, as_bytes
+from nemo_specrollout.generation.engine.transfers import HostCopy
 from nemo_specrollout.generation.runners import before_0_32
 from nemo_specrollout.generation.runners.before_0_32 import Before032, SwappingVerifier
-from nemo_specrollout.generation.runners.older_depth import graph_depths, older_depth
+from nemo_specrollout.generation.runners.graphed_depth import graph_depths
+from nemo_specrollout.generation.runners.older_depth import older_depth
+from nemo_specrollout.generation.runners.older_recurrent import with_rows_without_drafts
 from nemo_specrollout.generation.step.host_budget import HostBudget
 
 pytestmark = pytest.mark.integration
@@ -32,8 +36,10 @@ class Scheduled:
     has_structured_output_requests: bool = False
 
 
-def budget_with(rates_BK: list[list[float]], most: int = 9, returns_experts: bool = False) -> HostBudget:
-    """Returns a budget of `most` drafts after a step in which the drafts of `SLOTS`, in their order, had these rates."""
+def budget_with(
+    rates_BK: list[list[float]], most: int = 9, returns_experts: bool = False, is_late: bool = False
+) -> HostBudget:
+    """Returns a budget of `most` drafts after steps in which the drafts of `SLOTS`, in their order, had these rates."""
     rates_SK = torch.zeros(4, 3)
     rates_SK[list(SLOTS.values())] = torch.tensor(rates_BK)
     aux = SimpleNamespace(enable_return_routed_experts=returns_experts)
@@ -47,6 +53,11 @@ def budget_with(rates_BK: list[list[float]], most: int = 9, returns_experts: boo
     drafting.policy = SimpleNamespace(num_drafts=lambda num_requests, available: min(available, most))
     drafting.board = SimpleNamespace(tables=SimpleNamespace(rates_SK=rates_SK))
     budget = HostBudget(runner, drafting)
+    budget.read(HostCopy(rates_SK, is_late))
+    for name, slot in SLOTS.items():
+        budget.opened([NewRequest(slot, RequestIdentity(0, 0), 3, [5, 6, 7], 99)])
+        budget.record()
+        assert budget.trimmed(Scheduled()).num_scheduled_tokens[name]
     budget.record()
     return budget
 
@@ -73,6 +84,15 @@ def test_steps_without_drafts_or_with_masks_stay_as_they_are() -> None:
 def test_steps_whose_experts_are_returned_stay_as_they_are() -> None:
     scheduled = Scheduled()
     assert budget_with([[0.0] * 3] * 3, returns_experts=True).trimmed(scheduled) is scheduled
+
+
+def test_a_new_request_drafts_as_far_as_its_text_while_rates_are_a_step_late() -> None:
+    """The host knows no rates of request "b" yet, but those of the request that had its slot."""
+    late = budget_with([[0.5, 0.5, 0.0], [0.1, 0.1, 0.1], [0.0, 0.0, 0.0]], most=4, is_late=True)
+    for ahead, kept_of_a in ((as_bytes([1, 2, 3]), 1), (b"", 2)):
+        late.opened([NewRequest(SLOTS["b"], RequestIdentity(0, 0, ahead=ahead), 3, [5, 6, 7], 99)])
+        drafts = late.trimmed(Scheduled()).scheduled_spec_decode_tokens
+        assert len(drafts["a"]) == kept_of_a and (len(drafts.get("b", ())) == 3) == bool(ahead)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +153,14 @@ def test_a_failed_capture_leaves_all_positions_or_one(caplog: pytest.LogCaptureF
         num_speculative_steps=8, num_captured=0, propose=None, init_cudagraph_manager=None, capture=capture,
         decode_cudagraph_manager=graphs, use_fused_multi_step_decode=True, on_multi_step_decode_begin=lambda _: None,
         max_num_reqs=4, _generate_fused_drafts=None, _multi_step_decode=None, model_state=None, input_buffers=None,
-        block_tables=None, attn_groups=None, kv_cache_config=None,
+        block_tables=None, attn_groups=None, kv_cache_config=None, on_multi_step_decode_end=lambda _: None,
+        **{f"specrollout_decode_graphs_{depth}": graphs for depth in (2, 3, 4, 6)},
     )  # fmt: skip
-    depth = older_depth(looping)
-    assert [depth.drafted(wanted) for wanted in range(9)] == list(range(9)), "before graphs are captured"
+    depth: Any = older_depth(looping)
+    assert depth._depths == list(range(9)), "before graphs are captured"
     looping.capture()
     assert looping.num_captured == 1 and looping.num_speculative_steps == 8
-    assert [depth.drafted(wanted) for wanted in range(9)] == [0, 1, *[8] * 7]
+    assert depth._depths == [0, 1, *[8] * 7]
     assert "all positions or one" in caplog.text and "out of memory" in caplog.text
 
 
@@ -150,3 +171,21 @@ def test_an_older_rejection_sampler_that_does_not_ask_is_noticed(monkeypatch: py
     verifier.sampler = None  # not a row sampler, which asks vLLM for no rule
     with pytest.raises(RuntimeError, match="verification is not in force"):
         verifier(None, None)
+
+
+# A decoding row without drafts, of a request whose state stands where accepted drafts have left it.
+
+
+def test_rows_without_drafts_count_as_rows_with_drafts_where_states_are_read() -> None:
+    """Requests of a step: two drafts, none, a prompt of four tokens, a prompt's last token, and padding."""
+    num_drafts_B = torch.tensor([2, -1, -1, -1, -1], dtype=torch.int32)
+    starts_B1 = torch.tensor([0, 3, 4, 8, 9, 9], dtype=torch.int32)
+    is_prefilling_B = torch.tensor([False, False, True, True, False])
+    found_B = with_rows_without_drafts(num_drafts_B, starts_B1, is_prefilling_B)
+    assert found_B.tolist() == [2, 1, -1, -1, -1] and found_B.dtype == torch.int32
+
+
+def test_a_step_without_any_draft_reads_reached_states_too() -> None:
+    starts_B1 = torch.tensor([0, 1, 2])
+    found_B = with_rows_without_drafts(torch.full((2,), -1), starts_B1, torch.zeros(2, dtype=torch.bool))
+    assert found_B.tolist() == [1, 1], "vLLM asks whether the sum is above 0"

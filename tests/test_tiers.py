@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from changed_tiers import SESSION_S, base_of_changes, changed_files, changed_tiers, git
+from changed_tiers import PINS, SESSION_S, base_of_changes, changed_files, changed_tiers, git, pins_to_test
 from conftest import LONGEST, ROOT
 from tiers import EVERYWHERE, OTHER_TIERS, PRODUCT, TESTS, TIERS, Tier, modules_of, tier_of
 
@@ -56,6 +56,15 @@ def test_the_longest_modules_exist() -> None:
 )
 def test_a_change_asks_for_the_tiers_of_its_subject(changed: list[str], tiers: list[str]) -> None:
     assert names(changed_tiers(changed)) == tiers
+
+
+def test_a_change_of_what_meets_vllm_or_nemo_rl_asks_for_the_pins_that_have_an_environment(tmp_path: Path) -> None:
+    for version in (PINS[0], "0.32.0"):
+        (tmp_path / f"vllm-{version}" / "bin").mkdir(parents=True)
+        (tmp_path / f"vllm-{version}" / "bin" / "python").touch()
+    assert pins_to_test(["README.md", "nemo_specrollout/generation/vllm_worker.py"], tmp_path) == [PINS[0]]
+    assert pins_to_test(["nemo_specrollout/nemo_rl/metrics.py"], tmp_path) == [PINS[0]]
+    assert pins_to_test(["nemo_specrollout/cli/check.py", "tests/test_cli.py"], tmp_path) == []
 
 
 def test_a_module_without_a_tier_is_of_the_product() -> None:

@@ -27,7 +27,7 @@ FEWEST = {
     Use.SET: 12,
     Use.OVERRIDDEN: 16,
     Use.CALLED: len(SIGNATURES),
-    Use.STOOD_IN_FOR: 36,
+    Use.STOOD_IN_FOR: 34,
     Use.ABSTRACT: 0,
 }
 """Smallest number of names for each use, over the supported versions. Fewer mean that the search itself is broken."""

@@ -112,7 +112,7 @@ OTHER_TIERS = (
     Tier(
         "pins",
         "engines of the vLLMs that NeMo-RL pins, in Triton's interpreter",
-        ("test_older_vllm.py", "test_older_lossless.py", "test_older_kernels.py"),
+        ("test_older_vllm.py", "test_older_lossless.py", "test_older_kernels.py", "test_older_families.py"),
         (*_ENGINE, "nemo_specrollout/nemo_rl/", "nemo_specrollout/audit/"),
     ),
 )

@@ -24,6 +24,7 @@ from nemo_specrollout.installed.python_source import Function, names_of, tree_of
 
 LOOPING = f"{GPU}.spec_decode.autoregressive.speculator.AutoRegressiveSpeculator"
 OURS_LATER = (
+    "vllm.model_executor.layers.mamba.ops.ssu_dispatch.CPUSSUBackend",
     f"{LOOPING}._generate_fused_drafts",
     f"{LOOPING}.on_multi_step_decode_begin",
     f"{LOOPING}.on_multi_step_decode_end",

@@ -7,6 +7,7 @@ from lab.cli.prepare import Prepared
 from lab.local.run_sections import DataConfig
 from nemo_specrollout.cli.describe import describe_racing, describe_speculation, engine_in_words, sizes_in_words
 from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.engine_vllm import vllm_here
 from nemo_specrollout.installed.versions import installed_versions
 
 DRAFTERS_PLACE = "on this machine, one thread each, started and watched by the run"
@@ -41,7 +42,12 @@ def describe_local(prepared: Prepared) -> list[tuple[str, str]]:
             f"up to {generation.max_new_tokens} tokens",
         ),
         *describe_speculation(generation.specrollout, generation.vllm_kwargs.get("speculative_config"), DRAFTERS_PLACE),
-        ("engine", engine_in_words(generation.vllm_kwargs, on_gpu=False, is_eager=generation.vllm_cfg.enforce_eager)),
+        (
+            "engine",
+            engine_in_words(
+                generation.vllm_kwargs, vllm_here(), on_gpu=False, is_eager=generation.vllm_cfg.enforce_eager
+            ),
+        ),
         *_describe_workers(generation.specrollout, num_workers),
         ("output", config.logger.log_dir),
     ]

@@ -12,6 +12,7 @@ Shapes: B running requests, D drafters, K draft positions.
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ from lab.vllm_on_cpu.own_kernels import step as cpu_kernels
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
-from nemo_specrollout.speculation.decision import likeliest
+from nemo_specrollout.speculation.decision import likeliest, survival_of
+from nemo_specrollout.speculation.foresight import Foresight, Kind
 from nemo_specrollout.speculation.policy import SpeculationPolicy, build_policy
 from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepModel
@@ -134,8 +136,24 @@ class Phase:
         return float(kept[:, 1].sum() / kept[:, 0].sum())
 
 
+class Choice(Enum):
+    """Who chooses the drafts of a step, and by which evidence."""
+
+    NOW = "now"
+    """By what the drafters have just proposed. This is how an engine on a CPU chooses."""
+    DEVICE = "device"
+    """The host chooses the number by proposals that are a step old, the device the drafts by those of now."""
+    HOST = "host"
+    """The host chooses both by proposals that are a step old (`HostBudget`)."""
+    UNFORESEEN = "host without foresight"
+    """The same, but it takes the rates of a step before for those of now."""
+
+
 class Replay:
     """An engine whose proposals and tokens are recorded. Owns the board, the policy and the clock."""
+
+    choice = Choice.NOW
+    """Who chooses the drafts. Set it before the first batch."""
 
     def __init__(
         self,
@@ -156,6 +174,11 @@ class Replay:
         self._model = self._drafters.index(record.model) if record.model in drafters else None
         self._step_model = StepModel(MAX_ROWS, machine.graph_sizes)
         self._drafts_SK = np.zeros((max_requests, num_positions), np.int64)
+        self._rates_2SK = np.zeros((2, max_requests, num_positions), np.float32)
+        """Rates of the step before the latest one, and of the latest one."""
+        self._spread: Spread | None = None
+        """What was proposed a step before."""
+        self._foresight = Foresight(max_requests, num_positions, 0.0)
         self._num_steps = 0
         self._rests = False
         self._is_idle = not drafters
@@ -213,16 +236,38 @@ class Replay:
             self.board.forget_drafter(self._model)
         limits = torch.from_numpy(self._ends_S[slots] + self.board.num_positions).int()
         self.board.open(torch.tensor(slots), limits)
+        self._foresight.opened(slots, [Kind.NEW] * len(slots))
+
+    def _choose(self, slots_B: np.ndarray) -> tuple[np.ndarray, int]:
+        """Returns how many drafts of each request are verified, and the rows that they take."""
+        caps_B = np.full(len(slots_B), self._drafts_SK.shape[1])
+        num_drafts = self.policy.num_drafts(len(slots_B), int(caps_B.sum()))
+        if self.choice is Choice.HOST:
+            survival_BK = self._foresight.survival(self._rates_2SK[0], slots_B)
+        elif self.choice is Choice.UNFORESEEN:
+            survival_BK = survival_of(self._rates_2SK[0][slots_B])
+        else:
+            survival_BK = survival_of(self.board.tables.rates_SK.numpy()[slots_B])
+        counts_B = likeliest(survival_BK, caps_B, num_drafts)
+        # The device computes as many rows as the host has said, also if there are fewer drafts now.
+        return counts_B, num_drafts if self.choice is Choice.DEVICE else int(counts_B.sum())
+
+    def _observe_spread(self) -> None:
+        """Tells the policy what was proposed."""
+        spread = Spread.of_table(self.board.tables.spread_FQ.numpy().copy())
+        known = spread if self.choice is Choice.NOW else self._spread
+        self._spread = spread
+        if known is not None:
+            self.policy.observe(known)
 
     def _step(self, slots_B: np.ndarray, phase: Phase) -> None:
         """Verifies, samples, and proposes for the next step."""
         num_requests = len(slots_B)
         policy = self.policy
         counts_B = np.zeros(len(slots_B), np.int64)
+        num_verified = 0
         if self._drafters and not self._rests:
-            rates_BK = self.board.tables.rates_SK.numpy()[slots_B]
-            caps_B = np.full(num_requests, rates_BK.shape[1])
-            counts_B = likeliest(rates_BK, caps_B, policy.num_drafts(num_requests, int(caps_B.sum())))
+            counts_B, num_verified = self._choose(slots_B)
         num_followed = int(self._follows_S[slots_B].sum())
         depth = policy.plan(num_requests, num_followed)
         if policy.is_dormant and self._follows_S.any():
@@ -233,7 +278,7 @@ class Replay:
         left_B = self._ends_S[slots_B] - self._lengths_S[slots_B]
         emitted_B = np.minimum(right_B + 1, left_B)
         self._lengths_S[slots_B] += emitted_B
-        num_rows = num_requests + int(counts_B.sum())
+        num_rows = num_requests + num_verified
         was_idle = self._is_idle
         self._is_idle = not self._drafters or (rests and not num_followed)
         seconds = self._machine.step_s(num_requests, num_rows, not self._is_idle) * self._noise()
@@ -249,7 +294,9 @@ class Replay:
                 self._step_model.observe_drafting(num_rows, num_requests, depth, draft_s)
                 seconds += draft_s
             self._propose(slots_B, depth)
-            policy.observe(Spread.of_table(self.board.tables.spread_FQ.numpy().copy()))
+            self._observe_spread()
+        if self._drafters:
+            self._rates_2SK = np.stack([self._rates_2SK[1], self.board.tables.rates_SK.numpy()])
         self._num_steps += 1
         if policy.costs is None or self._num_steps % COSTS_EVERY == 0:
             policy.costs = self._step_model.costs()
@@ -257,7 +304,7 @@ class Replay:
         phase.seconds += seconds
         phase.steps += 1
         phase.depths += depth if num_followed else 0
-        phase.drafts += int(counts_B.sum())
+        phase.drafts += num_verified
         phase.dormant += policy.is_dormant
         phase.by_step.append((seconds, int(emitted_B.sum())))
 

@@ -13,7 +13,8 @@ from nemo_specrollout.config.drafter_configs import (
     ModelDrafterConfig,
     RemoteDrafterConfig,
 )
-from nemo_specrollout.config.model_families import families_of, options_of
+from nemo_specrollout.config.engine_vllm import HERE, EngineVllm, engine_vllm
+from nemo_specrollout.config.model_families import families_of, options_of, row_in_words
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_config, malformed, script_of
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
@@ -31,7 +32,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     size_at,
 )
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.engine.arguments import VllmAbilities, added_graphs, host_choice
+from nemo_specrollout.generation.engine.arguments import VllmAbilities, abilities_of, added_graphs, host_choice
 from nemo_specrollout.generation.engine.cuda_graphs import graph_bytes
 from nemo_specrollout.installed.versions import installed_versions, nemo_rl_version, vllm_version
 
@@ -197,11 +198,17 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
         return []
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
     is_eager = bool(at(tree, f"{VLLM_CFG}.enforce_eager", False))
-    engine = engine_in_words(at(tree, VLLM_KWARGS, {}), on_gpu=True, is_eager=is_eager)
+    vllm = engine_vllm(tree)
+    abilities = abilities_of(vllm.version, model_config(tree) or {})
+    engine = engine_in_words(at(tree, VLLM_KWARGS, {}), vllm, on_gpu=True, is_eager=is_eager)
     device = f"{config.remote.gpus:g} GPU" if config.remote is not None and config.remote.gpus else "no GPU"
     place = f"in Ray actors of 1 CPU and {device} each, which Ray places and the run watches"
-    lines = [*describe_speculation(config, native, place), *_describe_family(tree), ("engine", engine)]
-    if not is_eager and native is None and (graphs := graphs_in_words(tree, config)):
+    lines = [
+        *describe_speculation(config, native, place),
+        *_describe_family(tree, vllm.version, abilities),
+        ("engine", engine),
+    ]
+    if not is_eager and native is None and (graphs := graphs_in_words(tree, config, abilities)):
         lines.append(("graphs", graphs))
     if config.fastest_of_n is not None and (engines := num_engines(tree)) > 1:
         alike = len({frozenset(d.type for d in kind) for kind in config.drafters_of_engines[:engines]}) == 1
@@ -209,28 +216,31 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
     return lines
 
 
-def _describe_family(tree: Tree) -> list[tuple[str, str]]:
-    """Returns what drafts mean for the model's families and the options of the run, and why the host chooses drafts."""
+def _describe_family(tree: Tree, version: str | None, abilities: VllmAbilities) -> list[tuple[str, str]]:
+    """Returns what drafts mean for the model's families and the options of the run, and why the host chooses drafts.
+
+    `version` is that of the engines' vLLM; None if it is not known.
+    """
     config = model_config(tree) or {}
     families = families_of(str(at(tree, "policy.model_name")), config)
     rows = [("family", row) for row in families] + [("option", row) for row in options_of(tree)]
-    lines = [(kind, f"{row['name']}: {row['drafts']} (tested: {row['tested']})") for kind, row in rows]
+    lines = [(kind, row_in_words(row, version)) for kind, row in rows]
     if not families:
         lines.append(
             ("family", "unknown: not tested; each engine asks vLLM at its start who may choose the drafts of a step")
         )
-    if reason := host_choice(at(tree, VLLM_KWARGS, {}), config):
+    if reason := host_choice(at(tree, VLLM_KWARGS, {}), abilities):
         lines.append(("choice", f"the host chooses the drafts of each step: {reason}"))
     return lines
 
 
-def graphs_in_words(tree: Tree, config: SpecrolloutConfig) -> str:
+def graphs_in_words(tree: Tree, config: SpecrolloutConfig, abilities: VllmAbilities) -> str:
     """Returns which CUDA graphs the block adds to vLLM's own, and why; an empty string if it adds none."""
-    policy = model_config(tree) or {}
-    sizes = added_graphs(at(tree, VLLM_KWARGS, {}), config, VllmAbilities(policy=policy))
+    policy = abilities.policy
+    sizes = added_graphs(at(tree, VLLM_KWARGS, {}), config, abilities)
     if not sizes:
         return ""
-    largest = VllmAbilities().largest_graph
+    largest = abilities.largest_graph
     num_ranks = parallel_sizes(tree)[0]
     ours, vllms = (graph_bytes(policy, rows, num_ranks) for rows in (sizes[-1], largest))
     memory = f", by the model's sizes about {(ours - vllms) / 2**20:.0f} MiB a GPU" if ours and vllms else ""
@@ -270,9 +280,8 @@ def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:
     return bool(given) if given is not None else method not in ("ngram", "[ngram]")
 
 
-def engine_in_words(vllm_kwargs: Mapping[str, Any], *, on_gpu: bool, is_eager: bool) -> str:
+def engine_in_words(vllm_kwargs: Mapping[str, Any], vllm: EngineVllm, *, on_gpu: bool, is_eager: bool) -> str:
     """Returns a line like the one that a run prints at its start. It is not asked of vLLM, whose import takes too long."""
-    version = vllm_version()
     compilation = vllm_kwargs.get("compilation_config")
     if is_asynchronous(vllm_kwargs):
         scheduling = "asynchronous scheduling"
@@ -287,5 +296,6 @@ def engine_in_words(vllm_kwargs: Mapping[str, Any], *, on_gpu: bool, is_eager: b
         graphs = f"{mode}, if model and attention backend allow it"
     else:
         graphs = "as vLLM chooses by model and attention backend when it starts: only the run can tell"
-    vllm = f"vLLM {version}" if version else "vLLM (not installed here)"
-    return f"{vllm}, V2 model runner, {scheduling}, CUDA graphs {graphs}"
+    where = "" if vllm.place == HERE else f" ({vllm.place})"
+    name = f"vLLM {vllm.version}{where}" if vllm.version else "vLLM (not installed here)"
+    return f"{name}, V2 model runner, {scheduling}, CUDA graphs {graphs}"

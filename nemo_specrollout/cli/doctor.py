@@ -22,6 +22,7 @@ from nemo_specrollout.cli.check import describe_config, read_nemo_rl_config
 from nemo_specrollout.cli.command_line import EXIT_FAILED, check_out
 from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.cli.terminal import log_console, scratch_folder
+from nemo_specrollout.config.engine_vllm import engine_vllm
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.doctor import actors, environment, patch_point_check, self_test
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, State, in_one_line
@@ -77,7 +78,7 @@ def _in_nemo_rl(parsed: argparse.Namespace) -> int:
 def _sections(
     parsed: argparse.Namespace, limits: list[Diagnosis], console: Console
 ) -> Iterator[tuple[Section, Source]]:
-    yield environment.VERSIONS, lambda: environment.diagnose_versions(environment.found_versions())
+    yield environment.VERSIONS, _versions
     yield environment.DEVICE, environment.diagnose_device
     yield environment.MACHINE, lambda: limits
     yield actors.ACTORS, actors.diagnose_actors
@@ -93,6 +94,11 @@ def _sections(
     tried = cache(self_test.try_engines)
     yield self_test.ENGINE, lambda: self_test.diagnose_engine(tried())
     yield self_test.SELF_TEST, lambda: self_test.diagnose_self_test(tried())
+
+
+def _versions() -> Iterator[Diagnosis]:
+    yield from environment.diagnose_versions(environment.found_versions())
+    yield from environment.diagnose_engine_vllm(engine_vllm({"runtime": "nemo_rl"}))
 
 
 def _guarded(section: Section, source: Source) -> Iterator[Diagnosis]:

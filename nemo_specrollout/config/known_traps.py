@@ -5,32 +5,35 @@ Each fault was read in the code of its package or seen in a run. docs/upstream/ 
 that `check` can find in the installed files themselves is a finding (`nemo_rl_config.py`) and not listed here.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
+from nemo_specrollout.config.engine_vllm import HERE, engine_vllm
+from nemo_specrollout.config.model_families import families_of
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
     VLLM_CFG,
-    VLLM_KWARGS,
     Tree,
     asynchronous_block,
     at,
     block_is_on,
     drafter_types,
     is_on,
+    model_config,
     native_drafts,
-    nemo_rl_checkout,
     runtime_of,
 )
-from nemo_specrollout.installed.versions import nemo_rl_version, version_numbers, vllm_version
+from nemo_specrollout.installed.versions import nemo_rl_version, version_numbers
 
 MOVED_MODULES = {
     "vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils",
     "vllm.entrypoints.openai.engine.protocol": "vllm.entrypoints.serve.engine.protocol",
 }
-"""Modules that NeMo-RL's HTTP server imports, and their names in vLLM 0.32. The tests' host restores exactly these."""
+"""Modules that NeMo-RL's HTTP server imports, and their newer names, the first since vLLM 0.32 and the second since 0.29.
+
+Our engine actor lends the server the old names.
+"""
 VLLM = "vllm"
 NEMO_RL = "nemo-rl"
 Version = tuple[int, ...]
@@ -83,8 +86,8 @@ class MetTrap:
     """Version here; None if it is not known, because the run may be elsewhere."""
     is_avoided: bool
     """Whether this package avoids the fault in this run."""
-    is_pinned: bool = False
-    """Whether the package is not installed here, and the version is the one that NeMo-RL's checkout pins."""
+    place: str = HERE
+    """Where the version is: `here`, or words for another place, such as those of `EngineVllm.place`."""
 
     @property
     def state(self) -> str:
@@ -92,8 +95,7 @@ class MetTrap:
         return "avoided" if self.is_avoided else "not avoided"
 
     def __str__(self) -> str:
-        place = "pinned by NeMo-RL's checkout" if self.is_pinned else "here"
-        here = "not installed here" if self.version is None else f"{place} {self.version}"
+        here = "not installed here" if self.version is None else f"{self.place} {self.version}"
         remedy = self.trap.remedy
         if self.trap.is_ours and not self.is_avoided:
             remedy = f"nothing avoids this, because the block is off (with it, {remedy})"
@@ -103,28 +105,17 @@ class MetTrap:
 def known_traps(tree: Tree) -> list[MetTrap]:
     """Returns the faults that a config meets with the versions that its run will have, as far as they are known.
 
-    These are the versions here. If vLLM is not here, as on a login node, it is the version that NeMo-RL's checkout pins. Of
-    a package without a known version, all faults are told. Raises ConfigError for a tree whose drafters cannot be read.
+    Of vLLM it is the version of the engines (`engine_vllm.py`). Of a package without a known version, all faults are told.
+    Raises ConfigError for a tree whose drafters cannot be read.
     """
-    installed = vllm_version()
-    here = {VLLM: installed or pinned_vllm(), NEMO_RL: nemo_rl_version()}
-    return [
-        MetTrap(
-            trap, here[trap.package], trap.is_ours and block_is_on(tree), trap.package == VLLM and installed is None
-        )
-        for trap in TRAPS
-        if trap.is_in(here[trap.package]) and trap.affects(tree)
-    ]
-
-
-def pinned_vllm() -> str | None:
-    """Returns the version of vLLM that NeMo-RL's checkout pins; None without a checkout, or if it names none."""
-    checkout = nemo_rl_checkout()
-    file = None if checkout is None else checkout / "pyproject.toml"
-    found = (
-        re.search(r'"vllm==([\d.]+)', file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
-    )
-    return found and found[1]
+    vllm = engine_vllm(tree)
+    versions = {VLLM: (vllm.version, vllm.place), NEMO_RL: (nemo_rl_version(), HERE)}
+    met = []
+    for trap in TRAPS:
+        version, place = versions[trap.package]
+        if trap.is_in(version) and trap.affects(tree):
+            met.append(MetTrap(trap, version, trap.is_ours and block_is_on(tree), place))
+    return met
 
 
 def _in_words(version: Version) -> str:
@@ -146,41 +137,16 @@ def _has_native_head(tree: Tree) -> bool:
     return bool(native_drafts(tree)) and (_head_is_trained(tree) or "mtp" in drafter_types(tree))
 
 
+def _has_delta_rule(tree: Tree) -> bool:
+    """Returns whether the policy has layers of the gated delta rule, and a run drafts for it."""
+    families = families_of(str(at(tree, "policy.model_name")), model_config(tree) or {})
+    return bool(drafter_types(tree)) and any(row["name"] == "hybrid, gated delta rule" for row in families)
+
+
 def _serves_http(tree: Tree) -> bool:
     """Returns whether NeMo-RL's engines serve HTTP, which a local run's engines never do. NeMo-Gym turns the server on."""
     serves = at(tree, f"{VLLM_CFG}.expose_http_server") or at(tree, "env.should_use_nemo_gym")
     return runtime_of(tree) == "nemo_rl" and bool(serves)
-
-
-def _captures_experts(tree: Tree) -> bool:
-    """Returns whether engines return the experts of each token, as router replay needs it."""
-    is_replayed = at(tree, "policy.router_replay.enabled")
-    return block_is_on(tree) and bool(is_replayed or at(tree, f"{VLLM_KWARGS}.enable_return_routed_experts"))
-
-
-def _has_logits_processors(tree: Tree) -> bool:
-    return block_is_on(tree) and bool(at(tree, f"{VLLM_KWARGS}.logits_processors"))
-
-
-_LACKED_BY_V2 = (
-    "enable_prompt_embeds",
-    "kv_sharing_fast_prefill",
-    "ec_transfer_config",
-    "enable_elastic_ep",
-    "enable_dbo",
-)
-"""Engine arguments that vLLM 0.25.1 refuses on its V2 model runner, beside those with a trap of their own."""
-
-
-def _uses_what_v2_lacked(tree: Tree) -> bool:
-    modes = (at(tree, f"{block}.logprobs_mode") for block in (VLLM_CFG, VLLM_KWARGS))
-    is_one_on = any(at(tree, f"{VLLM_KWARGS}.{name}") for name in _LACKED_BY_V2)
-    contexts = at(tree, f"{VLLM_KWARGS}.prefill_context_parallel_size", 1)
-    return block_is_on(tree) and (is_one_on or contexts != 1 or any(mode in _LOGIT_MODES for mode in modes))
-
-
-_LOGIT_MODES = ("raw_logits", "processed_logits")
-"""Values of vLLM's `logprobs_mode` with which it returns logits."""
 
 
 def _keeps_stale_prefixes(tree: Tree) -> bool:
@@ -230,37 +196,19 @@ TRAPS = (
     ),
     KnownTrap(
         VLLM,
+        _has_delta_rule,
+        "where the policy has layers of the gated delta rule, a request without drafts in a step goes on from an older state "
+        "if drafts of the step before were accepted, so that its tokens are wrong without an error",
+        "such a request counts as one with drafts there, so that vLLM reads the state that it has reached",
+        before=(0, 32, 0),
+    ),
+    KnownTrap(
+        VLLM,
         _serves_http,
-        f"NeMo-RL's HTTP server imports {' and '.join(MOVED_MODULES)}, which are {' and '.join(MOVED_MODULES.values())} "
-        "there, so the server does not start, and with it neither does NeMo-Gym",
-        "install the vLLM that NeMo-RL pins, or a NeMo-RL that imports the new names",
-        since=(0, 32, 0),
-        is_ours=False,
-    ),
-    KnownTrap(
-        VLLM,
-        _captures_experts,
-        "its V2 model runner refuses `enable_return_routed_experts`, which router replay needs, so no engine starts",
-        "set policy.router_replay.enabled: false, or install vLLM 0.32",
-        before=(0, 28, 0),
-        is_ours=False,
-    ),
-    KnownTrap(
-        VLLM,
-        _has_logits_processors,
-        "its V2 model runner refuses custom logits processors, so no engine starts",
-        "remove `logits_processors`, or install vLLM 0.32",
-        before=(0, 32, 0),
-        is_ours=False,
-    ),
-    KnownTrap(
-        VLLM,
-        _uses_what_v2_lacked,
-        f"its V2 model runner refuses {', '.join(_LACKED_BY_V2)}, prefill_context_parallel_size and a logprobs_mode that "
-        "returns logits, so no engine starts",
-        "remove what is set of them, or install vLLM 0.32",
-        before=(0, 32, 0),
-        is_ours=False,
+        f"NeMo-RL's HTTP server imports {' and '.join(MOVED_MODULES)}, of which vLLM 0.29 renamed the second and 0.32 the "
+        f"first, to {' and '.join(MOVED_MODULES.values())}, so the server does not start, and with it neither does NeMo-Gym",
+        "the engine actor gives the server these modules by their old names",
+        since=(0, 29, 0),
     ),
     KnownTrap(
         NEMO_RL,

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from nemo_specrollout.config.nemo_rl_tree import Tree, at
+from nemo_specrollout.installed.versions import version_numbers
 
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
 _STATELESS = ("attention", "moe", "mlp", "dense", "sparse")
@@ -20,9 +21,12 @@ _STATELESS = ("attention", "moe", "mlp", "dense", "sparse")
 _STATE_SIZES = ("ssm_state_size", "mamba_d_state", "state_size", "linear_num_value_heads", "conv_L_cache")
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 
+NEWEST_FAMILY = (0, 32, 0)
+"""First vLLM whose V2 model runner the column `tested` is about. The column `older` is about those before it."""
+NOT_TRIED = "not tried"
 
 Row = dict[str, Any]
-"""A row of the tables: `name` and what is said of it, `drafts` and `tested`; the keys by which it is found."""
+"""A row of the tables: `name` and what is said of it, `drafts`, `tested` and `older`; the keys by which it is found."""
 
 
 @cache
@@ -54,6 +58,15 @@ def families_of(model: str, config: Mapping[str, Any]) -> list[Row]:
 def options_of(tree: Tree) -> list[Row]:
     """Returns the rows of the options that are on in a config."""
     return [row for row in all_options() if any(_begins(at(tree, path), value) for path, value in _fields(row))]
+
+
+def row_in_words(row: Row, version: str | None) -> str:
+    """Returns what a row says of drafts with a version of vLLM, which may be unknown (None)."""
+    numbers = None if version is None else version_numbers(version)
+    is_older = numbers is not None and numbers < NEWEST_FAMILY
+    tested = row.get("older", NOT_TRIED) if is_older else row["tested"]
+    with_version = f" with vLLM before {'.'.join(map(str, NEWEST_FAMILY[:2]))}" if is_older else ""
+    return f"{row['name']}: {row['drafts']} (tested{with_version}: {tested})"
 
 
 def _fields(row: Row) -> Iterable[tuple[str, str]]:

@@ -4,8 +4,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, OFF, SpecrolloutConfig
 from nemo_specrollout.config.block_place import place_findings
+from nemo_specrollout.config.engine_vllm import HERE, engine_vllm, vllm_differences
 from nemo_specrollout.config.nemo_rl_rules import (
     backend_findings,
     engine_findings,
@@ -23,9 +24,12 @@ from nemo_specrollout.config.nemo_rl_tree import (
     at,
     block_is_on,
     native_drafts,
+    nemo_rl_checkout,
 )
 from nemo_specrollout.config.resource_rules import resource_findings
 from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.v2_lacks import v2_lacks
+from nemo_specrollout.config.vllm_features import refusals
 from nemo_specrollout.installed.versions import (
     NEMO_RL_NEEDED,
     NEMO_RL_REFUSED,
@@ -33,7 +37,6 @@ from nemo_specrollout.installed.versions import (
     nemo_rl_starts_alone,
     nemo_rl_version,
     unsupported_version,
-    vllm_version,
 )
 
 ALGORITHMS = {"grpo": "GRPO", "ppo": "PPO", "distillation": "on-policy distillation"}
@@ -117,7 +120,12 @@ def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
             about_vllm = list(backend_findings(tree))
             if not about_vllm:
                 block, about_block = _block(tree)
-                about_vllm = [*about_block, *engine_findings(tree), *resource_findings(tree), *_vllm_version()]
+                about_vllm = [
+                    *about_block,
+                    *engine_findings(tree),
+                    *resource_findings(tree),
+                    *_about_engines(tree, block),
+                ]
             found += [*about_vllm, *trainer_findings(tree), *_nemo_rl_version()]
         else:
             found += _nemo_rl_alone(tree)
@@ -159,20 +167,36 @@ def _nemo_rl_version() -> Iterator[Finding]:
         yield Finding("nemo-rl", f"{text}; use {NEMO_RL_NEEDED}", "error")
 
 
-def _vllm_version() -> Iterator[Finding]:
-    vllm = vllm_version()
-    if vllm is not None and (sentence := unsupported_version(vllm)) is not None:
-        yield Finding("vllm", sentence, "warning" if nemo_rl_version() is None else "error")
+def _about_engines(tree: Tree, block: SpecrolloutConfig | None) -> Iterator[Finding]:
+    """Yields what is wrong or unexpected about the vLLM of the engines, and what of the block that vLLM cannot run.
+
+    An unsupported version is an error where the run would have it for sure.
+    """
+    vllm = engine_vllm(tree)
+    yield from vllm_differences(vllm)
+    yield from v2_lacks(tree, vllm.version)
+    if vllm.version is None:
+        return
+    if (sentence := unsupported_version(vllm.version)) is not None:
+        is_certain = vllm.place != HERE or nemo_rl_version() is not None
+        where = "" if vllm.place == HERE else f", {vllm.place}"
+        yield Finding("vllm", sentence + where, "error" if is_certain else "warning")
+        return
+    for sentence in refusals(block or OFF, vllm.version):
+        yield Finding.error(sentence)
 
 
 def _nemo_rl_alone(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning if NeMo-RL itself cannot start an engine with this vLLM. Its engines may have another one."""
-    if at(tree, "policy.generation.backend") == "vllm" and not nemo_rl_starts_alone():
+    """Yields a warning if NeMo-RL itself cannot start an engine with the vLLM of its engines."""
+    if at(tree, "policy.generation.backend") != "vllm":
+        return
+    vllm = engine_vllm(tree)
+    if not nemo_rl_starts_alone(nemo_rl_checkout(), None if vllm.place == HERE else vllm.version):
         text = (
             "its worker and NeMo-RL's worker extension both have a method synchronize_device, so without the block NeMo-RL "
             f"ends when an engine starts; set {BLOCK_PATH}.enabled: true, or install the vLLM that NeMo-RL pins"
         )
-        yield Finding("vllm", f"{vllm_version()}; {text}", "warning")
+        yield Finding("vllm", f"{vllm.version}; {text}", "warning")
 
 
 _GYM = "env.should_use_nemo_gym"

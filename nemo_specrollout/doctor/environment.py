@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_specrollout.config.engine_vllm import HERE, EngineVllm
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, Section, Tell, answer, run_child
 from nemo_specrollout.doctor.model_cache import model_cache
 from nemo_specrollout.installed import versions
@@ -76,6 +77,25 @@ def _vllm(found: Mapping[str, str]) -> Diagnosis:
     if (problem := versions.unsupported_version(version)) is not None:
         return VERSIONS.fail(VLLM, problem, f"Install {wanted}.")
     return VERSIONS.ok(VLLM, version)
+
+
+def diagnose_engine_vllm(vllm: EngineVllm) -> Iterator[Diagnosis]:
+    """Yields what is known of the vLLM that NeMo-RL's engines get here; nothing where no checkout of NeMo-RL is found."""
+    name = "vllm of the engines"
+    if vllm.pin is None:
+        return
+    place = "in this Python" if vllm.place == HERE else vllm.place
+    found = "not known" if vllm.version is None else f"{vllm.version}, {place}"
+    if vllm.pin.problem is not None:
+        yield VERSIONS.warn(
+            name, f"{found}; {vllm.pin.problem}", "Repair these files: NeMo-RL makes environments from them."
+        )
+    elif vllm.version is not None and (problem := versions.unsupported_version(vllm.version)) is not None:
+        to_do = "Use a NeMo-RL that pins a supported vLLM, or another vLLM (docs/reference/nemo-rl-vllm.md)."
+        yield VERSIONS.fail(name, f"{problem}, {place}", to_do)
+    else:
+        other = "" if vllm.pin.version in (None, vllm.version) else f"; NeMo-RL pins {vllm.pin.version}"
+        yield VERSIONS.ok(name, found + other)
 
 
 def _nemo_rl(found: Mapping[str, str], is_release: bool) -> Diagnosis:

@@ -23,6 +23,8 @@ LATER = (
     f"{GPU}.buffer_utils.NonUvaBuffer",
     f"{GPU}.sample.logprob.compute_topk_scores",
     f"{GPU}.sample.logits_processor",
+    f"{GPU}.attn_utils.get_query_lens_mismatch_unsupported_backend",
+    "vllm.v1.sample.ops.topk_topp_triton._SPLIT_MAX_BATCH",
 )
 """Names that are imported only where vLLM has them. They must exist from version `ENOUGH` on."""
 REPLACED = {

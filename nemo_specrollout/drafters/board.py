@@ -27,6 +27,9 @@ from nemo_specrollout.drafters.base import (
 from nemo_specrollout.drafters.device_index import Lookup
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
+ALIGNMENT = 256
+"""Bytes to whose multiples a table is aligned within the shared memory, as torch aligns a tensor on a GPU."""
+
 
 class Tables(NamedTuple):
     """Tensors of a draft board, on the engine's device. The end of a field's name is its shape, and `empty_tables` allocates
@@ -107,7 +110,32 @@ class BoardShape:
     """Positions of a draft (K)."""
 
 
-def empty_tables(shape: BoardShape, num_drafters: int, num_kinds: int, device: torch.device) -> Tables:
+class SharedTables(NamedTuple):
+    """The tables that all ranks of an engine must share, as parts of one tensor, because one message is cheaper than three."""
+
+    memory: torch.Tensor
+    """All bytes of the three tables, uint8."""
+    drafts_BK: torch.Tensor
+    rates_SK: torch.Tensor
+    spread_FQ: torch.Tensor
+
+    @classmethod
+    def empty(cls, shape: BoardShape, device: torch.device) -> "SharedTables":
+        """Returns tables of zeros."""
+        of_request = (shape.num_slots, shape.num_positions)
+        of_depth = (shape.num_positions + 2, NUM_BINS + 1)
+        parts = ((of_request, torch.int64), (of_request, torch.float32), (of_depth, torch.int32))
+        sizes = [rows * columns * dtype.itemsize for (rows, columns), dtype in parts]
+        starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+        memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+        placed = zip(parts, starts, sizes, strict=False)
+        views = [memory[start : start + size].view(dtype).view(sides) for (sides, dtype), start, size in placed]
+        return cls(memory, *views)
+
+
+def empty_tables(
+    shape: BoardShape, num_drafters: int, num_kinds: int, shared: SharedTables, device: torch.device
+) -> Tables:
     """Returns tables of zeros for a board of `num_drafters` drafters and `num_kinds` kinds of evidence."""
     zeros = partial(_zeros, device=device)
     num_slots = shape.num_slots
@@ -124,9 +152,9 @@ def empty_tables(shape: BoardShape, num_drafters: int, num_kinds: int, device: t
         chosen_S=zeros(num_slots, dtype=torch.int32),
         submitted_S=zeros(num_slots, dtype=torch.int32),
         limit_S=zeros(num_slots, dtype=torch.int32),
-        drafts_BK=zeros(num_slots, num_positions, dtype=torch.int64),
-        rates_SK=zeros(num_slots, num_positions, dtype=torch.float32),
-        spread_FQ=zeros(num_positions + 2, NUM_BINS + 1, dtype=torch.int32),
+        drafts_BK=shared.drafts_BK,
+        rates_SK=shared.rates_SK,
+        spread_FQ=shared.spread_FQ,
         alone_token_S=zeros(num_slots, dtype=torch.int32),
         alone_rate_S=zeros(num_slots, dtype=torch.float32),
         evidence_DE2=zeros(num_drafters, num_kinds, 2, dtype=torch.float32),
@@ -201,7 +229,10 @@ class DraftBoard:
         self.reference = -1 if len(names) == 1 else self.model if reference is None else reference
         num_relations = 1 if self.reference < 0 else NUM_RELATIONS
         self._priors_DE = torch.from_numpy(np.tile(priors_DE, num_relations)).float().to(device)
-        self.tables = empty_tables(shape, len(names), num_relations * NUM_LEVELS, device)
+        shared = SharedTables.empty(shape, device)
+        self.shared = shared.memory
+        """The memory of the submitted drafts, their rates and `spread_FQ`, which all ranks of an engine must share."""
+        self.tables = empty_tables(shape, len(names), num_relations * NUM_LEVELS, shared, device)
         for drafter in range(len(names)):
             self.forget_drafter(drafter)
         self.use_kernels(kernels_for(device.type, KernelModule.STEP))

@@ -228,6 +228,8 @@ class VllmWorkerMixin(WorkerCalls):
         opened = [NewRequest.from_vllm(new, who, slot_of[new.req_id], longest) for new, who in new_requests]
         if self.specrollout_router is not None:
             self.specrollout_router.open(opened)
+        if self.specrollout_host_budget is not None:
+            self.specrollout_host_budget.opened(opened)
         for request in opened:
             self.specrollout_samples.open(
                 request.slot, request.identity.seed, request.prompt_length, request.num_tokens

@@ -31,6 +31,8 @@ PACKAGES = (
 # NeMo-RL's main of August 2026 calls itself 0.6.0, as v0.6.0 does, although it is newer than v0.7.0. This file tells.
 _NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
 _SHARED_METHOD = "def synchronize_device("
+_SHARED_SINCE = (0, 29, 0)
+"""First vLLM whose worker has `_SHARED_METHOD`."""
 
 
 def installed_versions() -> dict[str, str]:
@@ -102,17 +104,24 @@ def nemo_rl_is_a_release() -> bool:
     return folder is not None and not (folder / _NOT_IN_NEMO_RL_RELEASES).is_file()
 
 
-def nemo_rl_starts_alone() -> bool:
-    """Returns whether NeMo-RL's engines start with this vLLM without this package, as far as both are installed here.
+def nemo_rl_starts_alone(checkout: Path | None, version: str | None) -> bool:
+    """Returns whether engines of NeMo-RL in `checkout` start with their vLLM without this package, as far as that is known.
 
-    vLLM refuses a worker extension with a method of the worker's own (docs/upstream/nemo-rl-synchronize-device.md).
+    `version` is that of the engines' vLLM if they have another one than this Python; None if they have this Python's. vLLM
+    refuses a worker extension with a method of the worker's own (docs/upstream/nemo-rl-synchronize-device.md).
     """
-    folder = _nemo_rl_folder()
-    vllm = installed_source("vllm")
-    if folder is None or vllm is None:
+    backend = "nemo_rl/models/generation/vllm/vllm_backend.py"
+    if checkout is None or not _has_shared_method(checkout / backend):
         return True
-    files = (folder / "models/generation/vllm/vllm_backend.py", vllm / "vllm/v1/worker/worker_base.py")
-    return not all(file.is_file() and _SHARED_METHOD in file.read_text(encoding="utf-8") for file in files)
+    if version is not None:
+        numbers = version_numbers(version)
+        return numbers is None or numbers < _SHARED_SINCE
+    vllm = installed_source("vllm")
+    return vllm is None or not _has_shared_method(vllm / "vllm/v1/worker/worker_base.py")
+
+
+def _has_shared_method(file: Path) -> bool:
+    return file.is_file() and _SHARED_METHOD in file.read_text(encoding="utf-8")
 
 
 def _nemo_rl_folder() -> Path | None:

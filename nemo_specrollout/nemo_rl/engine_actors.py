@@ -24,6 +24,7 @@ from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, Wo
 from nemo_specrollout.generation.engine.vllm_requests import reason_to_stay, shard_request
 from nemo_specrollout.installed.versions import vllm_version
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
+from nemo_specrollout.nemo_rl.moved_modules import lend_old_names
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
 from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, RECORD_KEY, ROOTS_KEY, SEEDS_KEY, Row
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
@@ -284,7 +285,8 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return self.llm.vllm_config
 
     def _setup_vllm_openai_api_server(self, app: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sets up NeMo-RL's HTTP server, whose clients may send a seed in a header."""
+        """Sets up NeMo-RL's HTTP server, whose clients may send a seed in a header, also where vLLM has moved its modules."""
+        lend_old_names()
         app.add_middleware(SeedHeader)
         return super()._setup_vllm_openai_api_server(app, *args, **kwargs)
 

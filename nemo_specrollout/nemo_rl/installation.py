@@ -13,10 +13,11 @@ from nemo_specrollout.audit.rows import FOLDER as ROWS
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.block_place import place_findings
 from nemo_specrollout.config.drafter_configs import secret_of_run
+from nemo_specrollout.config.engine_vllm import engine_vllm
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import VLLM_KWARGS, at, block_is_on, model_config
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.engine.arguments import host_choice, with_specrollout
+from nemo_specrollout.generation.engine.arguments import abilities_of, host_choice, with_specrollout
 from nemo_specrollout.heads.files.block_heads import drafter_misfits
 from nemo_specrollout.heads.files.head_folder import HeadFolder
 from nemo_specrollout.installed.versions import installed_versions
@@ -176,7 +177,8 @@ def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: A
     from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 
     STEP_LOG.take()  # what an earlier run of this process has left
-    host_chooses = host_choice(at(tree, VLLM_KWARGS, {}), model_config(tree) or {})
+    abilities = abilities_of(engine_vllm(tree).version, model_config(tree) or {})
+    host_chooses = host_choice(at(tree, VLLM_KWARGS, {}), abilities)
     summary = {
         "versions": installed_versions(),
         "block": plain_block,

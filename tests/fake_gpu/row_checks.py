@@ -56,7 +56,7 @@ def test_the_warm_up_launches_every_variant(gpu: FakeGpu, dtype: torch.dtype, mo
     )  # fmt: skip
     sampler.warm_up(runner)
     warm = variants(gpu)
-    sampler.apply_sampling_params = lambda logits, *_: zeros(*logits.shape, dtype=torch.float32)
+    sampler.apply_sampling_params = lambda logits, **_: zeros(*logits.shape, dtype=torch.float32)
     with gpu.step():
         for num_rows in SIZES:
             slots_R, rows_R = zeros(num_rows, dtype=torch.int64), zeros(num_rows)

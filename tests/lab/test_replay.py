@@ -8,7 +8,7 @@ import pytest
 
 from lab.simulation import replay
 from lab.simulation.regret import Hindsight, shares
-from lab.simulation.replay import MACHINES, STORED, Phase, Replay, phases, union_over_best, ways_of
+from lab.simulation.replay import MACHINES, STORED, Choice, Machine, Phase, Replay, phases, union_over_best, ways_of
 from lab.simulation.replay_record import Record
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.speculation.policy import build_policy
@@ -85,3 +85,17 @@ def test_hindsight_verifies_only_right_drafts(record: Record) -> None:
 
 def _gain(found: dict[str, list[Phase]], phase: int) -> float:
     return found["all"][phase].rate / found["plain"][phase].rate
+
+
+def test_the_host_s_late_choice_costs_little(record: Record) -> None:
+    """Compared with the device's, which knows the latest proposals. Without foresight it would cost more."""
+    machine, drafters = MACHINES["gpu"], ways_of(record)["all"]
+    found = {choice: _rates(record, drafters, machine, choice) for choice in Choice}
+    loss = {choice: 1.0 - float(np.exp(np.log(found[choice] / found[Choice.DEVICE]).mean())) for choice in Choice}
+    assert loss[Choice.HOST] < min(0.04, loss[Choice.UNFORESEEN]), loss
+
+
+def _rates(record: Record, drafters: list[int], machine: Machine, choice: Choice) -> np.ndarray:
+    replay = Replay(record, drafters, machine)
+    replay.choice = choice
+    return np.array([replay.play(batch).rate for batch in (MIXED, FREE, 2, REPETITIVE, UNKNOWN, 5)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from kept_weights import audit_of
-from nemo_rl_host import ROUNDING, Host, Run, num_drafts
+from nemo_rl_host import ROUNDING, Host, Run, count_equal, num_drafts
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
@@ -28,12 +28,6 @@ FINISHED = [
     "apart_plain", "apart_ahead_streams", "apart_ahead_tail", "colocated_ahead_tail", "apart_ahead_resumed", "async_ahead",
     "async_shared_prompt",
 ]  # fmt: skip
-
-
-def count_equal(left: Run, right: Run, step: int) -> tuple[int, int]:
-    """Rows of a step's training batch with the same tokens and mask, and rows in all."""
-    a, b = (sorted(run.samples(step)) for run in (left, right))
-    return sum(x == y for x, y in zip(a, b, strict=True)), max(len(a), len(b))
 
 
 @pytest.mark.parametrize("name", FINISHED)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tiny_policy.py OUT_DIR: writes a random Qwen3 of 8 layers with a byte tokenizer, a draft model and a random EAGLE-3 head.
 
-It also writes tasks with answers 1 to 3, as NeMo-RL's rows and as NeMo-Gym's.
+It also writes tasks with answers 1 to 3, as NeMo-RL's rows and as NeMo-Gym's. A second policy with tasks of its own is right
+more often and repeats itself more, so that few and short rows have something to learn and drafts to accept.
 """
 
 import json
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY, HIDDEN, INNER, HEADS, KV_HEADS, HEAD = 512, 128, 256, 4, 2, 32
 SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+REPEATED = {"1": 1.6, "2": 1.6, "3": 1.6}  # in the second policy, times the factor of the first one
 LIKELY = {"1": 5, "2": 5, "3": 5, "\u0120": 5, "<eos>": 4}  # U+0120 is the byte-level alphabet's space
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -38,6 +40,8 @@ def main(out: Path) -> None:
     _write_lines(out / "tasks" / "hard.jsonl", sums[96:])
     (out / "system.txt").write_text(SYSTEM)
     _write_lines(out / "gym.jsonl", [_gym_row(s["input"], s["output"]) for s in sums])
+    _save_repetitive_policy(out / "policy", out / "repetitive")
+    _write_lines(out / "threes.jsonl", [s for s in sums if s["output"] == "3"])
 
 
 def _gym_row(question: str, answer: str) -> dict[str, Any]:
@@ -74,6 +78,16 @@ def _save_policy(folder: Path) -> None:
         for token, factor in LIKELY.items():
             policy.lm_head.weight[tokenizer.convert_tokens_to_ids(token)] *= factor
     policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _save_repetitive_policy(policy: Path, folder: Path) -> None:
+    """Writes a three at the end of every fourth response or so."""
+    repetitive, tokenizer = Qwen3ForCausalLM.from_pretrained(policy), _tokenizer()
+    with torch.no_grad():
+        for token, factor in REPEATED.items():
+            repetitive.lm_head.weight[tokenizer.convert_tokens_to_ids(token)] *= factor
+    repetitive.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

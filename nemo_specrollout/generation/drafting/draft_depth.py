@@ -22,14 +22,9 @@ class DraftDepth:
         """The fewest tokens of a request that are drafted if any are."""
         return 1
 
-    def drafted(self, wanted: int) -> int:
-        """Returns how many tokens of each request are drafted if `wanted` are asked for. They are not fewer."""
-        return wanted
+    def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
+        """Returns drafts, int64 [B, K], and how many of each request are new: `wanted`, or more where these are not dearer.
 
-    def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], depth: int) -> torch.Tensor:
-        """Returns drafts, int64 [B, K], of which the first `depth` of each request are new. With 0 the speculator only reads.
-
-        `inputs` and `options` are the arguments of vLLM's `propose`, and `depth` is one that `drafted` returns.
+        `inputs` and `options` are the arguments of vLLM's `propose`. If none are wanted, the speculator only reads.
         """
-        drafts_BK: torch.Tensor = self._propose(*inputs, **{**options, "num_speculative_tokens": depth})
-        return drafts_BK
+        return self._propose(*inputs, **{**options, "num_speculative_tokens": wanted}), wanted

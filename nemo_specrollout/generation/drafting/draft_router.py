@@ -283,7 +283,7 @@ class DraftRouter:
             graphs.replay(OBSERVE)
             native_s = self._ask(texts)
             graphs.replay(CHOOSE)
-        self._publish(len(slots_B))
+        self._publish()
         return native_s
 
     def _prepare(self) -> bool:
@@ -295,7 +295,7 @@ class DraftRouter:
         """Lets every drafter propose, and chooses. Returns the host's seconds in drafters with weights."""
         native_s = self._ask(texts)
         self.board.choose(texts, self.policy.row_price, self._lookups, self.policy.most_drafts)
-        self._publish(len(texts.slots_B))
+        self._publish()
         return native_s
 
     def _ask(self, texts: Texts) -> float:
@@ -308,10 +308,9 @@ class DraftRouter:
             native_s += time.perf_counter() - started if drafter.has_weights else 0.0
         return native_s
 
-    def _publish(self, num_requests: int) -> None:
+    def _publish(self) -> None:
         """Gives all ranks the drafts of the first one, and the policy a copy of what was chosen a step before."""
-        tables = self.board.tables
-        copy_first_rank(tables.drafts_BK[:num_requests], tables.rates_SK, tables.spread_FQ)
+        copy_first_rank(self.board.shared)
         self._spread.refresh()
         self.policy.observe(Spread.of_table(self._spread.values))
 

@@ -142,13 +142,12 @@ class ModelDrafter(Drafter):
         batch, _, _, _, _, num_sampled_B, *_ = inputs
         found_B = out.found_B
         num_requests = batch.num_reqs
-        depth = self._depth.drafted(self.depth)
-        if not self.num_followed(batch.idx_mapping_np):
+        if not self._is_followed[batch.idx_mapping_np].any():
             found_B[:num_requests] = NOT_FOLLOWED
             return
         self._timer.start()
-        self._only_reads = depth == 0  # false between steps, because CUDA graphs are captured with sampling
-        drafts_BK = self._depth.propose(inputs, self._step.options, depth)
+        self._only_reads = self.depth == 0  # false between steps, because CUDA graphs are captured with sampling
+        drafts_BK, depth = self._depth.propose(inputs, self._step.options, self.depth)
         self._only_reads = False
         if batch.num_tokens == len(batch.logits_indices):  # a pure decode step
             self._timer.stop((batch.num_tokens, num_requests, depth))

@@ -10,6 +10,7 @@ from typing import Any
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import FolderDrafterConfig, ModelDrafterConfig
 from nemo_specrollout.config.model_families import recurrent_layers
+from nemo_specrollout.config.vllm_features import DEVICE_CHOICE
 from nemo_specrollout.generation.engine.cuda_graphs import larger_graphs, vllms_graphs
 from nemo_specrollout.storage.model_folder import text_config
 
@@ -106,7 +107,7 @@ def with_specrollout(
     for name, why in _WITHOUT_DRAFTS.items():
         if result.get(name) and (block.drafters or result.get("speculative_config")):
             raise ValueError(f"vllm_kwargs.{name}: {result[name]!r} with drafts; {why}: remove it, or draft nothing")
-    reason = host_choice(result, abilities.policy) if abilities.chooses_on_device else "vLLM before 0.32 cannot do it"
+    reason = host_choice(result, abilities)
     if result.get("speculative_config") is None and block.drafters and block.most_drafts:
         result["speculative_config"] = _speculative_config(result, block, device, abilities)
         _make_room_for_drafts(result, block.most_drafts, abilities)
@@ -131,13 +132,23 @@ def users_processors(processors: Sequence[Any] | None) -> list[Any]:
     return [processor for processor in processors or () if processor != REQUEST_CHECK]
 
 
-def host_choice(arguments: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
+def abilities_of(version: str | None, policy: Mapping[str, Any]) -> VllmAbilities:
+    """Returns what a version of vLLM can do for a policy, without asking vLLM; of an unknown version, what the newest can.
+
+    `policy` is the policy's config.json.
+    """
+    return VllmAbilities(chooses_on_device=version is None or DEVICE_CHOICE.is_in(version), policy=policy)
+
+
+def host_choice(arguments: Mapping[str, Any], abilities: VllmAbilities) -> str | None:
     """Returns why the host must choose the drafts of each step; None if vLLM lets the device choose them.
 
     These are vLLM's own rules about its adaptive verification (config/vllm.py, v1/attention/backend.py), which it checks only
-    where there are CUDA graphs. Our worker asks the attention backends again. `policy` is the policy's config.json.
+    where there are CUDA graphs. Our worker asks the attention backends again.
     """
-    if layers := recurrent_layers(policy):
+    if not abilities.chooses_on_device:
+        return f"vLLM before {'.'.join(map(str, DEVICE_CHOICE.since[:2]))} cannot choose them on the device"
+    if layers := recurrent_layers(abilities.policy):
         return f"the policy has recurrent layers ({layers}), whose rollback vLLM plans on the host"
     for name, what in _ROW_OUTPUTS.items():
         if arguments.get(name):
@@ -159,7 +170,7 @@ def added_graphs(
     block = block.with_ahead
     if not block.enabled or not block.drafters or not _has_full_graphs(arguments):
         return []
-    if not abilities.chooses_on_device or host_choice(arguments, abilities.policy):
+    if host_choice(arguments, abilities):
         return []
     most_rows = int(arguments.get("max_num_seqs") or abilities.default_requests) * (1 + block.most_drafts)
     room = arguments.get("max_num_batched_tokens") or max(abilities.default_tokens, most_rows)

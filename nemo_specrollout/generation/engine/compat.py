@@ -106,20 +106,24 @@ def make_top_p_independent_of_batch() -> None:
     """Makes vLLM's top-p kernels treat a row alike, however many rows a step has: tokens must not depend on drafts.
 
     With up to 64 rows vLLM's GPU kernels sum each row in slices, and the number of slices depends on the number of rows. The
-    sum may then differ in the last bit, and so may the set of tokens that top-p excludes. Raises RuntimeError if vLLM slices
-    rows by another name.
+    sum may then differ in the last bit, and so may the set of tokens that top-p excludes. Older versions slice no row. Raises
+    RuntimeError if vLLM slices rows by another name.
     """
-    if CHOOSES_ON_DEVICE or any("split" in name.lower() for name in vars(topk_topp_triton)):  # vLLM 0.25 splits no row
+    if _slices_rows():
         require(topk_topp_triton, ["_SPLIT_MAX_BATCH"], topk_topp_triton.__name__)
-    topk_topp_triton._SPLIT_MAX_BATCH = 0
+        topk_topp_triton._SPLIT_MAX_BATCH = 0
 
 
 def verify_top_p() -> None:
     """Raises RuntimeError if top-p may treat a row by the number of rows in its step."""
-    if topk_topp_triton._SPLIT_MAX_BATCH != 0:
+    if _slices_rows() and topk_topp_triton._SPLIT_MAX_BATCH != 0:
         raise RuntimeError(
             f"specrollout's top-p is not in force: something set {topk_topp_triton.__name__}._SPLIT_MAX_BATCH"
         )
+
+
+def _slices_rows() -> bool:
+    return CHOOSES_ON_DEVICE or any("split" in name.lower() for name in vars(topk_topp_triton))
 
 
 def draw(
@@ -135,6 +139,11 @@ def draw(
     """Returns vLLM's sample of each row, int64 [R], with the noise of the target's tokens."""
     arguments = (logits, slots, temperature, seeds, positions)
     return gumbel.gumbel_sample(*arguments, apply_temperature=apply_temperature, use_fp64=use_fp64, **_TARGET_NOISE)
+
+
+def output_options(vllm_config: Any) -> Any:
+    """Returns the part of vLLM's config that names what an engine returns of each row beside its token."""
+    return getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config  # before 0.32 the latter
 
 
 def scheduler_of(engine: Any) -> Any:

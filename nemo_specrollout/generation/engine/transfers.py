@@ -24,13 +24,13 @@ def agreed(decision: Any) -> Any:
     return decision if group.world_size == 1 else group.broadcast_object(decision, src=0)
 
 
-def copy_first_rank(*tensors: torch.Tensor) -> None:
-    """Gives tensors on the device, in place, the values of the first tensor-parallel rank.
+def copy_first_rank(tensor: torch.Tensor) -> None:
+    """Gives a tensor on the device, in place, the values of the first tensor-parallel rank.
 
     All ranks must verify the same drafts, but theirs may differ: messages from remote drafters arrive at different times.
     """
     group = get_tp_group()
-    for tensor in tensors if group.world_size > 1 else ():
+    if group.world_size > 1:
         group.broadcast(tensor, src=0)
 
 
@@ -53,9 +53,12 @@ class HostCopy:
     holds what the tensor holds now. A refresh waits for the copy of the refresh before, which has long arrived.
     """
 
-    def __init__(self, source: torch.Tensor) -> None:
+    def __init__(self, source: torch.Tensor, is_late: bool | None = None) -> None:
+        """`is_late`: whether values are a refresh old; by default as on this device. A test lets a CPU be like a GPU."""
         self._source = source
         self._is_cuda = source.is_cuda
+        self.is_late = source.is_cuda if is_late is None else is_late
+        """Whether `values` are a refresh old."""
         self._buffers = [torch.zeros_like(source, device="cpu", pin_memory=self._is_cuda) for _ in range(2)]
         # A wait must sleep: an event that is polled holds a lock of the driver.
         self._events = [torch.cuda.Event(blocking=True) for _ in range(2)] if self._is_cuda else []
@@ -68,13 +71,16 @@ class HostCopy:
 
     def refresh(self) -> None:
         """Starts a copy, and makes the values of the copy before it readable."""
-        if not self._is_cuda:
+        if not self.is_late:
             self._buffers[0].copy_(self._source)
             return
         self._readable = 1 - self._readable
+        free = 1 - self._readable
+        if not self._is_cuda:
+            self._buffers[free].copy_(self._source)
+            return
         with gpu_sync_allowed():
             self._events[self._readable].synchronize()
-        free = 1 - self._readable
         self._buffers[free].copy_(self._source, non_blocking=True)
         self._events[free].record()
 

@@ -112,7 +112,7 @@ def reason_to_stay(vllm_config: Any) -> str | None:
 def properties_of(vllm_config: Any) -> dict[str, Any]:
     """Returns what an engine of this config of vLLM's has of the properties in `WHY_ALL_STAY`, by name."""
     model = vllm_config.model_config
-    outputs = getattr(vllm_config, "aux_output_config", model)  # before 0.32 in the latter
+    outputs = compat.output_options(vllm_config)
     return {
         "logits_processors": users_processors(model.logits_processors),
         PLUGINS: plugins_here(),

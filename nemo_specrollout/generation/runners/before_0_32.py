@@ -17,6 +17,7 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.runners.family import RunnerFamily, Settle
 from nemo_specrollout.generation.runners.older_depth import older_depth
+from nemo_specrollout.generation.runners.older_recurrent import read_reached_states
 from nemo_specrollout.generation.runners.older_rows import OlderRowSampler
 from nemo_specrollout.generation.step.equality_rule import sample_and_compare, verify_asked
 
@@ -24,21 +25,16 @@ from nemo_specrollout.generation.step.equality_rule import sample_and_compare, v
 class Before032(RunnerFamily):
     """Extends vLLM's sampler and rejection sampler, and repairs bad words."""
 
+    row_sampler = OlderRowSampler
+
     def verify_names(self) -> None:
         """Raises RuntimeError unless vLLM keeps its rule of acceptance where `SwappingVerifier` replaces it."""
         compat.require(rejection_sampler, ["rejection_sample"], rejection_sampler.__name__)
 
-    def sampler(self, native: Any) -> Any:
-        """Returns an `OlderRowSampler`, or vLLM's own sampler with an option that needs other kernels."""
-        return OlderRowSampler(native) if OlderRowSampler.fits(native) else native
-
-    def is_in_force(self, sampler: Any) -> bool:
-        """Returns whether no sampler of vLLM's stands where an `OlderRowSampler` could."""
-        return not OlderRowSampler.fits(sampler)
-
     def verifier(self, runner: Any) -> Any:
-        """Returns our extension of vLLM's rejection sampler, and lets bad words look at drafts."""
+        """Returns our extension of vLLM's rejection sampler, and lets bad words and recurrent layers look at drafts."""
         _fix_bad_words(runner.sampler)
+        read_reached_states(runner)
         return _verifier_class()(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:
@@ -56,11 +52,6 @@ class Before032(RunnerFamily):
     def chooses_on_device(self, runner: Any) -> bool:
         """Returns False: these runners count the rows of a step on the host."""
         return False
-
-    def warm_up(self, runner: Any) -> None:
-        """Launches the row sampler's kernels."""
-        if isinstance(runner.sampler, OlderRowSampler):
-            runner.sampler.warm_up(runner)
 
 
 def _verifier_class() -> type[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
+from nemo_specrollout.generation.step.row_sampling import RowSampler
 
 Settle = Callable[[str | None], None]
 """Is called with the reason why the host must choose the drafts of each step; None if the device does."""
@@ -19,17 +20,20 @@ Settle = Callable[[str | None], None]
 class RunnerFamily(ABC):
     """What the vLLM worker does in its own way for a family of V2 model runners. Keeps no state of an engine."""
 
+    row_sampler: type[RowSampler] = RowSampler
+    """Class that samples, accepts and grades the rows of a step."""
+
     @abstractmethod
     def verify_names(self) -> None:
         """Raises RuntimeError unless vLLM has all that exactness overrides or sets. vLLM would go on without a lost name."""
 
-    @abstractmethod
     def sampler(self, native: Any) -> Any:
-        """Returns the sampler to use in the place of vLLM's own, which may be that one."""
+        """Returns our row sampler, or vLLM's own sampler with an option that needs other kernels."""
+        return self.row_sampler(native) if self.row_sampler.fits(native) else native
 
-    @abstractmethod
     def is_in_force(self, sampler: Any) -> bool:
-        """Returns whether a runner's sampler is the one that `sampler` has put there."""
+        """Returns whether no sampler of vLLM's stands where our row sampler could."""
+        return not self.row_sampler.fits(sampler)
 
     @abstractmethod
     def verifier(self, runner: Any) -> Any:
@@ -51,6 +55,7 @@ class RunnerFamily(ABC):
     def chooses_on_device(self, runner: Any) -> bool:
         """Returns whether the device chooses with our budget which drafts a runner's step verifies."""
 
-    @abstractmethod
     def warm_up(self, runner: Any) -> None:
-        """Compiles what steps call of the family's own, so that none of it is compiled in a rollout."""
+        """Launches the row sampler's kernels, so that none of them is compiled in a rollout."""
+        if isinstance(runner.sampler, RowSampler):
+            runner.sampler.warm_up(runner)

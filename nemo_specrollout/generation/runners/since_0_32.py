@@ -11,7 +11,7 @@ from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.runners.family import RunnerFamily, Settle
-from nemo_specrollout.generation.step.row_sampling import RowSampler
+from nemo_specrollout.generation.runners.graphed_depth import GraphedDepth
 from nemo_specrollout.generation.step.verification import EqualityVerifier
 from nemo_specrollout.generation.step.verification_budget import VerificationBudget, install_budget
 
@@ -27,14 +27,6 @@ class Since032(RunnerFamily):
         compat.require(Sampler, ["add_request", "apply_sampling_params", "get_logprobs_dims"], "the sampler")
         compat.require(SamplingStates, ["add_request", "max_num_logprobs"], "the sampling state")
 
-    def sampler(self, native: Any) -> Any:
-        """Returns a `RowSampler`, or vLLM's own sampler with an option that needs other kernels."""
-        return RowSampler(native) if RowSampler.fits(native) else native
-
-    def is_in_force(self, sampler: Any) -> bool:
-        """Returns whether no sampler of vLLM's stands where a `RowSampler` could."""
-        return not RowSampler.fits(sampler)
-
     def verifier(self, runner: Any) -> EqualityVerifier:
         """Returns our extension of vLLM's rejection sampler."""
         return EqualityVerifier(runner.sampler, runner.speculative_config, runner.device)
@@ -44,8 +36,9 @@ class Since032(RunnerFamily):
         return isinstance(verifier, EqualityVerifier)
 
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns a depth that vLLM's `propose` takes."""
-        return DraftDepth(speculator)
+        """Returns a depth that vLLM's `propose` takes, by graphs of its own where a graph holds all positions of a head."""
+        is_looping = hasattr(speculator, "_generate_fused_drafts")
+        return GraphedDepth(speculator) if is_looping else DraftDepth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
         """Lets the device choose, unless there is a reason against it, which vLLM may only name with the KV cache."""
@@ -57,7 +50,6 @@ class Since032(RunnerFamily):
 
     def warm_up(self, runner: Any) -> None:
         """Launches the row sampler's kernels, and compiles the device's choice."""
-        if isinstance(runner.sampler, RowSampler):
-            runner.sampler.warm_up(runner)
+        super().warm_up(runner)
         if self.chooses_on_device(runner):
             runner.adaptive_verification.warm_up()

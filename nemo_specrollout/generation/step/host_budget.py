@@ -1,39 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """A budget of drafts that the host chooses, for policies and versions of vLLM where the device must not choose.
 
-Shapes: B requests of the batch, K draft positions, S request slots.
+Shapes: B requests with drafts, K draft positions, S request slots.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from itertools import compress
+from operator import getitem
 from typing import Any
 
 import numpy as np
 
+from nemo_specrollout.drafters.ahead import AHEAD_PRIORS
+from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.engine.requests import NewRequest
 from nemo_specrollout.generation.engine.transfers import HostCopy
-from nemo_specrollout.speculation.decision import likeliest
+from nemo_specrollout.speculation.decision import likeliest, survival_of
+from nemo_specrollout.speculation.foresight import Foresight, Kind
 
 
 class HostBudget:
     """Keeps a step's drafts within the budget where the device must not choose them: other drafts are left out of the step.
 
-    The scheduler treats drafts that were left out as rejected. The host chooses the number for each request from acceptance
-    rates that are a step old. Draft tokens stay on the device.
+    The scheduler treats drafts that were left out as rejected. Draft tokens stay on the device.
+
+    The host sizes a step while the device still computes the step before, at whose end the drafts are made. So rates that
+    arrive without a wait are a step old, and `Foresight` says what they are worth for the drafts of now. Where the device has
+    no queue (a CPU), the rates are those of the drafts themselves.
 
     All tensor-parallel ranks must leave out the same drafts. They need no message for that, because they decide from the
     same values: the rates and the histogram of survival are the first rank's (`copy_first_rank`), so are the costs
-    (`agreed`), and neither the policy nor `likeliest` reads a clock.
+    (`agreed`), and neither the policy nor `Foresight` nor `likeliest` reads a clock.
     """
 
     def __init__(self, runner: Any, router: Any) -> None:
         self._router = router
         self._slot_of = runner.req_states.req_id_to_index
         # vLLM's records of experts must find a step's rows where the scheduler placed them.
-        holder = getattr(runner.vllm_config, "aux_output_config", runner.model_config)  # before 0.32 in the latter
-        self._keeps_all = bool(getattr(holder, "enable_return_routed_experts", False))
-        self._known_rates = HostCopy(router.board.tables.rates_SK)
+        options = compat.output_options(runner.vllm_config)
+        self._keeps_all = bool(getattr(options, "enable_return_routed_experts", False))
+        num_slots, num_positions = router.board.tables.rates_SK.shape
+        self._prefixes = [slice(count) for count in range(num_positions + 1)]
+        self._foresight = Foresight(num_slots, num_positions, float(AHEAD_PRIORS[-1]))
+        self.read(HostCopy(router.board.tables.rates_SK))
+
+    def read(self, known_rates: HostCopy) -> None:
+        """Reads the board's rates from this copy, which may be late: a test lets a CPU know as little as a GPU's host."""
+        self._known_rates = known_rates
+
+    def opened(self, requests: Sequence[NewRequest]) -> None:
+        """Takes note of requests that have taken slots."""
+        self._foresight.opened([request.slot for request in requests], [_kind_of(request) for request in requests])
 
     def record(self) -> None:
-        """Starts a copy of the acceptance rates of the latest drafts. The host reads it a step later."""
+        """Starts a copy of the acceptance rates of the latest drafts. On a GPU the host reads it a step later."""
         self._known_rates.refresh()
 
     def trimmed(self, scheduled: Any) -> Any:
@@ -45,21 +66,45 @@ class HostBudget:
         drafts = scheduled.scheduled_spec_decode_tokens
         if not drafts or scheduled.has_structured_output_requests:
             return scheduled
-        names = [name for name in scheduled.num_scheduled_tokens if name in self._slot_of]
-        rates_BK = self._known_rates.values[[self._slot_of[name] for name in names]]
-        caps_B = np.array([len(drafts.get(name, ())) for name in names], np.int64)
-        num_drafts = self._router.num_drafts(len(names), int(caps_B.sum()))
+        num_requests = len(drafts)
+        caps_B = np.fromiter(map(len, drafts.values()), np.int64, num_requests)
+        num_scheduled = int(caps_B.sum())
+        budget = self._router.num_drafts(len(scheduled.num_scheduled_tokens), num_scheduled)
         if self._keeps_all:
             return scheduled
-        counts_B = likeliest(rates_BK, caps_B, num_drafts)
-        kept = {name: drafts[name][:n] for name, n in zip(names, counts_B.tolist(), strict=True) if n}
-        lengths = {
-            name: length - len(drafts.get(name, ())) + len(kept.get(name, ()))
-            for name, length in scheduled.num_scheduled_tokens.items()
-        }
+        slots_B = np.fromiter(map(self._slot_of.__getitem__, drafts), np.int64, num_requests)
+        counts_B = likeliest(self._survival(slots_B), caps_B, budget)
+        num_left_out = num_scheduled - int(counts_B.sum())
+        return self._without(scheduled, caps_B, counts_B, num_left_out) if num_left_out else scheduled
+
+    def _survival(self, slots_B: np.ndarray) -> np.ndarray:
+        """Returns the survival of each request's drafts as far as the host knows, float32 [B, K]."""
+        rates_SK = self._known_rates.values
+        if self._known_rates.is_late:
+            return self._foresight.survival(rates_SK, slots_B)
+        return survival_of(rates_SK[slots_B])
+
+    def _without(self, scheduled: Any, caps_B: np.ndarray, counts_B: np.ndarray, num_left_out: int) -> Any:
+        """Returns a copy of the scheduler's output in which each request has `counts_B` of its `caps_B` drafts.
+
+        vLLM finds a request's numbers by its name. The dictionaries are made by `map` and `zip`, without a loop in Python.
+        """
+        drafts = scheduled.scheduled_spec_decode_tokens
+        tokens = dict(scheduled.num_scheduled_tokens)
+        tokens_B = np.fromiter(map(tokens.__getitem__, drafts), np.int64, len(caps_B))
+        tokens.update(zip(drafts, (tokens_B - caps_B + counts_B).tolist(), strict=True))
+        counts = counts_B.tolist()
+        prefixes = map(self._prefixes.__getitem__, filter(None, counts))
+        kept = map(getitem, compress(drafts.values(), counts), prefixes)
         return dataclasses.replace(
             scheduled,
-            num_scheduled_tokens=lengths,
-            total_num_scheduled_tokens=sum(lengths.values()),
-            scheduled_spec_decode_tokens=kept,
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=scheduled.total_num_scheduled_tokens - num_left_out,
+            scheduled_spec_decode_tokens=dict(zip(compress(drafts, counts), kept, strict=True)),
         )
+
+
+def _kind_of(request: NewRequest) -> Kind:
+    if not request.identity.speculate:
+        return Kind.SILENT
+    return Kind.NEW_WITH_TEXT if request.identity.ahead else Kind.NEW

@@ -2,7 +2,8 @@
 """Stand-ins for what NeMo-RL needs of CUDA, put in place as its modules are imported. For tests.
 
 One file for each thing that stands in: `typing_names` (Python 3.13), `cuda` (torch.cuda, devices), `refit` (weights
-between processes), `vllm_engine` (the CPU build), `actors` (Ray), `megatron` and `transformer_engine`. `record` writes down
+between processes), `vllm_engine` (the CPU build), `interpreter` (Triton's, for the kernels of older versions of vLLM),
+`actors` (Ray), `megatron` and `transformer_engine`. `record` writes down
 rollouts, and `weights` how far they move. Of ours there are `wild_tail` and `random_budgets`, for scenarios that ask for them.
 """
 
@@ -40,7 +41,8 @@ def register() -> None:
             "nemo_rl.models.generation.vllm.vllm_generation": "nemo_rl_cpu.record:record_batches",
             "nemo_specrollout.stragglers.exchange": "nemo_rl_cpu.wild_tail:go_wild",
             "nemo_specrollout.speculation.policy": "nemo_rl_cpu.random_budgets:draw",
-            "nemo_rl.models.generation.vllm.vllm_worker_async": "nemo_rl_cpu.vllm_engine:restore_names",
+            "vllm.v1.worker.gpu": "nemo_rl_cpu.interpreter:complete",
+            "vllm.v1.worker.cpu.shm": "nemo_rl_cpu.cuda:complete_placeholders",
             "vllm.engine.arg_utils": "nemo_rl_cpu.vllm_engine:refuse_sleep_mode",
             "vllm.entrypoints.llm": "nemo_rl_cpu.vllm_engine:never_sleep",
             "vllm.v1.engine.async_llm": "nemo_rl_cpu.vllm_engine:never_sleep_async",

@@ -54,6 +54,14 @@ def patch_calls(nemo_rl: ModuleType) -> None:
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *a, **k: 0
 
 
+def complete_placeholders(shm: ModuleType) -> None:
+    """In an engine, where vLLM's CPU build puts stand-ins of its own for streams and events: before 0.32 they lack methods."""
+    for theirs, ours in ((shm._StreamPlaceholder, _Stream), (shm._EventPlaceholder, _Event)):
+        for name, method in vars(ours).items():
+            if not name.startswith("__") and not hasattr(theirs, name):
+                setattr(theirs, name, method)
+
+
 def train_on_cpu() -> None:
     """In a training process: also memory figures, generators, gloo for nccl, and every tensor on the CPU."""
     cuda = torch.cuda

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU build as an engine that NeMo-RL can refit."""
 
-import importlib
 import os
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -13,28 +11,6 @@ from nemo_rl_cpu.cuda import OnCpu
 from nemo_rl_cpu.refit import device_id
 
 RENAMED = "NEMO_RL_CPU_SYNCHRONIZE_RENAMED"
-
-
-def restore_names(worker_module: ModuleType) -> None:
-    """Modules by their old names, which load those by the new ones when they are asked for something.
-
-    They are the ones of which `check` says that the server does not start without them.
-    """
-    from nemo_specrollout.config.known_traps import MOVED_MODULES
-
-    for old, new in MOVED_MODULES.items():
-        sys.modules.setdefault(old, _Moved(old, new))
-
-
-class _Moved(ModuleType):
-    def __init__(self, old: str, new: str) -> None:
-        super().__init__(old)
-        self._new = new
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what looks through all modules asks for these
-            raise AttributeError(name)
-        return getattr(importlib.import_module(self._new), name)
 
 
 def keep_weights_loadable(layer_utils: ModuleType) -> None:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs that the host chooses drafts by rates that are a step old, replayed from a real model's proposals.
+
+    python -m lab.simulation.late_choice [RECORD] [--machine two_cores|deep|gpu] [--at-a-time N]
+
+Each row is a way of choosing, in tokens a second over those of the device's choice. Proposals, tokens, board and policy are
+the same (`lab.simulation.replay`). Each figure is the median of `SEEDS` runs, which differ in the noise of the seconds.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lab.simulation.replay import MACHINES, Choice, Machine, Replay, options_of, ways_of
+from lab.simulation.replay_record import Record
+
+SEEDS = 5
+
+
+def rates(
+    record: Record, drafters: Sequence[int], machine: Machine, choice: Choice, at_a_time: int | None = None
+) -> np.ndarray:
+    """Returns the tokens a second in each batch of the record, in their order, float64; the median of the seeds."""
+    order = sorted(set(record.batch_R.tolist()))
+    found = []
+    for seed in range(SEEDS):
+        replay = Replay(record, drafters, machine, seed=seed)
+        replay.choice = choice
+        found.append([replay.play(batch, at_a_time).rate for batch in order])
+    return np.median(found, axis=0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table for the record."""
+    options = options_of(__doc__, arguments)
+    record = Record.load(options.record)
+    machine = MACHINES[options.machine]
+    batches = sorted(set(record.batch_R.tolist()))
+    print(f"{options.machine}: speed over the device's choice, by batch, and the mean")
+    print(f"{'drafters':9}{'choice':24}" + "".join(f"{batch:>8}" for batch in [*batches, "mean"]))
+    for way, drafters in ways_of(record).items():
+        if not drafters:
+            continue
+        of_device = rates(record, drafters, machine, Choice.DEVICE, options.at_a_time)
+        for choice in (Choice.NOW, Choice.HOST, Choice.UNFORESEEN):
+            ratios = rates(record, drafters, machine, choice, options.at_a_time) / of_device
+            cells = [*ratios, np.exp(np.log(ratios).mean())]
+            print(f"{way:9}{choice.value:24}" + "".join(f"{cell:8.3f}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

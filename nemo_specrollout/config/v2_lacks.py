@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of vLLM that the V2 model runner of an older version refuses, so that no engine would start with the block on.
+
+vLLM alone runs such a config on its V1 model runner. This package needs V2, and so it refuses the option at `check` and at
+`install`, not minutes later in an engine's actor. Read from `VllmConfig._get_v2_model_runner_unsupported_features` of each
+version, and tried with `tests/test_older_families.py`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, VLLM_KWARGS, Finding, Tree, at
+from nemo_specrollout.installed.versions import version_numbers
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class V2Lack:
+    """An option that V2 model runners before a version refuse."""
+
+    paths: tuple[str, ...]
+    """Fields that turn the option on."""
+    taken_since: Version
+    """First version whose V2 model runner takes it."""
+    lack: str
+    """What the V2 model runner does there, as a verb phrase with vLLM's own words in quotation marks."""
+    values: tuple[str, ...] = ()
+    """Values that are refused; without any, every value but null, false, 1 and an empty one."""
+    fix: str = "remove it"
+
+    def field_in(self, tree: Tree) -> str | None:
+        """Returns the field of a config that turns the option on; None if none does."""
+        return next((path for path in self.paths if self._refuses(at(tree, path))), None)
+
+    def _refuses(self, value: Any) -> bool:
+        if self.values:
+            return str(value) in self.values
+        return value is True or value not in (None, False, 1, "", [], {})
+
+
+V2_LACKS = (
+    V2Lack(
+        ("policy.router_replay.enabled", f"{VLLM_KWARGS}.enable_return_routed_experts"),
+        (0, 28, 0),
+        'cannot return the experts of each token ("routed experts capture")',
+        fix="set it to false",
+    ),
+    V2Lack(
+        (f"{VLLM_KWARGS}.logits_processors",), (0, 32, 0), 'takes no logits processors ("custom logits processors")'
+    ),
+    V2Lack((f"{VLLM_KWARGS}.enable_prompt_embeds",), (0, 29, 0), 'takes no embedded prompts ("prompt embeds")'),
+    V2Lack((f"{VLLM_KWARGS}.kv_sharing_fast_prefill",), (0, 32, 0), 'lacks "KV sharing fast prefill"'),
+    V2Lack((f"{VLLM_KWARGS}.ec_transfer_config",), (0, 28, 0), 'lacks "EC transfer"'),
+    V2Lack((f"{VLLM_KWARGS}.enable_elastic_ep",), (0, 32, 0), 'lacks "elastic expert parallelism"'),
+    V2Lack((f"{VLLM_KWARGS}.enable_dbo",), (0, 32, 0), 'lacks "dual batch overlap"'),
+    V2Lack((f"{VLLM_KWARGS}.prefill_context_parallel_size",), (0, 26, 0), 'lacks "prefill context parallelism"'),
+    V2Lack(
+        (f"{VLLM_CFG}.logprobs_mode", f"{VLLM_KWARGS}.logprobs_mode"),
+        (0, 26, 0),
+        'cannot return logits in the place of log-probs ("logprobs mode")',
+        ("raw_logits", "processed_logits"),
+        "set processed_logprobs",
+    ),
+)
+"""All such options that NeMo-RL's config can name, except those that `model_rules.py` refuses with every version."""
+
+
+def v2_lacks(tree: Tree, version: str | None) -> Iterator[Finding]:
+    """Yields an error for each option of a config that the V2 model runner of a version refuses.
+
+    If the version is not known (None), it yields a note for each option that some supported version refuses.
+    """
+    numbers = None if version is None else version_numbers(version)
+    for lack in V2_LACKS:
+        field = lack.field_in(tree)
+        if field is None or (numbers is not None and numbers >= lack.taken_since):
+            continue
+        since = ".".join(map(str, lack.taken_since))
+        refusal = f"{at(tree, field)!r}; before vLLM {since} the V2 model runner {lack.lack}"
+        if numbers is None:
+            yield Finding(field, f"{refusal}; which vLLM the engines will have is not known here", "note")
+            continue
+        yield Finding(field, f"{refusal}, and the engines have {version}: {lack.fix}, or use vLLM {since}", "error")

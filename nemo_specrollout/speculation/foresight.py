@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the drafts of a step are worth, for a host that knows only the rates of a step before.
+
+Shapes: B requests of a step, K draft positions, S request slots.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from nemo_specrollout.speculation.decision import survival_of
+
+MEMORY = 0.98
+"""Share of what was learned that is left after a step."""
+PRIOR_REQUESTS = 4.0
+"""Weight of what was known of first drafts, in requests. The first drafts of as many requests count as much."""
+
+
+class Kind(IntEnum):
+    """What is known of a request's drafts."""
+
+    KNOWN = 0
+    """The rates of earlier drafts."""
+    SILENT = 1
+    """It has none."""
+    NEW = 2
+    """Nothing yet."""
+    NEW_WITH_TEXT = 3
+    """Nothing yet, but the request brings a text, which is probably right."""
+
+
+class _Foretold(NamedTuple):
+    """Requests of a step whose drafts were foretold."""
+
+    slots_B: np.ndarray
+    kind_B: np.ndarray
+    apart_BK: np.ndarray
+    """Survival a step before, less its mean."""
+
+
+class Foresight:
+    """Foretells the survival of drafts from rates that are a step old.
+
+    When a host that does not wait for the device sizes a step, it knows the drafts of the step before. A request whose drafts
+    were good then has probably good ones again, but not as far above the others. So the survival is drawn towards the mean of
+    the batch, by a share that is learned from earlier steps. A new request has no rates at all. Its drafts are foretold from
+    those of other new requests, where one that brings a text is of another kind.
+
+    Owns the kind of each request, and what was learned. It reads no clock and adds in a fixed order, so that all ranks that
+    get the same rates foretell the same.
+    """
+
+    def __init__(self, num_slots: int, num_positions: int, text_rate: float) -> None:
+        """`text_rate`: assumed rate of the drafts from a text that a request brings, before any such text was seen."""
+        self._kind_S = np.full(num_slots, Kind.NEW, np.int8)
+        self._first = {kind: np.zeros(num_positions, np.float32) for kind in (Kind.NEW, Kind.NEW_WITH_TEXT)}
+        """Survival of the first drafts of a new request by its kind, [K]."""
+        self._first[Kind.NEW_WITH_TEXT][:] = np.cumprod(np.full(num_positions, text_rate))
+        self._together = 1.0
+        """How far requests were from the mean in two steps in a row: the sum of the products."""
+        self._before = 1.0
+        """The sum of the squares in the former of them."""
+        self._foretold: _Foretold | None = None
+
+    @property
+    def persistence(self) -> float:
+        """Share of a request's distance from the mean that is left a step later, between 0 and 1."""
+        return min(max(self._together / self._before, 0.0), 1.0)
+
+    def opened(self, slots: Sequence[int], kinds: Sequence[Kind]) -> None:
+        """Gives slots to new requests of these kinds."""
+        self._kind_S[list(slots)] = kinds
+
+    def survival(self, rates_SK: np.ndarray, slots_B: np.ndarray) -> np.ndarray:
+        """Returns the survival of the next drafts of a step's requests, float32 [B, K]. `rates_SK` are a step old.
+
+        Call this once in each step with drafts.
+        """
+        known_BK = survival_of(rates_SK[slots_B])
+        self._learn(rates_SK, slots_B, known_BK)
+        kind_B = self._kind_S[slots_B]
+        is_known_B = kind_B == Kind.KNOWN
+        if is_known_B.all():
+            mean_K = known_BK.mean(axis=0)
+            apart_BK = known_BK - mean_K
+        else:
+            mean_K = known_BK[is_known_B].sum(axis=0) / max(int(is_known_B.sum()), 1)
+            apart_BK = (known_BK - mean_K) * is_known_B[:, None]
+        foretold_BK = np.float32(self.persistence) * apart_BK
+        foretold_BK += mean_K
+        if not is_known_B.all():
+            foretold_BK[kind_B == Kind.SILENT] = 0.0
+            for kind, first_K in self._first.items():
+                foretold_BK[kind_B == kind] = first_K
+            self._kind_S[slots_B[kind_B > Kind.SILENT]] = Kind.KNOWN
+        self._foretold = _Foretold(slots_B, kind_B, apart_BK)
+        return foretold_BK
+
+    def _learn(self, rates_SK: np.ndarray, slots_B: np.ndarray, known_BK: np.ndarray) -> None:
+        """Learns what became of the drafts of the step before, which are known now."""
+        before = self._foretold
+        if before is None:
+            return
+        is_same = len(before.slots_B) == len(slots_B) and bool((before.slots_B == slots_B).all())
+        came_BK = known_BK if is_same else survival_of(rates_SK[before.slots_B])
+        together = np.einsum("bk,bk->k", before.apart_BK, came_BK)
+        squares = np.einsum("bk,bk->k", before.apart_BK, before.apart_BK)
+        self._together = MEMORY * self._together + sum(together.tolist())
+        self._before = MEMORY * self._before + sum(squares.tolist())
+        for kind, first_K in self._first.items():
+            is_kind_B = before.kind_B == kind
+            if num := int(is_kind_B.sum()):
+                share = np.float32(num / (num + PRIOR_REQUESTS))
+                self._first[kind] = first_K + share * (came_BK[is_kind_B].mean(axis=0) - first_K)
