@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,7 +66,8 @@ class KeptCounts(NamedTuple):
 
     def plus(self, other: "KeptCounts") -> "KeptCounts":
         """Returns the sums."""
-        return KeptCounts(*(a + b for a, b in zip(self, other, strict=True)))
+        pairs: Any = zip(self, other, strict=True)
+        return KeptCounts(*(a + b for a, b in pairs))
 
 
 def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts:

@@ -106,7 +106,7 @@ class BranchChoice:
 
     def next(self, num_free: int) -> list[Branch]:
         """Returns the likeliest branches for as many free slots, and counts them as begun."""
-        chosen = []
+        chosen: list[Branch] = []
         while self._candidates and len(chosen) < num_free:
             negative, _, request, parent, index = heapq.heappop(self._candidates)
             paths = self._paths.get(request)
