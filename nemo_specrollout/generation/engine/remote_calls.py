@@ -101,26 +101,36 @@ class EngineActorCalls:
         """Joins the exchange of requests, which is the Ray actor `actor`, as engine number `engine`."""
         raise NotImplementedError
 
-    def specrollout_run_ahead(
-        self, *, prompts: list[list[int]], rows: list[Any], seconds: float, after: int
-    ) -> Awaitable[bool] | bool | None:
-        """Decodes rows of the next step, new and begun ones, for about `seconds`.
+    def specrollout_texts_ahead(self, *, texts: dict[int, Any]) -> None:
+        """Gets what was made ahead for the rows of the step whose weights the engine has: a `TextAhead` by seed."""
+        raise NotImplementedError
 
-        Returns whether any is left. A synchronous engine returns None, and begins none of them, if fewer than `after` calls
-        of `generate` have ended. `rows` are `Row`s (nemo_rl/row_seeds.py), and `prompts` has their token ids.
+    def specrollout_plan_ahead(self, *, rows: list[Any], scale: float, kept: float) -> Awaitable[None] | None:
+        """Gets the engine's share of the rows of coming steps, which it may begin in slots that its own rows leave empty.
+
+        `rows` are `EarlyRow`s (run_ahead/early_texts.py), the nearest step's first. `scale` is what an update is expected to
+        move the difference of two scores by, in nats (`FlipModel`), and `kept` the share of a text that it leaves right. No
+        plan is in effect: `specrollout_end_ahead` has ended the one before.
         """
         raise NotImplementedError
 
-    def specrollout_end_ahead(self, *, keeps_cache: bool) -> Awaitable[list[bytes]] | list[bytes]:
-        """Leaves no such row in the engine. Returns their texts in the order of the rows, as int32 numbers."""
+    def specrollout_run_ahead(self, *, seconds: float, after: int) -> Awaitable[bool] | bool | None:
+        """Goes on with the plan for about `seconds` while the engine has nothing else to do. Returns whether any row is left.
+
+        A synchronous engine returns None, and does nothing, if fewer than `after` calls of `generate` have ended.
+        """
         raise NotImplementedError
 
-    def specrollout_texts_ahead(self, *, texts: dict[int, bytes]) -> None:
-        """Gets the texts that engines have made ahead, by seed, for the rows to come."""
+    def specrollout_end_ahead(self, *, keeps_cache: bool) -> Any:
+        """Ends the plan, so that no row of a coming step is left in the engine. Returns `EarlyMade`, or a coroutine of it.
+
+        The engine drops its cached prefixes unless it `keeps_cache`. Without a plan it returns what an engine that has fallen
+        asleep since the last call had made, or an empty `EarlyMade`.
+        """
         raise NotImplementedError
 
-    def specrollout_take_kept(self) -> tuple[int, int]:
-        """Returns the tokens of such texts that were right, and all tokens of their responses, since the last call."""
+    def specrollout_take_kept(self) -> Any:
+        """Returns `KeptCounts` (run_ahead/texts.py): how much of the texts was right, since the last call."""
         raise NotImplementedError
 
     def specrollout_weights_change_begins(self) -> Awaitable[None] | None:
