@@ -129,10 +129,10 @@ class RunAheadConfig:
     """False: engines idle while the policy trains, and in the slots that a draining rollout leaves empty."""
     steps: int | str = auto_or_bounded(low=1, high=MOST_STEPS_AHEAD)
     """How many coming steps have requests in flight. `auto`: as many as free slots hold and updates leave right."""
-    branches: int = bounded(3, low=0, high=15)
-    """Most branches of a text that is made ahead; 0 for none."""
     most_drafts: int = bounded(32, low=1, high=64)
     """The most draft tokens of such a text in one step; vLLM reserves KV cache for them."""
+    branches: int = bounded(3, low=0, high=15)
+    """Most branches of a text that is made ahead; 0 for none."""
     text_mib: int = bounded(1024, low=1)
     """Most memory of the texts between two rollouts, in MiB on the driver. Texts of the farthest step make room first."""
 
@@ -184,6 +184,11 @@ class SpecrolloutConfig:
     def runs_ahead(self) -> bool:
         """True if engines decode requests of coming steps early."""
         return self.enabled and self.run_ahead is not None and self.run_ahead.enabled
+
+    @property
+    def most_paths(self) -> int:
+        """The most texts that a request brings along: the one that was made ahead, and its branches."""
+        return 1 + self.run_ahead.branches if self.runs_ahead and self.run_ahead is not None else 1
 
     @property
     def with_ahead(self) -> "SpecrolloutConfig":

@@ -74,6 +74,32 @@ class WorkerCalls:
         """
         raise NotImplementedError
 
+    def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
+        """Returns the near-ties of early requests by name, as far as they were not returned before.
+
+        `names` are the numbers that the requests have as `ties` in their identities. Each value has the place of a token in
+        its request, counted from the beginning of the prompt, then the gap (float16) and the runner-up (int32) of that token
+        and of those after it. The gap is the difference of the best and the second-best perturbed score, in nats, and infinite
+        where no other token was possible. The last of them may belong to tokens that vLLM returns later, or drops because the
+        request has ended. After a preemption, the place may lie among those that were returned already.
+
+        A name whose request has ended is forgotten with the call, and an unknown name is left out. None on a rank whose
+        drafts are not used. The call waits for the steps that are under way.
+        """
+        raise NotImplementedError
+
+    def specrollout_forget_ties(self) -> None:
+        """Forgets the near-ties of all early requests that have ended, and those so far of the others."""
+        raise NotImplementedError
+
+    def specrollout_step_seconds(self) -> tuple[list[float], float] | None:
+        """Returns the predicted seconds of steps without drafts by their requests, and the seconds of one more draft row.
+
+        The list begins with no request and ends with as many as the engine has slots. The row is one of a step in which all
+        slots are taken and have drafts. None before a step was measured, and on a rank whose drafts are not used.
+        """
+        raise NotImplementedError
+
     def specrollout_drafter_stats(self) -> dict[str, Any] | None:
         """Returns `DrafterStats` as a dict; None without remote drafters, and on a rank whose drafts are not used."""
         raise NotImplementedError
@@ -101,36 +127,36 @@ class EngineActorCalls:
         """Joins the exchange of requests, which is the Ray actor `actor`, as engine number `engine`."""
         raise NotImplementedError
 
-    def specrollout_texts_ahead(self, *, texts: dict[int, Any]) -> None:
-        """Gets what was made ahead for the rows of the step whose weights the engine has: a `TextAhead` by seed."""
-        raise NotImplementedError
-
     def specrollout_plan_ahead(self, *, rows: list[Any], scale: float, kept: float) -> Awaitable[None] | None:
-        """Gets the engine's share of the rows of coming steps, which it may begin in slots that its own rows leave empty.
+        """Gets the engine's share of the rows of coming steps, which it decodes in slots that are free.
 
-        `rows` are `EarlyRow`s (run_ahead/early_texts.py), the nearest step's first. `scale` is what an update is expected to
-        move the difference of two scores by, in nats (`FlipModel`), and `kept` the share of a text that it leaves right. No
-        plan is in effect: `specrollout_end_ahead` has ended the one before.
+        An earlier plan must have ended. `rows` are `EarlyRow`s (run_ahead/early_texts.py), the most urgent ones first, each
+        with the text that is known of it. `scale`, in nats, is how far the next update is expected to move the difference of
+        two scores, and `kept` the share of a text that an update has left (`FlipModel`, `EarlyTexts`).
         """
         raise NotImplementedError
 
     def specrollout_run_ahead(self, *, seconds: float, after: int) -> Awaitable[bool] | bool | None:
-        """Goes on with the plan for about `seconds` while the engine has nothing else to do. Returns whether any row is left.
+        """Decodes rows of the plan for about `seconds`, in which the engine has nothing else to do.
 
-        A synchronous engine returns None, and does nothing, if fewer than `after` calls of `generate` have ended.
+        Returns whether any is left. A synchronous engine returns None, and decodes none of them, if fewer than `after` calls
+        of `generate` have ended.
         """
         raise NotImplementedError
 
     def specrollout_end_ahead(self, *, keeps_cache: bool) -> Any:
-        """Ends the plan, so that no row of a coming step is left in the engine. Returns `EarlyMade`, or a coroutine of it.
+        """Ends the plan and leaves no such row in the engine. Returns `EarlyMade` (run_ahead/early_requests.py).
 
-        The engine drops its cached prefixes unless it `keeps_cache`. Without a plan it returns what an engine that has fallen
-        asleep since the last call had made, or an empty `EarlyMade`.
+        The engine drops the prefixes that it has cached, unless it `keeps_cache`. Without a plan nothing was made.
         """
         raise NotImplementedError
 
+    def specrollout_texts_ahead(self, *, texts: dict[int, Any]) -> None:
+        """Gets the texts that engines have made ahead, by seed, for the rows to come: `TextAhead` (run_ahead/texts.py)."""
+        raise NotImplementedError
+
     def specrollout_take_kept(self) -> Any:
-        """Returns `KeptCounts` (run_ahead/texts.py): how much of the texts was right, since the last call."""
+        """Returns how much of such texts was right since the last call: `KeptCounts` (run_ahead/texts.py)."""
         raise NotImplementedError
 
     def specrollout_weights_change_begins(self) -> Awaitable[None] | None:
