@@ -115,7 +115,7 @@ def test_rows_whose_texts_would_never_be_drafts_are_not_decoded_early() -> None:
     """The rows that are decoded early have the seeds that the step gives them, also where contents occur twice."""
     contents, tasks = [[1, 2], [3], [1, 2], [4]], ["squad", "math", "math", None]
     prompts = [NextPrompt(ids, task) for ids, task in zip(contents, tasks, strict=True)]
-    rows = early_rows([*prompts, NextPrompt([5], "math", True)], 2, RowSeeds(42, 3), TaskOptOut(["squad"]))
+    rows = early_rows([*prompts, NextPrompt([5], "math", None, True)], 2, RowSeeds(42, 3), TaskOptOut(["squad"]))
     assert [row.prompt for row in rows] == [[3], [3], [1, 2], [1, 2], [4], [4]]
     of_the_step = RowSeeds(42, 3).seeds([ids for ids in contents for _ in range(2)])
     assert [row.row for row in rows] == [

@@ -113,7 +113,7 @@ class RunAhead:
             version: Policy version of the weights that the engines have.
             steps: Requests of each coming step, of which the first is that of `version` + 1.
         """
-        self.end(keeps_cache=True)
+        self.end(keeps_cache=True, is_interrupted=True)
         self._store.forget_before(version)
         self._note_flights(version)
         texts_once: Any = ray.put(self._store.of(version))  # stored once for all engines
@@ -142,11 +142,15 @@ class RunAhead:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
 
-    def end(self, *, keeps_cache: bool = False) -> None:
+    def end(self, *, keeps_cache: bool = False, is_interrupted: bool = False) -> None:
         """Stops all early requests and keeps their texts. Does nothing without a plan.
 
-        The engines drop the prefixes that they have cached, because the next weights must not read them. With `keeps_cache`
-        they keep them, which is right as long as the weights stay.
+        Args:
+            keeps_cache: Whether the engines keep the prefixes that they have cached. The next weights must not read them, so
+                this is right while the weights stay, and where requests under way keep vLLM from dropping them. There
+                requests to come do not find them (generation/engine/fresh_prefixes.py).
+            is_interrupted: Whether the plan ends before the weights change, so that it says nothing of how much engines can
+                begin in the time of a step.
         """
         thread = self._thread
         self._thread = None
@@ -168,7 +172,7 @@ class RunAhead:
                 self._store.put(version, texts)
             self._figures = made.figures if self._figures is None else self._figures.plus(made.figures)
         self._trim()
-        if not keeps_cache:  # the phase has ended, so engines have begun all that they had slots for
+        if not is_interrupted:
             flights = [Flight(len(seeds), len(self._store.of(later))) for later, seeds in sorted(self._rows.items())]
             self._depth.observe_flights(flights)
 
