@@ -258,6 +258,7 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     "native": _recorded("native", *OFF),
     "plain": _recorded("plain", *PLAIN),
     "drafted": _recorded("drafted", *DRAFTED),
+    "ahead": _recorded("ahead", *ROLLING),
     "weight_fifo": _recorded("weight_fifo", *DRAFTED, "async_rl.sampler={name: weight_fifo}"),
     "windowed": _recorded("windowed", *DRAFTED, "async_rl.sampler={name: windowed, max_staleness_versions: 1}"),
     "two_engines": _recorded("two_engines", *DRAFTED, *TWO_APART),
