@@ -254,7 +254,7 @@ class SpecrolloutGeneration(VllmGeneration):
             return {}
         metrics = self._supervisor.end_step(self._version)
         if self._ahead is not None:
-            figures, alarms = self._ahead.figures(self._planned_step, _token_s(metrics, self.dp_size))
+            figures, alarms = self._ahead.figures(_token_s(metrics, self.dp_size))
             plain = {name: metrics[PREFIX + name] for name in _TIMES if PREFIX + name in metrics}
             saved = saved_figures(plain, STEP_LOG.entries.get("acceptance", {}))
             metrics |= figures | {PREFIX + name: value for name, value in saved.items()}
@@ -263,7 +263,8 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def _plan_ahead(self) -> None:
         """Tells the engines which rows of coming steps they may begin until the next refit, in slots that are left empty."""
-        if self._ahead is None or self.facts.in_flight or self._kind is SeedKind.VALIDATION:
+        has_weights = self._num_refits > 0
+        if self._ahead is None or self.facts.in_flight or not has_weights or self._kind is SeedKind.VALIDATION:
             return
         known = [] if self.facts.filters_by_reward else self._coming_rows(self._ahead.steps)
         self._ahead.plan(self._planned_step, known)

@@ -94,8 +94,10 @@ class RunAhead:
         self._num_planned = 0
         self._figures: EarlyFigures | None = None
         """What the engines did for coming steps since the last step, added up. None if they had no plan."""
-        self._in_flight: dict[int, list[int]] = {}
-        """Tokens in flight when the weights of a policy version arrived: for its own step, and for each one after it."""
+        self._version: int | None = None
+        """Policy version of the latest plan."""
+        self._in_flight: list[int] = []
+        """Tokens in flight when its weights arrived: for its own step, and for each one after it."""
         self._alarms: list[str] = []
         self._stop = threading.Event()
         self._after = 0
@@ -176,8 +178,8 @@ class RunAhead:
             flights = [Flight(len(seeds), len(self._store.of(later))) for later, seeds in sorted(self._rows.items())]
             self._depth.observe_flights(flights)
 
-    def figures(self, version: int, token_s: float | None = None) -> tuple[dict[str, float], list[str]]:
-        """Returns the metrics and alarms of the step of a policy version, whose responses have all been made.
+    def figures(self, token_s: float | None = None) -> tuple[dict[str, float], list[str]]:
+        """Returns the metrics and alarms of the step of the latest plan, whose responses have all been made.
 
         Asks the engines how much of the texts was right, and learns from it how far the update has moved the scores.
         `token_s` is what a token of the step costs an engine by plain decoding, in seconds, if that is known.
@@ -192,8 +194,7 @@ class RunAhead:
             self._depth.observe_kept(kept.num_made, kept.num_right)
         if token_s is not None and isinstance(self._config.steps, str):
             self._observe_price(token_s)
-        in_flight = self._in_flight.pop(version, [])
-        self._in_flight = {known: tokens for known, tokens in self._in_flight.items() if known > version}
+        in_flight = self._in_flight
         num_made = in_flight[0] if in_flight else 0
         effort = self._figures or EarlyFigures()
         metrics = {
@@ -221,9 +222,10 @@ class RunAhead:
 
     def _note_flights(self, version: int) -> None:
         """Notes what is in flight for the step of a policy version, whose weights have arrived, and for those after it."""
-        if version not in self._in_flight:
+        if version != self._version:
             last = max(self._rows, default=version)
-            self._in_flight[version] = [self._store.num_tokens(later) for later in range(version, last + 1)]
+            self._version = version
+            self._in_flight = [self._store.num_tokens(later) for later in range(version, last + 1)]
 
     def _with_texts(self, version: int, steps_ahead: int, rows: Sequence[EarlyRow]) -> list[EarlyRow]:
         known = self._store.of(version)
