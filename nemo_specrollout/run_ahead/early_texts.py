@@ -225,7 +225,7 @@ class EarlyTexts:
     def _tokens_before(self, flight: _Flight, number: int, position: int) -> list[int]:
         """Returns the first `position` tokens of the response along a path."""
         path = flight.paths[number]
-        if position <= path.position:
+        if number > TEXT and position <= path.position:
             return self._tokens_before(flight, path.parent, position)
         before = self._tokens_before(flight, path.parent, path.position) if number else []
         return before + path.tokens[: position - path.position]

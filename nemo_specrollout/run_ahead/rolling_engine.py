@@ -100,17 +100,17 @@ class RollingEngine:
         if early is None:
             return False
         started = time.perf_counter()
+        now = started
         self._steps_left = 0
-        while True:
+        while now < started + seconds or now == started:
             self._look_if_due(early)
             if not early.num_running:
-                return False
+                break
             self._advance(early)
             early.figures.num_steps_alone += 1
             now = time.perf_counter()
-            if now >= started + seconds:
-                early.figures.alone_s += now - started
-                return True
+        early.figures.alone_s += now - started
+        return not early.is_empty
 
     def end(self, *, keeps_cache: bool) -> EarlyMade:
         """Ends the plan. No early request is left in the engine. Returns what was made.
@@ -190,7 +190,8 @@ class RollingEngine:
             with self._asks_prices:
                 reply = self._ask(WorkerCalls.specrollout_step_seconds)
             early.set_prices(reply, self._known_lengths or [*self._lengths, *load.lengths])
-        if self._most_branches and early.untold and self._asks_ties.is_due():
+        is_due = not early.num_running or self._asks_ties.is_due()  # without any at work, branches are all that is left
+        if self._most_branches and early.untold and is_due:
             with self._asks_ties:
                 early.take_ties(self._ask(WorkerCalls.specrollout_take_ties, early.untold))
 
