@@ -254,6 +254,8 @@ def _recorded(name: str, *overrides: str) -> dict[str, Any]:
 
 
 RECORDED_PAIR: dict[str, Any] = {"plain": _recorded("plain", *PLAIN), "drafted": _recorded("drafted", *DRAFTED)}
+PPO_SCENARIOS: dict[str, Any] = {**RECORDED_PAIR, "rolling": _recorded("rolling", *ROLLING)}
+DISTILLATION_SCENARIOS: dict[str, Any] = {**PAIR, "rolling": {"overrides": ROLLING}}
 CONTROLLER_SCENARIOS: dict[str, Any] = {
     "native": _recorded("native", *OFF),
     "plain": _recorded("plain", *PLAIN),
