@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that decode a coming step's requests while they are idle, and requests that begin again with new weights."""
+"""Requests of an asynchronous engine that begin again with new weights."""
 
 import asyncio
 from collections.abc import Callable
@@ -60,13 +60,6 @@ def sent(engine: RolloutEngine, i: int) -> tuple[Any, Any]:
     return {"prompt_token_ids": list(request.prompt_token_ids)}, given(engine, request, {})
 
 
-class Stream(StreamingEngine):
-    """An asynchronous engine."""
-
-    async def reset_prefix_cache(self) -> bool:
-        return bool(self._engine.reset_prefix_cache())
-
-
 @pytest.mark.parametrize("num_tokens", [1, 20])
 def test_a_request_under_way_becomes_a_sample_of_the_new_policy(
     engine: RolloutEngine, plain: RolloutEngine, num_tokens: int
@@ -79,7 +72,7 @@ def test_a_request_under_way_becomes_a_sample_of_the_new_policy(
         return Rollout.from_vllm(outputs[0])
 
     async def work() -> list[list[int]]:
-        stream = Stream(engine)
+        stream = StreamingEngine(engine)
         made = [0] * 6
 
         async def counted(prompt: Any, params: Any, request_id: str) -> Any:
@@ -111,7 +104,7 @@ def test_a_request_that_comes_during_a_change_waits_for_its_end(engine: RolloutE
     row = next(i for i in range(6) if old[i] != new[i])
 
     async def work() -> list[int]:
-        stream = Stream(engine)
+        stream = StreamingEngine(engine)
         begun: list[str] = []
 
         async def generate(prompt: Any, params: Any, request_id: str) -> Any:
@@ -145,7 +138,7 @@ def test_a_request_that_comes_during_a_change_waits_for_its_end(engine: RolloutE
 def test_a_request_that_begins_again_brings_its_longest_text(engine: RolloutEngine) -> None:
     """The text is drafts. The second attempt is stopped after its first output, and the third before it has any."""
     seen: list[Any] = []
-    stream = Stream(engine)  # one for all attempts: the first one of two would read what belongs to the second
+    stream = StreamingEngine(engine)  # one for all attempts: the first one of two would read what belongs to the second
 
     def change() -> None:
         one.change_begins()
