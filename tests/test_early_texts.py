@@ -163,3 +163,12 @@ def test_a_branch_may_begin_with_the_first_token() -> None:
     texts.ties(start.name, len(PROMPT), float16(0.0, 9.0), as_bytes([90, 91]))
     (branch,) = texts.next(1)
     assert branch.prefix == (90,)
+
+
+def test_the_requests_that_will_probably_be_longest_begin_first() -> None:
+    """A text that has not ended will be longer, and nothing is known of a request without a text."""
+    texts = TextsAhead()
+    assert texts.longest_first([1, 2, 3]) == [0, 1, 2]
+    ended = TextAhead(as_bytes(range(30)), is_complete=True)
+    texts.replace({1: ended, 2: TextAhead(as_bytes(range(20))), 3: TextAhead(as_bytes(range(5)))})
+    assert texts.longest_first([3, 9, 1, 2]) == [3, 2, 1, 0]

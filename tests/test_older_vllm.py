@@ -15,6 +15,7 @@ from block_policy import save_block_policy, save_dflash, save_dspark
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
 from test_near_ties import assert_kept, assert_kept_beside_log_probs
+from test_rolling import Rolling, charge
 from vllm.config import CUDAGraphMode
 
 from lab.bench.host_decisions import prepare
@@ -310,6 +311,25 @@ def test_rates_that_are_a_step_old_change_no_token(
     if kind == "run ahead":
         steps = [[number for _, number in step] for step in engine.run_in_worker(lambda worker: worker.verified)]
         assert any(max(step) > 16 and min(step) < 8 for step in steps), steps
+
+
+def test_requests_of_coming_steps_change_no_token(
+    start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the two slots that are free. Their texts are beginnings of the responses, with the near-ties of all tokens."""
+    run_ahead = RunAheadConfig(most_drafts=4)
+    engine = start(SpecrolloutConfig(drafters=(SUFFIX,), budget=FIXED, run_ahead=run_ahead))
+    charge(engine, ([0.01] * (SMALL["max_num_seqs"] + 1), 0.0), monkeypatch)
+    sampling = SAMPLINGS["T=1"]
+    rolling = Rolling(engine, **sampling)
+    coming = [replace(request, policy_version=1) for request in ASKED[:2]]
+    rolling.rolling.plan([rolling.row(request, 1) for request in coming], scale=1e-3, kept=0.9)
+    assert_equal(engine.generate(ASKED, **sampling), expected["T=1"])
+    made = rolling.end()
+    assert made.figures.num_steps_beside > 10
+    for request, rollout in zip(coming, engine.generate(coming, **sampling), strict=True):
+        text = made.texts[request.noise_seed(engine._seed)]
+        assert as_bytes(rollout.token_ids).startswith(text.tokens) and len(text.gaps) * 2 == len(text.tokens) > 40
 
 
 def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]) -> None:

@@ -84,6 +84,7 @@ OTHER_TIERS = (
             "test_exchange.py",
             "test_exchange_pause.py",
             "test_racing.py",
+            "test_rolling.py",
             "test_run_ahead_driver.py",
             "test_shadow_sequences.py",
             "test_stream_exchange.py",

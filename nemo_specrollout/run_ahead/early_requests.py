@@ -207,7 +207,8 @@ class EarlyRequests:
         self._num_waits = self._num_waits + 1 if load.is_waiting else 0
         if self._num_waits > PATIENCE_STEPS:
             return self.running
-        surplus = running - min(self.size.slots - load.num_requests, self._wanted(load, running))
+        wanted = self._wanted(load, running) if load.num_requests else running  # alone, they are in nobody's way
+        surplus = running - min(self.size.slots - load.num_requests, wanted)
         names = self.early.least(min(max(surplus, 0), running))
         blocks_left = self.size.num_blocks - load.num_blocks - sum(map(self._blocks, set(self._running) - set(names)))
         for name in self.early.least(running)[len(names) :]:
