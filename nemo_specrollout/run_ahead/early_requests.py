@@ -1,102 +1,352 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a coming step in an idle engine (`run_ahead`).
+"""Requests of coming steps in an engine (`run_ahead`): how many it has room for beside its own, and what they have made.
 
-A synchronous engine decodes them by turns, between its other calls. An asynchronous engine decodes them as tasks.
+`rolling_engine.py` decodes them in a synchronous engine and `rolling_stream.py` in an asynchronous one. Both ask
+`EarlyRequests` which requests to begin and which to stop. vLLM is not imported, but its output processor is read.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
-from uuid import uuid4
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
-from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
-from nemo_specrollout.generation.engine.requests import ShardRequest, as_bytes
-from nemo_specrollout.stragglers.turn_engine import TurnEngine
-from nemo_specrollout.stragglers.turns import TurnOrders
+import numpy as np
+
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES
+from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, mean_token_s, num_early
+from nemo_specrollout.run_ahead.early_texts import EarlyStart, EarlyTexts
+from nemo_specrollout.run_ahead.texts import TextAhead
 
 MAX_TRIES = 50
 """Attempts to make vLLM drop its cached prefixes, which the next weights must not read. It refuses amid a step."""
 RETRY_S = 0.02
-"""Seconds between two such attempts in an asynchronous engine."""
+"""Seconds between two such attempts."""
+LOOK_STEPS = 8
+"""Steps after which the engine is looked at again if no request has come or gone."""
+STARTS_AT_ONCE = 8
+"""Early requests that begin with one step. More of them would make that step long, because each is a call of vLLM's."""
+GROWTH_STEPS = 64
+"""Steps for which an engine's KV must have room for all its requests before it gets an early one."""
+PATIENCE_STEPS = 8
+"""Looks at which a request of the engine's own may wait for its first token before all early ones give way."""
+_PREFIX = "ahead-"
+"""Beginning of the ids of early requests in vLLM."""
+_TIME_SHARE = 0.01
+"""Most of the time that questions to the vLLM worker may take."""
 
 
 class StaleCache(RuntimeError):
     """vLLM keeps prefixes that older weights have cached, so the run must not go on."""
 
 
-class AheadTurns:
-    """Decodes requests in a synchronous engine, a while at a time. Owns their texts so far, in the order of the requests."""
+@dataclass
+class EarlyFigures:
+    """What an engine did for coming steps. Sums of several engines are theirs together."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-        self._turns = TurnEngine(HostedEngine(llm))
-        self._texts: list[list[int]] = []
+    num_texts: int = 0
+    """Texts that were begun."""
+    num_branches: int = 0
+    """Branches that were begun."""
+    num_stopped: int = 0
+    """Of both, those that gave way to requests of the engine's own, or to a price."""
+    num_tokens: int = 0
+    """Tokens that they have made."""
+    num_steps_beside: int = 0
+    """Steps that the engine made for its own requests with early ones beside them."""
+    num_steps_alone: int = 0
+    """Steps that it made for early requests alone."""
+    alone_s: float = 0.0
+    """Seconds of these."""
 
-    def advance(self, requests: Sequence[ShardRequest], seconds: float) -> bool:
-        """Begins more requests and decodes for about `seconds`. Returns whether any request is left."""
-        starts = tuple(enumerate(requests, len(self._texts)))
-        self._texts += [[] for _ in requests]
-        result = self._turns.turn(TurnOrders(starts, seconds=seconds))
-        for name, (tokens, _) in result.parts.items():
-            self._texts[name] += tokens
-        return self._turns.is_busy
+    def plus(self, other: "EarlyFigures") -> "EarlyFigures":
+        """Returns the sums."""
+        return EarlyFigures(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-    def end(self, *, keeps_cache: bool) -> list[bytes]:
-        """Stops all requests and returns their texts as int32 numbers, in the order in which the requests began.
 
-        Also makes the engine drop its cached prefixes, unless it `keeps_cache`. Raises StaleCache if it does not drop them.
-        """
-        self._turns.stop_all()
-        for _ in range(MAX_TRIES):
-            if keeps_cache or self._llm.reset_prefix_cache() is not False:
+@dataclass(frozen=True)
+class EarlyMade:
+    """What an engine has made for coming steps when it ends a plan."""
+
+    texts: dict[int, TextAhead]
+    """All that it knows of the rows of the plan, by their seeds."""
+    figures: EarlyFigures
+
+
+class EngineSize(NamedTuple):
+    """What an engine has room for."""
+
+    slots: int
+    """Requests at a time."""
+    num_blocks: int
+    """Blocks of its KV cache."""
+    block_size: int
+    """Tokens of a block."""
+    step_tokens: int
+    """Tokens by which a request may grow in a step."""
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "EngineSize":
+        """Returns the size of an engine with this config of vLLM's, which has started."""
+        cache = vllm_config.cache_config
+        speculative = vllm_config.speculative_config
+        drafts = 0 if speculative is None else int(speculative.num_speculative_tokens)
+        slots = int(vllm_config.scheduler_config.max_num_seqs)
+        return cls(slots, int(cache.num_gpu_blocks or 0), int(cache.block_size), drafts + 1)
+
+    def blocks(self, num_tokens: int) -> int:
+        """Returns the number of blocks that so many tokens of a request take."""
+        return -(-num_tokens // self.block_size)
+
+
+class OwnLoad(NamedTuple):
+    """The requests of the present step in an engine."""
+
+    num_requests: int = 0
+    num_blocks: int = 0
+    """Blocks that they take, at most. Requests that share a prefix take fewer."""
+    is_waiting: bool = False
+    """Whether one of them has no token yet."""
+    lengths: tuple[int, ...] = ()
+    """Tokens that each has sampled."""
+
+
+class Seldom:
+    """Says when a question may be asked again, so that the answers take a hundredth of the time at most."""
+
+    def __init__(self) -> None:
+        self._due_s = self._began_s = 0.0
+
+    def is_due(self) -> bool:
+        """Returns whether the question may be asked now."""
+        return time.perf_counter() >= self._due_s
+
+    def __enter__(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        now = time.perf_counter()
+        self._due_s = now + (now - self._began_s) / _TIME_SHARE
+
+
+@dataclass
+class _Running:
+    """An early request in the engine."""
+
+    num_given: int
+    """Tokens of its prompt and prefix."""
+    num_told: int = 0
+    """Sampled tokens that the texts know."""
+
+
+@dataclass
+class EarlyRequests:
+    """Owns the early requests of one plan in an engine: their texts, and which of them vLLM has.
+
+    The engine's own requests come first. An early one begins only if all of them have begun, if a slot and KV are left, and if
+    it is worth more than it costs. It is stopped as soon as one of this no longer holds.
+    """
+
+    processor: Any
+    """vLLM's output processor, which knows every request of the engine."""
+    size: EngineSize
+    early: EarlyTexts
+    longest: int = 0
+    """Tokens of the longest prompt with its known text."""
+    prices: EarlyPrices | None = None
+    """None before anything is measured. Then early requests run only while the engine has no others."""
+    figures: EarlyFigures = field(default_factory=EarlyFigures)
+    _running: dict[int, _Running] = field(default_factory=dict)
+    _untold: set[int] = field(default_factory=set)
+    """Names whose near-ties were not all taken from the worker."""
+    _num_waits: int = 0
+
+    @property
+    def num_running(self) -> int:
+        """Early requests in the engine."""
+        return len(self._running)
+
+    @property
+    def running(self) -> list[int]:
+        """Their names."""
+        return list(self._running)
+
+    @property
+    def untold(self) -> list[int]:
+        """Names whose near-ties the worker may still have."""
+        return sorted(self._untold)
+
+    # What the engine has
+
+    def own_load(self) -> OwnLoad:
+        """Returns the load of the requests that are not early."""
+        growth = self.size.step_tokens * (LOOK_STEPS + 2)  # an engine that schedules ahead reports a step late
+        own = [s for s in list(self.processor.request_states.values()) if not is_early(s.external_req_id)]
+        lengths = tuple(0 if s.detokenizer is None else s.detokenizer.num_output_tokens() for s in own)
+        sizes = [s.prompt_len + length + growth for s, length in zip(own, lengths, strict=True)]
+        is_waiting = any(s.is_prefilling for s in own)
+        return OwnLoad(len(own), sum(map(self.size.blocks, sizes)), is_waiting, lengths)
+
+    def set_prices(self, reply: tuple[Sequence[float], float] | None, lengths: Sequence[int]) -> None:
+        """Takes what `specrollout_step_seconds` has replied. `lengths` are those of the responses of a rollout."""
+        if reply is not None:
+            seconds_R = np.array(reply[0], np.float64)
+            token_s = mean_token_s(seconds_R, np.array(lengths or [1], np.int64))
+            self.prices = EarlyPrices(seconds_R, float(reply[1]), token_s)
+
+    def give_way(self, load: OwnLoad) -> list[int]:
+        """Returns the names of requests that have to be stopped now, because the engine's own need what they take."""
+        running = self.num_running
+        if not running:
+            self._num_waits = 0
+            return []
+        self._num_waits = self._num_waits + 1 if load.is_waiting else 0
+        if self._num_waits > PATIENCE_STEPS:
+            return self.running
+        surplus = running - min(self.size.slots - load.num_requests, self._wanted(load, running))
+        names = self.early.least(min(max(surplus, 0), running))
+        blocks_left = self.size.num_blocks - load.num_blocks - sum(map(self._blocks, set(self._running) - set(names)))
+        for name in self.early.least(running)[len(names) :]:
+            if blocks_left >= 0:
                 break
-            self._turns.engine.step()  # a step that was under way has ended then
-        else:
-            raise StaleCache
-        texts = self._texts
-        self._texts = []
-        return list(map(as_bytes, texts))
+            blocks_left += self._blocks(name)
+            names.append(name)
+        return names
 
-
-class AheadTasks:
-    """Decodes requests in an asynchronous engine. Owns a task for each, and their texts so far in the same order."""
-
-    def __init__(self, llm: Any, generate: Callable[..., AsyncGenerator[Any, None]]) -> None:
-        """`generate` is vLLM's own method of `llm`."""
-        self._llm = llm
-        self._generate = generate
-        self._texts: list[list[int]] = []
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def begin(self, prompt: Any, params: Any) -> None:
-        """Begins a request of vLLM's."""
-        self._texts.append([])
-        self._tasks.append(asyncio.create_task(self._decode(prompt, params, self._texts[-1])))
-
-    async def wait(self, seconds: float) -> bool:
-        """Lets the engine work for at most `seconds`. Returns whether any request is left."""
-        left = (await asyncio.wait(self._tasks, timeout=seconds))[1] if self._tasks else ()
-        return bool(left)
-
-    async def end(self, *, keeps_cache: bool) -> list[bytes]:
-        """Stops all requests and returns their texts as int32 numbers, in the order in which the requests began.
-
-        Also makes the engine drop its cached prefixes, unless it `keeps_cache`. Raises StaleCache if it does not drop them.
-        """
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for _ in range(MAX_TRIES):
-            if keeps_cache or await self._llm.reset_prefix_cache() is not False:
+    def begin(self, load: OwnLoad) -> list[EarlyStart]:
+        """Returns the early requests that begin now, and counts them as running."""
+        running = self.num_running
+        free = min(self.size.slots - load.num_requests - running, STARTS_AT_ONCE)
+        if load.is_waiting or free <= 0:
+            return []
+        free = min(free, self._wanted(load, running + free) - running)
+        starts: list[EarlyStart] = []
+        while len(starts) < free and self._has_room(load):
+            start = next(iter(self.early.next(1)), None)
+            if start is None:
                 break
-            await asyncio.sleep(RETRY_S)  # a step that was under way has ended then
-        else:
-            raise StaleCache
-        texts = self._texts
-        self._texts = []
-        self._tasks = []
-        return list(map(as_bytes, texts))
+            num_given = len(start.row.prompt) + len(start.prefix)
+            self.longest = max(self.longest, num_given)
+            self._running[start.name] = _Running(num_given)
+            self.figures.num_branches += bool(start.prefix)
+            self.figures.num_texts += not start.prefix
+            starts.append(start)
+        self._untold.update(start.name for start in starts)
+        return starts
 
-    async def _decode(self, prompt: Any, params: Any, text: list[int]) -> None:
-        async for output in self._generate(prompt, params, request_id=f"ahead-{uuid4()}"):
-            text[:] = output.outputs[0].token_ids
+    # What they have made
+
+    def read(self, names: Iterable[int]) -> None:
+        """Reads the tokens that running requests have sampled so far."""
+        for name in names:
+            for internal_id in self.processor.external_req_ids.get(engine_id(name), ()):
+                state = self.processor.request_states[internal_id]
+                self._grew(name, state.detokenizer.output_token_ids)
+
+    def stopped(self, names: Iterable[int]) -> None:
+        """Notes that requests were stopped. Their tokens have been read."""
+        for name in names:
+            if self._running.pop(name, None) is not None:
+                self.early.stopped(name)
+
+    def finished(self, request_id: str, tokens: Sequence[int], reason: str | None) -> None:
+        """Notes that vLLM has ended a request, with all its tokens."""
+        name = int(request_id.removeprefix(_PREFIX))
+        if name not in self._running:
+            return
+        self._grew(name, tokens)
+        del self._running[name]
+        if reason in ("stop", "length"):
+            self.early.ended(name)
+        else:
+            self.early.stopped(name)
+
+    def take_ties(self, reply: Mapping[Any, Sequence[Any]] | None) -> None:
+        """Takes what `specrollout_take_ties` has replied for the names `untold`. Reads the tokens first."""
+        self.read(self.running)
+        for name, (first, gaps, runners_up) in (reply or {}).items():
+            self.early.ties(int(name), int(first), gaps, runners_up)
+        self._untold &= set(self._running)
+
+    def settle(self) -> None:
+        """Notes which requests vLLM has no longer, after an error that has kept their outputs from us."""
+        self.stopped([name for name in self._running if not self.processor.external_req_ids.get(engine_id(name))])
+
+    def made(self) -> EarlyMade:
+        """Returns all that is known of the plan's rows."""
+        return EarlyMade(self.early.texts(), self.figures)
+
+    def _grew(self, name: int, tokens: Sequence[int]) -> None:
+        running = self._running[name]
+        if len(tokens) > running.num_told:
+            self.early.grew(name, tokens[running.num_told :])
+            self.figures.num_tokens += len(tokens) - running.num_told
+            running.num_told = len(tokens)
+            self.longest = max(self.longest, running.num_given + running.num_told)
+
+    def _wanted(self, load: OwnLoad, most: int) -> int:
+        """Returns the number of early requests, at most `most`, that are worth more than they cost."""
+        worths = self.early.worths(most)
+        if self.prices is None:
+            return 0 if load.num_requests else len(worths)
+        return num_early(self.prices, load.num_requests, worths)
+
+    def _blocks(self, name: int) -> int:
+        """Returns the number of blocks that a request takes until the next look, at most."""
+        running = self._running[name]
+        sampled = max((len(s) for s in self._sampled(name)), default=running.num_told)
+        return self.size.blocks(running.num_given + sampled + self.size.step_tokens * (LOOK_STEPS + 2))
+
+    def _sampled(self, name: int) -> Iterator[Sequence[int]]:
+        for internal_id in self.processor.external_req_ids.get(engine_id(name), ()):
+            yield self.processor.request_states[internal_id].detokenizer.output_token_ids
+
+    def _has_room(self, load: OwnLoad) -> bool:
+        """Returns whether KV is left for one more request, whatever its length, and for all to grow for a while."""
+        one = self.size.blocks(self.longest + self.size.step_tokens * (LOOK_STEPS + 2))
+        num_requests = load.num_requests + self.num_running + 1
+        growth = num_requests * self.size.blocks(GROWTH_STEPS)
+        return load.num_blocks + sum(map(self._blocks, self._running)) + one + growth <= self.size.num_blocks
+
+
+def engine_id(name: int) -> str:
+    """Returns vLLM's id of the early request that is called by a number."""
+    return f"{_PREFIX}{name}"
+
+
+def is_early(request_id: str) -> bool:
+    """Returns whether one of vLLM's ids is that of an early request."""
+    return request_id.startswith(_PREFIX)
+
+
+def early_params(params: Any, start: EarlyStart) -> Any | None:
+    """Returns sampling parameters with which an engine begins an early request; None if its given prefix ends the response.
+
+    `params` are those of the row itself when its step comes. The vLLM worker keeps the near-ties of an early request under its
+    name. Nobody reads the text or the log-probs of its tokens.
+    """
+    params = params.clone()
+    num_prefix = len(start.prefix)
+    if num_prefix and (num_prefix >= params.max_tokens or _ends(params, start.prefix[-1])):
+        return None
+    identity = {key: v for key, v in params.extra_args[EXTRA_ARGS_KEY].items() if key not in ("ahead", "branches")}
+    identity.setdefault("prompt_length", len(start.row.prompt))
+    identity["ties"] = start.name
+    if start.drafts:
+        identity["ahead"] = start.drafts
+    if start.branches:
+        identity["branches"] = start.branches
+    params.extra_args = {**params.extra_args, EXTRA_ARGS_KEY: identity}
+    params.max_tokens -= num_prefix
+    params.min_tokens = max(params.min_tokens - num_prefix, 0)
+    return params
+
+
+def _ends(params: Any, token_id: int) -> bool:
+    """Returns whether a token ends a response, as far as the parameters tell."""
+    eos = None if params.ignore_eos else params.eos_token_id
+    return token_id in (params.stop_token_ids or ()) or token_id == eos
+
+
+def longest_of(rows: Iterable[Any]) -> int:
+    """Returns the tokens of the longest prompt of `EarlyRow`s with its known text."""
+    return max((len(r.prompt) + (0 if r.known is None else len(r.known.tokens) // TOKEN_BYTES) for r in rows), default=0)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A synchronous engine that decodes requests of coming steps in slots that its own requests leave free (`run_ahead`).
+
+Whoever drives the engine sees its own requests only. vLLM's `LLM.generate`, `HostedEngine` and `TurnShard` all step
+`llm.llm_engine`, and three methods of that object are wrapped while there is a plan.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
+from nemo_specrollout.generation.engine.vllm_requests import REFUSALS
+from nemo_specrollout.run_ahead.decisions.flips import FlipModel
+from nemo_specrollout.run_ahead.early_requests import (
+    LOOK_STEPS,
+    MAX_TRIES,
+    RETRY_S,
+    EarlyFigures,
+    EarlyMade,
+    EarlyRequests,
+    EngineSize,
+    OwnLoad,
+    Seldom,
+    StaleCache,
+    engine_id,
+    is_early,
+    longest_of,
+)
+from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart, EarlyTexts
+
+logger = logging.getLogger(__name__)
+
+RequestOf = Callable[[EarlyStart], tuple[Any, Any]]
+"""Returns vLLM's prompt and sampling parameters of an early request, or None for the parameters if there is nothing to decode.
+
+`early_requests.early_params` makes them of the row's own parameters."""
+
+
+class RollingEngine:
+    """Decodes early requests beside the requests of whoever drives a `vllm.LLM`.
+
+    States: idle; with a plan, from `plan` to `end`. Owns the early requests of the plan. The engine is as it was without a
+    plan, except for early requests' numbers, which go on.
+
+    Invariant: outputs and counts of unfinished requests that the wrapped methods return are those of the engine's own
+    requests. Early requests never make the driver of the engine step once more than its own requests need.
+    """
+
+    def __init__(self, llm: Any, request_of: RequestOf, most_branches: int) -> None:
+        """`most_branches` bounds the branches of a request; 0 for none."""
+        self._llm = llm
+        self._engine = llm.llm_engine
+        self._request_of = request_of
+        self._most_branches = most_branches
+        self._names = itertools.count()
+        self._native: dict[str, Any] = {}
+        """The engine's own methods while they are wrapped."""
+        self._early: EarlyRequests | None = None
+        self._known_lengths: list[int] = []
+        """Lengths of the responses of the last rollout during a plan."""
+        self._lengths: list[int] = []
+        """Lengths of the responses that have ended since the plan began."""
+        self._asks_prices = Seldom()
+        self._asks_ties = Seldom()
+        self._seen_own = 0
+        self._steps_left = 0
+        """Steps until the next look."""
+        self._has_warned = False
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the engine has rows of coming steps to decode."""
+        return self._early is not None
+
+    def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
+        """Takes rows of coming steps, the most urgent ones first. An earlier plan must have ended.
+
+        `scale` is what the next update is expected to move the difference of two scores by, in nats (`FlipModel`), and `kept`
+        the share of what was made ahead that an update has left.
+        """
+        assert self._early is None, "the plan before has not ended"
+        texts = EarlyTexts(rows, FlipModel(scale), self._most_branches, kept, self._names)
+        size = EngineSize.of(self._engine.vllm_config)
+        self._early = EarlyRequests(self._engine.output_processor, size, texts, longest_of(rows))
+        self._lengths = []
+        self._steps_left = 0
+        self._wrap("step", self._step)
+        self._wrap("has_unfinished_requests", self._has_unfinished_requests)
+        self._wrap("get_num_unfinished_requests", self._get_num_unfinished_requests)
+
+    def slice(self, seconds: float) -> bool:
+        """Decodes early requests alone for about `seconds`, in which nobody else uses the engine.
+
+        Returns whether there is more to decode.
+        """
+        early = self._early
+        if early is None:
+            return False
+        started = time.perf_counter()
+        self._steps_left = 0
+        while True:
+            self._look_if_due(early)
+            if not early.num_running:
+                return False
+            self._advance(early)
+            early.figures.num_steps_alone += 1
+            now = time.perf_counter()
+            if now >= started + seconds:
+                early.figures.alone_s += now - started
+                return True
+
+    def end(self, *, keeps_cache: bool) -> EarlyMade:
+        """Ends the plan. No early request is left in the engine. Returns what was made.
+
+        Also makes the engine drop its cached prefixes, unless it `keeps_cache`. Raises StaleCache if it does not drop them.
+        """
+        early = self._early
+        self._early = None
+        for name in list(self._native):
+            self._unwrap(name)
+        made = EarlyMade({}, EarlyFigures())
+        if early is not None:
+            early.take_ties(self._ask(WorkerCalls.specrollout_take_ties, early.untold) if early.untold else {})
+            self._abort(early, early.running)
+            self._ask(WorkerCalls.specrollout_forget_ties)
+            made = early.made()
+            self._known_lengths = self._lengths or self._known_lengths
+        if not keeps_cache:
+            self._drop_cache()
+        return made
+
+    # What stands in for the engine's methods
+
+    def _step(self) -> list[Any]:
+        early = self._early
+        if early is None:  # ended by the caller of this very step
+            return list(self._engine.step())
+        self._look_if_due(early)
+        early.figures.num_steps_beside += bool(early.num_running)
+        return self._advance(early)
+
+    def _has_unfinished_requests(self) -> bool:
+        return self._get_num_unfinished_requests() > 0
+
+    def _get_num_unfinished_requests(self) -> int:
+        num_early = 0 if self._early is None else self._early.num_running
+        return int(self._engine.output_processor.get_num_unfinished_requests()) - num_early
+
+    def _wrap(self, name: str, method: Callable[..., Any]) -> None:
+        self._native[name] = getattr(self._engine, name)
+        setattr(self._engine, name, method)
+
+    def _unwrap(self, name: str) -> None:
+        native = self._native.pop(name)
+        if getattr(native, "__func__", None) is getattr(type(self._engine), name, None):
+            delattr(self._engine, name)  # the class has it, so the object needs none of its own
+        else:
+            setattr(self._engine, name, native)
+
+    # Early requests
+
+    def _look_if_due(self, early: EarlyRequests) -> None:
+        """Begins and stops early requests, if own requests have come or gone, or some steps have passed."""
+        num_own = self._get_num_unfinished_requests()
+        if num_own == self._seen_own and self._steps_left > 0:
+            self._steps_left -= 1
+            return
+        self._seen_own = num_own
+        if not early.num_running and num_own >= early.size.slots:
+            return
+        load = early.own_load()
+        self._abort(early, early.give_way(load), gives_way=True)
+        has_slots = num_own + early.num_running < early.size.slots and not load.is_waiting
+        if has_slots:
+            self._ask_worker(early, load)
+        starts = early.begin(load)
+        for start in starts:
+            self._begin(early, start)
+        self._steps_left = 0 if starts or (load.is_waiting and early.num_running) else LOOK_STEPS
+
+    def _ask_worker(self, early: EarlyRequests, load: OwnLoad) -> None:
+        """Asks for prices, once for each plan, and for the near-ties from which branches can begin."""
+        if early.prices is None and self._asks_prices.is_due():
+            with self._asks_prices:
+                reply = self._ask(WorkerCalls.specrollout_step_seconds)
+            early.set_prices(reply, self._known_lengths or [*self._lengths, *load.lengths])
+        if self._most_branches and early.untold and self._asks_ties.is_due():
+            with self._asks_ties:
+                early.take_ties(self._ask(WorkerCalls.specrollout_take_ties, early.untold))
+
+    def _begin(self, early: EarlyRequests, start: EarlyStart) -> None:
+        prompt, params = self._request_of(start)
+        if params is None:
+            early.finished(engine_id(start.name), (), "stop")
+            return
+        try:
+            self._engine.add_request(engine_id(start.name), prompt, params)
+        except REFUSALS as error:
+            early.stopped([start.name])
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("specrollout: vLLM refuses a request of a coming step, which is left for its step: %s", error)
+
+    def _abort(self, early: EarlyRequests, names: Sequence[int], *, gives_way: bool = False) -> None:
+        if names:
+            early.read(names)
+            self._engine.abort_request([engine_id(name) for name in names])
+            early.stopped(names)
+            early.figures.num_stopped += len(names) if gives_way else 0
+
+    def _advance(self, early: EarlyRequests) -> list[Any]:
+        """Makes a step of the engine. Returns the outputs of its own requests."""
+        try:
+            outputs = self._native["step"]()
+        except BaseException:
+            early.settle()
+            raise
+        return self._sift(early, outputs)
+
+    def _sift(self, early: EarlyRequests, outputs: Sequence[Any]) -> list[Any]:
+        """Returns the outputs of the engine's own requests."""
+        own = []
+        for output in outputs:
+            if is_early(output.request_id):
+                completion = output.outputs[0]
+                if output.finished:
+                    early.finished(output.request_id, completion.token_ids, completion.finish_reason)
+                    self._steps_left = 0
+                continue
+            own.append(output)
+            if output.finished:
+                self._lengths.extend(len(sample.token_ids) for sample in output.outputs)
+        return own
+
+    def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns the reply of the only vLLM worker that does not reply None."""
+        replies = self._llm.collective_rpc(method.__name__, args=arguments)
+        return next((reply for reply in replies if reply is not None), None)
+
+    def _drop_cache(self) -> None:
+        for _ in range(MAX_TRIES):
+            if self._llm.reset_prefix_cache() is not False:
+                return
+            if hasattr(self._engine.engine_core, "engine_core"):
+                self._engine.step()  # a step that was under way has ended then
+            else:
+                time.sleep(RETRY_S)  # an engine core in a process of its own ends it by itself
+        raise StaleCache
