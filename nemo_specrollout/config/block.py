@@ -126,6 +126,8 @@ class RunAheadConfig:
     """False: engines idle while the policy trains."""
     most_drafts: int = bounded(32, low=1, high=64)
     """The most draft tokens of such a text in one step; vLLM reserves KV cache for them."""
+    branches: int = bounded(3, low=0, high=15)
+    """Most branches of a text that is made ahead; 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,11 @@ class SpecrolloutConfig:
     def runs_ahead(self) -> bool:
         """True if idle engines decode the next step's requests."""
         return self.enabled and self.run_ahead is not None and self.run_ahead.enabled
+
+    @property
+    def most_paths(self) -> int:
+        """The most texts that a request brings along: the one that was made ahead, and its branches."""
+        return 1 + self.run_ahead.branches if self.runs_ahead and self.run_ahead is not None else 1
 
     @property
     def with_ahead(self) -> "SpecrolloutConfig":

@@ -60,6 +60,8 @@ class Tables(NamedTuple):
     """Number of submitted tokens."""
     limit_S: torch.Tensor
     """Length of its text, in tokens, up to which each request is drafted."""
+    is_early_S: torch.Tensor
+    """Whether each request is one of a step to come, which is left out of `verified_DK2`."""
     drafts_BK: torch.Tensor
     """Submitted tokens of each row, followed by zeros."""
     rates_SK: torch.Tensor
@@ -93,7 +95,7 @@ class Tables(NamedTuple):
     alone_2: torch.Tensor
     """Hits, and predicted hits, of `alone_token_S`."""
     verified_DK2: torch.Tensor
-    """Verified and accepted draft tokens by drafter and position."""
+    """Verified and accepted draft tokens by drafter and position, of all requests but the early ones."""
     request_S2: torch.Tensor
     """Verified and accepted draft tokens of each request."""
     steps_TD2: torch.Tensor
@@ -152,6 +154,7 @@ def empty_tables(
         chosen_S=zeros(num_slots, dtype=torch.int32),
         submitted_S=zeros(num_slots, dtype=torch.int32),
         limit_S=zeros(num_slots, dtype=torch.int32),
+        is_early_S=zeros(num_slots, dtype=torch.bool),
         drafts_BK=shared.drafts_BK,
         rates_SK=shared.rates_SK,
         spread_FQ=shared.spread_FQ,
@@ -233,6 +236,8 @@ class DraftBoard:
         self.shared = shared.memory
         """The memory of the submitted drafts, their rates and `spread_FQ`, which all ranks of an engine must share."""
         self.tables = empty_tables(shape, len(names), num_relations * NUM_LEVELS, shared, device)
+        self._had_early = False
+        """Whether a slot may have an early request. Without one, nothing is launched for `is_early_S`."""
         for drafter in range(len(names)):
             self.forget_drafter(drafter)
         self.use_kernels(kernels_for(device.type, KernelModule.STEP))
@@ -246,9 +251,17 @@ class DraftBoard:
         """Returns the buffers that a drafter writes its proposals of this step to."""
         return Proposals(*(table[drafter] for table in self.tables[:3]))
 
-    def open(self, slots: torch.Tensor, limits: torch.Tensor) -> None:
-        """Gives `slots` (int64) to new requests. `limits` (int32) are the lengths, in tokens, up to which each is drafted."""
+    def open(self, slots: torch.Tensor, limits: torch.Tensor, is_early: torch.Tensor | None = None) -> None:
+        """Gives `slots` (int64) to new requests. `limits` (int32) are the lengths, in tokens, up to which each is drafted.
+
+        `is_early` (bool) says which of them are requests of a step to come; None if none of them is.
+        """
         t = self.tables
+        self._had_early |= is_early is not None
+        if is_early is not None:
+            t.is_early_S[slots] = is_early
+        elif self._had_early:
+            t.is_early_S.index_fill_(0, slots, False)
         for table in (t.length_SD, t.submitted_S, t.factor_SD2, t.request_S2, t.rates_SK):
             table.index_fill_(0, slots, 0)  # table[slots] = 0 would wait for a GPU
         t.alone_token_S.index_fill_(0, slots, -1)

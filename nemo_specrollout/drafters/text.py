@@ -100,13 +100,21 @@ class RandomTokens(Drafter):
 
 
 def build_text_drafter(
-    config: TextDrafterConfig, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device
+    config: TextDrafterConfig,
+    num_slots: int,
+    max_model_len: int,
+    vocab_size: int,
+    device: torch.device,
+    most_paths: int = 1,
 ) -> Drafter:
-    """Returns the text drafter that `config` names, for `num_slots` concurrent requests on the engine's device."""
+    """Returns the text drafter that `config` names, for `num_slots` concurrent requests on the engine's device.
+
+    `most_paths` are the most texts that a request brings along for the drafter `ahead`.
+    """
     if isinstance(config, RandomDrafterConfig):
         return RandomTokens(vocab_size)
     if isinstance(config, AheadDrafterConfig):
-        return AheadText(num_slots, max_model_len, vocab_size, device)
+        return AheadText(num_slots, max_model_len, vocab_size, device, most_paths)
     assert isinstance(config, LookupDrafterConfig)
     lookup = SuffixLookup if isinstance(config, SuffixDrafterConfig) else NgramLookup
     return lookup(config, num_slots, max_model_len, device)

@@ -36,6 +36,8 @@ from nemo_specrollout.generation.engine.text_method import allow_text_drafters
 from nemo_specrollout.generation.engine.transfers import is_output_rank
 from nemo_specrollout.generation.runners.installed import RUNNERS
 from nemo_specrollout.generation.step.host_budget import HostBudget
+from nemo_specrollout.generation.step.near_ties import NearTies
+from nemo_specrollout.generation.step.row_sampling import RowSampler
 from nemo_specrollout.generation.step.step_accounts import StepAccounts
 from nemo_specrollout.heads.serving.feature_capture import FeatureCapture
 from nemo_specrollout.heads.serving.head_loading import accept_published_heads, own_lm_head, policy_teachers
@@ -72,6 +74,8 @@ class VllmWorkerMixin(WorkerCalls):
     """None where vLLM chooses on the device which drafts a step verifies."""
     specrollout_host_chooses: str | None = None
     """Reason why the host chooses them; None if the device does."""
+    specrollout_ties: NearTies | None = None
+    """Near-ties of early requests; None if the block does not run ahead, and on a rank whose drafts are not used."""
     specrollout_policy_version = 0
 
     # Life cycle: methods of vLLM's worker.
@@ -94,6 +98,9 @@ class VllmWorkerMixin(WorkerCalls):
         runner = self.model_runner
         config = self.specrollout_config
         runner.sampler = RUNNERS.sampler(runner.sampler)
+        if config.runs_ahead and isinstance(runner.sampler, RowSampler) and is_output_rank():
+            self.specrollout_ties = NearTies(runner.max_num_reqs, runner.max_model_len, runner.device)
+            runner.sampler.near_ties = self.specrollout_ties
         if runner.rejection_sampler is not None:
             runner.rejection_sampler = RUNNERS.verifier(runner)
         if runner.speculator is not None and config.drafters:
@@ -177,6 +184,12 @@ class VllmWorkerMixin(WorkerCalls):
         zeros_S2 = torch.zeros(self.model_runner.max_num_reqs, 2, dtype=torch.int32)
         return SampleStatsLog(zeros_S2, begins_again=self.specrollout_config.runs_ahead)
 
+    @property
+    def _lengths_S(self) -> torch.Tensor:
+        """Number of tokens of the request in each slot, int32, on the device."""
+        lengths_S: torch.Tensor = self.model_runner.req_states.total_len.gpu
+        return lengths_S
+
     def _next_positions(self) -> list[int]:
         """Returns, for each request slot, the position that the next tokens to be read determine.
 
@@ -186,7 +199,7 @@ class VllmWorkerMixin(WorkerCalls):
         states = self.model_runner.req_states
         num_read_S = states.num_computed_prefill_tokens
         is_reading_S = num_read_S < states.prefill_len.np
-        next_S: list[int] = np.where(is_reading_S, num_read_S + 1, states.total_len.gpu.cpu().numpy()).tolist()
+        next_S: list[int] = np.where(is_reading_S, num_read_S + 1, self._lengths_S.cpu().numpy()).tolist()
         return next_S
 
     # Steps: methods of vLLM's model runner.
@@ -215,6 +228,8 @@ class VllmWorkerMixin(WorkerCalls):
         if not slots:
             return
         self.specrollout_samples.close(slots)
+        if self.specrollout_ties is not None:
+            self.specrollout_ties.close(slots, self._lengths_S)
         if self.specrollout_router is not None:
             self.specrollout_router.close(slots)
 
@@ -230,10 +245,13 @@ class VllmWorkerMixin(WorkerCalls):
             self.specrollout_router.open(opened)
         if self.specrollout_host_budget is not None:
             self.specrollout_host_budget.opened(opened)
+        if self.specrollout_ties is not None:
+            self.specrollout_ties.open(opened)
         for request in opened:
-            self.specrollout_samples.open(
-                request.slot, request.identity.seed, request.prompt_length, request.num_tokens
-            )
+            if not request.identity.is_early:
+                self.specrollout_samples.open(
+                    request.slot, request.identity.seed, request.prompt_length, request.num_tokens
+                )
 
     def _sample_step(self, grammar_output: Any) -> Any:
         """Does the runner's `sample_tokens`, which also drafts for the next step."""
@@ -363,6 +381,23 @@ class VllmWorkerMixin(WorkerCalls):
         except (OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return None
+
+    def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
+        """Returns the near-ties of early requests by name, as far as they were not returned before."""
+        if not is_output_rank():
+            return None
+        ties = self.specrollout_ties
+        found = {} if ties is None else ties.take(names, self._lengths_S)
+        return {name: one.packed() for name, one in found.items()}
+
+    def specrollout_forget_ties(self) -> None:
+        """Forgets the near-ties of all early requests that have ended, and those so far of the others."""
+        if self.specrollout_ties is not None:
+            self.specrollout_ties.forget(self._lengths_S)
+
+    def specrollout_step_seconds(self) -> tuple[list[float], float] | None:
+        """Returns the predicted seconds of steps without drafts by their requests, and the seconds of one more draft row."""
+        return self.specrollout_accounts.step_seconds() if is_output_rank() else None
 
     def specrollout_drafter_stats(self) -> dict[str, Any] | None:
         """Returns `DrafterStats` as a dict; None without remote drafters, and on a rank whose drafts are not used."""

@@ -51,8 +51,9 @@ def _factor(factor_2, weight_2):  # type: ignore[no-untyped-def]
 def _count_verified(t, slot, step, num_verified, num_accepted):  # type: ignore[no-untyped-def]
     """Adds the drafts that the step verified, and those that it accepted, to all counts."""
     d = t.chosen_S[slot]
-    t.verified_DK2[d, :num_verified, 0] += 1
-    t.verified_DK2[d, :num_accepted, 1] += 1
+    if not t.is_early_S[slot]:
+        t.verified_DK2[d, :num_verified, 0] += 1
+        t.verified_DK2[d, :num_accepted, 1] += 1
     t.steps_TD2[step, d, 0] += num_verified
     t.steps_TD2[step, d, 1] += num_accepted
     t.request_S2[slot, 0] += num_verified

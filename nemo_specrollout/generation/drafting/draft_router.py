@@ -100,7 +100,7 @@ class DraftRouter:
         """Returns the drafter of the block's entry `drafter`, and keeps what the vLLM worker asks."""
         if isinstance(drafter, TextDrafterConfig):
             sizes = (runner.max_num_reqs, runner.max_model_len, runner.vocab_size, runner.device)
-            return build_text_drafter(drafter, *sizes)
+            return build_text_drafter(drafter, *sizes, most_paths=config.most_paths)
         if isinstance(drafter, RemoteDrafterConfig):
             if not is_output_rank():
                 return Drafter()
@@ -182,7 +182,9 @@ class DraftRouter:
         """Starts drafting for requests that took slots. Call this before the first tokens of the requests are sampled."""
         put = partial(to_device, device=self._device)
         slots_N = put([r.slot for r in requests], np.int64)
-        self.board.open(slots_N, put([r.limit if r.identity.speculate else 0 for r in requests], np.int32))
+        limits_N = put([r.limit if r.identity.speculate else 0 for r in requests], np.int32)
+        is_early = [r.identity.is_early for r in requests]
+        self.board.open(slots_N, limits_N, put(is_early, np.bool_) if any(is_early) else None)
         self.policy.requests_arrived(len(requests))
         for participant in self._participants:
             participant.open(slots_N, requests, put)

@@ -41,6 +41,8 @@ class GivenIdentity:
     """Expected text after the prompt, as int32 numbers."""
     branches: bytes = b""
     """Other texts that may come instead, as `ahead_branches.pack` makes them."""
+    ties: int | None = None
+    """Name under which the near-ties of an early request are kept; no two live requests of an engine share one."""
 
 
 class _Rule(NamedTuple):
@@ -83,6 +85,7 @@ _RULES = {
         "bytes of int32 numbers, which `requests.as_bytes` makes of token ids",
     ),
     "branches": _Rule(_are_branches, "branches, which `ahead_branches.pack` makes"),
+    "ties": _whole(0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
 }
 
 
@@ -173,7 +176,8 @@ def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int)
     given = check_request(params)
     engine_seed = engine_seed if given.engine_seed is None else int(given.engine_seed)
     group = content_hash(prompt_token_ids[: given.prompt_length])
-    rest = (group, given.speculate, given.ahead, unpack(given.branches))
+    ties = None if given.ties is None else int(given.ties)
+    rest = (group, given.speculate, given.ahead, unpack(given.branches), ties)
     if given.seed is not None:
         return RequestIdentity(int(given.seed), *rest)
     if given.prompt_index is not None:

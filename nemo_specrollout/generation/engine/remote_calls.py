@@ -74,6 +74,32 @@ class WorkerCalls:
         """
         raise NotImplementedError
 
+    def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
+        """Returns the near-ties of early requests by name, as far as they were not returned before.
+
+        `names` are the numbers that the requests have as `ties` in their identities. Each value has the place of a token in
+        its request, counted from the beginning of the prompt, then the gap (float16) and the runner-up (int32) of that token
+        and of those after it. The gap is the difference of the best and the second-best perturbed score, in nats, and infinite
+        where no other token was possible. The last of them may belong to tokens that vLLM returns later, or drops because the
+        request has ended. After a preemption, the place may lie among those that were returned already.
+
+        A name whose request has ended is forgotten with the call, and an unknown name is left out. None on a rank whose
+        drafts are not used. The call waits for the steps that are under way.
+        """
+        raise NotImplementedError
+
+    def specrollout_forget_ties(self) -> None:
+        """Forgets the near-ties of all early requests that have ended, and those so far of the others."""
+        raise NotImplementedError
+
+    def specrollout_step_seconds(self) -> tuple[list[float], float] | None:
+        """Returns the predicted seconds of steps without drafts by their requests, and the seconds of one more draft row.
+
+        The list begins with no request and ends with as many as the engine has slots. The row is one of a step in which all
+        slots are taken and have drafts. None before a step was measured, and on a rank whose drafts are not used.
+        """
+        raise NotImplementedError
+
     def specrollout_drafter_stats(self) -> dict[str, Any] | None:
         """Returns `DrafterStats` as a dict; None without remote drafters, and on a rank whose drafts are not used."""
         raise NotImplementedError

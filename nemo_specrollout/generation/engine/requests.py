@@ -33,6 +33,8 @@ class RolloutRequest:
     """Expected response as int32 numbers, for the drafter `ahead`: sampled with the same noise by older weights."""
     branches: tuple[AheadBranch, ...] = ()
     """Other texts that the response may become, where the expected one has near-ties."""
+    ties: int | None = None
+    """Name of an early request, whose near-ties the vLLM worker keeps; None for any other request."""
 
     def noise_seed(self, engine_seed: int) -> int:
         """Returns the seed of the request's noise in an engine with this seed of its own."""
@@ -89,6 +91,15 @@ class RequestIdentity:
     """Expected text after the prompt, as int32 numbers."""
     branches: tuple[AheadBranch, ...] = ()
     """Other texts that may come instead."""
+    ties: int | None = None
+    """Name of an early request, which a step to come will send again under newer weights; None for any other request.
+
+    Its near-ties are kept, and nothing else of it: it is no sample of a policy that anything is trained on."""
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it is a request of a step to come."""
+        return self.ties is not None
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,8 @@ def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | byt
         identity["ahead"] = request.ahead[TOKEN_BYTES * len(request.prefix_token_ids) :]
     if request.branches:
         identity["branches"] = pack(after_prefix(request.branches, len(request.prefix_token_ids)))
+    if request.ties is not None:
+        identity["ties"] = request.ties
     return {EXTRA_ARGS_KEY: identity}
 
 

@@ -8,6 +8,7 @@ These are the runners of vLLM 0.25.1 to 0.31, among them those that NeMo-RL pins
 import inspect
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample import bad_words
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
@@ -70,6 +71,8 @@ class SwappingVerifier(rejection_sampler.RejectionSampler):
     """
 
     _has_verified = False
+    _slots_B: np.ndarray
+    """Request slots of the step that is verified."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verifies a batch by our rule. Other engines of this process keep vLLM's rule.
@@ -81,6 +84,7 @@ class SwappingVerifier(rejection_sampler.RejectionSampler):
             dims = sampler.get_logprobs_dims(input_batch.idx_mapping_np, include_token_ids=False)
             if dims in (None, (0, 0)):
                 return sampler.verify(logits, input_batch, self.num_speculative_steps, dims is not None)
+        self._slots_B = input_batch.idx_mapping_np
         vllm_rule = rejection_sampler.rejection_sample
         rejection_sampler.rejection_sample = self._compare
         try:
@@ -90,9 +94,23 @@ class SwappingVerifier(rejection_sampler.RejectionSampler):
         verify_asked(self._has_verified)
         return output
 
-    def _compare(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compare(
+        self,
+        target_logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        pos: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._has_verified = True
-        return sample_and_compare(*args, **kwargs)
+        if isinstance(self.sampler, OlderRowSampler):
+            self.sampler.keep_ties(target_logits, expanded_idx_mapping, self._slots_B, pos)
+        drafts = (draft_logits, draft_sampled, cu_num_logits)
+        return sample_and_compare(target_logits, *drafts, pos, idx_mapping, expanded_idx_mapping, *args, **kwargs)
 
 
 def _fix_bad_words(sampler: Any) -> None:

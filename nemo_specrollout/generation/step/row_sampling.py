@@ -8,6 +8,7 @@ Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft pos
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from nemo_specrollout.generation.step.near_ties import NearTies
 from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys, TieTables
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
@@ -45,6 +47,9 @@ class RowSampler(Sampler):
 
     vLLM's code handles the rare request for log-probs of other tokens than the sampled ones.
     """
+
+    near_ties: NearTies | None = None
+    """Where near-ties of early requests are written; None where no request is early, and on ranks that nobody asks."""
 
     def __init__(self, native: Sampler) -> None:
         # vLLM's runner has made its sampler before we may replace it, and does not keep the constructor's arguments, which
@@ -79,7 +84,7 @@ class RowSampler(Sampler):
     def warm_up(self, runner: Any) -> None:
         """Launches each variant of the kernels for two rows of no request, so that none is compiled in a rollout.
 
-        Variants differ in the type of the logits, and in whether there are drafts and log-probs.
+        Variants differ in the type of the logits, and in whether there are drafts, log-probs and near-ties.
         """
         config = runner.model_config
         device = runner.device
@@ -92,12 +97,13 @@ class RowSampler(Sampler):
         keys = RowKeys(slots_2, self.sampling_states.temperature.gpu, self.sampling_states.seeds.gpu, slots_2 + 1)
         starts_2 = torch.arange(0, 3, 2, dtype=torch.int32, device=device)
         drafts = Drafts(starts_2, starts_2, runner.num_speculative_steps)
-        for values_2V in (raw_2V, torch.zeros_like(raw_2V, dtype=torch.float32)):  # the latter as vLLM processes logits
+        all_drafts = (None,) if runner.rejection_sampler is None else (None, drafts)
+        all_ties = (None,) if self.near_ties is None else (None, self.near_ties.tables)
+        processed_2V = torch.zeros_like(raw_2V, dtype=torch.float32)  # as vLLM processes logits
+        for values_2V, some_drafts, ties in product((raw_2V, processed_2V), all_drafts, all_ties):
             logits = Logits(values_2V, False)
             for graded in (None, logits):
-                draw_rows(logits, keys, graded, None)
-                if runner.rejection_sampler is not None:
-                    draw_rows(logits, keys, graded, drafts)
+                draw_rows(logits, keys, graded, some_drafts, ties)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         """Does vLLM's work. Notes whether the request's logits need vLLM's processing for more than the temperature."""
@@ -177,7 +183,38 @@ class RowSampler(Sampler):
         if has_logprobs:
             graded = scored if self.logprobs_mode == _PROCESSED else Logits(logits, False)
         keys = RowKeys(expanded_idx_mapping, sampling.temperature.gpu, sampling.seeds.gpu, pos)
-        return draw_rows(scored, keys, graded, drafts)
+        return draw_rows(scored, keys, graded, drafts, self._ties_for(idx_mapping_np))
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        *rest: Any,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples rows by vLLM's code in a step that it handles, and keeps their near-ties."""
+        rows = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos)
+        sampled, processed = super().sample(logits, *rows, *rest, **options)
+        self.keep_ties(processed, expanded_idx_mapping, idx_mapping_np, pos)
+        return sampled, processed
+
+    def keep_ties(self, processed: torch.Tensor, slots_R: torch.Tensor, slots_B: np.ndarray, pos: torch.Tensor) -> None:
+        """Keeps the near-ties of rows that vLLM's code samples, in a step of the requests in `slots_B`.
+
+        `processed` are the logits after all sampling parameters, and the other arguments are as for `draw`. The rows are
+        sampled once more for that, because vLLM's kernel returns nothing but the token.
+        """
+        ties = self._ties_for(slots_B)
+        if ties is not None:
+            sampling = self.sampling_states
+            keys = RowKeys(slots_R, sampling.temperature.gpu, sampling.seeds.gpu, pos)
+            draw_rows(Logits(processed, False), keys, None, None, ties)
+
+    def _ties_for(self, slots_B: np.ndarray) -> TieTables | None:
+        return None if self.near_ties is None else self.near_ties.tables_for(slots_B)
 
     def _processed(self, logits: torch.Tensor, **rows: Any) -> torch.Tensor:
         """Returns the logits after all sampling parameters. `rows` are the arguments of vLLM's `apply_sampling_params`."""

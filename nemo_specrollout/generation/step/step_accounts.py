@@ -78,6 +78,22 @@ class StepAccounts:
         costs = self.step_model.costs()
         return None if costs is None else costs.seconds_R[: self._most_requests + 1]
 
+    def step_seconds(self) -> tuple[list[float], float] | None:
+        """Returns the seconds of plain steps by their requests from none to all slots, and those of one more draft row.
+
+        The row is one of a step that is full of drafts. Its price is the mean over the upper half of such steps, because with
+        CUDA graphs the price of a single row is that of a whole graph or nothing. None while unknown.
+        """
+        costs = self.step_model.costs()
+        if costs is None:
+            return None
+        most_requests = self._most_requests
+        most_drafts = costs.most_drafts(most_requests)
+        drafts_2 = np.array([most_drafts // 2, most_drafts])
+        half_s, full_s = costs.seconds(most_requests, drafts_2).tolist()
+        row_s = (full_s - half_s) / max(int(drafts_2[1] - drafts_2[0]), 1)
+        return costs.seconds_R[: most_requests + 1].tolist(), row_s
+
     def verified(self) -> dict[str, Any]:
         """Returns draft tokens verified and accepted, [D, K] each, of an engine that drafts."""
         assert self._router is not None

@@ -78,6 +78,8 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
             return logits, drawn.emitted_BK, drawn.counts_B
         self._drawn = None
         processed = sampler.apply_sampling_params(*rows, draft_sampled, expanded_local_pos, *bounds)
+        if isinstance(sampler, RowSampler):
+            sampler.keep_ties(processed, expanded_idx_mapping, idx_mapping_np, pos)
         emitted_BK, counts_B = sample_and_compare(
             processed,
             draft_logits,

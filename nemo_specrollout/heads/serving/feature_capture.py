@@ -53,9 +53,10 @@ class _Sequence:
 class FeatureCapture(Participant):
     """Collects `SequenceFeatures` of a share of the requests. Owns the buffer on the device, and the sequences until taken.
 
-    Requests are chosen by their seeds. None are chosen while capturing has taken more than its share of the engine's time.
-    On a GPU that time is the device's own, because the host only launches the work and goes on. Sequences that are not taken
-    are dropped beyond a limit, oldest first. A sequence is cut where the weights change, so each has one version.
+    Requests are chosen by their seeds. Early ones are left out, because their step will decode them again. None are chosen
+    while capturing has taken more than its share of the engine's time. On a GPU that time is the device's own, because the
+    host only launches the work and goes on. Sequences that are not taken are dropped beyond a limit, oldest first. A sequence
+    is cut where the weights change, so each has one version.
     """
 
     def __init__(self, runner: Any, share: float) -> None:
@@ -104,7 +105,8 @@ class FeatureCapture(Participant):
         self._count_seconds()
         is_in_time = self.seconds <= CAPTURE_TIME_SHARE * (time.perf_counter() - self._started)
         for request in requests:
-            is_captured = is_in_time and combine(request.identity.seed, 1) < self._share * 2.0**64
+            is_chosen = combine(request.identity.seed, 1) < self._share * 2.0**64
+            is_captured = is_in_time and is_chosen and not request.identity.is_early
             self._num_opened += is_captured
             self._id_of_slot[request.slot] = self._num_opened if is_captured else 0
             if is_captured:

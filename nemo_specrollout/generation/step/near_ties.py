@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Near-ties of early requests, which the row sampler writes down and the engine takes: where a text may part from what newer
+weights sample, and the token that it would then go on with.
+
+Shapes: S request slots, L longest sequence, N places of tokens.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+from nemo_specrollout.generation.engine.requests import NewRequest
+from nemo_specrollout.generation.engine.transfers import to_device
+from nemo_specrollout.generation.step.sampled_rows import TieTables
+
+logger = logging.getLogger(__name__)
+MOST_KEPT = 4096
+"""Requests that have left their slots whose near-ties are kept until they are taken. The oldest are dropped."""
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Near-ties of tokens that follow each other in a request."""
+
+    first: int
+    """Place of the first token, counted from the beginning of the prompt."""
+    gaps_N: np.ndarray
+    """By how much each token's score was above the second-best one, float32."""
+    runners_up_N: np.ndarray
+    """Token with the second-best score, int32."""
+
+    def then(self, later: "Ties") -> "Ties":
+        """Returns these up to the first of `later`, and then those."""
+        num_own = max(later.first - self.first, 0)
+        return Ties(
+            min(self.first, later.first),
+            np.concatenate([self.gaps_N[:num_own], later.gaps_N]),
+            np.concatenate([self.runners_up_N[:num_own], later.runners_up_N]),
+        )
+
+    def packed(self) -> tuple[int, bytes, bytes]:
+        """Returns plain values: the place, gaps as float16 numbers and runners-up as int32 numbers."""
+        return self.first, self.gaps_N.astype(np.float16).tobytes(), self.runners_up_N.tobytes()
+
+
+@dataclass
+class _Live:
+    """A request that is in a slot."""
+
+    slot: int
+    first: int
+    """Place of the first token whose near-tie was not taken."""
+    limit: int
+    """Largest number of tokens of the request."""
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What a request has left behind in its slot, on its way to the host."""
+
+    first: int
+    gaps_N: torch.Tensor
+    runners_up_N: torch.Tensor
+    lengths_S: torch.Tensor
+    """Number of tokens of the request in each slot."""
+    slot: int
+    arrived: Any
+    """CUDA event of the copies; None on a CPU."""
+
+    def ties(self) -> Ties:
+        """Waits until the copies have arrived, and returns the near-ties."""
+        if self.arrived is not None:
+            with gpu_sync_allowed():
+                self.arrived.synchronize()
+        num_tokens = max(int(self.lengths_S[self.slot]) - self.first, 0)
+        return Ties(self.first, self.gaps_N[:num_tokens].numpy(), self.runners_up_N[:num_tokens].numpy())
+
+
+class NearTies:
+    """The gap and the runner-up of each token that is sampled for a request whose identity has `ties`.
+
+    Owns a table for each, of 4 bytes for each slot and place of the engine, and what requests have left behind in slots that
+    they have lost. A step without such a request gets no tables, so nothing is launched for it. No step waits for the device:
+    what a request leaves behind is copied while the steps go on.
+    """
+
+    def __init__(self, num_slots: int, longest: int, device: torch.device) -> None:
+        sizes = (num_slots, longest)
+        self.tables = TieTables(
+            torch.zeros(sizes, dtype=torch.float32, device=device),
+            torch.zeros(sizes, dtype=torch.int32, device=device),
+            torch.zeros(num_slots, dtype=torch.bool, device=device),
+        )
+        self._device = device
+        self._is_wanted_S = np.zeros(num_slots, np.bool_)
+        """What the device's table of the same name holds."""
+        self._live: dict[int, _Live] = {}
+        self._left: dict[int, list[_Left]] = {}
+
+    def tables_for(self, slots_B: np.ndarray) -> TieTables | None:
+        """Returns the tables for a step of the requests in these slots; None if none of them asks for its near-ties."""
+        return self.tables if self._live and self._is_wanted_S[slots_B].any() else None
+
+    def open(self, requests: Iterable[NewRequest]) -> None:
+        """Takes note of requests that have taken slots, before their first tokens are sampled."""
+        changed = []
+        for request in requests:
+            is_wanted = self._begins(request)
+            if self._is_wanted_S[request.slot] != is_wanted:
+                self._is_wanted_S[request.slot] = is_wanted
+                changed.append(request.slot)
+        if changed:
+            slots = to_device(changed, np.int64, self._device)
+            self.tables.wanted_S[slots] = to_device(self._is_wanted_S[changed].tolist(), np.bool_, self._device)
+
+    def _begins(self, request: NewRequest) -> bool:
+        """Returns whether a request asks for its near-ties, and follows it if it does."""
+        name = request.identity.ties
+        if name is None:
+            return False
+        if name in self._live:
+            logger.error("specrollout: two live requests have the ties %d, so those of the second are not kept", name)
+            return False
+        self._live[name] = _Live(request.slot, request.num_tokens, request.limit)
+        return True
+
+    def close(self, slots: Sequence[int], lengths_S: torch.Tensor) -> None:
+        """Starts to copy what the requests in these slots leave behind, which have ended or are preempted.
+
+        `lengths_S` are the numbers of tokens of all slots, int32, on the device.
+        """
+        leaving = [name for name, live in self._live.items() if live.slot in slots]
+        if not leaving:
+            return
+        lengths_S = self._to_host(lengths_S)
+        arrived = None
+        left = list[tuple[int, torch.Tensor, torch.Tensor]]()
+        for name in leaving:
+            live = self._live[name]
+            row = (live.slot, slice(live.first, live.limit))
+            left.append((name, self._to_host(self.tables.gap_SL[row]), self._to_host(self.tables.runner_up_SL[row])))
+        if self._device.type == "cuda":
+            arrived = torch.cuda.Event(blocking=True)
+            arrived.record()
+        for name, gaps_N, runners_up_N in left:
+            live = self._live.pop(name)
+            parts = self._left.setdefault(name, [])
+            parts.append(_Left(live.first, gaps_N, runners_up_N, lengths_S, live.slot, arrived))
+        while len(self._left) > MOST_KEPT:
+            del self._left[next(iter(self._left))]
+
+    def _to_host(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns a copy on the host, which on a GPU arrives later."""
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        host.copy_(values, non_blocking=True)
+        return host
+
+    def take(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
+        """Returns the near-ties of requests by name that were not taken before, and forgets them.
+
+        `lengths_S` is as for `close`. Unknown names are left out. Waits for the device.
+        """
+        with gpu_sync_allowed():
+            found = self._of_live([name for name in names if name in self._live], lengths_S)
+        for name in names:
+            for part in reversed(self._left.pop(name, [])):
+                ties = part.ties()
+                found[name] = ties.then(found[name]) if name in found else ties
+        return found
+
+    def _of_live(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
+        """Returns the near-ties of requests that are in slots, which have not been taken before."""
+        if not names:
+            return {}
+        lengths = lengths_S.tolist()
+        longest = self.tables.gap_SL.shape[1]
+        live = [self._live[name] for name in names]
+        ends = [max(min(lengths[one.slot], longest), one.first) for one in live]
+        places = [np.arange(one.first, end) + one.slot * longest for one, end in zip(live, ends, strict=True)]
+        places_N = to_device(np.concatenate(places).tolist(), np.int64, self._device)
+        gaps_N = self.tables.gap_SL.view(-1)[places_N].cpu().numpy()
+        runners_up_N = self.tables.runner_up_SL.view(-1)[places_N].cpu().numpy()
+        bounds = np.cumsum([0, *map(len, places)])
+        found = {}
+        for i, (name, one) in enumerate(zip(names, live, strict=True)):
+            own = slice(bounds[i], bounds[i + 1])
+            found[name] = Ties(one.first, gaps_N[own], runners_up_N[own])
+            one.first = ends[i]
+        return found
+
+    def forget(self, lengths_S: torch.Tensor) -> None:
+        """Forgets all near-ties so far. `lengths_S` is as for `close`. Waits for the device."""
+        self._left.clear()
+        lengths = lengths_S.tolist() if self._live else []
+        for live in self._live.values():
+            live.first = max(live.first, min(lengths[live.slot], live.limit))
