@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of coming steps in the free slots of an engine change no token of its own requests, whatever happens to them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
-from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, as_bytes
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.run_ahead.early_requests import EarlyMade, early_params
 from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart
 from nemo_specrollout.run_ahead.rolling_engine import RollingEngine

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextvars import ContextVar
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,19 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 from nemo_specrollout.generation.engine.fresh_prefixes import CacheSalt, FreshPrefixes, NewKv, salt_synchronous
 from nemo_specrollout.generation.engine.recorded_requests import RequestRecorder
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
-from nemo_specrollout.generation.engine.vllm_requests import reason_to_stay, shard_request
+from nemo_specrollout.generation.engine.vllm_requests import reason_to_stay
 from nemo_specrollout.installed.versions import vllm_version
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
 from nemo_specrollout.nemo_rl.moved_modules import lend_old_names
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
 from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, RECORD_KEY, ROOTS_KEY, SEEDS_KEY, Row
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
-from nemo_specrollout.run_ahead.early_requests import AheadTasks, AheadTurns
+from nemo_specrollout.run_ahead.early_requests import EarlyFigures, EarlyMade, early_params
+from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart
 from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
+from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
+from nemo_specrollout.run_ahead.rolling_stream import RollingStream
+from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 from nemo_specrollout.stragglers.stream_engine import StreamEngine, StreamShard
 from nemo_specrollout.stragglers.turn_shard import TurnShard
 
@@ -41,6 +46,8 @@ LAST_WEIGHT_CALLS = (
     "finish_sparse_delta_refit",
 )
 """Methods of NeMo-RL's worker extension with each of which the last tensors of a change of the weights have come."""
+
+_NOTHING = EarlyMade({}, EarlyFigures())
 
 _rows: ContextVar[list[Row] | None] = ContextVar("specrollout_rows", default=None)
 """Rows of this generate call."""
@@ -62,8 +69,8 @@ class _SeededEngine(EngineActorCalls):
     _vllm_config: Any
     _racing: Any = None
     """The engine's part in the exchange of requests, once it has joined."""
-    _ahead: Any = None
-    """Rows of the next step, once any was decoded ahead."""
+    _most_branches: int = 0
+    """Branches of a text that is made ahead, at most."""
     _recorder: RequestRecorder | None = None
     """None if the run records no rows."""
 
@@ -73,6 +80,8 @@ class _SeededEngine(EngineActorCalls):
         engine = engine_number(self.cfg["vllm_cfg"])
         arguments = engine_arguments(llm_kwargs, self.cfg, block)
         result = super()._create_engine(arguments, *args, **kwargs)  # type: ignore[misc]
+        if block.runs_ahead and block.run_ahead is not None:
+            self._most_branches = block.run_ahead.branches
         required = block.http_seeds == "required"
         self._request_seeds = RequestSeeds(facts.seed, engine, required=required)
         self._salt = CacheSalt()
@@ -82,21 +91,25 @@ class _SeededEngine(EngineActorCalls):
         self.llm.generate = self._generate_with_seeds  # type: ignore[attr-defined]
         return result
 
-    def _ahead_params(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Any]:
-        """Returns vLLM's sampling parameters of rows that are decoded ahead."""
-        longest = int(self.cfg["vllm_cfg"]["max_model_len"])
-        most = int(self.cfg["max_new_tokens"])
-        limits = [max(1, min(most, longest - len(prompt))) for prompt in prompts]
-        build: Any = self._build_sampling_params  # type: ignore[attr-defined]
-        params = [build(greedy=False, stop_strings=None, max_new_tokens=limit) for limit in limits]
-        return self._request_seeds.of_rows(params, rows)
+    def _early_request(self, start: EarlyStart) -> tuple[Any, Any]:
+        """Returns vLLM's prompt and sampling parameters of a request of a coming step.
 
-    def specrollout_texts_ahead(self, texts: dict[int, bytes]) -> None:
+        The parameters are None if nothing is left to decode.
+        """
+        prompt = start.row.prompt
+        limit = max(1, min(int(self.cfg["max_new_tokens"]), int(self.cfg["vllm_cfg"]["max_model_len"]) - len(prompt)))
+        build: Any = self._build_sampling_params  # type: ignore[attr-defined]
+        params = build(greedy=False, stop_strings=None, max_new_tokens=limit)
+        row: Any = start.row.row
+        (params,) = self._request_seeds.of_rows([params], [row])
+        return {"prompt_token_ids": [*prompt, *start.prefix]}, early_params(params, start)
+
+    def specrollout_texts_ahead(self, texts: dict[int, TextAhead]) -> None:
         """Gets the texts that engines have made ahead, by seed, for the rows to come."""
         self._request_seeds.texts.replace(texts)
 
-    def specrollout_take_kept(self) -> tuple[int, int]:
-        """Returns the tokens of such texts that were right, and all tokens of their responses, since the last call."""
+    def specrollout_take_kept(self) -> KeptCounts:
+        """Returns how much of such texts was right since the last call."""
         return self._request_seeds.texts.take_kept()
 
     def _rows_ended(self, rows: Sequence[Row] | None, data: BatchedDataDict[Any], result: BatchedDataDict[Any]) -> None:
@@ -139,6 +152,8 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
 
     _num_generated = 0
     """Calls of `generate` that have ended."""
+    _rolling: RollingEngine | None = None
+    """Decodes rows of coming steps, once any was planned."""
 
     def _create_engine(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._create_engine(*args, **kwargs)
@@ -159,9 +174,18 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         params = self._request_seeds.of_rows(sampling_params, rows)
         if self._recorder is not None:
             self._recorder.begun(prompts, params)
+        order = self._request_seeds.texts.longest_first([row.seed for row in rows])
+        outputs = self._in_order([prompts[i] for i in order], [params[i] for i in order], **kwargs)
+        return [output for _, output in sorted(zip(order, outputs, strict=True), key=itemgetter(0))]
+
+    def _in_order(self, prompts: Sequence[Any], params: Sequence[Any], **kwargs: Any) -> Sequence[Any]:
+        """Returns vLLM's outputs of rows, which begin in this order as slots become free."""
         if self._racing is None:
-            return self._generate(prompts, params, **kwargs)
-        return self._racing.generate(prompts, params, lambda: self._generate(prompts, params, **kwargs), **kwargs)
+            return self._generate(prompts, params, **kwargs)  # type: ignore[no-any-return]
+        outputs: Sequence[Any] = self._racing.generate(
+            prompts, params, lambda: self._generate(prompts, params, **kwargs), **kwargs
+        )
+        return outputs
 
     def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
         """Generates as NeMo-RL does. An engine without rows works for the others."""
@@ -194,23 +218,23 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         """Joins the exchange of requests as engine number `engine`."""
         self._racing = TurnShard(self.llm, engine, partial(ask_exchange, actor, engine))
 
-    def specrollout_run_ahead(
-        self, prompts: list[list[int]], rows: list[Row], seconds: float, after: int
-    ) -> bool | None:
-        """Decodes rows of the next step, new and begun ones, for about `seconds`.
+    def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
+        """Gets rows of coming steps, to be decoded in slots that are free."""
+        self._rolling = self._rolling or RollingEngine(self.llm, self._early_request, self._most_branches)
+        self._rolling.plan(rows, scale, kept)
 
-        Returns whether any is left; None if it begins none, because fewer than `after` calls of `generate` have ended.
+    def specrollout_run_ahead(self, seconds: float, after: int) -> bool | None:
+        """Decodes rows of coming steps for about `seconds`, in which the engine has nothing else to do.
+
+        Returns whether any is left; None if it decodes none, because fewer than `after` calls of `generate` have ended.
         """
         if self._num_generated < after:
             return None
-        self._ahead = self._ahead or AheadTurns(self.llm)
-        pairs = zip(prompts, self._ahead_params(prompts, rows), strict=True)
-        requests = [shard_request((0, 0), {"prompt_token_ids": prompt}, params) for prompt, params in pairs]
-        return self._ahead.advance(requests, seconds)
+        return self._rolling is not None and self._rolling.slice(seconds)
 
-    def specrollout_end_ahead(self, *, keeps_cache: bool) -> list[bytes]:
-        """Leaves no such row in the engine. Returns their texts."""
-        return [] if self._ahead is None else self._ahead.end(keeps_cache=keeps_cache)
+    def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
+        """Leaves no such row in the engine. Returns what was made of them."""
+        return _NOTHING if self._rolling is None else self._rolling.end(keeps_cache=keeps_cache)
 
     def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls a method of our vLLM workers, by its name."""
@@ -226,6 +250,8 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     """None unless rows begin again with new weights."""
     _new_kv: NewKv | None = None
     """None unless KV of running requests is computed again with new weights."""
+    _rolling: RollingStream | None = None
+    """Decodes rows of coming steps, once any was planned."""
 
     def _create_engine(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._create_engine(*args, **kwargs)
@@ -243,7 +269,8 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
 
     def _generate(self, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's own method. The request reads no prefix that older weights have cached."""
-        return self._prefixes.generate(prompt, params, *args, **kwargs)
+        outputs = self._prefixes.generate(prompt, params, *args, **kwargs)
+        return outputs if self._rolling is None else self._rolling.own(outputs, params)
 
     def _generate_with_seeds(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         rows = _rows.get()
@@ -327,19 +354,19 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         """Stops the requests of the exchange. The engine decodes its own requests alone from now on."""
         await self._racing.leave("it ended no turn before new weights came")
 
-    async def specrollout_run_ahead(
-        self, prompts: list[list[int]], rows: list[Row], seconds: float, after: int
-    ) -> bool:
-        """Begins to decode rows of the next step. Returns whether any is left after about `seconds`."""
-        self._ahead = self._ahead or AheadTasks(self.llm, self._generate)
-        for prompt, params in zip(prompts, self._ahead_params(prompts, rows), strict=True):
-            self._ahead.begin({"prompt_token_ids": prompt}, params)
-        left: bool = await self._ahead.wait(seconds)
-        return left
+    async def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
+        """Gets rows of coming steps, which it begins to decode in slots that are free."""
+        if self._rolling is None:
+            self._rolling = RollingStream(self.llm, self._prefixes.generate, self._early_request, self._most_branches)
+        await self._rolling.plan(rows, scale, kept)
 
-    async def specrollout_end_ahead(self, *, keeps_cache: bool) -> list[bytes]:
-        """Leaves no such row in the engine. Returns their texts."""
-        return [] if self._ahead is None else await self._ahead.end(keeps_cache=keeps_cache)
+    async def specrollout_run_ahead(self, seconds: float, after: int) -> bool:
+        """Waits for about `seconds`. Returns whether any row of coming steps is left."""
+        return self._rolling is not None and await self._rolling.wait(seconds)
+
+    async def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
+        """Leaves no such row in the engine. Returns what was made of them."""
+        return _NOTHING if self._rolling is None else await self._rolling.end(keeps_cache=keeps_cache)
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls a method of our vLLM workers, by its name."""

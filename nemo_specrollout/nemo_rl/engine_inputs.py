@@ -11,13 +11,14 @@ from starlette.responses import JSONResponse
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.engine.ahead_branches import pack
 from nemo_specrollout.generation.engine.arguments import with_specrollout
 from nemo_specrollout.generation.engine.identity import check_seed
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.engine.text_method import allow_text_drafters
 from nemo_specrollout.generation.engine.vllm_requests import REFUSAL, RolloutSamplingParams, refused_as_by_vllm
 from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, Conversations, Row, RowSeeds, SeedKind
-from nemo_specrollout.run_ahead.texts import TextsAhead
+from nemo_specrollout.run_ahead.texts import TextAhead, TextsAhead
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 _WORKERS = {
@@ -133,8 +134,8 @@ def _may_speculate(params: Any) -> bool:
     return bool(given)
 
 
-def _with_row(params: Any, row: Row, ahead: bytes = b"") -> Any:
-    """Returns a copy of `params` that carries the facts of `row`, and a text that was made ahead for it.
+def _with_row(params: Any, row: Row, text: TextAhead | None = None) -> Any:
+    """Returns a copy of `params` that carries the facts of `row`, and a text that was made ahead for it with its branches.
 
     The samples of one request (`n` above 1) must differ. vLLM copies `extra_args` unchanged to all of them, but changes
     `SamplingParams.seed` for each.
@@ -143,8 +144,10 @@ def _with_row(params: Any, row: Row, ahead: bytes = b"") -> Any:
     identity: dict[str, int | bytes] = {"prompt_length": row.prompt_length}
     if not row.speculate:
         identity["speculate"] = False
-    if ahead:
-        identity["ahead"] = ahead
+    if text is not None and text.tokens:
+        identity["ahead"] = text.tokens
+        if text.branches:
+            identity["branches"] = pack(text.branches)
     if params.n > 1:
         seeded.seed = row.seed % 2**62  # vLLM adds the number of the sample, and the sum must stay below 2^63
         identity["engine_seed"] = 0  # each engine has another seed of its own

@@ -175,6 +175,11 @@ class EarlyRequests:
         """Names whose near-ties the worker may still have."""
         return sorted(self._untold)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no early request runs and none could begin."""
+        return not self._running and not self.early.worths(1)
+
     # What the engine has
 
     def own_load(self) -> OwnLoad:
@@ -349,4 +354,6 @@ def _ends(params: Any, token_id: int) -> bool:
 
 def longest_of(rows: Iterable[Any]) -> int:
     """Returns the tokens of the longest prompt of `EarlyRow`s with its known text."""
-    return max((len(r.prompt) + (0 if r.known is None else len(r.known.tokens) // TOKEN_BYTES) for r in rows), default=0)
+    return max(
+        (len(r.prompt) + (0 if r.known is None else len(r.known.tokens) // TOKEN_BYTES) for r in rows), default=0
+    )

@@ -123,8 +123,9 @@ class RollingEngine:
             self._unwrap(name)
         made = EarlyMade({}, EarlyFigures())
         if early is not None:
-            early.take_ties(self._ask(WorkerCalls.specrollout_take_ties, early.untold) if early.untold else {})
             self._abort(early, early.running)
+            if self._most_branches and early.untold:
+                early.take_ties(self._ask(WorkerCalls.specrollout_take_ties, early.untold))
             self._ask(WorkerCalls.specrollout_forget_ties)
             made = early.made()
             self._known_lengths = self._lengths or self._known_lengths
@@ -172,7 +173,9 @@ class RollingEngine:
         if not early.num_running and num_own >= early.size.slots:
             return
         load = early.own_load()
-        self._abort(early, early.give_way(load), gives_way=True)
+        names = early.give_way(load)
+        self._abort(early, names)
+        early.figures.num_stopped += len(names)
         has_slots = num_own + early.num_running < early.size.slots and not load.is_waiting
         if has_slots:
             self._ask_worker(early, load)
@@ -202,14 +205,15 @@ class RollingEngine:
             early.stopped([start.name])
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("specrollout: vLLM refuses a request of a coming step, which is left for its step: %s", error)
+                logger.warning(
+                    "specrollout: vLLM refuses a request of a coming step, which is left for its step: %s", error
+                )
 
-    def _abort(self, early: EarlyRequests, names: Sequence[int], *, gives_way: bool = False) -> None:
+    def _abort(self, early: EarlyRequests, names: Sequence[int]) -> None:
         if names:
             early.read(names)
             self._engine.abort_request([engine_id(name) for name in names])
             early.stopped(names)
-            early.figures.num_stopped += len(names) if gives_way else 0
 
     def _advance(self, early: EarlyRequests) -> list[Any]:
         """Makes a step of the engine. Returns the outputs of its own requests."""

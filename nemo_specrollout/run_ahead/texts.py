@@ -128,6 +128,18 @@ class TextsAhead:
         """Returns the text that was made ahead under this seed; None if there is none."""
         return self._texts.get(seed)
 
+    def longest_first(self, seeds: Sequence[int]) -> list[int]:
+        """Returns the order in which requests should begin, the longest expected response first, as places in `seeds`.
+
+        A text that has ended is as long as its response will probably be. One that has not ended is at least as long, and
+        long ones have more to come, so it counts twice. Requests without a text count as the mean of the others.
+        """
+        texts = [self.of(seed) for seed in seeds]
+        expected = [None if t is None else t.num_tokens * (1 if t.is_complete else 2) for t in texts]
+        known = [length for length in expected if length is not None]
+        mean = sum(known) / max(len(known), 1)
+        return sorted(range(len(seeds)), key=lambda i: -(mean if (length := expected[i]) is None else length))
+
     def compare(self, seed: int, response: Sequence[int] | np.ndarray) -> None:
         """Counts how much of a text was right. A seed without a text is left out.
 

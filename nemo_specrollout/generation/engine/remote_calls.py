@@ -127,26 +127,36 @@ class EngineActorCalls:
         """Joins the exchange of requests, which is the Ray actor `actor`, as engine number `engine`."""
         raise NotImplementedError
 
-    def specrollout_run_ahead(
-        self, *, prompts: list[list[int]], rows: list[Any], seconds: float, after: int
-    ) -> Awaitable[bool] | bool | None:
-        """Decodes rows of the next step, new and begun ones, for about `seconds`.
+    def specrollout_plan_ahead(self, *, rows: list[Any], scale: float, kept: float) -> Awaitable[None] | None:
+        """Gets the engine's share of the rows of coming steps, which it decodes in slots that are free.
 
-        Returns whether any is left. A synchronous engine returns None, and begins none of them, if fewer than `after` calls
-        of `generate` have ended. `rows` are `Row`s (nemo_rl/row_seeds.py), and `prompts` has their token ids.
+        An earlier plan must have ended. `rows` are `EarlyRow`s (run_ahead/early_texts.py), the most urgent ones first, each
+        with the text that is known of it. `scale`, in nats, is how far the next update is expected to move the difference of
+        two scores, and `kept` the share of a text that an update has left (`FlipModel`, `EarlyTexts`).
         """
         raise NotImplementedError
 
-    def specrollout_end_ahead(self, *, keeps_cache: bool) -> Awaitable[list[bytes]] | list[bytes]:
-        """Leaves no such row in the engine. Returns their texts in the order of the rows, as int32 numbers."""
+    def specrollout_run_ahead(self, *, seconds: float, after: int) -> Awaitable[bool] | bool | None:
+        """Decodes rows of the plan for about `seconds`, in which the engine has nothing else to do.
+
+        Returns whether any is left. A synchronous engine returns None, and decodes none of them, if fewer than `after` calls
+        of `generate` have ended.
+        """
         raise NotImplementedError
 
-    def specrollout_texts_ahead(self, *, texts: dict[int, bytes]) -> None:
-        """Gets the texts that engines have made ahead, by seed, for the rows to come."""
+    def specrollout_end_ahead(self, *, keeps_cache: bool) -> Any:
+        """Ends the plan and leaves no such row in the engine. Returns `EarlyMade` (run_ahead/early_requests.py).
+
+        The engine drops the prefixes that it has cached, unless it `keeps_cache`. Without a plan nothing was made.
+        """
         raise NotImplementedError
 
-    def specrollout_take_kept(self) -> tuple[int, int]:
-        """Returns the tokens of such texts that were right, and all tokens of their responses, since the last call."""
+    def specrollout_texts_ahead(self, *, texts: dict[int, Any]) -> None:
+        """Gets the texts that engines have made ahead, by seed, for the rows to come: `TextAhead` (run_ahead/texts.py)."""
+        raise NotImplementedError
+
+    def specrollout_take_kept(self) -> Any:
+        """Returns how much of such texts was right since the last call: `KeptCounts` (run_ahead/texts.py)."""
         raise NotImplementedError
 
     def specrollout_weights_change_begins(self) -> Awaitable[None] | None:
