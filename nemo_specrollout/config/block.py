@@ -15,7 +15,7 @@ from nemo_specrollout.config.drafter_configs import (
     RemoteDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.config.strict import bounded, choice, nearest, raise_first_mistake, tagged
+from nemo_specrollout.config.strict import auto_or_bounded, bounded, choice, nearest, raise_first_mistake, tagged
 
 TRIGGERS = ("auto", "interval")
 WITHDRAWN_TRIGGERS = {
@@ -118,16 +118,23 @@ class VerifyConfig:
     """Requests decoded twice in each step; 0 turns the check off."""
 
 
+MOST_STEPS_AHEAD = 4
+
+
 @dataclass(frozen=True)
 class RunAheadConfig:
-    """`run_ahead`: idle engines decode the next step's requests with the weights that they have. Those texts are drafts."""
+    """`run_ahead`: engines decode coming steps' requests with the weights that they have. Those texts are drafts."""
 
     enabled: bool = True
-    """False: engines idle while the policy trains."""
-    most_drafts: int = bounded(32, low=1, high=64)
-    """The most draft tokens of such a text in one step; vLLM reserves KV cache for them."""
+    """False: engines idle while the policy trains, and in the slots that a draining rollout leaves empty."""
+    steps: int | str = auto_or_bounded(low=1, high=MOST_STEPS_AHEAD)
+    """How many coming steps have requests in flight. `auto`: as many as free slots hold and updates leave right."""
     branches: int = bounded(3, low=0, high=15)
     """Most branches of a text that is made ahead; 0 for none."""
+    most_drafts: int = bounded(32, low=1, high=64)
+    """The most draft tokens of such a text in one step; vLLM reserves KV cache for them."""
+    text_mib: int = bounded(1024, low=1)
+    """Most memory of the texts between two rollouts, in MiB on the driver. Texts of the farthest step make room first."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ class SpecrolloutConfig:
     fastest_of_n: FastestOfNConfig | None = None
     """Lets engines take over or race each other's stragglers; null is off."""
     run_ahead: RunAheadConfig | None = None
-    """Lets idle engines draft the next step's responses; null is off."""
+    """Lets engines draft the responses of coming steps in free slots; null is off."""
     audit: bool = True
     """Records every row of the run, so that `nemo-specrollout audit` can compute its tokens again; false records none."""
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
@@ -175,7 +182,7 @@ class SpecrolloutConfig:
 
     @property
     def runs_ahead(self) -> bool:
-        """True if idle engines decode the next step's requests."""
+        """True if engines decode requests of coming steps early."""
         return self.enabled and self.run_ahead is not None and self.run_ahead.enabled
 
     @property

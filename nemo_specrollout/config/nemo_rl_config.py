@@ -11,7 +11,6 @@ from nemo_specrollout.config.nemo_rl_rules import (
     backend_findings,
     engine_findings,
     fastest_of_n_findings,
-    run_ahead_findings,
     trainer_findings,
 )
 from nemo_specrollout.config.nemo_rl_tree import (
@@ -27,6 +26,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     nemo_rl_checkout,
 )
 from nemo_specrollout.config.resource_rules import resource_findings
+from nemo_specrollout.config.run_ahead_rules import run_ahead_findings
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.v2_lacks import v2_lacks
 from nemo_specrollout.config.vllm_features import refusals
@@ -152,7 +152,7 @@ def _block(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
         block = effective_config(tree)
         if block is None:
             return None, []
-        ahead = run_ahead_findings(tree) if block.runs_ahead else ()
+        ahead = run_ahead_findings(tree, block.run_ahead) if block.run_ahead is not None and block.runs_ahead else ()
         return block, [*fastest_of_n_findings(tree, block.fastest_of_n), *ahead]
     except ConfigError as error:
         return None, [Finding.error(error)]

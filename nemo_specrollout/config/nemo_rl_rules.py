@@ -291,37 +291,6 @@ def _lockstep(tensor: int, expert: int, feature: str, fix: str) -> Finding:
     return Finding(f"{VLLM_CFG}.expert_parallel_size", text, "error")
 
 
-def run_ahead_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about the block `run_ahead`, which is on: what keeps engines from being idle, or prompts unknown."""
-    fix = f"or remove {BLOCK_PATH}.run_ahead"
-    asynchronous = "grpo.async_grpo"
-    needed = ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates")
-    for name in needed if at(tree, f"{asynchronous}.enabled") else ():
-        if not at(tree, f"{asynchronous}.{name}"):
-            text = "false with run_ahead; asynchronous requests begin again when weights change, which needs it"
-            yield Finding(f"{asynchronous}.{name}", f"{text}: set it to true, {fix}", "error")
-    if at(tree, f"{asynchronous}.enabled") and at(tree, f"{BLOCK_PATH}.fastest_of_n") is not None:
-        text = "with run_ahead in asynchronous GRPO; requests that begin again do not move: remove one of them"
-        yield Finding(f"{BLOCK_PATH}.fastest_of_n", text, "error")
-    has_others = at(tree, "cluster") is None or num_engines(tree) > 1
-    has_tail = has_others and not (at(tree, f"{VLLM_CFG}.async_engine") or at(tree, "data_plane.enabled"))
-    if at(tree, f"{GENERATION}.colocated.enabled", True) and not has_tail:
-        text = "true with run_ahead; engines on the trainer's GPUs work ahead while they wait for others of a rollout: take "
-        several = "several synchronous engines without data plane, or set it to false"
-        yield Finding(f"{GENERATION}.colocated.enabled", f"{text}{several}, {fix}", "error")
-    unknown = "the next step's prompts are not known early there"
-    for path, text in (
-        ("async_rl", "asynchronous engines are never idle: use NeMo-RL's synchronous GRPO"),
-        ("distillation", f"{unknown}: use GRPO"),
-        ("ppo", f"{unknown}: use GRPO"),
-        ("data.use_multiple_dataloader", f"{unknown}: set it to false"),
-        ("env.should_use_nemo_gym", f"{unknown}: set it to false"),
-    ):
-        if (value := at(tree, path)) not in (None, False):
-            shown = "a block" if isinstance(value, Mapping) else json.dumps(value)
-            yield Finding(path, f"{shown} with run_ahead; {text}, {fix}", "error")
-
-
 def fastest_of_n_findings(tree: Tree, fastest: FastestOfNConfig | None) -> Iterator[Finding]:
     """Yields the findings about the block `fastest_of_n`."""
     if fastest is None or not fastest.enabled:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of the next step are decoded early (`run_ahead`), and with which seeds."""
+"""Which rows of a coming step are decoded early (`run_ahead`), and with which seeds."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nemo_specrollout.nemo_rl.row_seeds import Row, RowSeeds
 from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut
+from nemo_specrollout.run_ahead.early_texts import EarlyRow
 
 
 @dataclass(frozen=True)
 class NextPrompt:
-    """A prompt of the next step, as the data loader shows it."""
+    """A prompt of a coming step, as the data loader shows it."""
 
     token_ids: list[int]
     task: str | None = None
@@ -21,19 +22,18 @@ class NextPrompt:
 
 def early_rows(
     prompts: Iterable[NextPrompt], samples_per_prompt: int, seeds: RowSeeds, opt_out: TaskOptOut
-) -> tuple[list[list[int]], list[Row]]:
-    """Returns the token ids and the facts of the rows that are worth decoding early, in the order of the next step.
+) -> list[EarlyRow]:
+    """Returns the rows of a coming step that are worth decoding early, in the order of that step.
 
     A row is left out if its text would never be a draft, which holds for tasks without drafts, or would not be the policy's
-    answer, which holds for prompts with media. A row that is left out takes its seed all the same, because the next step
-    counts it too when it numbers rows of equal content.
+    answer, which holds for prompts with media. A row that is left out takes its seed all the same, because its step counts
+    it too when it numbers rows of equal content.
     """
     samples = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
     seed_of_each = seeds.seeds([prompt.token_ids for prompt in samples])
     may_draft = opt_out.of_tasks([prompt.task for prompt in samples])
-    chosen = [
-        (prompt.token_ids, Row(seed, len(prompt.token_ids)))
+    return [
+        EarlyRow(prompt.token_ids, Row(seed, len(prompt.token_ids)))
         for prompt, seed, drafts in zip(samples, seed_of_each, may_draft, strict=True)
         if drafts and not prompt.has_media
     ]
-    return [token_ids for token_ids, _ in chosen], [row for _, row in chosen]

@@ -6,7 +6,7 @@ Ray copies the generation to the actors that roll out. A copy gets its policy ve
 
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakMethod, ref
@@ -22,9 +22,9 @@ from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.logger import Logger
 
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
-from nemo_specrollout.nemo_rl.early_rows import early_rows
+from nemo_specrollout.nemo_rl.early_rows import NextPrompt, early_rows
 from nemo_specrollout.nemo_rl.logger import WatchingLogger
-from nemo_specrollout.nemo_rl.next_prompts import next_prompts
+from nemo_specrollout.nemo_rl.next_prompts import PeekingLoader
 from nemo_specrollout.nemo_rl.ray_calls import EngineClient
 from nemo_specrollout.nemo_rl.row_seeds import (
     DRAFTS_KEY,
@@ -41,10 +41,15 @@ from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut, with_task, with_tasks
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.nemo_rl.supervisor import Supervisor
+from nemo_specrollout.reports.ahead_records import saved_figures
+from nemo_specrollout.reports.records import PREFIX
 from nemo_specrollout.run_ahead.driver import RunAhead
+from nemo_specrollout.run_ahead.early_texts import EarlyRow
 
 _NativeCollector: Any = AsyncTrajectoryCollector.__ray_metadata__.modified_class
 _NativeActor: Any = SyncRolloutActor.__ray_metadata__.modified_class
+_TIMES = ("plain_estimate_s", "rollout_s")
+"""Metrics from which the time that texts made ahead have saved is estimated."""
 
 
 class SpecrolloutGeneration(VllmGeneration):
@@ -59,6 +64,8 @@ class SpecrolloutGeneration(VllmGeneration):
     """None without `run_ahead`, and in a copy."""
     _num_generated = 0
     """Calls of `generate`."""
+    _is_refitting = False
+    _has_checked_epoch = False
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         SpecrolloutGeneration.latest = ref(self)
@@ -77,8 +84,8 @@ class SpecrolloutGeneration(VllmGeneration):
         super().__init__(cluster, config, *args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.attach(self.worker_group)
-            if self.block.runs_ahead:
-                self._ahead = RunAhead(EngineClient(self.worker_group))
+            if self.block.run_ahead is not None and self.block.runs_ahead:
+                self._ahead = RunAhead(EngineClient(self.worker_group), self.block.run_ahead)
             if not getattr(self, "_defer_model_load", False):
                 self._supervisor.open_exchange()
 
@@ -120,11 +127,10 @@ class SpecrolloutGeneration(VllmGeneration):
         return is_down
 
     def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
-        """Generates as NeMo-RL does, with a seed for each row. Engines that are done first begin the next step's rows."""
-        self._end_ahead(keeps_cache=True)
+        """Generates as NeMo-RL does, with a seed for each row. Engines that are done first go on with coming steps' rows."""
         seeded = self._with_seeds(data)
         self._num_generated += 1
-        self._begin_ahead(in_tail=True)
+        self._work_ahead()
         with nullcontext() if self._supervisor is None else self._supervisor.rollout():
             return super().generate(seeded, *args, **kwargs)
 
@@ -132,7 +138,6 @@ class SpecrolloutGeneration(VllmGeneration):
         self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
         """Generates as NeMo-RL does, with a seed for the only row."""
-        self._end_ahead(keeps_cache=True)
         async for result in super().generate_async(self._with_seeds(data), *args, **kwargs):
             yield result
 
@@ -163,23 +168,40 @@ class SpecrolloutGeneration(VllmGeneration):
         contents = [json.dumps(question, sort_keys=True, default=str).encode() for question in questions]
         return self.row_seeds.seeds(map(list, contents), self._kind)
 
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """Wakes engines that sleep. NeMo-RL calls it before a rollout, and also amid a refit, after which more is to come."""
+        result = super().prepare_for_generation(*args, **kwargs)
+        if not self._is_refitting:
+            self._plan_ahead()
+        return result
+
     def finish_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Lets the engines drop cached prefixes and sleep. All races end before that."""
-        with self._engines_at_rest():
-            return super().finish_generation(*args, **kwargs)
+        """Lets the engines drop cached prefixes and sleep. All races end before that.
+
+        Engines with GPUs of their own do not sleep, so they go on with coming steps' rows.
+        """
+        sleeps = self.cfg["colocated"]["enabled"]
+        rest = nullcontext() if self._supervisor is None else self._supervisor.new_weights()
+        if sleeps:
+            self._end_ahead()
+        with rest:
+            result = super().finish_generation(*args, **kwargs)
+        if not sleeps:
+            self._work_ahead()
+        return result
 
     @contextmanager
     def new_weights(self) -> Iterator[None]:
         """Encloses a refit. With `run_ahead`, requests that are under way when weights change in flight begin again."""
         begins_again = self._ahead is not None and self.facts.in_flight
-        rest = nullcontext() if begins_again else self._engines_at_rest()
-        with rest, EngineClient(self.worker_group).weights_change():
-            yield
-
-    def _engines_at_rest(self) -> AbstractContextManager[None]:
-        """Encloses a time in which no request moves. The engines forget what they have begun ahead."""
         self._end_ahead()
-        return nullcontext() if self._supervisor is None else self._supervisor.new_weights()
+        rest = nullcontext() if begins_again or self._supervisor is None else self._supervisor.new_weights()
+        self._is_refitting = True
+        try:
+            with rest, EngineClient(self.worker_group).weights_change():
+                yield
+        finally:
+            self._is_refitting = False
 
     def weights_updated(self) -> None:
         """Begins the next policy version after a refit. The first refit brings the weights that the run starts from."""
@@ -187,10 +209,12 @@ class SpecrolloutGeneration(VllmGeneration):
         self.row_seeds.begin_version(self._version)
         if self._supervisor is not None:
             self._supervisor.policy_updated(self._version)
+        self._plan_ahead()
 
     @contextmanager
     def validation(self) -> Iterator[None]:
         """Encloses a validation: its rows have seeds of their own kind, and the engines drop their sample stats."""
+        self._end_ahead(keeps_cache=True)
         self._kind = SeedKind.VALIDATION
         self._validated = []
         try:
@@ -213,7 +237,10 @@ class SpecrolloutGeneration(VllmGeneration):
         """
         metrics: dict[str, Any] = super().get_step_metrics(*args, **kwargs)
         metrics |= {name: np.array(value) for name, value in self.step_metrics().items()}
-        self._begin_ahead(in_tail=False)
+        if self._ahead is not None and not self.facts.in_flight:
+            if self.facts.filters_by_reward:
+                self._plan_after_filter()
+            self._work_ahead()
         return metrics
 
     def step_metrics(self) -> dict[str, float]:
@@ -221,27 +248,64 @@ class SpecrolloutGeneration(VllmGeneration):
             return {}
         metrics = self._supervisor.end_step(self._version)
         if self._ahead is not None:
-            figures, alarms = self._ahead.figures(self._version)
-            metrics |= figures
+            figures, alarms = self._ahead.figures(self._version, _token_s(metrics, self.dp_size))
+            plain = {name: metrics[PREFIX + name] for name in _TIMES if PREFIX + name in metrics}
+            saved = saved_figures(plain, STEP_LOG.entries.get("acceptance", {}))
+            metrics |= figures | {PREFIX + name: value for name, value in saved.items()}
             STEP_LOG.alarms += alarms
         return metrics
 
-    def _begin_ahead(self, *, in_tail: bool) -> None:
-        """Lets engines decode the next step's rows until the next refit, if any engine is free for that.
+    def _plan_ahead(self) -> None:
+        """Tells the engines which rows of coming steps they may begin until the next refit, in slots that are left empty."""
+        if self._ahead is None or self.facts.in_flight or self._kind is SeedKind.VALIDATION:
+            return
+        known = [] if self.facts.filters_by_reward else self._coming_rows(self._ahead.steps)
+        self._ahead.plan(self._version, known)
 
-        With `in_tail` a rollout begins, of which some engines will end their part before others. Without it a rollout has
-        ended, so all engines are free, unless the trainer needs their GPUs.
+    def _plan_after_filter(self) -> None:
+        """Lets idle engines begin the next step's rows at the end of a step whose rewards decide how many batches it takes.
+
+        Only now is the next batch known to belong to the next step, and which step those after it belong to is not known.
         """
-        if self._ahead is None or self.facts.in_flight or self._version + 1 >= self.facts.last_version:
+        loader = PeekingLoader.latest()
+        next_version = self._version + 1
+        if self._ahead is None or loader is None or next_version >= self.facts.last_version:
             return
-        has_tail = self.dp_size > 1 and self._kind is SeedKind.ROLLOUT
-        has_own_gpus = not self.cfg["colocated"]["enabled"]
-        is_any_free = has_tail if in_tail else has_own_gpus
-        if not is_any_free:
-            return
-        seeds = RowSeeds(self.facts.seed, self._version + 1)
-        prompts, rows = early_rows(next_prompts(), self.facts.samples_per_prompt, seeds, self.opt_out)
-        self._ahead.begin(self._version + 1, prompts, rows, self._num_generated)
+        self._ahead.plan(self._version, [self._rows_of(next_version, prompts) for prompts in loader.next_prompts(1)])
+
+    def _work_ahead(self) -> None:
+        """Lets engines that have nothing else to do go on with rows of coming steps."""
+        if self._ahead is not None and self._kind is SeedKind.ROLLOUT:
+            self._ahead.work(self._num_generated)
+
+    def _coming_rows(self, num_steps: int) -> list[list[EarlyRow]]:
+        """Returns the rows of the coming steps that are known, at most `num_steps`, and none beyond the end of the run.
+
+        The data loader's batches belong to one step each. So the number of those that it has given says which step the next
+        one is for: at the end of a step, weights may come before the batch that is sampled from them.
+        """
+        loader = PeekingLoader.latest()
+        if loader is None:
+            return []
+        self._check_epoch(len(loader))
+        version = self._version
+        first = self.first_version + loader.num_taken
+        wanted = min(version + num_steps, self.facts.last_version - 1) + 1 - first
+        batches = loader.next_prompts(max(wanted, 0))[max(version + 1 - first, 0) :]
+        return [self._rows_of(later, prompts) for later, prompts in enumerate(batches, version + 1)]
+
+    def _check_epoch(self, num_batches: int) -> None:
+        """Raises an alarm once if an epoch of the data has too few batches for the steps that the user wants ahead."""
+        steps = None if self.block.run_ahead is None else self.block.run_ahead.steps
+        if isinstance(steps, int) and steps >= num_batches and not self._has_checked_epoch:
+            STEP_LOG.alarms.append(
+                f"run_ahead.steps is {steps}, but an epoch of the data has {num_batches} batches, and the next epoch is not "
+                f"known early: texts are made at most {num_batches - 1} steps ahead"
+            )
+        self._has_checked_epoch = True
+
+    def _rows_of(self, version: int, prompts: list[NextPrompt]) -> list[EarlyRow]:
+        return early_rows(prompts, self.facts.samples_per_prompt, RowSeeds(self.facts.seed, version), self.opt_out)
 
     def _end_ahead(self, *, keeps_cache: bool = False) -> None:
         if self._ahead is not None:
@@ -251,6 +315,13 @@ class SpecrolloutGeneration(VllmGeneration):
     def _version(self) -> int:
         """Training steps behind the engines' weights."""
         return self.first_version + self._num_refits - 1
+
+
+def _token_s(metrics: dict[str, float], num_engines: int) -> float | None:
+    """Returns what a token of a step costs an engine by plain decoding, in seconds; None if it is not known."""
+    seconds = metrics.get(f"{PREFIX}plain_estimate_s")
+    num_tokens = metrics.get(f"{PREFIX}num_tokens")
+    return seconds * num_engines / num_tokens if seconds is not None and num_tokens else None
 
 
 def prepare_with_seeds(prepare: Callable[..., Any], rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:

@@ -25,12 +25,14 @@ from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_
 from nemo_specrollout.nemo_rl.patch_point_table import (
     POINTS_OF_ALL_RUNS,
     POINTS_OF_CONTROLLER,
+    POINTS_OF_LOADERS,
     POINTS_OF_ROLLOUTS,
     POINTS_OF_RUN_AHEAD,
     POINTS_OF_TRAINERS,
 )
 from nemo_specrollout.nemo_rl.patch_points import PatchPoint, check_patch_points
-from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
+from nemo_specrollout.nemo_rl.run_facts import RunFacts, changed_seed, put_run
+from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 from nemo_specrollout.reports.records import FOLDER as RECORDS
 from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
@@ -69,6 +71,9 @@ def install(config: Any) -> bool:
     if not is_on_pythonpath():
         os.environ[PYTHONPATH] = pythonpath_with(code_folder(Path(config.logger["log_dir"]).absolute()))
     _replace_names(config, _logger_class(block, generation["specrollout"], tree, facts), points)
+    if (sentence := _changed_seed(config)) is not None:
+        STEP_LOG.alarms.append(sentence)
+        print(f"warning: {sentence}", flush=True)
     drafters = ", ".join(drafter.type for drafter in block.drafters) or "vLLM's own, or none"
     print(f"specrollout is on: drafters {drafters}; on vLLM's V2 model runner", flush=True)
     return True
@@ -101,10 +106,12 @@ def _trainers(config: Any) -> list[str]:
 
 def _patch_points_of(config: Any, *, runs_ahead: bool) -> tuple[PatchPoint, ...]:
     """Returns the patch points of a run."""
-    ahead = POINTS_OF_RUN_AHEAD if runs_ahead else ()
     if _is_controlled(config):
-        return (*POINTS_OF_ALL_RUNS, *POINTS_OF_CONTROLLER, *ahead)
-    own = (point for point in POINTS_OF_TRAINERS if point.module in _trainers(config))
+        return (*POINTS_OF_ALL_RUNS, *POINTS_OF_CONTROLLER, *(POINTS_OF_RUN_AHEAD if runs_ahead else ()))
+    trainers = _trainers(config)
+    own = (point for point in POINTS_OF_TRAINERS if point.module in trainers)
+    loaders = (point for point in POINTS_OF_LOADERS if point.module in trainers)
+    ahead = (*loaders, *POINTS_OF_RUN_AHEAD) if runs_ahead else ()
     return (*POINTS_OF_ALL_RUNS, *own, *POINTS_OF_ROLLOUTS, *ahead)
 
 
@@ -150,7 +157,7 @@ def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
     heads = HeadFolder(Path(place).absolute() / "specrollout_heads")
     if first == 0:
         heads.withdraw()
-    algorithm = next(found for name in ALGORITHMS if (found := getattr(config, name, None)) is not None)
+    _, algorithm = _algorithm(config)
     samples = getattr(algorithm, "num_generations_per_prompt", 1)
     asynchronous = getattr(algorithm, "async_grpo", None) or getattr(algorithm, "async_ppo", None)
     if asynchronous is not None and not asynchronous.enabled:
@@ -167,14 +174,28 @@ def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
         samples,
         bool(in_flight),
         recomputes,
+        bool(getattr(algorithm, "use_dynamic_sampling", False)),
         str(rows),
     )
+
+
+def _changed_seed(config: Any) -> str | None:
+    """Returns a sentence if the checkpoint that the run resumes from has another seed, which its config says; else None."""
+    from nemo_rl.utils.checkpoint import CheckpointManager
+
+    checkpoint = CheckpointManager(config.checkpointing).get_latest_checkpoint_path()
+    name, algorithm = _algorithm(config)
+    return None if checkpoint is None else changed_seed(Path(checkpoint) / "config.yaml", name, algorithm.seed)
+
+
+def _algorithm(config: Any) -> tuple[str, Any]:
+    """Returns the name and the block of the run's algorithm."""
+    return next((name, found) for name in ALGORITHMS if (found := getattr(config, name, None)) is not None)
 
 
 def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: Any, facts: RunFacts) -> Any:
     from nemo_specrollout.nemo_rl.generation import SpecrolloutLogger
     from nemo_specrollout.nemo_rl.logprob_gap import gap_alarms, gap_causes
-    from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 
     STEP_LOG.take()  # what an earlier run of this process has left
     abilities = abilities_of(engine_vllm(tree).version, model_config(tree) or {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of the next step, which `run_ahead` needs early: NeMo-RL's data loader with a look at its next batch."""
+"""The prompts of coming steps, which `run_ahead` needs early: NeMo-RL's data loader with a look at its next batches."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -8,51 +8,48 @@ from weakref import ref
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nemo_specrollout.nemo_rl.early_rows import NextPrompt
-
-_END = object()
+from nemo_specrollout.nemo_rl.peeked_batches import PeekedBatches
 
 
 class PeekingLoader(StatefulDataLoader):
-    """NeMo-RL's data loader, which can show its next batch early. That leaves `state_dict` as it was."""
+    """NeMo-RL's data loader, which can show its next batches early. That leaves `state_dict` as it was."""
 
     _latest: ClassVar["ref[PeekingLoader] | None"] = None
-    _next: Any = None
-    _state_before: dict[str, Any] | None = None
+    _batches: PeekedBatches | None = None
+    """The epoch that is under way."""
+    num_taken = 0
+    """Batches that the loader has given since it was made."""
 
     def __iter__(self) -> Iterator[Any]:
-        self._stream = super().__iter__()
-        self._next = self._state_before = None
-        while (batch := self._take()) is not _END:
+        self._batches = PeekedBatches(super().__iter__(), super().state_dict)
+        for batch in self._batches:
+            self.num_taken += 1
             PeekingLoader._latest = ref(self)
             yield batch
 
-    def _take(self) -> Any:
-        batch = self._next
-        self._next = None
-        self._state_before = None
-        return next(self._stream, _END) if batch is None else batch
+    @staticmethod
+    def latest() -> "PeekingLoader | None":
+        """Returns the loader of this process that has given a batch last; None before any has."""
+        return None if PeekingLoader._latest is None else PeekingLoader._latest()
 
-    def peek(self) -> Any:
-        """Returns the batch that comes next; None at the end of an epoch."""
-        if self._next is None:
-            self._state_before = super().state_dict()
-            self._next = next(self._stream, _END)
-        return None if self._next is _END else self._next
+    def next_prompts(self, number: int) -> list[list[NextPrompt]]:
+        """Returns the prompts of the batches that come next, at most `number`; fewer at the end of an epoch."""
+        return [] if self._batches is None else list(map(prompts_of, self._batches.peek(number)))
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() if self._state_before is None else self._state_before
+        return super().state_dict() if self._batches is None else self._batches.state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._batches = None
+        super().load_state_dict(state_dict)
 
 
-def next_prompts() -> list[NextPrompt]:
-    """Returns the prompts of the next step, in order; none if they are not known."""
-    loader = None if PeekingLoader._latest is None else PeekingLoader._latest()
-    shown = None if loader is None else loader.peek()
-    if shown is None:
-        return []
-    logs = shown["message_log"]
+def prompts_of(batch: Mapping[str, Any]) -> list[NextPrompt]:
+    """Returns the prompts of a batch of NeMo-RL's data loader, in order."""
+    logs = batch["message_log"]
     nothing = [None] * len(logs)
-    tasks = shown.get("task_name") or nothing
-    media = shown.get("vllm_content") or nothing
+    tasks = batch.get("task_name") or nothing
+    media = batch.get("vllm_content") or nothing
     return [
         NextPrompt(_token_ids(log), task, content is not None)
         for log, task, content in zip(logs, tasks, media, strict=True)

@@ -230,8 +230,10 @@ POINTS_OF_ROLLOUTS = (
     ),
 )
 """Patch points of runs without the SingleController."""
+POINTS_OF_LOADERS = tuple(PatchPoint(module, "StatefulDataLoader") for module in (GRPO, DISTILLATION, PPO))
+"""Patch points of runs with `run_ahead`: the data loader, in the module of the run's trainer."""
 POINTS_OF_RUN_AHEAD = (
-    PatchPoint(GRPO, "StatefulDataLoader"),
+    PatchPoint(VLLM_GENERATION, "VllmGeneration.prepare_for_generation", result="value"),
     PatchPoint(
         VLLM_WORKER,
         "BaseVllmGenerationWorker._build_sampling_params",
@@ -256,6 +258,7 @@ DRIVER_POINTS = (
     *POINTS_OF_CONTROLLER,
     *POINTS_OF_TRAINERS,
     *POINTS_OF_ROLLOUTS,
+    *POINTS_OF_LOADERS,
     *POINTS_OF_RUN_AHEAD,
 )
 """Patch points in the driver and in NeMo-RL's actors, for all kinds of run."""

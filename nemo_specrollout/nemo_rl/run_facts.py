@@ -4,9 +4,13 @@
 import json
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.nemo_rl_tree import at
 from nemo_specrollout.config.strict import build
 
 _BLOCK_KEY = "specrollout"
@@ -31,7 +35,8 @@ class RunFacts:
     """True if weights change while requests run. The SingleController's always do, and there it is False."""
     recomputes_kv: bool = False
     """True if an asynchronous run wants all KV computed again whenever weights have changed."""
-
+    filters_by_reward: bool = False
+    """True if rewards decide how many batches a step takes, so that nobody knows before which step the next one is for."""
     rows: str = ""
     """Path of the folder in which the engines record rows for an audit; empty if they record none."""
 
@@ -39,6 +44,23 @@ class RunFacts:
     def of(cls, generation_config: Mapping[str, Any]) -> "RunFacts":
         """Returns the facts in NeMo-RL's `policy.generation`."""
         return cls(**generation_config[_RUN_KEY])
+
+
+def changed_seed(checkpoint_config: Path, algorithm: str, seed: int) -> str | None:
+    """Returns a sentence if the run that wrote a checkpoint had another seed of its algorithm, else None.
+
+    `checkpoint_config` is the config that NeMo-RL has written into the checkpoint. One that cannot be read says nothing.
+    """
+    try:
+        before = at(yaml.safe_load(checkpoint_config.read_text(encoding="utf-8")), f"{algorithm}.seed")
+    except (OSError, UnicodeError, yaml.YAMLError):
+        return None
+    if before in (None, seed):
+        return None
+    return (
+        f"{algorithm}.seed is {seed}, but the run that wrote the checkpoint had {before}: rows have other noise from here on, "
+        f"so the run samples other texts than without the interruption; set it to {before} to go on as before"
+    )
 
 
 def put_run(generation_config: MutableMapping[str, Any], block: SpecrolloutConfig, facts: RunFacts) -> None:

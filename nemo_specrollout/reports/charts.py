@@ -64,10 +64,29 @@ LINE_PANELS = {
     ),
     "ahead": LinePanel(
         "Tokens of a step's responses",
-        [("right when made ahead", "ahead_kept", BLUE)],
+        [("right when made ahead", "ahead_kept", BLUE), ("with branches", "ahead_right", GREEN)],
         is_share=True,
     ),
-    "ahead_s": LinePanel("Idle seconds in which engines worked ahead", [("", "ahead_s", BLUE)]),
+    "ahead_flight": LinePanel(
+        "Tokens in flight as a step began",
+        [
+            ("for it", "ahead_tokens", BLUE),
+            ("next step", "ahead_tokens_2", GREEN),
+            ("third", "ahead_tokens_3", ORANGE),
+            ("fourth", "ahead_tokens_4", GREY),
+        ],
+        is_count=True,
+    ),
+    "ahead_parted": LinePanel(
+        "Texts that an update has changed",
+        [("changed", "ahead_parted", ORANGE), ("on a branch again", "ahead_followed", GREEN)],
+        is_count=True,
+    ),
+    "ahead_s": LinePanel(
+        "Seconds of a step",
+        [("idle engines worked ahead", "ahead_s", GREY), ("saved, by estimate", "ahead_saved_s", BLUE)],
+        is_from_zero=False,
+    ),
     "run_ahead": LinePanel("Drafts at hand, per request and step", [("tokens", "draft_supply.run_ahead", BLUE)]),
 }
 GAP_LINES = (("KL error", "gen_kl_error", ORANGE), ("largest", "logprob_gap_max", GREY), ("gap", "logprob_gap", BLUE))

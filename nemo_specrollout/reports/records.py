@@ -349,6 +349,7 @@ def summary_of(steps: Sequence[Record]) -> dict[str, Any]:
         **{key: int(total) for key in _COUNTS if math.isfinite(total := reduced(np.sum, series(steps, key)))},
         **_head_summary(steps),
         **_tail_summary(steps),
+        **_ahead_summary(steps),
     }
 
 
@@ -379,6 +380,19 @@ def _tail_summary(steps: Sequence[Record]) -> dict[str, Any]:
         **{f"tail_{key}": int(count) for key, count in counts.items() if math.isfinite(count)},
         **({"tail_idle_share": idle_share} if math.isfinite(idle_share) else {}),
         "tail_saved_s": _known(reduced(np.sum, series(tails, "tail.saved_s"))),
+    }
+
+
+def _ahead_summary(steps: Sequence[Record]) -> dict[str, Any]:
+    """Returns what was made ahead in a run, or nothing without it. Shares are means over the steps that had texts."""
+    made = [step for step in steps if number(step, "ahead_tokens") > 0]
+    if not made:
+        return {}
+    return {
+        "ahead_tokens": int(reduced(np.sum, series(made, "ahead_tokens"))),
+        "ahead_kept": _known(reduced(np.mean, series(made, "ahead_kept"))),
+        "ahead_right": _known(reduced(np.mean, series(made, "ahead_right"))),
+        "ahead_saved_s": _known(reduced(np.sum, series(made, "ahead_saved_s"))),
     }
 
 

@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's part of `run_ahead`: the thread that lets idle engines decode the rows of the next step.
+"""The driver's part of `run_ahead`: which requests of coming steps engines may decode early, and the texts they have made.
 
-The engines have the weights of the step before. A request's seed is known before its weights are, so their texts are drafts
-for the same requests under the same noise. Nothing else ever sees these texts.
+The engines have weights of an earlier step. A request's seed is known before its weights are, so their texts are drafts for
+the same requests under the same noise. Nothing else ever sees these texts.
 """
 
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 import ray
 
-from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls
-from nemo_specrollout.generation.engine.requests import TOKEN_BYTES
+from nemo_specrollout.config.block import RunAheadConfig
+from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
+from nemo_specrollout.reports.ahead_records import flight_figures, kept_figures
 from nemo_specrollout.reports.records import PREFIX, ahead_alarms, ahead_figures
+from nemo_specrollout.run_ahead.decisions.flips import FlipModel
+from nemo_specrollout.run_ahead.decisions.steps_ahead import Flight, StepsAhead
+from nemo_specrollout.run_ahead.early_requests import EarlyFigures
+from nemo_specrollout.run_ahead.early_texts import EarlyRow
+from nemo_specrollout.run_ahead.text_store import TextStore
+from nemo_specrollout.run_ahead.texts import KeptCounts
 
 Parameters = ParamSpec("Parameters")
 SLICE_S = 0.1
 """Seconds for which a synchronous engine decodes ahead at a time. Its other calls wait for the end of a slice."""
+MIB = 1 << 20
 
 
 class Engines(Protocol):
@@ -54,106 +60,184 @@ def ask_all(
     return list(ray.get(calls))
 
 
-class Row(Protocol):
-    """A row of the next step. Its other fields matter only to the engines, to which it is sent as it is."""
+def replies_of(calls: Sequence[Any]) -> Iterator[Any]:
+    """Yields the reply to each call of an engine actor, but none of an engine that has died.
 
-    @property
-    def seed(self) -> int: ...
-
-
-@dataclass
-class _Made:
-    """What was made ahead for the rows of one policy version."""
-
-    version: int
-    texts: dict[int, bytes] = field(default_factory=dict)
-    """The longest text that was made under each seed, as int32 numbers."""
-    seconds: float = 0.0
-    """Wall time for which engines have decoded these rows."""
+    Its texts are only drafts, so nothing is lost with them. NeMo-RL notices the death by calls of its own.
+    """
+    for call in calls:
+        try:
+            yield ray.get(call)
+        except ray.exceptions.RayActorError:
+            continue
 
 
 class RunAhead:
-    """Lets the engines decode rows while they have nothing else to do. Owns the thread that asks them, and the texts.
+    """Lets engines decode requests of coming steps. Owns their texts between two rollouts, and the thread of idle engines.
 
-    It is idle until `begin`. Then it runs until `end`, which stops the engines within a slice, keeps their texts and sends
-    them to all engines. If `begin` comes again for the same policy version, as after an interruption, the rows bring their
-    texts as drafts, so that they are soon where they were, and each row keeps the longer one of its texts.
+    The weights of a policy version arrive, and `plan` tells the engines what they may begin in slots that the rollout leaves
+    empty. `work` lets engines that have nothing else to do go on with it, in slices. `end` stops all of it before the weights
+    change or the engines sleep, and collects the texts, which the next `plan` brings back.
+
+    Invariant: no early request is in an engine after `end`, and none begins before the next `plan`.
     """
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: Engines, config: RunAheadConfig) -> None:
         self._engines = engines
+        self._config = config
+        self._store = TextStore(config.text_mib * MIB)
+        self._flips = FlipModel()
+        self._depth = StepsAhead()
+        self._rows: dict[int, list[int]] = {}
+        """Seeds of the requests of the latest plan, by the policy version of their step."""
+        self._is_planned = False
+        self._num_planned = 0
+        self._figures: EarlyFigures | None = None
+        """What the engines did for coming steps since the last step, added up. None if they had no plan."""
+        self._in_flight: dict[int, list[int]] = {}
+        """Tokens in flight when the weights of a policy version arrived: for its own step, and for each one after it."""
+        self._alarms: list[str] = []
         self._stop = threading.Event()
+        self._after = 0
         self._thread: threading.Thread | None = None
-        self._shards: list[Sequence[Row]] = []
-        self._made = self._made_before = _Made(-1)
 
-    def begin(self, version: int, prompts: Sequence[Sequence[int]], rows: Sequence[Row], after: int) -> None:
-        """Lets engines decode the rows of a coming policy version, each engine its share of them.
+    @property
+    def steps(self) -> int:
+        """How many coming steps the next plan should have."""
+        return self._depth.steps if isinstance(self._config.steps, str) else self._config.steps
 
-        `prompts` has the token ids of each row's prompt. A synchronous engine begins when it has ended `after` calls of
-        `generate` since the start of the run, so that it does not decode ahead before its part of the current rollout.
+    def plan(self, version: int, steps: Sequence[Sequence[EarlyRow]]) -> None:
+        """Gives the engines the texts of the step whose weights they have, and their shares of the coming steps' requests.
+
+        Args:
+            version: Policy version of the weights that the engines have.
+            steps: Requests of each coming step, of which the first is that of `version` + 1.
         """
         self.end(keeps_cache=True)
-        if version != self._made.version:
-            self._made_before = self._made
-            self._made = _Made(version)
-        num_engines = self._engines.num_engines
-        ranges = [slice(*ab) for ab in pairwise(len(rows) * i // num_engines for i in range(num_engines + 1))]
-        self._shards = [rows[of] for of in ranges]
-        self._stop.clear()
-        work = [(prompts[of], rows[of]) for of in ranges]
-        self._thread = threading.Thread(target=self._run, args=(work, after), daemon=True)
-        self._thread.start()
+        self._store.forget_before(version)
+        self._note_flights(version)
+        texts_once: Any = ray.put(self._store.of(version))  # stored once for all engines
+        every = range(self._engines.num_engines)
+        start = self._engines.start
+        calls = [start(engine, EngineActorCalls.specrollout_texts_ahead, texts=texts_once) for engine in every]
+        self._rows = {version + k: [row.row.seed for row in rows] for k, rows in enumerate(steps, 1)}
+        known = [self._with_texts(version + k, k, rows) for k, rows in enumerate(steps, 1)]
+        self._is_planned = any(steps)
+        self._num_planned = len(steps)
+        if self._is_planned:
+            learned = {"scale": self._flips.scale, "kept": self._depth.kept}
+            for engine, rows in enumerate(shares(known, self._engines.num_engines)):
+                calls.append(start(engine, EngineActorCalls.specrollout_plan_ahead, rows=rows, **learned))
+        list(replies_of(calls))
+
+    def work(self, after: int) -> None:
+        """Lets engines that have nothing else to do go on with the plan, in slices, until `end`.
+
+        A synchronous engine begins when it has ended `after` calls of `generate` since the start of the run, so that it does
+        not decode ahead before its part of the present rollout.
+        """
+        self._after = after
+        if self._thread is None and self._is_planned:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
 
     def end(self, *, keeps_cache: bool = False) -> None:
-        """Stops the engines and gives each of them the texts of all. Does nothing if they are not at work.
+        """Stops all early requests and keeps their texts. Does nothing without a plan.
 
         The engines drop the prefixes that they have cached, because the next weights must not read them. With `keeps_cache`
         they keep them, which is right as long as the weights stay.
         """
         thread = self._thread
         self._thread = None
-        if thread is None:
+        if thread is not None:
+            self._stop.set()
+            thread.join()
+        if not self._is_planned:
             return
-        self._stop.set()
-        thread.join()
-        at_work = [engine for engine, rows in enumerate(self._shards) if rows]
+        self._is_planned = False
+        every = range(self._engines.num_engines)
         end = EngineActorCalls.specrollout_end_ahead
-        replies = [self._engines.start(engine, end, keeps_cache=keeps_cache) for engine in at_work]
-        for engine, texts in zip(at_work, ray.get(replies), strict=True):
-            if texts:  # an engine that was never free has begun no row
-                self._keep(self._shards[engine], texts)
-        texts_once: Any = ray.put(self._made.texts)  # stored once for all engines
-        ask_all(self._engines, EngineActorCalls.specrollout_texts_ahead, texts=texts_once)
+        calls = [self._engines.start(engine, end, keeps_cache=keeps_cache) for engine in every]
+        version_of = {seed: version for version, seeds in self._rows.items() for seed in seeds}
+        for made in replies_of(calls):
+            by_version: dict[int, dict[int, Any]] = {}
+            for seed, text in made.texts.items():
+                by_version.setdefault(version_of[seed], {})[seed] = text
+            for version, texts in by_version.items():
+                self._store.put(version, texts)
+            self._figures = made.figures if self._figures is None else self._figures.plus(made.figures)
+        self._trim()
+        if not keeps_cache:  # the phase has ended, so engines have begun all that they had slots for
+            flights = [Flight(len(seeds), len(self._store.of(later))) for later, seeds in sorted(self._rows.items())]
+            self._depth.observe_flights(flights)
 
-    def _keep(self, rows: Sequence[Row], texts: Sequence[bytes]) -> None:
-        """Keeps the text of each row, unless a longer one of the same row is known."""
-        made = self._made.texts
-        for row, text in zip(rows, texts, strict=True):
-            if text and len(text) >= len(made.get(row.seed, b"")):
-                made[row.seed] = text
+    def figures(self, version: int, token_s: float | None = None) -> tuple[dict[str, float], list[str]]:
+        """Returns the metrics and alarms of the step of a policy version, whose responses have all been made.
 
-    def figures(self, version: int) -> tuple[dict[str, float], list[str]]:
-        """Returns the metrics and alarms of the texts that were made for the step of a policy version.
-
-        Texts are known of the last two versions for which any were made. For another version the figures are 0. Asks the
-        engines how much of these texts was right, and counts it for this step only.
+        Asks the engines how much of the texts was right, and learns from it how far the update has moved the scores.
+        `token_s` is what a token of the step costs an engine by plain decoding, in seconds, if that is known.
         """
-        made = next((made for made in (self._made, self._made_before) if made.version == version), _Made(version))
-        num_made = sum(map(len, made.texts.values())) // TOKEN_BYTES
-        kept = ask_all(self._engines, EngineActorCalls.specrollout_take_kept)
-        num_kept, num_tokens = map(sum, zip(*kept, strict=True))
-        figures = ahead_figures(num_made, num_kept, num_tokens, made.seconds)
-        return {PREFIX + name: value for name, value in figures.items()}, ahead_alarms(num_made, num_kept)
+        take = EngineActorCalls.specrollout_take_kept
+        calls = [self._engines.start(engine, take) for engine in range(self._engines.num_engines)]
+        kept = KeptCounts()
+        for counts in replies_of(calls):
+            kept = kept.plus(counts)
+        if kept.num_texts:
+            self._flips.observe_counts(kept.gaps_G, kept.num_flips)
+            self._depth.observe_kept(kept.num_made, kept.num_right)
+        if token_s is not None and isinstance(self._config.steps, str):
+            self._observe_price(token_s)
+        in_flight = self._in_flight.pop(version, [])
+        self._in_flight = {known: tokens for known, tokens in self._in_flight.items() if known > version}
+        num_made = in_flight[0] if in_flight else 0
+        effort = self._figures or EarlyFigures()
+        metrics = {
+            **ahead_figures(num_made, kept.num_kept, kept.num_tokens, effort.alone_s / self._engines.num_engines),
+            **flight_figures(in_flight),
+            **kept_figures(kept),
+            "ahead_begun": float(effort.num_texts),
+            "ahead_branches": float(effort.num_branches),
+            "ahead_made": float(effort.num_tokens),
+            "ahead_steps_beside": float(effort.num_steps_beside),
+            "ahead_steps": float(self._num_planned),
+        }
+        self._figures = None
+        alarms = self._alarms + ahead_alarms(num_made, kept.num_right)
+        self._alarms = []
+        return {PREFIX + name: value for name, value in metrics.items()}, alarms
 
-    def _run(self, work: Sequence[tuple[Sequence[Any], Sequence[Row]]], after: int) -> None:
-        """Asks each engine for slice after slice, until its rows have ended or `end` is called. Runs in the thread.
+    def _observe_price(self, token_s: float) -> None:
+        """Learns from an engine what a verified row costs, which decides how many updates a text may wait for."""
+        method = WorkerCalls.specrollout_step_seconds.__name__
+        call = self._engines.start(0, EngineActorCalls.specrollout_call, method=method, arguments=[])
+        for prices in replies_of([call]):
+            if prices is not None:
+                self._depth.observe_price(prices[1], token_s)
 
-        `work` has the prompts and the rows of each engine. Its first call brings them, and further calls only go on. An
-        engine that replies None has not taken them yet, so the next call brings them again.
-        """
-        started = time.perf_counter()
-        calls = {self._advance(engine, after, *shard): engine for engine, shard in enumerate(work) if shard[1]}
+    def _note_flights(self, version: int) -> None:
+        """Notes what is in flight for the step of a policy version, whose weights have arrived, and for those after it."""
+        if version not in self._in_flight:
+            last = max(self._rows, default=version)
+            self._in_flight[version] = [self._store.num_tokens(later) for later in range(version, last + 1)]
+
+    def _with_texts(self, version: int, steps_ahead: int, rows: Sequence[EarlyRow]) -> list[EarlyRow]:
+        known = self._store.of(version)
+        return [EarlyRow(row.prompt, row.row, steps_ahead, known.get(row.row.seed)) for row in rows]
+
+    def _trim(self) -> None:
+        """Forgets texts for which there is no room. An alarm says so if even the next step's do not fit."""
+        forgotten = self._store.trim()
+        nearest = min(self._rows, default=0)
+        if lost := forgotten.get(nearest):
+            self._alarms.append(
+                f"{lost} texts of the next step did not fit into run_ahead.text_mib {self._config.text_mib}, so their "
+                "requests begin without drafts: raise it"
+            )
+
+    def _run(self) -> None:
+        """Asks each engine for slice after slice, until its requests have ended or `end` is called. Runs in the thread."""
+        calls = {self._advance(engine): engine for engine in range(self._engines.num_engines)}
         while calls and not self._stop.is_set():
             for call in ray.wait(list(calls), timeout=SLICE_S)[0]:
                 engine = calls.pop(call)
@@ -161,14 +245,26 @@ class RunAhead:
                     is_busy = ray.get(call)
                 except ray.exceptions.RayActorError:
                     continue  # the engine's next call fails, too, and NeMo-RL says so
+                except ray.exceptions.RayTaskError as error:
+                    self._alarms.append(f"engine {engine} does not decode ahead any more: {error.cause}")
+                    continue
                 if is_busy is not False:
-                    again = work[engine] if is_busy is None else ()
-                    calls[self._advance(engine, after, *again)] = engine
-        self._made.seconds += time.perf_counter() - started
+                    calls[self._advance(engine)] = engine
 
-    def _advance(self, engine: int, after: int, prompts: Sequence[Any] = (), rows: Sequence[Row] = ()) -> Any:
-        """Begins a slice of an engine, with more rows. Returns Ray's reference to the reply."""
+    def _advance(self, engine: int) -> Any:
+        """Begins a slice of an engine. Returns Ray's reference to the reply."""
         run_ahead = EngineActorCalls.specrollout_run_ahead
-        return self._engines.start(
-            engine, run_ahead, prompts=list(prompts), rows=list(rows), seconds=SLICE_S, after=after
-        )
+        return self._engines.start(engine, run_ahead, seconds=SLICE_S, after=self._after)
+
+
+def shares(steps: Sequence[Sequence[EarlyRow]], num_engines: int) -> list[list[EarlyRow]]:
+    """Deals the requests of each step to the engines. Returns each engine's, the nearest step first.
+
+    Neighbours stay together, because the samples of a prompt share its cached prefix.
+    """
+    dealt: list[list[EarlyRow]] = [[] for _ in range(num_engines)]
+    for rows in steps:
+        ends = [len(rows) * i // num_engines for i in range(num_engines + 1)]
+        for share, (first, last) in zip(dealt, pairwise(ends), strict=True):
+            share.extend(rows[first:last])
+    return dealt

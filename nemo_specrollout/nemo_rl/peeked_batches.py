@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream of batches with a look at the next ones, and with the state of its source as if nobody had looked."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+State = dict[str, Any]
+
+
+class PeekedBatches:
+    """Yields the batches of one epoch. Owns those that were looked at and have not been taken yet.
+
+    Invariant: the batches, their order and `state` are those of the same stream without any look at what comes next.
+    """
+
+    def __init__(self, stream: Iterator[Any], state_of_source: Callable[[], State]) -> None:
+        """`state_of_source` returns the state from which the source would go on after the last batch of `stream`."""
+        self._stream = stream
+        self._state_of_source = state_of_source
+        self._waiting: deque[tuple[State, Any]] = deque()
+        """Batches that were looked at, each with the state of the source before it."""
+        self._state_at_end: State | None = None
+        """State before the end of the epoch was met; None while it was not."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._waiting:
+            return self._waiting.popleft()[1]
+        if self._state_at_end is not None:
+            self._state_at_end = None
+            raise StopIteration
+        return next(self._stream)
+
+    def peek(self, number: int) -> list[Any]:
+        """Returns the batches that come next, at most `number`; fewer if the epoch ends before."""
+        while len(self._waiting) < number and self._state_at_end is None:
+            state = self._state_of_source()
+            try:
+                self._waiting.append((state, next(self._stream)))
+            except StopIteration:
+                self._state_at_end = state
+        return [batch for _, batch in list(self._waiting)[:number]]
+
+    def state(self) -> State:
+        """Returns the state of the source after the batch that was taken last."""
+        if self._waiting:
+            return self._waiting[0][0]
+        return self._state_of_source() if self._state_at_end is None else self._state_at_end

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of texts that were made ahead (`run_ahead`), as records of a step have them: docs/reference/metrics.md."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+def flight_figures(in_flight: Sequence[int]) -> dict[str, float]:
+    """Returns the tokens that were in flight for the steps after the present one when its weights arrived.
+
+    `in_flight` has the number for the present step first. The step after it has the key `ahead_tokens_2`, because its texts
+    will be two updates away from the weights that made the first of them.
+    """
+    return {f"ahead_tokens_{k}": float(tokens) for k, tokens in enumerate(in_flight, 1) if k > 1}
+
+
+class Kept(Protocol):
+    """How much of a step's texts was right: `KeptCounts` of run_ahead/texts.py."""
+
+    num_right: int
+    num_tokens: int
+    num_texts: int
+    num_flips: int
+    num_runners_up: int
+    num_followed: int
+
+
+def kept_figures(kept: Kept) -> dict[str, float]:
+    """Returns how right the texts of a step were, and where they parted from the responses; nothing without any text."""
+    if not kept.num_texts:
+        return {}
+    figures = {
+        "ahead_texts": float(kept.num_texts),
+        "ahead_right": kept.num_right / max(kept.num_tokens, 1),
+        "ahead_parted": float(kept.num_flips),
+        "ahead_followed": float(kept.num_followed),
+    }
+    return figures | ({"ahead_runners_up": kept.num_runners_up / kept.num_flips} if kept.num_flips else {})
+
+
+def saved_figures(figures: Mapping[str, float], acceptance: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the estimated seconds that texts made ahead have spared a rollout; nothing if that is not known.
+
+    Of the time that all drafts have spared, the share of the drafter `ahead` is its share of all accepted drafts.
+    `figures` has the step's `plain_estimate_s` and `rollout_s`, and `acceptance` its counts by drafter.
+    """
+    accepted = {name: sum(counts["accepted"]) for name, counts in acceptance.items()}
+    if "plain_estimate_s" not in figures or not accepted.get("ahead"):
+        return {}
+    spared_s = figures["plain_estimate_s"] - figures["rollout_s"]
+    return {"ahead_saved_s": spared_s * accepted["ahead"] / sum(accepted.values())}

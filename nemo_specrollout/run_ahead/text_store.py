@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The texts of coming steps between two rollouts, as the driver keeps them."""
+
+from collections.abc import Mapping
+
+from nemo_specrollout.run_ahead.texts import TextAhead
+
+
+class TextStore:
+    """Owns the texts by the policy version of their step and by the seed of their request. Their memory is bounded.
+
+    Versions count training steps. A text is replaced by what newer weights have made of it.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._texts: dict[int, dict[int, TextAhead]] = {}
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the texts take."""
+        return self._num_bytes
+
+    def of(self, version: int) -> dict[int, TextAhead]:
+        """Returns the texts of the step of a policy version, by seed."""
+        return dict(self._texts.get(version, {}))
+
+    def get(self, version: int, seed: int) -> TextAhead | None:
+        """Returns the text of a request; None if there is none."""
+        return self._texts.get(version, {}).get(seed)
+
+    def num_tokens(self, version: int) -> int:
+        """Returns how many tokens are in flight for a step, without branches."""
+        return sum(text.num_tokens for text in self._texts.get(version, {}).values())
+
+    def put(self, version: int, texts: Mapping[int, TextAhead]) -> None:
+        """Takes the newest texts of a step's requests. The others of that step stay."""
+        known = self._texts.setdefault(version, {})
+        for seed, text in texts.items():
+            before = known.get(seed)
+            self._num_bytes += text.num_bytes - (0 if before is None else before.num_bytes)
+            known[seed] = text
+
+    def trim(self) -> dict[int, int]:
+        """Forgets texts that do not fit into the memory, those of the farthest step first and there the last ones.
+
+        Returns the number of forgotten texts of each step that lost any, by its policy version.
+        """
+        forgotten: dict[int, int] = {}
+        for version in sorted(self._texts, reverse=True):
+            texts = self._texts[version]
+            while texts and self._num_bytes > self._most_bytes:
+                _, text = texts.popitem()
+                self._num_bytes -= text.num_bytes
+                forgotten[version] = forgotten.get(version, 0) + 1
+        return forgotten
+
+    def forget_before(self, version: int) -> None:
+        """Forgets the texts of steps before that of a policy version."""
+        for old in [known for known in self._texts if known < version]:
+            self._num_bytes -= sum(text.num_bytes for text in self._texts.pop(old).values())
