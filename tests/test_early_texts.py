@@ -103,6 +103,25 @@ def test_what_is_verified_again_keeps_the_known_tail_and_its_branches_until_it_p
     assert texts.texts()[6].branches == ()
 
 
+def test_a_text_that_gave_way_begins_again_with_what_it_has_made() -> None:
+    """Its near-ties may arrive after it was stopped. One with a branch does not begin again, because the branch goes on."""
+    texts = early_texts(row(6), row(7))
+    (text,) = texts.next(1)
+    texts.grew(text.name, [10, 11])
+    texts.stopped(text.name)
+    texts.ties(text.name, len(PROMPT), float16(5.0, 0.0), as_bytes([80, 81]))
+    (again,) = texts.next(1)
+    assert (again.row.row.seed, again.drafts) == (6, as_bytes([10, 11]))
+    assert texts.texts()[6].gaps == float16(5.0, 0.0)
+    texts.grew(again.name, [10])
+    texts.ties(again.name, len(PROMPT), float16(0.0), as_bytes([90]))
+    branch, other = texts.next(2)
+    assert (branch.prefix, other.row.row.seed) == ((90,), 7), "near-ties of the stopped request are forgotten"
+    texts.stopped(again.name)
+    texts.stopped(again.name)
+    assert not texts.next(1)
+
+
 def test_a_row_that_is_not_begun_keeps_what_is_known_of_it() -> None:
     known = TextAhead(as_bytes([10]), is_complete=True)
     texts = early_texts(row(6, known=known), row(7))

@@ -115,11 +115,13 @@ def test_rows_whose_texts_would_never_be_drafts_are_not_decoded_early() -> None:
     """The rows that are decoded early have the seeds that the step gives them, also where contents occur twice."""
     contents, tasks = [[1, 2], [3], [1, 2], [4]], ["squad", "math", "math", None]
     prompts = [NextPrompt(ids, task) for ids, task in zip(contents, tasks, strict=True)]
-    token_ids, rows = early_rows([*prompts, NextPrompt([5], "math", True)], 2, RowSeeds(42, 3), TaskOptOut(["squad"]))
-    assert token_ids == [[3], [3], [1, 2], [1, 2], [4], [4]]
+    rows = early_rows([*prompts, NextPrompt([5], "math", True)], 2, RowSeeds(42, 3), TaskOptOut(["squad"]))
+    assert [row.prompt for row in rows] == [[3], [3], [1, 2], [1, 2], [4], [4]]
     of_the_step = RowSeeds(42, 3).seeds([ids for ids in contents for _ in range(2)])
-    assert rows == [Row(seed, len(ids)) for seed, ids in zip(of_the_step[2:], token_ids, strict=True)]
-    assert len(early_rows(prompts, 1, RowSeeds(42), TaskOptOut([]))[1]) == 4
+    assert [row.row for row in rows] == [
+        Row(seed, len(row.prompt)) for seed, row in zip(of_the_step[2:], rows, strict=True)
+    ]
+    assert len(early_rows(prompts, 1, RowSeeds(42), TaskOptOut([]))) == 4
 
 
 @pytest.mark.parametrize(("given", "speculates"), [({}, True), ({DRAFTS_KEY: 1}, True), ({DRAFTS_KEY: 0}, False)])

@@ -14,6 +14,7 @@ import torch
 from block_policy import save_block_policy, save_dflash, save_dspark
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
+from test_near_ties import assert_kept, assert_kept_beside_log_probs
 from vllm.config import CUDAGraphMode
 
 from lab.bench.host_decisions import prepare
@@ -320,6 +321,15 @@ def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: di
         for rollout, plain in zip(found, expected[name], strict=True):
             np.testing.assert_allclose(rollout.logprobs, plain.logprobs, atol=2e-4)
     assert num_accepted(engine) > 50
+
+
+def test_near_ties_of_early_requests_are_kept(start: Callable[..., RolloutEngine]) -> None:
+    """With and without drafts, also in steps that vLLM's code samples because a request asks for more log-probs."""
+    plain = start(SpecrolloutConfig(drafters=()))
+    engine = start(SpecrolloutConfig(drafters=(SUFFIX,), run_ahead=RunAheadConfig(most_drafts=8)))
+    for way in ("T=1", "T=0"):
+        assert_kept(plain, engine, ASKED[:2], SAMPLINGS[way])
+    assert_kept_beside_log_probs(engine)
 
 
 def test_an_audit_finds_that_drafted_tokens_are_the_policys(start: Callable[..., RolloutEngine]) -> None:

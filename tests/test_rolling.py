@@ -3,20 +3,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from io import StringIO
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import STEP_ADDER
 from safetensors.torch import load_file
 from test_equality import assert_equal
 from test_racing import SAMPLINGS, noisy, six_prompts
+from tqdm import tqdm
 
-from lab.local.engine import RolloutEngine
+from lab.local.engine import Generation, RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
-from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
-from nemo_specrollout.run_ahead.early_requests import EarlyMade, early_params
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, as_bytes
+from nemo_specrollout.run_ahead.early_requests import EarlyMade, EarlyRequests, StaleCache, early_params
 from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart
 from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 from nemo_specrollout.run_ahead.texts import TextAhead
@@ -77,11 +80,32 @@ class Rolling:
         text = self.texts.get(request.noise_seed(self.engine._seed))
         return request if text is None else replace(request, ahead=text.tokens, branches=text.branches)
 
+    def texts_of(self, step: int) -> list[TextAhead]:
+        """What is known of a step's requests."""
+        seeds = [request.noise_seed(self.engine._seed) for request in of_step(step)]
+        return [self.texts[seed] for seed in seeds if seed in self.texts]
+
+    @property
+    def early(self) -> EarlyRequests:
+        assert self.rolling._early is not None
+        return self.rolling._early
+
     def end(self) -> EarlyMade:
         made = self.rolling.end(keeps_cache=False)
         self.texts.update(made.texts)
         assert not self.engine._llm.llm_engine.has_unfinished_requests()
         return made
+
+
+def load_noisy(step: int, *engines: RolloutEngine) -> None:
+    """Gives engines the weights of a step."""
+    weights = noisy(OLD, step) if step else OLD
+    for engine in engines:
+        engine.load_weights(weights.items())
+
+
+def interrupted() -> Any:
+    raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
@@ -113,18 +137,171 @@ def charge(engine: RolloutEngine, prices: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(engine._llm, "collective_rpc", answer)
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("num_steps", "sampling"), [(1, "T=1"), (3, "T=1"), (2, "T=0")])
 def test_several_phases_with_changed_weights(
-    engine: RolloutEngine, plain: RolloutEngine, sampling: str, num_steps: int
+    engine: RolloutEngine, plain: RolloutEngine, num_steps: int, sampling: str
 ) -> None:
+    """Each step's requests are those of plain decoding, whatever was made for them under earlier weights."""
     rolling = Rolling(engine, **SAMPLINGS[sampling])
     for step in range(4):
-        weights = noisy(OLD, step) if step else OLD
-        for each in (engine, plain):
-            each.load_weights(weights.items())
+        load_noisy(step, engine, plain)
         rolling.plan(step, num_steps)
         assert_equal(rolling.generate(step), plain.generate(of_step(step), **rolling.sampling))
-        made = rolling.end()
-        print(made.figures)
-        assert made.figures.num_steps_beside and made.figures.num_tokens
+        while step == 2 and rolling.rolling.slice(0.05):
+            pass
+        figures = rolling.end().figures
+        assert figures.num_steps_beside and figures.num_tokens
+    assert all(text.is_complete for text in rolling.texts_of(3)), "the slices of step 2 ended them"
+
+
+def test_a_text_is_what_the_weights_sample_of_it(engine: RolloutEngine, plain: RolloutEngine) -> None:
+    """Under the same weights a complete text is the response, and the others are beginnings of it."""
+    rolling = Rolling(engine)
+    load_noisy(0, plain)
+    rolling.plan(0, 1)
+    rolling.generate(0)
+    rolling.rolling.slice(0.0)
+    rolling.end()
+    expected = [as_bytes(r.token_ids) for r in plain.generate(of_step(1))]
+    texts = rolling.texts_of(1)
+    assert len(texts) > 2
+    for request, whole in zip(of_step(1), expected, strict=True):
+        text = rolling.texts.get(request.noise_seed(engine._seed))
+        if text is not None:
+            assert text.tokens == whole if text.is_complete else whole.startswith(text.tokens)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_own_requests_come_at_any_moment_and_early_ones_are_stopped_at_any(
+    engine: RolloutEngine, plain: RolloutEngine, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    load_noisy(0, plain)
+    rolling = Rolling(engine)
+    waiting = of_step(0)
+    names: dict[str, int] = {}
+    done: dict[int, Rollout] = {}
+    rolling.plan(0, 2)
+    while len(done) < len(of_step(0)):
+        if waiting and (not engine._llm.llm_engine.has_unfinished_requests() or rng.random() < 0.1):
+            number = len(names)
+            new = waiting[: rng.integers(1, 4)]
+            del waiting[: len(new)]
+            names |= {name: number + i for i, name in enumerate(engine.submit(new, {}))}
+        if rng.random() < 0.04:
+            rolling.rolling.end(keeps_cache=True)
+            rolling.plan(0, 2)
+        early = rolling.early
+        if early.running and rng.random() < 0.1:
+            rolling.rolling._abort(early, [int(rng.choice(early.running))])
+        if engine._llm.llm_engine.has_unfinished_requests():
+            done |= {names[name]: rollout for name, rollout in engine.step().items()}
+    assert_equal([done[i] for i in range(len(done))], plain.generate(of_step(0)))
+    rolling.end()
+
+
+def test_early_requests_give_way_when_slots_are_needed(engine: RolloutEngine, plain: RolloutEngine) -> None:
+    """All slots are given to early requests. Own ones get theirs with their first step, and no more are taken than needed."""
+    load_noisy(0, plain)
+    rolling = Rolling(engine)
+    rolling.plan(0, 1)
+    rolling.rolling.slice(0.0)
+    early = rolling.early
+    assert early.num_running == SLOTS
+    own = of_step(0)[: SLOTS - 1]
+    ids = engine.submit(own, {})
+    assert engine._llm.llm_engine.get_num_unfinished_requests() == len(own)
+    engine.step()
+    engine.step()  # an engine that schedules asynchronously reports a step late
+    assert early.num_running == 1 and early.figures.num_stopped == SLOTS - 1
+    assert all(engine.progress(name)[0] for name in ids)
+    done: dict[str, Rollout] = {}
+    while engine._llm.llm_engine.has_unfinished_requests():
+        done |= engine.step()
+    assert_equal([done[name] for name in ids], plain.generate(own))
+    rolling.end()
+
+
+def test_kv_that_is_too_small_for_early_requests(
+    start_engine: Callable[..., RolloutEngine], plain: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Early requests would fill the KV cache. Own ones are never preempted for them, and get the same tokens."""
+    small = start_engine(STEP_ADDER, BLOCK, MAX_TOKENS, max_num_seqs=SLOTS, kv_cache_memory_bytes=1 << 22)
+    charge(small, FREE, monkeypatch)
+    load_noisy(0, plain)
+    rolling = Rolling(small)
+    rolling.plan(0, 2)
+    while rolling.rolling.slice(0.01) and rolling.early.figures.num_steps_alone < 30:
+        pass
+    assert 0 < rolling.early.num_running < SLOTS, "less than the slots, because KV is short"
+    assert_equal(rolling.generate(0), plain.generate(of_step(0)))
+    rolling.end()
+
+
+def test_a_price_forbids_early_requests(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that costs as much as it spares is not decoded beside own ones, but in an engine without them."""
+    charge(engine, DEAR, monkeypatch)
+    rolling = Rolling(engine)
+    rolling.plan(0, 2)
+    rolling.generate(0)
+    assert rolling.early.figures.num_steps_beside == 0 and rolling.early.figures.num_texts == 0
+    rolling.rolling.slice(0.0)
+    assert rolling.end().figures.num_texts > 0
+
+
+def test_nothing_is_begun_beside_own_requests_before_step_times_are_known(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charge(engine, None, monkeypatch)
+    rolling = Rolling(engine)
+    rolling.plan(0, 1)
+    rolling.generate(0)
+    assert rolling.end().figures.num_texts == 0
+
+
+def test_what_vllm_refuses_and_errors_of_a_step_harm_no_own_request(
+    engine: RolloutEngine, plain: RolloutEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_noisy(0, plain)
+    rolling = Rolling(engine)
+    too_long = replace(of_step(1)[0], prompt_token_ids=[5] * 600)
+    rows = [rolling.row(request, 1) for request in (too_long, *of_step(1)[1:])]
+    rolling.rolling.plan(rows, 1e-3, 0.9)
+    generation = Generation(engine, of_step(0))
+    while not rolling.early.num_running:
+        generation.advance(0.0)
+    assert "refuses a request of a coming step" in caplog.text
+    with monkeypatch.context() as broken:
+        broken.setitem(rolling.rolling._native, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generation.advance()
+    assert not engine._llm.llm_engine.has_unfinished_requests(), "its own requests are gone"
+    assert_equal(rolling.generate(0), plain.generate(of_step(0)))
+    assert rolling.end().texts
+
+
+def test_vllms_own_generate_sees_its_own_requests_only(engine: RolloutEngine, plain: RolloutEngine) -> None:
+    """Its outputs and its bar of progress are those of the prompts that it was given, also if early ones run before."""
+    load_noisy(0, plain)
+    rolling = Rolling(engine)
+    rolling.plan(0, 1)
+    rolling.rolling.slice(0.0)
+    texts, params = zip(*(engine._text_and_params(request, {}) for request in of_step(0)), strict=True)
+    totals: list[int] = []
+
+    def bar(*arguments: Any, **options: Any) -> Any:
+        totals.append(options.get("total") or len(list(arguments[0])))
+        return tqdm(*arguments, **{**options, "file": StringIO()})
+
+    outputs = engine._llm.generate([{"prompt_token_ids": text} for text in texts], list(params), use_tqdm=bar)
+    assert set(totals) == {len(of_step(0))}
+    assert_equal([Rollout.from_vllm(output) for output in outputs], plain.generate(of_step(0)))
+    rolling.end()
+    assert "step" not in vars(engine._llm.llm_engine), "the engine is as it was"
+
+
+def test_cached_prefixes_that_stay_end_the_run(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(StaleCache):
+        Rolling(engine).rolling.end(keeps_cache=False)
+    assert Rolling(engine).rolling.end(keeps_cache=True).texts == {}  # before the same weights decode again

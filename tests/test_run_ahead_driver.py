@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of weights as the driver tells them to engines in Ray actors, also such that fail."""
+"""What the driver tells engines in Ray actors: changes of weights, also such that fail, and plans of coming steps."""
 
 from collections.abc import AsyncGenerator, Iterator
 from types import SimpleNamespace
@@ -9,8 +9,15 @@ import pytest
 from own_ray import ray_for_actors_of
 
 from lab.local.rollout_pool import ray
+from nemo_specrollout.config.block import RunAheadConfig
+from nemo_specrollout.generation.engine.requests import as_bytes
 from nemo_specrollout.nemo_rl.ray_calls import EngineClient
+from nemo_specrollout.nemo_rl.row_seeds import Row
+from nemo_specrollout.run_ahead.driver import RunAhead
+from nemo_specrollout.run_ahead.early_requests import EarlyFigures, EarlyMade
+from nemo_specrollout.run_ahead.early_texts import EarlyRow
 from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
+from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, TextsAhead
 
 pytestmark = pytest.mark.integration
 
@@ -49,12 +56,68 @@ class Engine:
         return self._num_begun
 
 
+TOKENS_A_SLICE = 3
+
+
+class Planner:
+    """A synchronous engine's actor. Token i of the text of seed s is s + i, so that a text shows how far it was made."""
+
+    def __init__(self) -> None:
+        self._rows: list[EarlyRow] | None = None
+        self._made: dict[int, int] = {}
+        self._num_generated = 0
+        self._texts = TextsAhead()
+        self._calls: list[tuple[str, Any]] = []
+
+    def generated(self) -> None:
+        self._num_generated += 1
+
+    def calls(self) -> list[tuple[str, Any]]:
+        calls = self._calls
+        self._calls = []
+        return calls
+
+    def respond(self, seed: int, num_tokens: int) -> None:
+        self._texts.compare(seed, [seed + i for i in range(num_tokens)])
+
+    def specrollout_texts_ahead(self, texts: dict[int, TextAhead]) -> None:
+        self._texts.replace(texts)
+        self._calls.append(("texts", {seed: text.num_tokens for seed, text in texts.items()}))
+
+    def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
+        assert self._rows is None and scale > 0 and 0 <= kept <= 1
+        self._rows = rows
+        known = {row.row.seed: 0 if row.known is None else row.known.num_tokens for row in rows}
+        self._made = dict(known)
+        self._calls.append(("plan", [(row.row.seed, row.steps_ahead, known[row.row.seed]) for row in rows]))
+
+    def specrollout_run_ahead(self, seconds: float, after: int) -> bool | None:
+        if self._num_generated < after:
+            return None
+        for row in self._rows or ():
+            if self._made[row.row.seed] < 2 * TOKENS_A_SLICE * row.steps_ahead:
+                self._made[row.row.seed] += TOKENS_A_SLICE
+                return True
+        return False
+
+    def specrollout_end_ahead(self, keeps_cache: bool) -> EarlyMade:
+        made = {seed: as_bytes([seed + i for i in range(n)]) for seed, n in self._made.items() if n}
+        self._calls.append(("end", keeps_cache))
+        self._rows = None
+        self._made = {}
+        texts = {seed: TextAhead(text) for seed, text in made.items()}
+        return EarlyMade(texts, EarlyFigures(num_texts=len(texts), alone_s=2.0))
+
+    def specrollout_take_kept(self) -> KeptCounts:
+        return self._texts.take_kept()
+
+
 class Engines:
     """NeMo-RL's group of the engine actors, of one GPU each."""
 
-    def __init__(self, num_engines: int) -> None:
+    def __init__(self, num_engines: int, kind: type = Engine) -> None:
         self.dp_size = num_engines
-        self.actors = [ray.remote(Engine).options(num_cpus=0).remote() for _ in range(num_engines)]
+        self.actors = [ray.remote(kind).options(num_cpus=0).remote() for _ in range(num_engines)]
 
     def get_dp_leader_worker_idx(self, engine: int) -> int:
         return engine
@@ -94,3 +157,89 @@ def test_an_engine_that_dies_leaves_no_request_of_others_waiting(engines: Engine
     assert not has_refitted
     others = [actor for engine, actor in enumerate(engines.actors) if engine != dead]
     assert ray.get([actor.generate.remote() for actor in others], timeout=60) == [[1]] * 2
+
+
+@pytest.fixture
+def planners(cluster: None) -> Iterator[Engines]:
+    engines = Engines(2, Planner)
+    yield engines
+    for actor in engines.actors:
+        ray.kill(actor)
+
+
+def rows_of(version: int) -> list[EarlyRow]:
+    """Two rows, one for each engine. The seeds say which step they are of."""
+    return [EarlyRow([1, 2], Row(1000 * version + 100 * i, 2)) for i in range(2)]
+
+
+def calls_of(engines: Engines, engine: int) -> list[tuple[str, Any]]:
+    calls: list[tuple[str, Any]] = ray.get(engines.actors[engine].calls.remote())
+    return calls
+
+
+def wait_until_done(ahead: RunAhead) -> None:
+    assert ahead._thread is not None
+    ahead._thread.join(timeout=60)
+    assert not ahead._thread.is_alive()
+
+
+def test_texts_of_several_steps_pass_from_engines_to_their_steps(planners: Engines) -> None:
+    """A plan brings back what the one before has made. Every engine gets all texts of the step whose weights it has."""
+    ahead = RunAhead(EngineClient(planners), RunAheadConfig(steps=2))
+    assert ahead.steps == 2
+    ahead.plan(7, [rows_of(8), rows_of(9)])
+    assert calls_of(planners, 1) == [("texts", {}), ("plan", [(8100, 1, 0), (9100, 2, 0)])]
+    ahead.work(after=1)
+    assert ahead._thread is not None and ahead._thread.is_alive()
+    ray.get([actor.generated.remote() for actor in planners.actors])
+    wait_until_done(ahead)
+    ahead.end()
+    assert calls_of(planners, 1) == [("end", False)]
+    ahead.end()
+    assert not calls_of(planners, 1), "there is nothing to end"
+
+    ahead.plan(8, [rows_of(9), rows_of(10)])
+    texts = {8000: 6, 8100: 6}
+    assert calls_of(planners, 1) == [("texts", texts), ("plan", [(9100, 1, 12), (10100, 2, 0)])]
+    ray.get([planners.actors[i].respond.remote(8000 + 100 * i, 8) for i in range(2)])
+    figures, alarms = ahead.figures(8)
+    found = {name.rpartition("/")[2]: value for name, value in figures.items()}
+    assert not alarms and found["ahead_tokens"] == 12 and found["ahead_tokens_2"] == 24
+    assert found["ahead_kept"] == found["ahead_right"] == 12 / 16 and found["ahead_texts"] == 2
+    assert (found["ahead_begun"], found["ahead_s"], found["ahead_steps"]) == (4, 2.0, 2)
+    ahead.end(keeps_cache=True)  # a validation comes, and the weights stay
+    assert calls_of(planners, 0)[-1] == ("end", True)
+    ahead.plan(8, [rows_of(9)])
+    assert calls_of(planners, 0) == [("texts", texts), ("plan", [(9000, 1, 12)])]
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_an_engine_that_dies_takes_only_its_drafts_along(planners: Engines, dead: int) -> None:
+    """What the driver knows of its rows stays, and so do the other engine's texts. NeMo-RL's own calls notice the death."""
+    ahead = RunAhead(EngineClient(planners), RunAheadConfig(steps=1))
+    ahead.plan(0, [rows_of(1)])
+    ahead.work(after=0)
+    ray.kill(planners.actors[dead])
+    wait_until_done(ahead)
+    ahead.end()
+    ahead.plan(1, [rows_of(2)])
+    ahead.work(after=0)
+    wait_until_done(ahead)
+    other = 1 - dead
+    calls = calls_of(planners, other)
+    assert ("texts", {1000 + 100 * other: 6}) in calls and ("plan", [(2000 + 100 * other, 1, 0)]) in calls
+    ahead.figures(1)
+    ahead.end()
+
+
+def test_too_little_memory_for_texts_is_an_alarm(planners: Engines) -> None:
+    ahead = RunAhead(EngineClient(planners), RunAheadConfig(steps=2))
+    ahead._store = type(ahead._store)(40)  # ten tokens
+    ahead.plan(0, [rows_of(1), rows_of(2)])
+    ahead.work(after=0)
+    wait_until_done(ahead)
+    ahead.end()
+    ahead.plan(1, [])
+    assert calls_of(planners, 0)[-1] == ("texts", {1000: 6}), "the farther step made room first"
+    _, alarms = ahead.figures(1)
+    assert alarms[0].startswith("1 texts of the next step did not fit into run_ahead.text_mib")

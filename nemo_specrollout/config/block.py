@@ -129,10 +129,10 @@ class RunAheadConfig:
     """False: engines idle while the policy trains, and in the slots that a draining rollout leaves empty."""
     steps: int | str = auto_or_bounded(low=1, high=MOST_STEPS_AHEAD)
     """How many coming steps have requests in flight. `auto`: as many as free slots hold and updates leave right."""
-    branches: int = bounded(3, low=0, high=15)
-    """Most branches of a text that is made ahead; 0 for none."""
     most_drafts: int = bounded(32, low=1, high=64)
     """The most draft tokens of such a text in one step; vLLM reserves KV cache for them."""
+    branches: int = bounded(3, low=0, high=15)
+    """Most branches of a text that is made ahead; 0 for none."""
     text_mib: int = bounded(1024, low=1)
     """Most memory of the texts between two rollouts, in MiB on the driver. Texts of the farthest step make room first."""
 

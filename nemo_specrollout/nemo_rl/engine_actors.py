@@ -71,6 +71,8 @@ class _SeededEngine(EngineActorCalls):
     """The engine's part in the exchange of requests, once it has joined."""
     _most_branches: int = 0
     """Branches of a text that is made ahead, at most."""
+    _made_awake: EarlyMade | None = None
+    """What the engine had made of a plan when it fell asleep, until it is asked for."""
     _recorder: RequestRecorder | None = None
     """None if the run records no rows."""
 
@@ -233,8 +235,18 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         return self._rolling is not None and self._rolling.slice(seconds)
 
     def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Leaves no such row in the engine. Returns what was made of them."""
+        """Leaves no such row in the engine. Returns what was made of them, also if the engine sleeps by now."""
+        made = self._made_awake
+        self._made_awake = None
+        if made is not None:
+            return made
         return _NOTHING if self._rolling is None else self._rolling.end(keeps_cache=keeps_cache)
+
+    def sleep(self, *args: Any, **kwargs: Any) -> Any:
+        """Puts the engine to sleep, which drops all KV. So rows of coming steps end before, whoever asks for it."""
+        if self._rolling is not None and self._rolling.has_plan:
+            self._made_awake = self._rolling.end(keeps_cache=False)
+        return super().sleep(*args, **kwargs)
 
     def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls a method of our vLLM workers, by its name."""
@@ -365,8 +377,18 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return self._rolling is not None and await self._rolling.wait(seconds)
 
     async def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Leaves no such row in the engine. Returns what was made of them."""
+        """Leaves no such row in the engine. Returns what was made of them, also if the engine sleeps by now."""
+        made = self._made_awake
+        self._made_awake = None
+        if made is not None:
+            return made
         return _NOTHING if self._rolling is None else await self._rolling.end(keeps_cache=keeps_cache)
+
+    async def sleep_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Puts the engine to sleep, which drops all KV. So rows of coming steps end before, whoever asks for it."""
+        if self._rolling is not None and self._rolling.has_plan:
+            self._made_awake = await self._rolling.end(keeps_cache=False)
+        return await super().sleep_async(*args, **kwargs)
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls a method of our vLLM workers, by its name."""

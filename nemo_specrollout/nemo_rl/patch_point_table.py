@@ -234,6 +234,8 @@ POINTS_OF_LOADERS = tuple(PatchPoint(module, "StatefulDataLoader") for module in
 """Patch points of runs with `run_ahead`: the data loader, in the module of the run's trainer."""
 POINTS_OF_RUN_AHEAD = (
     PatchPoint(VLLM_GENERATION, "VllmGeneration.prepare_for_generation", result="value"),
+    PatchPoint(VLLM_WORKER, "VllmGenerationWorkerImpl.sleep"),
+    PatchPoint(VLLM_WORKER_ASYNC, "VllmAsyncGenerationWorkerImpl.sleep_async", result="async nothing"),
     PatchPoint(
         VLLM_WORKER,
         "BaseVllmGenerationWorker._build_sampling_params",

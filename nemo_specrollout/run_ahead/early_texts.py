@@ -5,7 +5,7 @@ Knows no engine and no clock, so a simulated engine can use it as well.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -172,8 +172,15 @@ class EarlyTexts:
         self._flights[index].paths[number].is_complete = True
 
     def stopped(self, name: int) -> None:
-        """Notes that a request was stopped. Its tokens so far stay known, and it does not begin again."""
-        self._running.pop(name, None)
+        """Notes that a request was stopped. Its tokens so far stay known.
+
+        A text that has no branches yet may begin again, with these tokens as drafts. A branch does not begin again.
+        """
+        if name not in self._running:
+            return
+        index, number = self._running.pop(name)
+        if number == TEXT and len(self._flights[index].paths) == 1:
+            self._waiting.insert(0, index)
 
     def least(self, number: int) -> list[int]:
         """Returns the names of the running requests that are worth least, at most `number`."""
@@ -186,6 +193,10 @@ class EarlyTexts:
 
     def _begin_text(self, index: int) -> EarlyStart:
         flight = self._flights[index]
+        if flight.paths:  # it was stopped
+            flight.row = replace(flight.row, known=self._text(flight))
+            del self._by_name[flight.paths.pop().name]
+            self._choice.close(index)
         known = flight.row.known
         self._choice.open(index)
         start = EarlyStart(

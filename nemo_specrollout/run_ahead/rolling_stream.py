@@ -45,7 +45,7 @@ class RollingStream:
 
     Invariant: the engine has no more requests than slots while it has an early one that was not told to stop.
 
-    Belongs to the event loop of `plan`. Requests of the engine's own may come on other loops, because NeMo-RL's HTTP server has
+    Belongs to the event loop of `plan`. The engine's own requests may come on others, because NeMo-RL's HTTP server has
     a thread of its own.
     """
 

@@ -122,3 +122,5 @@ class BranchChoice:
     def close(self, request: Hashable) -> None:
         """Forgets a request, with its branches that were not begun."""
         self._paths.pop(request, None)
+        self._candidates = [candidate for candidate in self._candidates if candidate[2] != request]
+        heapq.heapify(self._candidates)
