@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures steps of GRPO with and without `run_ahead`. The runs take turns step by step, so noise hits all of them alike.
 
-    python -m lab.bench.step_turns CONFIG --out DIR --ways plain ours d=1 [--steps 4] [--apart] [--tree DIR] [key=value ...]
+    python -m lab.bench.step_turns CONFIG --out DIR --ways plain ours d=1 [--steps 4] [--apart] [key=value ...]
 
 CONFIG is one of the local runner. All ways have the same prompts and seeds, and so the same samples and losses. `plain` has no
 drafters, `ours` has text drafters, and `d=1` to `d=3` and `auto` have `run_ahead` besides. `today` is `ours` in the checkout DIR.

@@ -3,13 +3,11 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lab.local.early_work import AheadPlan
 from lab.local.fleet import RolloutFleet
 from lab.local.rollout_pool import RolloutPool
 from lab.local.run_config import RunConfig
@@ -31,10 +29,8 @@ class AheadOfFleet:
     def plan(self, pool: RolloutPool, step: int) -> None:
         """Lets the live engines begin requests of the steps after `step`, beside their own and while they have none."""
         engines = pool.alive()
-        shards = self.texts.shards(step, len(engines))
-        plans = {e: AheadPlan(rows, self.texts.scale, self.texts.kept) for e, rows in zip(engines, shards, strict=True)}
         self._has_plan = True
-        pool.plan_ahead(plans)
+        pool.plan_ahead(dict(zip(engines, self.texts.plans(step, len(engines)), strict=True)))
 
     def end(self, pool: RolloutPool, *, keeps_cache: bool = False) -> None:
         """Stops what the engines do for coming steps, and keeps the texts. Does nothing without a plan."""
@@ -64,13 +60,10 @@ class AheadFleet(RolloutFleet):
 
     def _rolled_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
         self._ahead.plan(self.pool, step)
-        rollout = super()._rolled_out(step, on_finished)
-        figures = self._ahead.texts.compare(rollout.prompts.requests, rollout.rollouts)
-        if figures:
-            figures["ahead_end_s"] = self._end_s
+        rollout = self._ahead.texts.told(super()._rolled_out(step, on_finished), ahead_end_s=self._end_s)
         if not self._works_while_training:
             self._end_ahead()
-        return replace(rollout, figures={**rollout.figures, **figures})
+        return rollout
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         self._end_ahead()
@@ -102,15 +95,15 @@ class AheadEngine(LocalEngine):
         self._texts.begin(steps)
 
     def _rolled_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
-        (rows,) = self._texts.shards(step, 1)
-        self._rolling.plan(rows, self._texts.scale, self._texts.kept)
+        (plan,) = self._texts.plans(step, 1)
+        self._rolling.plan(plan.rows, plan.scale, plan.kept)
         try:
             rollout = super()._rolled_out(step, on_finished)
         finally:
             made = self._rolling.end(keeps_cache=False)
-        figures = self._texts.compare(rollout.prompts.requests, rollout.rollouts)
+        told = self._texts.told(rollout)
         self._texts.keep([made])
-        return replace(rollout, figures={**rollout.figures, **figures})
+        return told
 
     def take_alarms(self) -> list[dict[str, Any]]:
         return super().take_alarms() + self._texts.take_alarms()

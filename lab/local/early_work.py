@@ -2,26 +2,15 @@
 """The early requests of an engine process (`run_ahead`), which are decoded while nothing else is asked of the engine."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from nemo_specrollout.run_ahead.early_texts import EarlyRow
-from nemo_specrollout.run_ahead.rolling_engine import EarlyMade, RollingEngine
+from lab.local.texts_in_flight import AheadPlan
+from nemo_specrollout.run_ahead.early_requests import EarlyMade
+from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 
 SLICE_S = 0.05
 """Seconds for which the thread decodes at a time. A call of the engine waits for the end of a slice."""
-
-
-@dataclass(frozen=True)
-class AheadPlan:
-    """What an engine may begin early, and what is known of updates."""
-
-    rows: Sequence[EarlyRow]
-    scale: float
-    """How far updates move differences of scores, in nats (`FlipModel`)."""
-    kept: float
-    """Share of what was made ahead that an update leaves right."""
 
 
 class EarlyWork:

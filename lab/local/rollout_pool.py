@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
-from lab.local.early_work import AheadPlan, EarlyWork
+from lab.local.early_work import EarlyWork
 from lab.local.engine import RolloutEngine
 from lab.local.run_sections import GenerationConfig
 from lab.local.shared_weights import Packed, opened, packed, wait_for_gpu
+from lab.local.texts_in_flight import AheadPlan
 from lab.local.turn_engine import ReloadingTurnEngine
-from nemo_specrollout.run_ahead.rolling_engine import EarlyMade
+from nemo_specrollout.run_ahead.early_requests import EarlyMade
 from nemo_specrollout.stragglers.decisions.speed_table import draft_method
 from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
 
