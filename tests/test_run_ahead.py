@@ -4,19 +4,15 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from threading import Lock
 from typing import Any
 
 import pytest
 from conftest import STEP_ADDER
-from rollout_world import EnginesInTurn
 from safetensors.torch import load_file
 from shard_world import StreamingEngine, given
 from test_racing import MAX_TOKENS, noisy, six_prompts
 
-from lab.local.ahead_fleet import _Ahead, _EvenTurns
 from lab.local.engine import RolloutEngine
-from lab.local.step_rollout import StepPrompts
 from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.generation.engine.requests import (
@@ -30,8 +26,6 @@ from nemo_specrollout.generation.engine.vllm_requests import shard_request
 from nemo_specrollout.run_ahead.early_requests import AheadTasks, AheadTurns, StaleCache
 from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
 from nemo_specrollout.stragglers.attempts import Response
-from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
-from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
 from nemo_specrollout.telemetry.sample_stats import SampleStats
 
 pytestmark = pytest.mark.integration
@@ -89,19 +83,6 @@ def test_a_synchronous_engine_decodes_in_slices_and_forgets(engine: RolloutEngin
         again = [replace(r, ahead=text) for r, text in zip(WORK, texts, strict=True)]
         assert [r.token_ids for r in engine.generate(again)] == tokens_by(plain, NEW)
         engine.load_weights(OLD.items())
-
-
-def test_requests_without_drafts_are_not_begun_early(engine: RolloutEngine, plain: RolloutEngine) -> None:
-    """The other texts are whole, and every request has its own tokens when its step comes."""
-    asked = [replace(request, speculate=i % 2 == 1) for i, request in enumerate(WORK)]
-    old = tokens_by(plain, OLD)
-    idle = _EvenTurns(EnginesInTurn([engine], 1), None, DecodeSpeedTable(["ahead"]), LengthEstimator(1))
-    ahead = _Ahead(idle, StepPrompts([None] * len(asked), asked), Lock())
-    ahead._thread.join()
-    texts = ahead.end()
-    assert texts == [as_bytes(t) if r.speculate else b"" for t, r in zip(old, asked, strict=True)]
-    made = engine.generate([replace(r, ahead=text) for r, text in zip(asked, texts, strict=True)])
-    assert [r.token_ids for r in made] == old
 
 
 def test_texts_made_ahead_leave_no_sample_stats(engine: RolloutEngine) -> None:

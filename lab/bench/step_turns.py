@@ -4,9 +4,9 @@
     python -m lab.bench.step_turns CONFIG --out DIR --ways plain ours d=1 [--steps 4] [--apart] [key=value ...]
 
 CONFIG is one of the local runner. All ways have the same prompts and seeds, and so the same samples and losses. `plain` has no
-drafters, `ours` has text drafters, and `d=1` to `d=3` and `auto` have `run_ahead` besides. `today` is `ours` in the checkout DIR.
-With `--apart` engine and trainer have a core each, else they take turns on the cores. The first step is a warm-up, and in a
-run that makes texts ahead it is the step that has none yet. `bench.deepen` of the config deepens the policy.
+drafters, `ours` has text drafters, and `d=1` to `d=3` and `auto` have `run_ahead` besides. `today` is `ours` in the checkout
+that `--tree` names. With `--apart` engine and trainer have a core each, else they take turns on the cores. The first step is a
+warm-up, and in a run that makes texts ahead it is the step that has none yet. `bench.deepen` of the config deepens the policy.
 """
 
 import json
