@@ -34,7 +34,9 @@ from nemo_specrollout.config.load import load_config
 PLAIN, TODAY = "plain", "today"
 _BLOCK = "policy.generation.specrollout"
 _TEXT_DRAFTERS = f"{_BLOCK}.drafters=[{{type: suffix}}, {{type: ngram}}]"
-_OFF = f"{_BLOCK}.run_ahead={{enabled: false}}"
+_OFF = f"{_BLOCK}.run_ahead=null"
+_APART_TODAY = f"{_BLOCK}.run_ahead={{enabled: false}}"
+"""What puts an engine into a process of its own in checkouts that do not read `policy.generation.colocated`."""
 WAYS: Mapping[str, tuple[str, ...]] = {
     PLAIN: (f"{_BLOCK}.drafters=[]", _OFF),
     "ours": (_TEXT_DRAFTERS, _OFF),
@@ -192,6 +194,8 @@ def main() -> int:
         try:
             for way in options.ways:
                 changes = [*shared, *WAYS[way], f"logger.log_dir={folder}/{way}", *options.overrides]
+                if way == TODAY and options.apart:
+                    changes.append(_APART_TODAY)
                 tree = options.tree if way == TODAY else here
                 runs[way] = Run(options.config, changes, tree, threads, options.out / f"{way}.log")
                 runs[way].answer()
