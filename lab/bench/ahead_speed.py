@@ -25,11 +25,10 @@ from rich.table import Table
 from lab.bench.ahead_bench import Weights, weights_after
 from lab.bench.bench_command import bench_parser, write_facts
 from lab.bench.bench_tables import new_table
-from lab.local.engine import RolloutEngine
+from lab.local.engine import AheadRequest, RolloutEngine
 from lab.local.run_config import RunConfig, read_run_config
 from lab.local.step_rollout import load_tokenizer, step_prompts
 from lab.local.tasks import build_task
-from lab.local.texts_in_flight import AheadRequest
 from nemo_specrollout.cli.command_line import use_threads
 from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig

@@ -5,7 +5,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVarTuple
@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 Arguments = TypeVarTuple("Arguments")
 _MAX_TRIES = 50
 """Attempts to make vLLM drop its cached prefixes."""
+
+
+@dataclass(frozen=True)
+class AheadRequest:
+    """A request of a coming step, as an engine gets it to decode it early."""
+
+    request: RolloutRequest
+    seed: int
+    """Key of its noise."""
 
 
 class RolloutEngine(HostedEngine):
@@ -196,7 +205,9 @@ class RolloutEngine(HostedEngine):
         """Returns vLLM's prompt and sampling parameters of an early request; no parameters if its prefix is complete."""
         from nemo_specrollout.run_ahead.early_requests import early_params
 
-        text, params = self._text_and_params(start.row.row.request, {})
+        row = start.row.row
+        assert isinstance(row, AheadRequest)
+        text, params = self._text_and_params(row.request, {})
         return {"prompt_token_ids": [*text, *start.prefix]}, early_params(params, start)
 
     def run_in_worker(self, function: Callable[[Any], Any]) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from lab.local.engine import AheadRequest
 from lab.local.run_config import RunConfig
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
 from lab.simulation.dealing import in_shards
@@ -20,15 +21,6 @@ from nemo_specrollout.run_ahead.text_store import TextStore
 from nemo_specrollout.run_ahead.texts import KeptCounts, compare
 
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class AheadRequest:
-    """A request of a coming step, as an engine gets it to decode it early."""
-
-    request: RolloutRequest
-    seed: int
-    """Key of its noise."""
 
 
 @dataclass(frozen=True)
