@@ -165,3 +165,12 @@ def test_early_requests_begin_where_rows_are_nearly_free_and_not_where_they_cost
     unlikely = [Worth(0.02, 4.0)] * 30
     assert num_early(free, 8, unlikely) == 0
     assert num_early(free, 8, []) == 0
+
+
+def test_a_branch_may_begin_with_the_first_token() -> None:
+    texts = early_texts(row(5))
+    (start,) = texts.next(1)
+    texts.grew(start.name, [10, 11])
+    texts.ties(start.name, len(PROMPT), float16(0.0, 9.0), as_bytes([90, 91]))
+    (branch,) = texts.next(1)
+    assert branch.prefix == (90,)

@@ -188,13 +188,13 @@ def test_each_token_is_that_of_the_weights_recorded_for_it(
         engine.load_weights(policies[0].items())
 
 
-def noisy(tensors: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Returns a policy that gives other answers."""
+def noisy(tensors: dict[str, Any], seed: int, size: float = 0.1) -> dict[str, Any]:
+    """Returns a policy that gives other answers, and mostly the same ones if the `size` of the change is small."""
     import torch
 
     noise = torch.Generator().manual_seed(seed)
     return {
-        n: t + 0.1 * t.std() * torch.randn(t.shape, generator=noise) if t.ndim == 2 else t for n, t in tensors.items()
+        n: t + size * t.std() * torch.randn(t.shape, generator=noise) if t.ndim == 2 else t for n, t in tensors.items()
     }
 
 

@@ -22,7 +22,7 @@ from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest,
 from nemo_specrollout.run_ahead.early_requests import EarlyMade, EarlyRequests, StaleCache, early_params
 from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart
 from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
-from nemo_specrollout.run_ahead.texts import TextAhead
+from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, compare
 
 pytestmark = pytest.mark.integration
 
@@ -68,9 +68,9 @@ class Rolling:
         seed = request.noise_seed(self.engine._seed)
         return EarlyRow(list(request.prompt_token_ids), RequestRow(seed, request), ahead, self.texts.get(seed))
 
-    def plan(self, step: int, num_steps: int) -> None:
+    def plan(self, step: int, num_steps: int, scale: float = 1e-3) -> None:
         rows = [self.row(request, k) for k in range(1, num_steps + 1) for request in of_step(step + k)]
-        self.rolling.plan(rows, scale=1e-3, kept=0.9)
+        self.rolling.plan(rows, scale, kept=0.9)
 
     def generate(self, step: int) -> list[Rollout]:
         """Makes the responses of a step, whose requests bring what was made for them."""
@@ -198,6 +198,28 @@ def test_own_requests_come_at_any_moment_and_early_ones_are_stopped_at_any(
             done |= {names[name]: rollout for name, rollout in engine.step().items()}
     assert_equal([done[i] for i in range(len(done))], plain.generate(of_step(0)))
     rolling.end()
+
+
+def test_branches_at_near_ties_foresee_what_new_weights_sample(engine: RolloutEngine, plain: RolloutEngine) -> None:
+    """Idle time ends the texts and decodes branches. A small update flips near-ties, and some branches are the new texts."""
+    rolling = Rolling(engine)
+    rolling.plan(0, 1, scale=0.1)
+    rolling.generate(0)
+    while rolling.rolling.slice(0.5):
+        pass
+    figures = rolling.end().figures
+    assert figures.num_texts == len(of_step(1)) and figures.num_branches > figures.num_texts
+    for each in (engine, plain):
+        each.load_weights(noisy(OLD, 1, 0.004).items())
+    found = rolling.generate(1)
+    assert_equal(found, plain.generate(of_step(1)))
+    texts = rolling.texts_of(1)
+    assert all(text.is_complete and len(text.gaps) * 2 == len(text.tokens) for text in texts)
+    counts = KeptCounts()
+    for text, rollout in zip(texts, found, strict=True):
+        counts = counts.plus(compare(text, rollout.token_ids))
+    assert counts.num_flips > 1 and counts.num_runners_up > 0.5 * counts.num_flips
+    assert counts.num_followed > 0 and counts.num_right > counts.num_kept
 
 
 def test_early_requests_give_way_when_slots_are_needed(engine: RolloutEngine, plain: RolloutEngine) -> None:

@@ -177,8 +177,8 @@ class EarlyRequests:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no early request runs and none could begin."""
-        return not self._running and not self.early.worths(1)
+        """Whether no early request runs and none could begin, also after the near-ties that the worker still has."""
+        return not self._running and not self._untold and not self.early.worths(1)
 
     # What the engine has
 

@@ -225,10 +225,10 @@ class EarlyTexts:
     def _tokens_before(self, flight: _Flight, number: int, position: int) -> list[int]:
         """Returns the first `position` tokens of the response along a path."""
         path = flight.paths[number]
-        if number == TEXT:
-            return path.tokens[:position]
-        before = self._tokens_before(flight, path.parent, min(position, path.position))
-        return before + path.tokens[: max(position - path.position, 0)]
+        if number > TEXT and position <= path.position:
+            return self._tokens_before(flight, path.parent, position)
+        before = self._tokens_before(flight, path.parent, path.position) if number else []
+        return before + path.tokens[: position - path.position]
 
     def _tell_ties(self, index: int, number: int) -> None:
         """Lets the choice of branches know the near-ties of tokens that have arrived."""

@@ -171,7 +171,8 @@ class RollingStream:
             with self._asks_prices:
                 reply = await self._ask(WorkerCalls.specrollout_step_seconds)
             early.set_prices(reply, self._known_lengths or [*self._lengths, *load.lengths])
-        if self._most_branches and early.untold and self._asks_ties.is_due():
+        is_due = not early.num_running or self._asks_ties.is_due()  # without any at work, branches are all that is left
+        if self._most_branches and early.untold and is_due:
             with self._asks_ties:
                 early.take_ties(await self._ask(WorkerCalls.specrollout_take_ties, early.untold))
 
