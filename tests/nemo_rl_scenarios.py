@@ -90,6 +90,8 @@ APART = [
     "policy.generation.colocated.resources.gpus_per_node=1",
 ]
 AHEAD = ["policy.generation.specrollout.run_ahead={enabled: true}"]
+# One engine on the trainer's GPU, which is never idle: texts are made in the slots that its rollout leaves empty.
+ROLLING = ["policy.generation.specrollout.run_ahead={steps: 2}"]
 # NeMo-RL takes a task's name from the last two parts of the path.
 TASK_WITHOUT_DRAFTS = [
     "data.train.data_path=${oc.env:TINY}/tasks/hard.jsonl",
@@ -145,6 +147,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF, "environment": RENAMED},
     "dtensor_two_engines": {"overrides": SHORT + DTENSOR + DRAFTED + TWO_ENGINES + VALIDATION},
     "colocated_ahead_tail": {"overrides": SHORT + DTENSOR + AHEAD + TWO_ENGINES + VALIDATION},
+    "colocated_rolling": {"overrides": SHORT + ROLLING + SIX_STEPS},
     "sync_dapo_plain": {"overrides": SHORT + PLAIN + DAPO},
     "sync_dapo": {"overrides": SHORT + DRAFTED + DAPO},
     "sync_moving": {
@@ -241,6 +244,7 @@ DATA_PLANE_SCENARIOS: dict[str, Any] = {
     "plain": {"overrides": [*PLAIN, *DATA_PLANE]},
     "drafted": {"overrides": [*DRAFTED, *DATA_PLANE, *VALIDATION]},
     "ahead": {"overrides": [*AHEAD, *APART, *DATA_PLANE, *VALIDATION]},
+    "rolling": {"overrides": [*ROLLING, *DATA_PLANE, *VALIDATION]},
 }
 
 

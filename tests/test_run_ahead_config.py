@@ -24,27 +24,43 @@ AHEAD = f"{BLOCK_PATH}.run_ahead={{enabled: true}}"
 IN_FLIGHT = "in_flight_weight_updates: true, recompute_kv_cache_after_weight_updates"
 
 
-def test_engines_apart_have_no_findings() -> None:
-    assert not found(*APART, AHEAD)["error"]
-    assert not found(*APART, AHEAD, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}")["error"]
-    assert "decode the next step's requests" in dict(describe_nemo_rl(tree(*APART, AHEAD)))["run_ahead"]
+def test_loops_whose_next_prompts_are_known_have_no_findings() -> None:
+    """Engines apart or on the trainer's GPUs, one or several, synchronous or not, with the data plane, PPO, distillation."""
+    one_gpu = "cluster={gpus_per_node: 1, num_nodes: 1}"
+    for overrides in (
+        APART,
+        (*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}"),
+        (one_gpu,),
+        (one_gpu, "policy.generation.vllm_cfg.async_engine=true"),
+        (one_gpu, "data_plane={enabled: true}"),
+        (one_gpu, "grpo=null", "ppo={seed: 1}"),
+        (one_gpu, "grpo=null", "distillation={seed: 1}"),
+    ):
+        assert not [s for s in found(AHEAD, *overrides)["error"] if "run_ahead" in s]
+    described = dict(describe_nemo_rl(tree(*APART, AHEAD)))["run_ahead"]
+    assert described.startswith("engines decode requests of the next steps, as many as pay, in free slots")
+    assert (
+        "of the next 2 steps in" in dict(describe_nemo_rl(tree(AHEAD, f"{BLOCK_PATH}.run_ahead.steps=2")))["run_ahead"]
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (("cluster={gpus_per_node: 1, num_nodes: 1}",), f"{COLOCATED}: true with run_ahead; engines on the trainer's GPUs"),
-        (("cluster={gpus_per_node: 8, num_nodes: 1}", "policy.generation.vllm_cfg.async_engine=true"), COLOCATED),
-        (("cluster={gpus_per_node: 8, num_nodes: 1}", "data_plane={enabled: true}"), COLOCATED),
         ((*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: false}}"),
          "grpo.async_grpo.recompute_kv_cache_after_weight_updates: false with run_ahead"),
+        ((*APART, "grpo=null", f"ppo={{async_ppo: {{enabled: true, {IN_FLIGHT}: false}}}}"),
+         "ppo.async_ppo.recompute_kv_cache_after_weight_updates: false with run_ahead"),
         ((*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}", f"{BLOCK_PATH}.fastest_of_n={{}}"),
-         f"{BLOCK_PATH}.fastest_of_n: with run_ahead in asynchronous GRPO; requests that begin again do not move"),
-        ((*APART, "ppo={x: 1}"), "ppo: a block with run_ahead; the next step's prompts are not known early there"),
-        ((*APART, "env.should_use_nemo_gym=true"), "env.should_use_nemo_gym: true with run_ahead"),
-        ((*APART, "data.use_multiple_dataloader=true"), "data.use_multiple_dataloader: true with run_ahead"),
+         f"{BLOCK_PATH}.fastest_of_n: with run_ahead and grpo.async_grpo; requests that begin again do not move"),
+        ((*APART, "async_rl={x: 1}"), "async_rl: a block with run_ahead; its engines get a step's prompts one by one"),
+        ((*APART, "env.should_use_nemo_gym=true"), "env.should_use_nemo_gym: true with run_ahead; NeMo-Gym's agents write"),
+        ((*APART, "data.use_multiple_dataloader=true"), "data.use_multiple_dataloader: true with run_ahead; a function of"),
+        (("grpo.use_dynamic_sampling=true",), "grpo.use_dynamic_sampling: true with run_ahead; rewards decide"),
+        ((*APART, "grpo.use_dynamic_sampling=true", f"{BLOCK_PATH}.run_ahead.steps=2"),
+         f"{BLOCK_PATH}.run_ahead.steps: 2 with grpo.use_dynamic_sampling; rewards decide which step the prompts after"),
     ],
-    ids=["colocated", "colocated streams", "colocated data plane", "stale", "racing", "ppo", "gym", "loaders"],
+    ids=["stale", "stale ppo", "racing", "controller", "gym", "loaders", "filter", "filtered steps"],
 )  # fmt: skip
 def test_where_it_cannot_work_is_a_sentence(overrides: tuple[str, ...], sentence: str) -> None:
     assert any(s.startswith(sentence) for s in found(AHEAD, *overrides)["error"])
@@ -52,9 +68,36 @@ def test_where_it_cannot_work_is_a_sentence(overrides: tuple[str, ...], sentence
     assert not any("run_ahead" in s for s in off)
 
 
-def test_engines_that_share_the_trainers_gpus_have_a_tail() -> None:
-    """An engine that is done first waits for the others."""
-    assert not found(AHEAD, "cluster={gpus_per_node: 8, num_nodes: 1}")["error"]
+def test_dynamic_sampling_of_engines_apart_is_one_step_ahead() -> None:
+    for steps in ("auto", "1"):
+        said = found(AHEAD, *APART, "grpo.use_dynamic_sampling=true", f"{BLOCK_PATH}.run_ahead.steps={steps}")
+        assert not any("run_ahead" in s for s in said["error"])
+
+
+def test_numbers_that_cannot_take_effect_are_a_warning() -> None:
+    """The run has three steps of eight responses."""
+    (steps,) = found(AHEAD, f"{BLOCK_PATH}.run_ahead.steps=3")["warning"]
+    assert (
+        steps
+        == f"{BLOCK_PATH}.run_ahead.steps: 3, but the run has 3 steps (grpo.max_num_steps), so no text is made more than 2 steps ahead"
+    )  # noqa: E501
+    (memory,) = found(AHEAD, f"{BLOCK_PATH}.run_ahead.text_mib=1", "policy.generation.max_new_tokens=30000")["warning"]
+    assert memory.startswith(f"{BLOCK_PATH}.run_ahead.text_mib: 1; 8 responses of 30000 tokens take up to 3 MiB")
+    assert not found(AHEAD, f"{BLOCK_PATH}.run_ahead.steps=2")["warning"]
+
+
+def test_greedy_sampling_is_told_what_it_means() -> None:
+    (said,) = [s for s in found(AHEAD, "policy.generation.temperature=0")["note"] if "run_ahead" in s]
+    assert "greedy sampling has no noise" in said and "branches help all the same" in said
+
+
+@pytest.mark.parametrize("steps", [0, 5, "all", 1.5, True, None])
+def test_steps_are_auto_or_a_number(steps: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"run_ahead\.steps: .* is not available; write auto, or a number from 1 to 4"
+    ):
+        build(RunAheadConfig, {"steps": steps}, f"{BLOCK_PATH}.run_ahead")
+    assert build(RunAheadConfig, {"steps": 4}, "").steps == 4 and RunAheadConfig().steps == "auto"
 
 
 def test_the_block_gets_its_drafter_and_room_for_its_drafts() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_specrollout.config.addresses import is_loopback
-from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import FastestOfNConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DrafterConfig,
     FolderDrafterConfig,
@@ -96,11 +96,12 @@ def describe_speculation(block: SpecrolloutConfig, native: Any, workers_place: s
             [
                 (
                     "run_ahead",
-                    "engines decode the next step's requests while the policy trains; those texts are drafts, "
-                    f"up to {block.most_drafts} a step",
+                    f"engines decode requests of {_steps_in_words(block.run_ahead)} in free slots and while the policy "
+                    f"trains; those texts are drafts, up to {block.most_drafts} a step, with up to "
+                    f"{block.run_ahead.branches} branches",
                 )
             ]
-            if block.runs_ahead
+            if block.runs_ahead and block.run_ahead is not None
             else []
         ),
         (
@@ -109,6 +110,12 @@ def describe_speculation(block: SpecrolloutConfig, native: Any, workers_place: s
             + checked,
         ),
     ]
+
+
+def _steps_in_words(ahead: RunAheadConfig) -> str:
+    if ahead.steps == "auto":
+        return "the next steps, as many as pay,"
+    return "the next step" if ahead.steps == 1 else f"the next {ahead.steps} steps"
 
 
 def _remote_in_words(drafter: RemoteDrafterConfig, workers_place: str) -> str:

@@ -260,6 +260,8 @@ class EarlyTexts:
         if not flight.paths:
             return known
         path = flight.paths[TEXT]
+        if not path.tokens and not path.is_complete:
+            return known
         made = as_bytes(path.tokens)
         branches = tuple(AheadBranch(p.parent, p.position, as_bytes(p.tokens)) for p in flight.paths[1:])
         gaps, runners_up = _ties(path, len(path.tokens))

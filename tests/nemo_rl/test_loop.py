@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 AUDITED = [
     "sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3", "sync_dapo",
     "sync_moving", "sync_moving_streams", "dtensor_two_engines", "colocated_ahead_tail", "apart_ahead_streams",
+    "colocated_rolling",
     "apart_ahead_tail", "apart_ahead_resumed", "apart_ahead_draftless", "async_plain", "async_drafted", "async_eagle3",
     "async_moving", "async_moving_in_flight", "async_ahead", "async_shared_prompt",
 ]  # fmt: skip
@@ -26,7 +27,7 @@ FINISHED = [
     "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
     "async_refreshed_head", "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight",
     "apart_plain", "apart_ahead_streams", "apart_ahead_tail", "colocated_ahead_tail", "apart_ahead_resumed", "async_ahead",
-    "async_shared_prompt",
+    "async_shared_prompt", "colocated_rolling",
 ]  # fmt: skip
 
 
@@ -65,6 +66,16 @@ def test_texts_made_ahead_change_no_row(runs: dict[str, Run], name: str, steps: 
         equal, total = count_equal(runs["apart_plain"], runs[name], step)
         assert equal == total == 16
     assert any(m["ahead_tokens"] for m in runs[name].metrics)
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+def test_texts_made_in_free_slots_of_the_only_engine_change_no_row(runs: dict[str, Run], step: int) -> None:
+    """The engine shares the trainer's GPU. Its texts are made during the two rollouts before their own."""
+    rolling = runs["colocated_rolling"]
+    equal, total = count_equal(runs["sync_plain"], rolling, step)
+    assert equal == total == 16
+    assert sum(m["ahead_made"] for m in rolling.metrics) > 0
+    assert any(m["ahead_tokens"] for m in rolling.metrics)
 
 
 def test_rows_of_a_task_without_drafts_are_not_begun_early(runs: dict[str, Run]) -> None:
