@@ -58,17 +58,6 @@ def test_the_next_step_comes_before_later_ones_and_a_near_tie_before_steps_that_
     assert made[6].runners_up == as_bytes([90, 91, 92])
 
 
-def test_a_branch_may_leave_its_text_at_the_first_token() -> None:
-    texts = early_texts(row(5))
-    (start,) = texts.next(1)
-    texts.grew(start.name, [10, 11])
-    texts.ties(start.name, len(PROMPT), float16(0.0, 3.0), as_bytes([90, 91]))
-    (branch,) = texts.next(1)
-    assert branch.prefix == (90,)
-    texts.grew(branch.name, [50])
-    assert texts.texts()[5].branches == (AheadBranch(0, 0, as_bytes([90, 50])),)
-
-
 def test_a_branch_of_a_branch_has_the_tokens_of_both_before_it() -> None:
     texts = early_texts(row(6))
     (text,) = texts.next(1)
