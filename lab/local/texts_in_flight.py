@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -10,6 +11,7 @@ from lab.local.engine import AheadRequest
 from lab.local.run_config import RunConfig
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
 from lab.simulation.dealing import in_shards
+from nemo_specrollout.config.block import MOST_STEPS_AHEAD
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.reports.ahead_records import kept_figures, saved_figures
 from nemo_specrollout.reports.records import ahead_alarms, ahead_figures
@@ -46,7 +48,7 @@ class TextsInFlight:
         chosen = config.policy.generation.specrollout.run_ahead
         assert chosen is not None
         self._engine_seed = config.grpo.seed
-        self._prompts = prompts
+        self._prompts = lru_cache(MOST_STEPS_AHEAD + 1)(prompts)  # a step's are asked for again while it comes nearer
         self._fixed = chosen.steps
         self._steps = range(0)
         self._store = TextStore(chosen.text_mib * _MIB)
