@@ -112,13 +112,11 @@ def make_free(engine: RolloutEngine) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("steps", "branches", "temperature"), [(1, 3, 1.0), (3, 0, 1.0), (2, 3, 0.0), ("auto", 3, 1.0)]
-)
+@pytest.mark.parametrize(("steps", "branches", "temperature"), [(1, 3, 1.0), (1, 3, 0.0), (2, 3, 1.0), (3, 0, 1.0)])
 def test_a_colocated_engine_samples_what_plain_decoding_samples(
     versions: list[Weights],
     plain: Callable[[float], list[list[list[int]]]],
-    steps: int | str,
+    steps: int,
     branches: int,
     temperature: float,
 ) -> None:
@@ -133,7 +131,8 @@ def test_a_colocated_engine_samples_what_plain_decoding_samples(
     figures = [rollout.figures for rollout in made]
     assert figures[0]["ahead_tokens"] == 0 and figures[1]["ahead_tokens"] > 0
     assert sum(f["ahead_kept"] for f in figures[1:] if "ahead_kept" in f) > 0
-    assert (sum(f["ahead_branches"] for f in figures) > 0) == (branches > 0)
+    if steps == 1 or not branches:  # texts of further steps take slots before branches do
+        assert (sum(f["ahead_branches"] for f in figures) > 0) == (branches > 0)
     assert figures[-1]["ahead_steps"] == 0, "no step of the run comes after the last one"
 
 
@@ -188,7 +187,7 @@ def test_engines_that_die_cost_no_token(
 ) -> None:
     """One dies amid a rollout, and one while it works for the next step."""
     more = {"cluster.rollout_workers": 2, "policy.generation.colocated.enabled": str(colocated).lower()}
-    config = config_of("{steps: 2, branches: 3}", **more)
+    config = config_of("{steps: auto, branches: 3}", **more)
     fleet = AheadFleet(config, prompts_of(config))
     killed = threading.Event()
 
