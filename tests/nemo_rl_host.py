@@ -15,8 +15,10 @@ import pytest
 from nemo_rl_scenarios import (
     CONTROLLER_SCENARIOS,
     DATA_PLANE_SCENARIOS,
+    DISTILLATION_SCENARIOS,
     PAIR,
     PIN_SCENARIOS,
+    PPO_SCENARIOS,
     RECORDED_PAIR,
     SCENARIOS,
 )
@@ -264,13 +266,13 @@ def turn_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.fixture(scope="session")
 def distillation_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Runs of on-policy distillation."""
-    return run_all(host, "distillation", "distillation.yaml", PAIR, tmp_path_factory.mktemp("distillation"))
+    return run_all(host, "distillation", "distillation.yaml", DISTILLATION_SCENARIOS, tmp_path_factory.mktemp("distillation"))
 
 
 @pytest.fixture(scope="session")
 def ppo_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Runs of PPO."""
-    return run_all(host, "ppo", "ppo.yaml", RECORDED_PAIR, tmp_path_factory.mktemp("ppo"))
+    return run_all(host, "ppo", "ppo.yaml", PPO_SCENARIOS, tmp_path_factory.mktemp("ppo"))
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,8 @@ def with_everything(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for step in steps:
         at = step["step"]
         step |= {
-            "ahead_tokens": 900.0, "ahead_s": 20.0, "ahead_kept": 0.9 - 0.02 * at,
+            "ahead_tokens": 900.0, "ahead_tokens_2": 400.0, "ahead_s": 20.0, "ahead_kept": 0.9 - 0.02 * at,
+            "ahead_right": 0.99 - 0.01 * at, "ahead_parted": 4.0, "ahead_followed": 3.0, "ahead_saved_s": 12.0,
             "head_age": float(at % 6), "policy_lag_mean": 0.5, "policy_lag_max": 1.0, "seeds_derived": 3.0,
             "tail": {"moves": at % 4, "races": 5, "won_by_racer": 2, "saved_s": 1.5 - 0.3 * (at % 7)},
             "draft_supply": {"occupancy": 0.8, "waste": 0.3, "run_ahead": 2.5, "num_drafters": 2, "num_ready": 1,

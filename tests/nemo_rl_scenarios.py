@@ -254,10 +254,13 @@ def _recorded(name: str, *overrides: str) -> dict[str, Any]:
 
 
 RECORDED_PAIR: dict[str, Any] = {"plain": _recorded("plain", *PLAIN), "drafted": _recorded("drafted", *DRAFTED)}
+PPO_SCENARIOS: dict[str, Any] = {**RECORDED_PAIR, "rolling": _recorded("rolling", *ROLLING)}
+DISTILLATION_SCENARIOS: dict[str, Any] = {**PAIR, "rolling": {"overrides": ROLLING}}
 CONTROLLER_SCENARIOS: dict[str, Any] = {
     "native": _recorded("native", *OFF),
     "plain": _recorded("plain", *PLAIN),
     "drafted": _recorded("drafted", *DRAFTED),
+    "ahead": _recorded("ahead", *ROLLING),
     "weight_fifo": _recorded("weight_fifo", *DRAFTED, "async_rl.sampler={name: weight_fifo}"),
     "windowed": _recorded("windowed", *DRAFTED, "async_rl.sampler={name: windowed, max_staleness_versions: 1}"),
     "two_engines": _recorded("two_engines", *DRAFTED, *TWO_APART),

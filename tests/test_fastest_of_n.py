@@ -387,6 +387,16 @@ def test_lengths_are_learned_from_all_and_from_siblings() -> None:
     assert lengths.remaining([2], np.array([0]))[0] > lengths.remaining([3], np.array([0]))[0]
 
 
+def test_a_text_that_was_made_ahead_tells_that_its_response_is_long() -> None:
+    """So the straggler policy knows its candidates before the rollout begins."""
+    lengths = LengthEstimator(max_length=1000)
+    for n in (100, 200, 300):
+        lengths.finished(1, n)
+    begun, known = np.zeros(3, np.int64), np.array([0, 250, 990])
+    assert lengths.remaining([2, 2, 2], begun, known) == pytest.approx([200, 300, 1000])
+    assert lengths.remaining([2, 2, 2], np.array([0, 260, 995]), known) == pytest.approx([200, 40, 5])
+
+
 @given(st.lists(st.integers(1, 900), max_size=30), st.integers(0, 999))
 def test_expected_remaining_tokens_stay_within_bounds(finished: list[int], so_far: int) -> None:
     lengths = LengthEstimator(max_length=1000)

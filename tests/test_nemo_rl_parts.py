@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +21,10 @@ from vllm import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from nemo_specrollout.generation.engine.admission import check_params
+from nemo_specrollout.generation.engine.ahead_branches import AheadBranch, pack
 from nemo_specrollout.generation.engine.identity import resolve_identity
-from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, RequestIdentity
-from nemo_specrollout.generation.engine.vllm_requests import REFUSAL, shard_request
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, RequestIdentity, as_bytes
+from nemo_specrollout.generation.engine.vllm_requests import REFUSAL, shard_request, text_and_params
 from nemo_specrollout.heads.serving.head_loading import part_from_policy, shared_modules
 from nemo_specrollout.nemo_rl.early_rows import NextPrompt, early_rows
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, header_seed
@@ -115,13 +116,24 @@ def test_rows_whose_texts_would_never_be_drafts_are_not_decoded_early() -> None:
     """The rows that are decoded early have the seeds that the step gives them, also where contents occur twice."""
     contents, tasks = [[1, 2], [3], [1, 2], [4]], ["squad", "math", "math", None]
     prompts = [NextPrompt(ids, task) for ids, task in zip(contents, tasks, strict=True)]
-    rows = early_rows([*prompts, NextPrompt([5], "math", True)], 2, RowSeeds(42, 3), TaskOptOut(["squad"]))
+    rows = early_rows([*prompts, NextPrompt([5], "math", None, True)], 2, RowSeeds(42, 3), TaskOptOut(["squad"]))
     assert [row.prompt for row in rows] == [[3], [3], [1, 2], [1, 2], [4], [4]]
     of_the_step = RowSeeds(42, 3).seeds([ids for ids in contents for _ in range(2)])
     assert [row.row for row in rows] == [
         Row(seed, len(row.prompt)) for seed, row in zip(of_the_step[2:], rows, strict=True)
     ]
     assert len(early_rows(prompts, 1, RowSeeds(42), TaskOptOut([]))) == 4
+
+
+def test_a_request_that_moves_brings_what_lies_beyond_its_prefix() -> None:
+    """The engine that goes on with it counts positions of texts made ahead from the end of the prefix."""
+    texts = {"seed": 1, "ahead": as_bytes([7, 8, 9, 10]), "branches": pack([AheadBranch(0, 3, as_bytes([4, 5]))])}
+    params = SamplingParams(max_tokens=8, logprobs=0, extra_args={EXTRA_ARGS_KEY: texts})
+    request = shard_request((0, 0), {"prompt_token_ids": [1, 2]}, params)
+    assert request.num_ahead == 4
+    _, moved = text_and_params(replace(request, prefix_token_ids=(7, 8)), streams=False)
+    found = resolved(moved)
+    assert (found.ahead, found.branches) == (as_bytes([9, 10]), (AheadBranch(0, 1, as_bytes([4, 5])),))
 
 
 @pytest.mark.parametrize(("given", "speculates"), [({}, True), ({DRAFTS_KEY: 1}, True), ({DRAFTS_KEY: 0}, False)])

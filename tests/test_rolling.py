@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of coming steps in the free slots of an engine change no token of its own requests, whatever happens to them."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import STEP_ADDER
 from safetensors.torch import load_file
+from shard_world import StreamingEngine
 from test_equality import assert_equal
 from test_racing import SAMPLINGS, noisy, six_prompts
 from tqdm import tqdm
@@ -22,6 +24,7 @@ from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest,
 from nemo_specrollout.run_ahead.early_requests import EarlyMade, EarlyRequests, StaleCache, early_params
 from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart
 from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
+from nemo_specrollout.run_ahead.rolling_stream import RollingStream
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, compare
 
 pytestmark = pytest.mark.integration
@@ -68,9 +71,11 @@ class Rolling:
         seed = request.noise_seed(self.engine._seed)
         return EarlyRow(list(request.prompt_token_ids), RequestRow(seed, request), ahead, self.texts.get(seed))
 
+    def rows(self, step: int, num_steps: int) -> list[EarlyRow]:
+        return [self.row(request, k) for k in range(1, num_steps + 1) for request in of_step(step + k)]
+
     def plan(self, step: int, num_steps: int, scale: float = 1e-3) -> None:
-        rows = [self.row(request, k) for k in range(1, num_steps + 1) for request in of_step(step + k)]
-        self.rolling.plan(rows, scale, kept=0.9)
+        self.rolling.plan(self.rows(step, num_steps), scale, kept=0.9)
 
     def generate(self, step: int) -> list[Rollout]:
         """Makes the responses of a step, whose requests bring what was made for them."""
@@ -210,7 +215,7 @@ def test_branches_at_near_ties_foresee_what_new_weights_sample(engine: RolloutEn
     figures = rolling.end().figures
     assert figures.num_texts == len(of_step(1)) and figures.num_branches > figures.num_texts
     for each in (engine, plain):
-        each.load_weights(noisy(OLD, 1, 0.004).items())
+        each.load_weights(noisy(OLD, 1, 0.015).items())
     found = rolling.generate(1)
     assert_equal(found, plain.generate(of_step(1)))
     texts = rolling.texts_of(1)
@@ -327,3 +332,90 @@ def test_cached_prefixes_that_stay_end_the_run(engine: RolloutEngine, monkeypatc
     with pytest.raises(StaleCache):
         Rolling(engine).rolling.end(keeps_cache=False)
     assert Rolling(engine).rolling.end(keeps_cache=True).texts == {}  # before the same weights decode again
+
+
+class Stream(StreamingEngine):
+    """An asynchronous engine, with what `RollingStream` asks of one."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        super().__init__(engine)
+        self._llm = engine._llm
+        self.output_processor = self._engine.output_processor
+        self.vllm_config = self._engine.vllm_config
+
+    async def collective_rpc(self, method: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+        return list(self._llm.collective_rpc(method, args=args))
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(self._engine.reset_prefix_cache())
+
+
+class RollingAsync(Rolling):
+    """The same for an asynchronous engine, whose requests are tasks."""
+
+    def __init__(self, engine: RolloutEngine, **sampling: Any) -> None:
+        super().__init__(engine, **sampling)
+        self.stream = Stream(engine)
+        self.rolling_stream = RollingStream(self.stream, self.stream.generate, self._request_of, 2)
+        self._num_asked = 0
+
+    async def plan_stream(self, step: int, num_steps: int) -> None:
+        await self.rolling_stream.plan(self.rows(step, num_steps), 1e-3, 0.9)
+
+    async def ask(self, request: RolloutRequest) -> Rollout:
+        text, params = self.engine._text_and_params(self.with_text(request), self.sampling)
+        self._num_asked += 1
+        prompt = {"prompt_token_ids": text}
+        native = self.stream.generate(prompt, params, request_id=f"own-{self._num_asked}")
+        outputs = [output async for output in self.rolling_stream.own(native, params)]
+        return Rollout.from_vllm(outputs[-1])
+
+    async def end_stream(self) -> EarlyMade:
+        made = await self.rolling_stream.end(keeps_cache=False)
+        self.texts.update(made.texts)
+        assert not self.engine._llm.llm_engine.has_unfinished_requests()
+        return made
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_an_asynchronous_engine_in_several_phases(engine: RolloutEngine, plain: RolloutEngine, num_steps: int) -> None:
+    """Requests of its own come all at once or one after another, and get what plain decoding gives them."""
+
+    async def work() -> None:
+        rolling = RollingAsync(engine)
+        for step in range(3):
+            load_noisy(step, engine, plain)
+            await rolling.plan_stream(step, num_steps)
+            asked = []
+            for request in of_step(step):
+                asked.append(asyncio.create_task(rolling.ask(request)))
+                await asyncio.sleep(0.02 * (step == 1))
+            assert_equal(list(await asyncio.gather(*asked)), plain.generate(of_step(step)))
+            while step == 1 and await rolling.rolling_stream.wait(0.05):
+                pass
+            made = await rolling.end_stream()
+            assert made.figures.num_tokens
+        assert all(text.is_complete for text in rolling.texts_of(2)), "the wait of step 1 ended them"
+
+    asyncio.run(work())
+
+
+def test_tasks_give_way_when_slots_are_needed(engine: RolloutEngine, plain: RolloutEngine) -> None:
+    load_noisy(0, plain)
+
+    async def work() -> list[Rollout]:
+        rolling = RollingAsync(engine)
+        await rolling.plan_stream(0, 1)
+        early = rolling.rolling_stream._early
+        assert early is not None
+        while early.num_running < SLOTS:
+            assert await rolling.rolling_stream.wait(0.005)
+        asked = [asyncio.create_task(rolling.ask(request)) for request in of_step(0)[:4]]
+        await asyncio.sleep(0)
+        assert early.num_running == SLOTS - 4
+        found = list(await asyncio.gather(*asked))
+        await rolling.end_stream()
+        assert early.figures.num_stopped == 4
+        return found
+
+    assert_equal(asyncio.run(work()), plain.generate(of_step(0)[:4]))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from conftest import QUICKSTART
-from test_nemo_rl_config import APART, found, tree
+from test_nemo_rl_config import APART, CONTROLLER, found, tree
 
 from lab.local.run_config import RunConfig
 from nemo_specrollout.cli.describe import describe_nemo_rl
@@ -35,6 +35,7 @@ def test_loops_whose_next_prompts_are_known_have_no_findings() -> None:
         (one_gpu, "data_plane={enabled: true}"),
         (one_gpu, "grpo=null", "ppo={seed: 1}"),
         (one_gpu, "grpo=null", "distillation={seed: 1}"),
+        CONTROLLER,
     ):
         assert not [s for s in found(AHEAD, *overrides)["error"] if "run_ahead" in s]
     described = dict(describe_nemo_rl(tree(*APART, AHEAD)))["run_ahead"]
@@ -53,14 +54,13 @@ def test_loops_whose_next_prompts_are_known_have_no_findings() -> None:
          "ppo.async_ppo.recompute_kv_cache_after_weight_updates: false with run_ahead"),
         ((*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}", f"{BLOCK_PATH}.fastest_of_n={{}}"),
          f"{BLOCK_PATH}.fastest_of_n: with run_ahead and grpo.async_grpo; requests that begin again do not move"),
-        ((*APART, "async_rl={x: 1}"), "async_rl: a block with run_ahead; its engines get a step's prompts one by one"),
         ((*APART, "env.should_use_nemo_gym=true"), "env.should_use_nemo_gym: true with run_ahead; NeMo-Gym's agents write"),
         ((*APART, "data.use_multiple_dataloader=true"), "data.use_multiple_dataloader: true with run_ahead; a function of"),
         (("grpo.use_dynamic_sampling=true",), "grpo.use_dynamic_sampling: true with run_ahead; rewards decide"),
         ((*APART, "grpo.use_dynamic_sampling=true", f"{BLOCK_PATH}.run_ahead.steps=2"),
          f"{BLOCK_PATH}.run_ahead.steps: 2 with grpo.use_dynamic_sampling; rewards decide which step the prompts after"),
     ],
-    ids=["stale", "stale ppo", "racing", "controller", "gym", "loaders", "filter", "filtered steps"],
+    ids=["stale", "stale ppo", "racing", "gym", "loaders", "filter", "filtered steps"],
 )  # fmt: skip
 def test_where_it_cannot_work_is_a_sentence(overrides: tuple[str, ...], sentence: str) -> None:
     assert any(s.startswith(sentence) for s in found(AHEAD, *overrides)["error"])

@@ -202,7 +202,7 @@ def test_texts_of_several_steps_pass_from_engines_to_their_steps(planners: Engin
     texts = {8000: 6, 8100: 6}
     assert calls_of(planners, 1) == [("texts", texts), ("plan", [(9100, 1, 12), (10100, 2, 0)])]
     ray.get([planners.actors[i].respond.remote(8000 + 100 * i, 8) for i in range(2)])
-    figures, alarms = ahead.figures(8)
+    figures, alarms = ahead.figures()
     found = {name.rpartition("/")[2]: value for name, value in figures.items()}
     assert not alarms and found["ahead_tokens"] == 12 and found["ahead_tokens_2"] == 24
     assert found["ahead_kept"] == found["ahead_right"] == 12 / 16 and found["ahead_texts"] == 2
@@ -228,7 +228,7 @@ def test_an_engine_that_dies_takes_only_its_drafts_along(planners: Engines, dead
     other = 1 - dead
     calls = calls_of(planners, other)
     assert ("texts", {1000 + 100 * other: 6}) in calls and ("plan", [(2000 + 100 * other, 1, 0)]) in calls
-    ahead.figures(1)
+    ahead.figures()
     ahead.end()
 
 
@@ -241,5 +241,5 @@ def test_too_little_memory_for_texts_is_an_alarm(planners: Engines) -> None:
     ahead.end()
     ahead.plan(1, [])
     assert calls_of(planners, 0)[-1] == ("texts", {1000: 6}), "the farther step made room first"
-    _, alarms = ahead.figures(1)
+    _, alarms = ahead.figures()
     assert alarms[0].startswith("1 texts of the next step did not fit into run_ahead.text_mib")

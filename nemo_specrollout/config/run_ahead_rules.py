@@ -54,10 +54,6 @@ def _unknown_prompts(tree: Tree) -> Iterator[Finding]:
     """Yields the loops of NeMo-RL in which nobody knows a coming step's prompts early."""
     for path, text in (
         (
-            "async_rl",
-            "its engines get a step's prompts one by one, some of them a step early already: use NeMo-RL's GRPO",
-        ),
-        (
             "data.use_multiple_dataloader",
             "a function of yours chooses each step's prompts when it begins: set it to false",
         ),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows of a coming step are decoded early (`run_ahead`), and with which seeds."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nemo_specrollout.nemo_rl.row_seeds import Row, RowSeeds
+from nemo_specrollout.nemo_rl.row_seeds import Row, RowSeeds, Sample, sample_seed
 from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut
 from nemo_specrollout.run_ahead.early_texts import EarlyRow
 
@@ -16,6 +16,8 @@ class NextPrompt:
     token_ids: list[int]
     task: str | None = None
     """Name of its task, or None if the data loader gives none."""
+    index: int | None = None
+    """Its row of the dataset, or None if the data loader does not number them."""
     has_media: bool = False
     """True if images, videos or audio belong to it. Its tokens alone do not bring them to the engine."""
 
@@ -30,7 +32,23 @@ def early_rows(
     it too when it numbers rows of equal content.
     """
     samples = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-    seed_of_each = seeds.seeds([prompt.token_ids for prompt in samples])
+    return _worth_decoding(samples, seeds.seeds([prompt.token_ids for prompt in samples]), opt_out)
+
+
+def early_rows_of_samples(
+    prompts: Iterable[NextPrompt], samples_per_prompt: int, run_seed: int, epoch: int, opt_out: TaskOptOut
+) -> list[EarlyRow]:
+    """Returns the same under the SingleController, where a row's seed follows from the row of the dataset and the epoch."""
+    samples = [(prompt, i) for prompt in prompts if prompt.index is not None for i in range(samples_per_prompt)]
+    seeds = [
+        sample_seed(run_seed, Sample(prompt.index, i, epoch), prompt.token_ids)
+        for prompt, i in samples
+        if prompt.index is not None
+    ]
+    return _worth_decoding([prompt for prompt, _ in samples], seeds, opt_out)
+
+
+def _worth_decoding(samples: Sequence[NextPrompt], seed_of_each: Sequence[int], opt_out: TaskOptOut) -> list[EarlyRow]:
     may_draft = opt_out.of_tasks([prompt.task for prompt in samples])
     return [
         EarlyRow(prompt.token_ids, Row(seed, len(prompt.token_ids)))

@@ -84,8 +84,7 @@ class SpecrolloutGeneration(VllmGeneration):
         super().__init__(cluster, config, *args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.attach(self.worker_group)
-            if self.block.run_ahead is not None and self.block.runs_ahead:
-                self._ahead = RunAhead(EngineClient(self.worker_group), self.block.run_ahead)
+            self._ahead = self._new_ahead()
             if not getattr(self, "_defer_model_load", False):
                 self._supervisor.open_exchange()
 
@@ -101,10 +100,17 @@ class SpecrolloutGeneration(VllmGeneration):
         self._supervisor = Supervisor(self.block, self.cfg, STEP_LOG)
         self._supervisor.attach(self.worker_group)
         self._supervisor.open_exchange()
+        self._ahead = self._new_ahead()
+
+    def _new_ahead(self) -> RunAhead | None:
+        config = self.block.run_ahead
+        return (
+            None if config is None or not self.block.runs_ahead else RunAhead(EngineClient(self.worker_group), config)
+        )
 
     def end_supervision(self) -> None:
         supervisor = self._supervisor
-        self._supervisor = None
+        self._supervisor = self._ahead = None
         if supervisor is not None:
             supervisor.close()
             supervisor.close_exchange()
@@ -214,7 +220,7 @@ class SpecrolloutGeneration(VllmGeneration):
     @contextmanager
     def validation(self) -> Iterator[None]:
         """Encloses a validation: its rows have seeds of their own kind, and the engines drop their sample stats."""
-        self._end_ahead(keeps_cache=True)
+        self._end_ahead(keeps_cache=True, is_interrupted=True)
         self._kind = SeedKind.VALIDATION
         self._validated = []
         try:
@@ -248,7 +254,7 @@ class SpecrolloutGeneration(VllmGeneration):
             return {}
         metrics = self._supervisor.end_step(self._version)
         if self._ahead is not None:
-            figures, alarms = self._ahead.figures(self._version, _token_s(metrics, self.dp_size))
+            figures, alarms = self._ahead.figures(_token_s(metrics, self.dp_size))
             plain = {name: metrics[PREFIX + name] for name in _TIMES if PREFIX + name in metrics}
             saved = saved_figures(plain, STEP_LOG.entries.get("acceptance", {}))
             metrics |= figures | {PREFIX + name: value for name, value in saved.items()}
@@ -257,10 +263,11 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def _plan_ahead(self) -> None:
         """Tells the engines which rows of coming steps they may begin until the next refit, in slots that are left empty."""
-        if self._ahead is None or self.facts.in_flight or self._kind is SeedKind.VALIDATION:
+        has_weights = self._num_refits > 0
+        if self._ahead is None or self.facts.in_flight or not has_weights or self._kind is SeedKind.VALIDATION:
             return
         known = [] if self.facts.filters_by_reward else self._coming_rows(self._ahead.steps)
-        self._ahead.plan(self._version, known)
+        self._ahead.plan(self._planned_step, known)
 
     def _plan_after_filter(self) -> None:
         """Lets idle engines begin the next step's rows at the end of a step whose rewards decide how many batches it takes.
@@ -307,9 +314,14 @@ class SpecrolloutGeneration(VllmGeneration):
     def _rows_of(self, version: int, prompts: list[NextPrompt]) -> list[EarlyRow]:
         return early_rows(prompts, self.facts.samples_per_prompt, RowSeeds(self.facts.seed, version), self.opt_out)
 
-    def _end_ahead(self, *, keeps_cache: bool = False) -> None:
+    def _end_ahead(self, *, keeps_cache: bool = False, is_interrupted: bool = False) -> None:
         if self._ahead is not None:
-            self._ahead.end(keeps_cache=keeps_cache)
+            self._ahead.end(keeps_cache=keeps_cache, is_interrupted=is_interrupted)
+
+    @property
+    def _planned_step(self) -> int:
+        """Number of the step whose rows are rolled out, from which coming steps are counted."""
+        return self._version
 
     @property
     def _version(self) -> int:

@@ -49,10 +49,12 @@ def prompts_of(batch: Mapping[str, Any]) -> list[NextPrompt]:
     logs = batch["message_log"]
     nothing = [None] * len(logs)
     tasks = batch.get("task_name") or nothing
+    rows = batch.get("idx")
+    indices = nothing if rows is None else [int(index) for index in rows]
     media = batch.get("vllm_content") or nothing
     return [
-        NextPrompt(_token_ids(log), task, content is not None)
-        for log, task, content in zip(logs, tasks, media, strict=True)
+        NextPrompt(_token_ids(log), task, index, content is not None)
+        for log, task, index, content in zip(logs, tasks, indices, media, strict=True)
     ]
 
 

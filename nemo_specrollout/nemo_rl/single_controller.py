@@ -11,13 +11,15 @@ from typing import Any
 
 import ray
 from nemo_rl.experience.rollout_manager import AsyncNemoGymRolloutImpl, AsyncRolloutImpl
-from torchdata.stateful_dataloader import StatefulDataLoader
 
+from nemo_specrollout.nemo_rl.early_rows import early_rows_of_samples
 from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
+from nemo_specrollout.nemo_rl.next_prompts import PeekingLoader
 from nemo_specrollout.nemo_rl.row_seeds import Sample, current_sample, gym_row_with_seed, sample_seed
 from nemo_specrollout.nemo_rl.row_tasks import current_tasks
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.nemo_rl.step_log import STEP_LOG
+from nemo_specrollout.run_ahead.early_texts import EarlyRow
 
 EPOCH_KEY = "specrollout_epoch"
 """Key of a prompt with its epoch."""
@@ -27,6 +29,29 @@ class ControlledGeneration(SpecrolloutGeneration):
     """Generation that the driver builds and the SingleController's actor uses and supervises."""
 
     is_supervised_elsewhere = True
+
+    @property
+    def _planned_step(self) -> int:
+        """Number of the batch that the data loader has given last, from 0 on. Its rows are requested after the next refit."""
+        loader = PeekingLoader.latest()
+        return -1 if loader is None else loader.num_taken - 1
+
+    def _coming_rows(self, num_steps: int) -> list[list[EarlyRow]]:
+        """Returns the rows of the batches that come next, at most `num_steps`, and none beyond the end of the run."""
+        loader = PeekingLoader.latest()
+        if not isinstance(loader, EpochDataLoader):
+            return []
+        self._check_epoch(len(loader))
+        facts = self.facts
+        left = max(facts.last_version - self._version - 1, 0)
+        return [
+            early_rows_of_samples(prompts, facts.samples_per_prompt, facts.seed, loader.epoch, self.opt_out)
+            for prompts in loader.next_prompts(min(num_steps, left))
+        ]
+
+    def _end_ahead(self, *, keeps_cache: bool = False, is_interrupted: bool = False) -> None:
+        """Ends what is made ahead. Other requests are under way, so vLLM would refuse to drop cached prefixes."""
+        super()._end_ahead(keeps_cache=True, is_interrupted=is_interrupted)
 
 
 class SeededRollouts(AsyncRolloutImpl):
@@ -57,13 +82,18 @@ def _sample(prompt: Any, index: int, prompt_length: int | None = None) -> Sample
     return Sample(int(prompt["idx"]), index, int(prompt.get(EPOCH_KEY, 0)), prompt_length)
 
 
-class EpochDataLoader(StatefulDataLoader):
-    """NeMo-RL's data loader, which tells every prompt its epoch."""
+class EpochDataLoader(PeekingLoader):
+    """NeMo-RL's data loader, which tells every prompt its epoch, and can show its next batches early."""
 
     def __init__(self, first_epoch: int, *args: Any, **kwargs: Any) -> None:
         """`first_epoch` is the epoch of the checkpoint that the run resumes from."""
         super().__init__(*args, **kwargs)
         self._next_epoch = first_epoch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way."""
+        return self._next_epoch - 1
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._next_epoch

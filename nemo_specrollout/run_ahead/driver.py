@@ -94,8 +94,10 @@ class RunAhead:
         self._num_planned = 0
         self._figures: EarlyFigures | None = None
         """What the engines did for coming steps since the last step, added up. None if they had no plan."""
-        self._in_flight: dict[int, list[int]] = {}
-        """Tokens in flight when the weights of a policy version arrived: for its own step, and for each one after it."""
+        self._version: int | None = None
+        """Policy version of the latest plan."""
+        self._in_flight: list[int] = []
+        """Tokens in flight when its weights arrived: for its own step, and for each one after it."""
         self._alarms: list[str] = []
         self._stop = threading.Event()
         self._after = 0
@@ -113,7 +115,7 @@ class RunAhead:
             version: Policy version of the weights that the engines have.
             steps: Requests of each coming step, of which the first is that of `version` + 1.
         """
-        self.end(keeps_cache=True)
+        self.end(keeps_cache=True, is_interrupted=True)
         self._store.forget_before(version)
         self._note_flights(version)
         texts_once: Any = ray.put(self._store.of(version))  # stored once for all engines
@@ -142,11 +144,15 @@ class RunAhead:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
 
-    def end(self, *, keeps_cache: bool = False) -> None:
+    def end(self, *, keeps_cache: bool = False, is_interrupted: bool = False) -> None:
         """Stops all early requests and keeps their texts. Does nothing without a plan.
 
-        The engines drop the prefixes that they have cached, because the next weights must not read them. With `keeps_cache`
-        they keep them, which is right as long as the weights stay.
+        Args:
+            keeps_cache: Whether the engines keep the prefixes that they have cached. The next weights must not read them, so
+                this is right while the weights stay, and where requests under way keep vLLM from dropping them. There
+                requests to come do not find them (generation/engine/fresh_prefixes.py).
+            is_interrupted: Whether the plan ends before the weights change, so that it says nothing of how much engines can
+                begin in the time of a step.
         """
         thread = self._thread
         self._thread = None
@@ -168,12 +174,12 @@ class RunAhead:
                 self._store.put(version, texts)
             self._figures = made.figures if self._figures is None else self._figures.plus(made.figures)
         self._trim()
-        if not keeps_cache:  # the phase has ended, so engines have begun all that they had slots for
+        if not is_interrupted:
             flights = [Flight(len(seeds), len(self._store.of(later))) for later, seeds in sorted(self._rows.items())]
             self._depth.observe_flights(flights)
 
-    def figures(self, version: int, token_s: float | None = None) -> tuple[dict[str, float], list[str]]:
-        """Returns the metrics and alarms of the step of a policy version, whose responses have all been made.
+    def figures(self, token_s: float | None = None) -> tuple[dict[str, float], list[str]]:
+        """Returns the metrics and alarms of the step of the latest plan, whose responses have all been made.
 
         Asks the engines how much of the texts was right, and learns from it how far the update has moved the scores.
         `token_s` is what a token of the step costs an engine by plain decoding, in seconds, if that is known.
@@ -188,8 +194,7 @@ class RunAhead:
             self._depth.observe_kept(kept.num_made, kept.num_right)
         if token_s is not None and isinstance(self._config.steps, str):
             self._observe_price(token_s)
-        in_flight = self._in_flight.pop(version, [])
-        self._in_flight = {known: tokens for known, tokens in self._in_flight.items() if known > version}
+        in_flight = self._in_flight
         num_made = in_flight[0] if in_flight else 0
         effort = self._figures or EarlyFigures()
         metrics = {
@@ -217,9 +222,10 @@ class RunAhead:
 
     def _note_flights(self, version: int) -> None:
         """Notes what is in flight for the step of a policy version, whose weights have arrived, and for those after it."""
-        if version not in self._in_flight:
+        if version != self._version:
             last = max(self._rows, default=version)
-            self._in_flight[version] = [self._store.num_tokens(later) for later in range(version, last + 1)]
+            self._version = version
+            self._in_flight = [self._store.num_tokens(later) for later in range(version, last + 1)]
 
     def _with_texts(self, version: int, steps_ahead: int, rows: Sequence[EarlyRow]) -> list[EarlyRow]:
         known = self._store.of(version)

@@ -100,17 +100,17 @@ class RollingEngine:
         if early is None:
             return False
         started = time.perf_counter()
+        now = started
         self._steps_left = 0
-        while True:
+        while now < started + seconds or now == started:
             self._look_if_due(early)
             if not early.num_running:
-                return False
+                break
             self._advance(early)
             early.figures.num_steps_alone += 1
             now = time.perf_counter()
-            if now >= started + seconds:
-                early.figures.alone_s += now - started
-                return True
+        early.figures.alone_s += now - started
+        return not early.is_empty
 
     def end(self, *, keeps_cache: bool) -> EarlyMade:
         """Ends the plan. No early request is left in the engine. Returns what was made.

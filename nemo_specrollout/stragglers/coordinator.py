@@ -300,7 +300,8 @@ class Coordinator:
 
     def _remaining(self, responses: Sequence[Response]) -> np.ndarray:
         lengths_R = np.array([len(r.tokens) for r in responses], np.int64)
-        return self.lengths.remaining([r.request.prompt_index for r in responses], lengths_R)
+        known_R = np.array([r.request.num_ahead for r in responses], np.int64)
+        return self.lengths.remaining([r.request.prompt_index for r in responses], lengths_R, known_R)
 
     def _observe(self, keys: list[int]) -> TailObservation:
         """Returns what the policy decides by; it numbers requests by their place in `keys`."""

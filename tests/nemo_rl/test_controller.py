@@ -6,7 +6,7 @@ from nemo_rl_host import ROUNDING, Run, num_drafts
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
-OURS = ("plain", "drafted", "weight_fifo", "windowed", "two_engines", "moving", "refreshed_head", "remote")
+OURS = ("plain", "drafted", "ahead", "weight_fifo", "windowed", "two_engines", "moving", "refreshed_head", "remote")
 SAME_BATCHES = [name for name in OURS[1:] if name != "windowed"]  # which trains on other groups
 NUM_STEPS = {"refreshed_head": 24, "remote": 24}
 Group = list[list[list[int]]]
@@ -86,6 +86,12 @@ def test_a_resumed_run_samples_as_an_uninterrupted_one(controller_runs: dict[str
     steps = {name: controller_runs[name].metrics for name in ("whole", "resumed")}
     assert [step["step"] for step in steps["resumed"]] == [3, 4]
     assert steps["resumed"][0]["loss"] == pytest.approx(steps["whole"][2]["loss"], rel=1e-4)
+
+
+def test_rows_of_coming_batches_are_decoded_early(controller_runs: dict[str, Run]) -> None:
+    steps = controller_runs["ahead"].metrics
+    assert sum(step["ahead_made"] for step in steps) > 0
+    assert any(step["ahead_tokens"] for step in steps)
 
 
 def test_requests_move_and_race_across_engines(controller_runs: dict[str, Run]) -> None:

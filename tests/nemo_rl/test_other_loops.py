@@ -77,6 +77,19 @@ def test_the_data_plane_has_texts_made_ahead(data_plane_runs: dict[str, Run]) ->
     assert ahead.metrics[1]["ahead_kept"] > 0.5
 
 
+@pytest.mark.parametrize("loop", ["ppo_runs", "distillation_runs", "data_plane_runs"])
+def test_texts_made_in_free_slots_change_no_loss(request: pytest.FixtureRequest, loop: str) -> None:
+    """Each run has one engine on the trainer's GPU, so its texts are made in slots that rollouts leave empty."""
+    found: dict[str, Run] = request.getfixturevalue(loop)
+    plain, rolling = found["plain"], found["rolling"]
+    assert rolling.result["error"] is None
+    losses, same = ([step["loss"] for step in run.metrics] for run in (plain, rolling))
+    assert len(losses) == 3 and losses == pytest.approx(same, rel=1e-4, abs=1e-6)
+    assert plain.movement == pytest.approx(rolling.movement, rel=1e-3)
+    assert sum(step["ahead_made"] for step in rolling.metrics) > 0
+    assert any(step["ahead_tokens"] for step in rolling.metrics)
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("loop", ROWS)
 def test_rows_of_three_turns_do_not_depend_on_the_drafter(pair: tuple[Run, Run], loop: str, step: int) -> None:

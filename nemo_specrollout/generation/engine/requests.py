@@ -54,6 +54,8 @@ class ShardRequest:
     """vLLM's `SamplingParams`, seed included, as msgpack: the process that forwards it need not import vLLM."""
     prefix_token_ids: Sequence[int] = ()
     """Beginning of the response, sampled in another engine."""
+    num_ahead: int = 0
+    """Tokens of a text that was made ahead for it. The response will probably be as long at least."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from nemo_specrollout.config.staying_requests import PLUGINS, WHY_ALL_STAY, plugins_here
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.admission import check_bad_words, check_params
+from nemo_specrollout.generation.engine.ahead_branches import after_prefix, pack, unpack
 from nemo_specrollout.generation.engine.arguments import users_processors
 from nemo_specrollout.generation.engine.identity import given_identity
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES, Rollout, ShardRequest
@@ -171,8 +172,11 @@ def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardReque
     """Returns a portable request of vLLM's for others to continue. Raises vLLM's error for a malformed identity."""
     tokens = list(prompt["prompt_token_ids"])
     with refused_as_by_vllm():
-        first_turn = given_identity(params).prompt_length  # a later turn of a conversation belongs to its group
-    return ShardRequest(tokens, content_hash(tokens[:first_turn]), home, msgspec.msgpack.encode(params))
+        given = given_identity(params)
+    first_turn = given.prompt_length  # a later turn of a conversation belongs to its group
+    num_ahead = len(given.ahead) // TOKEN_BYTES
+    group = content_hash(tokens[:first_turn])
+    return ShardRequest(tokens, group, home, msgspec.msgpack.encode(params), num_ahead=num_ahead)
 
 
 def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int], Any]:
@@ -189,6 +193,8 @@ def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int],
         identity = {"prompt_length": num_prompt, **params.extra_args[EXTRA_ARGS_KEY]}
         if "ahead" in identity:
             identity["ahead"] = identity["ahead"][TOKEN_BYTES * num_prefix :]
+        if "branches" in identity:
+            identity["branches"] = pack(after_prefix(unpack(identity["branches"]), num_prefix))
         params.extra_args = {**params.extra_args, EXTRA_ARGS_KEY: identity}
         params.max_tokens -= num_prefix
         params.skip_reading_prefix_cache = streams or params.skip_reading_prefix_cache

@@ -45,8 +45,18 @@ class LengthEstimator:
         if len(self._groups) > NUM_GROUPS:
             self._groups.popitem(last=False)
 
-    def remaining(self, groups_R: Sequence[int], lengths_R: np.ndarray) -> np.ndarray:
-        """Returns the expected remaining tokens, float64 [R], of responses with `lengths_R` tokens so far; at least 1."""
+    def remaining(
+        self, groups_R: Sequence[int], lengths_R: np.ndarray, known_R: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Returns the expected remaining tokens, float64 [R], of responses with `lengths_R` tokens so far; at least 1.
+
+        `known_R` has the tokens of texts that were made ahead for them (`run_ahead`), 0 for none. A response is taken to be
+        longer than its text, so stragglers are known before the rollout begins.
+        """
+        if known_R is not None and (known_R > lengths_R).any():
+            sure_R = np.maximum(lengths_R, known_R)
+            most_R = np.maximum(self.max_length - lengths_R, 1)
+            return np.minimum(sure_R - lengths_R + self.remaining(groups_R, sure_R), most_R)
         if self._sorted is None:
             self._sorted = np.sort(self._recent[: self._num_seen])
         beyond_N = np.append(np.cumsum(self._sorted[::-1])[::-1], 0)
