@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures steps of GRPO with and without `run_ahead`. The runs take turns step by step, so noise hits all of them alike.
 
-    python -m lab.bench.step_turns CONFIG --out DIR --ways plain ours d=1 [--steps 4] [--apart] [key=value ...]
+    python -m lab.bench.step_turns CONFIG --out DIR --ways plain ours d1 [--steps 4] [--apart] [key=value ...]
 
 CONFIG is one of the local runner. All ways have the same prompts and seeds, and so the same samples and losses. `plain` has no
-drafters, `ours` has text drafters, and `d=1` to `d=3` and `auto` have `run_ahead` besides. `today` is `ours` in the checkout
+drafters, `ours` has text drafters, and `d1` to `d3` and `auto` have `run_ahead` besides. `today` is `ours` in the checkout
 that `--tree` names. With `--apart` engine and trainer have a core each, else they take turns on the cores. The first step is a
 warm-up, and in a run that makes texts ahead it is the step that has none yet. `bench.deepen` of the config deepens the policy.
 """
@@ -41,7 +41,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     PLAIN: (f"{_BLOCK}.drafters=[]", _OFF),
     "ours": (_TEXT_DRAFTERS, _OFF),
     TODAY: (_TEXT_DRAFTERS, _OFF),
-    **{f"d={n}": (_TEXT_DRAFTERS, f"{_BLOCK}.run_ahead={{steps: {n}}}") for n in (1, 2, 3)},
+    **{f"d{n}": (_TEXT_DRAFTERS, f"{_BLOCK}.run_ahead={{steps: {n}}}") for n in (1, 2, 3)},
     "auto": (_TEXT_DRAFTERS, f"{_BLOCK}.run_ahead={{steps: auto}}"),
 }
 _ALL = (f"{_BLOCK}.verify.requests_per_step=0", f"{_BLOCK}.draft_refresh=null", "checkpointing.enabled=false")
@@ -172,7 +172,7 @@ def _model_overrides(config: Path, overrides: Sequence[str], out: Path) -> list[
 def main() -> int:
     """Prints a table, and writes DIR/step_turns.json."""
     parser = bench_parser(__doc__)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=[PLAIN, "ours", "d=1"])
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=[PLAIN, "ours", "d1"])
     parser.add_argument("--steps", type=int, default=4, help="steps after the warm-up")
     parser.add_argument("--apart", action="store_true", help="engine and trainer have a core each")
     parser.add_argument("--tree", type=Path, help="checkout of the way `today`")
