@@ -61,10 +61,18 @@ class _Target:
     waiting_for: set[int]
 
 
+@dataclass(frozen=True)
+class CollectorEvents:
+    """What a collector's thread calls."""
+
+    on_ready: Callable[[Trajectories], Any]
+    """Gets trajectories as soon as they are complete. Its result is what the trainer takes."""
+    on_begun: Callable[[int], None] = lambda target: None
+    """Gets the newest target that has begun, whenever that is another one."""
+
+
 class TrajectoryCollector:
     """Generates for targets while the trainer trains. Owns the thread that alone uses the coordinator and its engines.
-
-    The thread passes trajectories to `on_ready` as soon as they are complete; the trainer takes the result.
 
     States: collecting, then closed or failed. After a failure every call raises its error.
 
@@ -76,18 +84,15 @@ class TrajectoryCollector:
         coordinator: DealingCoordinator,
         config: AsyncGrpoConfig,
         prompts: Prompts,
-        on_ready: Callable[[Trajectories], Any],
+        events: CollectorEvents,
         targets: range,
         task: str,
-        on_begun: Callable[[int], None] = lambda target: None,
     ) -> None:
-        """`on_begun` is called in the thread with the newest target that has begun, whenever that is another one."""
-        self._on_begun = on_begun
         self._coordinator = coordinator
         self._config = config
         self._prompts = prompts
         self._task = task
-        self._on_ready = on_ready
+        self._events = events
         self._targets = targets
         self._next_target = targets.start
         self._version = targets.start
@@ -173,7 +178,7 @@ class TrajectoryCollector:
             keys = self._coordinator.deal(prompts.requests, self._task)
             self._under_way[self._next_target] = _Target(prompts, keys, self._version, time.perf_counter(), set(keys))
             self._next_target += 1
-        self._on_begun(newest)
+        self._events.on_begun(newest)
 
     def _advance(self) -> None:
         if not self._under_way:
@@ -188,7 +193,7 @@ class TrajectoryCollector:
                 seconds = time.perf_counter() - batch.begun_s
                 found = Trajectories(number, batch.prompts, responses, timeline, batch.first_version, seconds)
                 assert 0 <= found.age <= self._config.max_trajectory_age_steps, f"a trajectory of age {found.age}"
-                self._ready[number] = self._on_ready(found)
+                self._ready[number] = self._events.on_ready(found)
                 del self._under_way[number]
 
 
@@ -212,9 +217,8 @@ class AsyncFleet(RolloutFleet):
         if self._ahead is not None:
             self._ahead.texts.begin(steps)
         config = self._config.grpo.async_grpo
-        self._collector = TrajectoryCollector(
-            self.coordinator, config, self._prompts, self._step_rollout, steps, self.task, self._plan_ahead
-        )
+        events = CollectorEvents(self._step_rollout, self._plan_ahead)
+        self._collector = TrajectoryCollector(self.coordinator, config, self._prompts, events, steps, self.task)
 
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
         """Returns the trajectories for a step; waits for missing ones."""
