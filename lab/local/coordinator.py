@@ -11,7 +11,7 @@ import numpy as np
 
 from lab.local.timeline import Timeline
 from lab.simulation.dealing import in_shards, longest_first
-from nemo_specrollout.generation.engine.requests import TOKEN_BYTES, Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.requests import Rollout
 from nemo_specrollout.stragglers.attempts import Response
 from nemo_specrollout.stragglers.coordinator import Coordinator
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
@@ -121,14 +121,6 @@ class DealingCoordinator(Coordinator):
             engine_R = longest_first([r.request.prompt_index for r in responses], expected_R, loads_E)
         for i in np.argsort(-expected_R, kind="stable").tolist():
             self._start(keys[i], int(engine_R[i]))
-
-    def _remaining(self, responses: Sequence[Response]) -> np.ndarray:
-        """Returns the expected tokens to come of each response: at least the rest of a text that was made ahead."""
-        ahead_R = [
-            len(r.request.ahead) // TOKEN_BYTES - len(r.tokens) if isinstance(r.request, RolloutRequest) else 0
-            for r in responses
-        ]
-        return np.maximum(super()._remaining(responses), ahead_R)
 
     def _loads_E(self) -> np.ndarray:
         """Returns the expected tokens to come by engine, float64 [E]."""
