@@ -41,7 +41,7 @@ def test_rollouts_bring_texts_and_early_requests_run_beside(tmp_path: Path, monk
     monkeypatch.setattr(sys, "argv", ["ahead_speed", str(QUICKSTART), "--out", str(tmp_path), *ways, *OVERRIDES])
     assert ahead_speed.main() == 0
     (row,) = json.loads((tmp_path / "ahead_speed.json").read_text())["rows"]
-    assert row["equal"] and row["text"] is None and row["delay"] > 0
+    assert row["equal"] and row["text"] is None and row["delay"] > 0 and len(row["early_tokens"]) == 1
     assert row["engine_steps"]["run_ahead"] < row["engine_steps"]["plain"]
 
 
