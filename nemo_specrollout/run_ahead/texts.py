@@ -2,41 +2,143 @@
 """The texts that were made ahead, as an engine has them: which one a request brings along, and how much of it was right."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from nemo_specrollout.generation.engine.ahead_branches import TOKEN_BYTES, AheadBranch
 from nemo_specrollout.generation.engine.requests import num_kept
+from nemo_specrollout.run_ahead.decisions.flips import Array, counts_of_gaps
+
+NO_GAPS = counts_of_gaps(np.zeros(0))
+
+
+@dataclass(frozen=True)
+class TextAhead:
+    """What older weights have sampled for a request of a coming step, under the noise of that request."""
+
+    tokens: bytes
+    """Token ids of the response, as int32 numbers."""
+    gaps: bytes = b""
+    """For each token by how much its score was above the runner-up's, in nats, as float16 numbers.
+
+    Empty where unknown, and as long as `tokens` otherwise."""
+    runners_up: bytes = b""
+    """For each token the one with the second-best score, as int32 numbers. Known where `gaps` are."""
+    branches: tuple[AheadBranch, ...] = ()
+    """Texts that go on with the runner-up instead, at some near-ties of this text and of each other."""
+    is_complete: bool = False
+    """Whether the response has ended."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the text, without its branches."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the text and its branches take, without the objects around them."""
+        return len(self.tokens) + len(self.gaps) + len(self.runners_up) + sum(len(b.text) for b in self.branches)
+
+
+class KeptCounts(NamedTuple):
+    """How much of the texts made ahead was right, as the weights of their step have shown."""
+
+    num_made: int = 0
+    """Tokens of the texts of requests that have ended, without branches."""
+    num_kept: int = 0
+    """Tokens of these texts before the first one that the weights have changed."""
+    num_right: int = 0
+    """Tokens that were drafted right, also by a branch after a token that has changed."""
+    num_tokens: int = 0
+    """Tokens of the responses of the same requests."""
+    num_texts: int = 0
+    """Texts that were compared."""
+    num_flips: int = 0
+    """Texts that parted at a token whose gap is known."""
+    num_runners_up: int = 0
+    """Of these texts, those that parted because the runner-up was sampled instead."""
+    num_followed: int = 0
+    """Branches that turned out to be the text."""
+    gaps_G: Array = NO_GAPS
+    """Counts of the gaps of the tokens that were compared up to the first change, as `counts_of_gaps` makes them."""
+
+    def plus(self, other: "KeptCounts") -> "KeptCounts":
+        """Returns the sums."""
+        pairs: Any = zip(self, other, strict=True)
+        return KeptCounts(*(a + b for a, b in pairs))
+
+
+def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts:
+    """Returns how much of a text was right. `response` has the token ids that the request of the same seed has got."""
+    response = np.asarray(response, np.int32)
+    kept = num_kept(text.tokens, response)
+    gap_P = np.frombuffer(text.gaps, np.float16)
+    parts = kept < min(text.num_tokens, len(response))
+    has_gap = parts and kept < len(gap_P)
+    is_runner_up = has_gap and np.frombuffer(text.runners_up, np.int32)[kept] == response[kept]
+    right, followed = _followed(text, response)
+    return KeptCounts(
+        num_made=text.num_tokens,
+        num_kept=kept,
+        num_right=right,
+        num_tokens=len(response),
+        num_texts=1,
+        num_flips=int(has_gap),
+        num_runners_up=int(is_runner_up),
+        num_followed=followed,
+        gaps_G=counts_of_gaps(gap_P[: kept + int(has_gap)]),
+    )
+
+
+def _followed(text: TextAhead, response: np.ndarray) -> tuple[int, int]:
+    """Returns the tokens that the text or a branch after it had right from the first one on, and the branches among them."""
+    path = first = followed = 0
+    own = text.tokens
+    while True:
+        right = first + num_kept(own, response[first:])
+        at_change = [
+            (i + 1, branch.text)
+            for i, branch in enumerate(text.branches)
+            if (branch.parent, branch.position) == (path, right) and num_kept(branch.text, response[right:])
+        ]
+        if not at_change:
+            return right, followed
+        path, own = at_change[0]
+        first = right
+        followed += 1
 
 
 class TextsAhead:
-    """Owns an engine's texts by the seeds of their requests, and the count of tokens that the engine sampled again.
+    """Owns an engine's texts by the seeds of their requests, and the counts of what was right of them.
 
     A request and its text have the same seed, so they had the same noise. They differ where the new weights changed a token.
     """
 
     def __init__(self) -> None:
-        self._texts: Mapping[int, bytes] = {}
-        self._num_kept = self._num_tokens = 0
+        self._texts: Mapping[int, TextAhead] = {}
+        self._kept = KeptCounts()
 
-    def replace(self, texts: Mapping[int, bytes]) -> None:
-        """Takes the texts for the requests to come, by seed. Each is the int32 numbers of its tokens."""
+    def replace(self, texts: Mapping[int, TextAhead]) -> None:
+        """Takes the texts for the requests to come, by seed."""
         self._texts = texts
 
-    def of(self, seed: int) -> bytes:
-        """Returns the text that was made ahead under this seed; empty if there is none."""
-        return self._texts.get(seed, b"")
+    def of(self, seed: int) -> TextAhead | None:
+        """Returns the text that was made ahead under this seed; None if there is none."""
+        return self._texts.get(seed)
 
     def compare(self, seed: int, response: Sequence[int] | np.ndarray) -> None:
-        """Counts how much of a text was right: the tokens up to the first one in which the response differs from it.
+        """Counts how much of a text was right. A seed without a text is left out.
 
-        `response` has the token ids of the response that the request of this seed has got. A seed without a text is left out.
+        `response` has the token ids of the response that the request of this seed has got.
         """
-        if text := self.of(seed):
-            self._num_kept += num_kept(text, response)
-            self._num_tokens += len(response)
+        text = self.of(seed)
+        if text is not None and text.tokens:
+            self._kept = self._kept.plus(compare(text, response))
 
-    def take_kept(self) -> tuple[int, int]:
-        """Returns two numbers since the last call: the tokens that were right, and all tokens of the same responses."""
-        counts = (self._num_kept, self._num_tokens)
-        self._num_kept = self._num_tokens = 0
+    def take_kept(self) -> KeptCounts:
+        """Returns the counts since the last call."""
+        counts = self._kept
+        self._kept = KeptCounts()
         return counts

@@ -94,9 +94,19 @@ class BranchChoice:
         """Returns the probability that the new weights sample all of a path that is known."""
         return self._paths[request][path].survival
 
+    def best(self) -> float:
+        """Returns the probability of the likeliest branch that is not begun; 0 if there is none."""
+        while self._candidates:
+            negative, _, request, _, _ = self._candidates[0]
+            paths = self._paths.get(request)
+            if paths is not None and len(paths) < self._most_paths:
+                return -negative
+            heapq.heappop(self._candidates)
+        return 0.0
+
     def next(self, num_free: int) -> list[Branch]:
         """Returns the likeliest branches for as many free slots, and counts them as begun."""
-        chosen = []
+        chosen: list[Branch] = []
         while self._candidates and len(chosen) < num_free:
             negative, _, request, parent, index = heapq.heappop(self._candidates)
             paths = self._paths.get(request)

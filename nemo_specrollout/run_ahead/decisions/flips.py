@@ -22,6 +22,11 @@ _KEPT = 0.5
 """Weight of earlier updates' evidence after each further one, because updates become smaller or larger in a run."""
 
 
+def counts_of_gaps(gap_P: Array) -> Array:
+    """Returns how many of the gaps, in nats, fall in each of the model's bins, float64 [G]."""
+    return np.bincount(np.searchsorted(_EDGES_G, gap_P), minlength=len(_CENTRES_G)).astype(np.float64)
+
+
 class FlipModel:
     """Learns from updates how far they move the difference of two scores, which is one number, the scale.
 
@@ -47,10 +52,12 @@ class FlipModel:
             gap_P: gaps of the positions whose token is known under both weights, up to the first flip of each text.
             num_flips: texts that parted at one of these positions.
         """
-        self._gaps_G *= _KEPT
-        self._num_flips *= _KEPT
-        np.add.at(self._gaps_G, np.searchsorted(_EDGES_G, gap_P), 1.0)
-        self._num_flips += num_flips
+        self.observe_counts(counts_of_gaps(gap_P), num_flips)
+
+    def observe_counts(self, counts_G: Array, num_flips: int) -> None:
+        """Learns from one update, of whose gaps `counts_of_gaps` has made counts. Counts of several engines may be added."""
+        self._gaps_G = _KEPT * self._gaps_G + counts_G
+        self._num_flips = _KEPT * self._num_flips + num_flips
         if self._gaps_G.any():
             self.scale = self._fitted()
 

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The texts that an engine has in flight for coming steps: which text or branch gets the next free slot, and what it has made.
+
+Knows no engine and no clock, so a simulated engine can use it as well.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from nemo_specrollout.generation.engine.ahead_branches import AheadBranch, pack, paths_of
+from nemo_specrollout.generation.engine.requests import as_bytes, longest_known_text, num_kept
+from nemo_specrollout.run_ahead.decisions.branches import Branch, BranchChoice
+from nemo_specrollout.run_ahead.decisions.early_share import Worth
+from nemo_specrollout.run_ahead.decisions.flips import FlipModel
+from nemo_specrollout.run_ahead.texts import TextAhead
+
+TEXT = 0
+"""Number of the path that is the text itself. Its branches have the numbers from 1 on."""
+
+
+class Row(Protocol):
+    """A row of a coming step. Its other fields matter only to the engine's own code."""
+
+    @property
+    def seed(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class EarlyRow:
+    """A request of a coming step that an engine may decode early."""
+
+    prompt: Sequence[int]
+    """Token ids."""
+    row: Row
+    steps_ahead: int = 1
+    """1 for the next step. After each further step the weights will change once more."""
+    known: TextAhead | None = None
+    """What weights before the engine's present ones have sampled for it."""
+
+
+@dataclass(frozen=True)
+class EarlyStart:
+    """An early request that the engine should begin."""
+
+    name: int
+    """Number by which the request is called. No two requests of an engine share one."""
+    row: EarlyRow
+    prefix: tuple[int, ...] = ()
+    """Beginning of the response that is given: the part of the text before a branch, and the runner-up there."""
+    drafts: bytes = b""
+    """Known continuation after prompt and prefix, as int32 numbers."""
+    branches: bytes = b""
+    """Known branches of it, packed."""
+
+
+@dataclass
+class _Path:
+    """A text or a branch of it. Its own tokens are those after its parent's part."""
+
+    parent: int
+    position: int
+    """Number of its first own token in the response."""
+    name: int
+    tokens: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    runners_up: list[int] = field(default_factory=list)
+    num_grown: int = 0
+    """Tokens whose near-ties the choice of branches knows."""
+    is_running: bool = True
+    is_complete: bool = False
+
+
+@dataclass
+class _Flight:
+    """A request of a coming step, with its paths once it is begun."""
+
+    row: EarlyRow
+    paths: list[_Path] = field(default_factory=list)
+
+
+class EarlyTexts:
+    """Owns the texts of an engine's early requests. A request or branch is called by the name that `next` gave it."""
+
+    def __init__(
+        self, rows: Sequence[EarlyRow], flips: FlipModel, most_branches: int, kept: float, names: Iterator[int]
+    ) -> None:
+        """Begins with what is known of each row.
+
+        Args:
+            rows: Requests of coming steps, the first of which is begun first among equals.
+            flips: How far the next update will move scores.
+            most_branches: Branches of a request at most; 0 for none.
+            kept: Share of what was made ahead that the last updates have left, for texts that are not begun.
+            names: Gives a new number for each request.
+        """
+        self._flights = {i: _Flight(row) for i, row in enumerate(rows)}
+        self._choice = BranchChoice(flips, most_branches + 1)
+        self._kept = kept
+        self._names = names
+        self._running: dict[int, tuple[int, int]] = {}
+        """Index of the row and number of the path of each running request, by its name."""
+        self._by_name: dict[int, tuple[int, int]] = {}
+        self._waiting = sorted(self._flights, key=lambda i: -self._text_worth(self._flights[i]).probability)
+        """Rows that are not begun, best first. Python's sort keeps the order of equals."""
+
+    @property
+    def num_running(self) -> int:
+        """Early requests that the engine has begun and neither ended nor stopped."""
+        return len(self._running)
+
+    @property
+    def running(self) -> list[int]:
+        """Their names."""
+        return list(self._running)
+
+    def worths(self, most: int) -> list[Worth]:
+        """Returns the worth of a token of the requests that run or could begin, best first, at most `most` of them.
+
+        Of the branches that could begin only the likeliest is known without beginning it. So the others count as much as it.
+        """
+        found = [self._worth(*self._running[name]) for name in self._running]
+        found += [self._text_worth(self._flights[i]) for i in self._waiting[:most]]
+        best = self._choice.best()
+        if best > 0.0:
+            found += [Worth(best, best)] * max(most - len(found), 0)
+        return sorted(found, key=lambda worth: -worth.probability)[:most]
+
+    def next(self, number: int) -> list[EarlyStart]:
+        """Returns the best requests to begin, at most `number`, and counts them as running."""
+        starts: list[EarlyStart] = []
+        while len(starts) < number:
+            text_worth = self._text_worth(self._flights[self._waiting[0]]).probability if self._waiting else 0.0
+            if self._waiting and text_worth >= self._choice.best():
+                starts.append(self._begin_text(self._waiting.pop(0)))
+                continue
+            branches = self._choice.next(1)
+            if not branches:
+                break
+            starts.append(self._begin_branch(branches[0]))
+        return starts
+
+    def grew(self, name: int, tokens: Iterable[int]) -> None:
+        """Takes further tokens that a request has sampled."""
+        index, number = self._by_name[name]
+        self._flights[index].paths[number].tokens.extend(tokens)
+        self._tell_ties(index, number)
+
+    def ties(self, name: int, first: int, gaps: bytes, runners_up: bytes) -> None:
+        """Takes near-ties of a request, as `specrollout_take_ties` returns them. `first` counts prompt and prefix."""
+        if name not in self._by_name:
+            return
+        index, number = self._by_name[name]
+        flight = self._flights[index]
+        path = flight.paths[number]
+        own = first - len(flight.row.prompt) - path.position
+        missing = own - len(path.gaps)
+        if missing > 0:  # the first token of a branch was not sampled
+            path.gaps.extend([np.inf] * missing)
+            path.runners_up.extend([-1] * missing)
+        del path.gaps[own:]
+        del path.runners_up[own:]
+        path.gaps.extend(np.frombuffer(gaps, np.float16).tolist())
+        path.runners_up.extend(np.frombuffer(runners_up, np.int32).tolist())
+        self._tell_ties(index, number)
+
+    def ended(self, name: int) -> None:
+        """Notes that a request has ended by itself. All its tokens are known."""
+        index, number = self._running.pop(name)
+        self._flights[index].paths[number].is_complete = True
+
+    def stopped(self, name: int) -> None:
+        """Notes that a request was stopped. Its tokens so far stay known, and it does not begin again."""
+        self._running.pop(name, None)
+
+    def least(self, number: int) -> list[int]:
+        """Returns the names of the running requests that are worth least, at most `number`."""
+        return sorted(self._running, key=lambda name: self._worth(*self._running[name]).probability)[:number]
+
+    def texts(self) -> dict[int, TextAhead]:
+        """Returns all that is known, by the seeds of the rows. A row of which nothing is known is left out."""
+        known = {flight.row.row.seed: self._text(flight) for flight in self._flights.values()}
+        return {seed: text for seed, text in known.items() if text is not None and text.tokens}
+
+    def _begin_text(self, index: int) -> EarlyStart:
+        flight = self._flights[index]
+        known = flight.row.known
+        self._choice.open(index)
+        start = EarlyStart(
+            next(self._names),
+            flight.row,
+            drafts=known.tokens if known is not None else b"",
+            branches=pack(known.branches) if known is not None else b"",
+        )
+        self._run(index, _Path(TEXT, 0, start.name))
+        return start
+
+    def _begin_branch(self, branch: Branch) -> EarlyStart:
+        index = branch.request
+        assert isinstance(index, int)
+        flight = self._flights[index]
+        prefix = (*self._tokens_before(flight, branch.parent, branch.position), branch.token_id)
+        start = EarlyStart(next(self._names), flight.row, prefix, _known_after(flight.row.known, prefix))
+        self._run(index, _Path(branch.parent, branch.position, start.name, [branch.token_id]))
+        return start
+
+    def _run(self, index: int, path: _Path) -> None:
+        paths = self._flights[index].paths
+        self._running[path.name] = self._by_name[path.name] = (index, len(paths))
+        paths.append(path)
+
+    def _tokens_before(self, flight: _Flight, number: int, position: int) -> list[int]:
+        """Returns the first `position` tokens of the response along a path."""
+        path = flight.paths[number]
+        if position <= path.position:
+            return self._tokens_before(flight, path.parent, position)
+        before = self._tokens_before(flight, path.parent, path.position) if number else []
+        return before + path.tokens[: position - path.position]
+
+    def _tell_ties(self, index: int, number: int) -> None:
+        """Lets the choice of branches know the near-ties of tokens that have arrived."""
+        path = self._flights[index].paths[number]
+        known = min(len(path.gaps), len(path.tokens))
+        first = max(path.num_grown, int(number > TEXT))  # the first token of a branch cannot flip back
+        if known > first:
+            gap_P = np.array(path.gaps[first:known])
+            self._choice.grow(index, number, gap_P, path.runners_up[first:known])
+            path.num_grown = known
+
+    def _text_worth(self, flight: _Flight) -> Worth:
+        """Returns the worth of beginning the text of a row. A complete one has tokens to make only where it parts."""
+        k = flight.row.steps_ahead
+        probability = self._kept**k
+        if flight.row.known is not None and flight.row.known.is_complete:
+            probability *= 1.0 - self._kept
+        return Worth(probability, float(k))
+
+    def _worth(self, index: int, number: int) -> Worth:
+        k = self._flights[index].row.steps_ahead
+        survival = self._choice.survival(index, number)
+        probability = survival * self._kept ** (k - 1)
+        return Worth(probability, float(k) if number == TEXT else survival * k)
+
+    def _text(self, flight: _Flight) -> TextAhead | None:
+        """Returns what is known of a row now: what was made, and where that ends or agrees, what was known before."""
+        known = flight.row.known
+        if not flight.paths:
+            return known
+        path = flight.paths[TEXT]
+        made = as_bytes(path.tokens)
+        branches = tuple(AheadBranch(p.parent, p.position, as_bytes(p.tokens)) for p in flight.paths[1:])
+        gaps, runners_up = _ties(path, len(path.tokens))
+        if path.is_complete or known is None:
+            return TextAhead(made, gaps, runners_up, branches, path.is_complete)
+        tokens = longest_known_text(path.tokens, known.tokens)
+        if len(tokens) > len(made):
+            gaps, runners_up = _with_tail(gaps, known.gaps), _with_tail(runners_up, known.runners_up)
+            if num_kept(known.tokens, path.tokens) == len(path.tokens):
+                branches += _beyond(known.branches, len(path.tokens), len(branches))
+        return TextAhead(tokens, gaps, runners_up, branches)
+
+
+def _ties(path: _Path, length: int) -> tuple[bytes, bytes]:
+    """Returns gaps and runners-up for `length` tokens of a path; empty if any is unknown."""
+    if len(path.gaps) < length:
+        return b"", b""
+    gaps = np.array(path.gaps[:length], np.float16)
+    return gaps.tobytes(), as_bytes(path.runners_up[:length])
+
+
+def _with_tail(made: bytes, known: bytes) -> bytes:
+    """Returns ties of a text whose tail is an older one's; empty if those of either part are unknown."""
+    return made + known[len(made) :] if made and known else b""
+
+
+def _beyond(known: Sequence[AheadBranch], first: int, num_before: int) -> tuple[AheadBranch, ...]:
+    """Returns the known branches from token `first` of the text on, with theirs, numbered after `num_before` others."""
+    kept: dict[int, int] = {TEXT: TEXT}
+    found: list[AheadBranch] = []
+    for number, branch in enumerate(known, 1):
+        if branch.parent in kept and branch.position >= first:
+            found.append(AheadBranch(kept[branch.parent], branch.position, branch.text))
+            kept[number] = num_before + len(found)
+    return tuple(found)
+
+
+def _known_after(known: TextAhead | None, prefix: Sequence[int]) -> bytes:
+    """Returns what a known path that begins with `prefix` has after it, as int32 numbers; empty if none does."""
+    if known is None:
+        return b""
+    for path in paths_of(known.tokens, known.branches):
+        if len(path) > len(prefix) and np.array_equal(path[: len(prefix)], prefix):
+            return path[len(prefix) :].tobytes()
+    return b""

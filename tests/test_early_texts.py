@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts in flight: what is begun first, what is known in the end, how much of it was right, and how many requests pay."""
+
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import pytest
+
+from nemo_specrollout.generation.engine.ahead_branches import AheadBranch, unpack
+from nemo_specrollout.generation.engine.requests import as_bytes
+from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, Worth, mean_token_s, num_early
+from nemo_specrollout.run_ahead.decisions.flips import FlipModel, counts_of_gaps
+from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyTexts
+from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, TextsAhead, compare
+
+pytestmark = pytest.mark.unit
+PROMPT = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Row:
+    seed: int
+
+
+def early_texts(*rows: EarlyRow, most_branches: int = 2, kept: float = 0.9) -> EarlyTexts:
+    return EarlyTexts(rows, FlipModel(0.01), most_branches, kept, count(7))
+
+
+def row(seed: int, steps_ahead: int = 1, known: TextAhead | None = None) -> EarlyRow:
+    return EarlyRow(PROMPT, Row(seed), steps_ahead, known)
+
+
+def float16(*gaps: float) -> bytes:
+    return np.array(gaps, np.float16).tobytes()
+
+
+def test_the_next_step_comes_before_later_ones_and_a_near_tie_before_steps_that_are_unlikely_to_last() -> None:
+    texts = early_texts(row(5, 2), row(6), row(7, 30))
+    first, second = texts.next(2)
+    assert (first.row.row.seed, second.row.row.seed) == (6, 5)
+    texts.grew(first.name, [10, 11, 12])
+    texts.ties(first.name, len(PROMPT), float16(3.0, 0.0, 2.0), as_bytes([90, 91, 92]))
+    branch, last = texts.next(2)
+    assert branch.row.row.seed == 6
+    assert branch.prefix == (10, 91)
+    assert last.row.row.seed == 7
+    assert texts.next(1) == []
+    texts.grew(branch.name, [50])
+    texts.ended(first.name)
+    assert sorted(texts.running) == sorted([second.name, branch.name, last.name])
+    assert texts.least(1) == [last.name]
+    made = texts.texts()
+    assert set(made) == {6}
+    assert made[6].is_complete
+    assert made[6].tokens == as_bytes([10, 11, 12])
+    assert made[6].branches == (AheadBranch(0, 1, as_bytes([91, 50])),)
+    assert made[6].runners_up == as_bytes([90, 91, 92])
+
+
+def test_a_branch_of_a_branch_has_the_tokens_of_both_before_it() -> None:
+    texts = early_texts(row(6))
+    (text,) = texts.next(1)
+    texts.grew(text.name, [10, 11])
+    texts.ties(text.name, len(PROMPT), float16(9.0, 0.0), as_bytes([90, 91]))
+    (branch,) = texts.next(1)
+    texts.grew(branch.name, [20, 21])
+    texts.ties(branch.name, len(PROMPT) + 2, float16(8.0, 0.001), as_bytes([70, 71]))
+    (second,) = texts.next(1)
+    assert second.prefix == (10, 91, 20, 71)
+    assert texts.texts()[6].branches[1] == AheadBranch(1, 3, as_bytes([71]))
+
+
+def test_what_is_verified_again_keeps_the_known_tail_and_its_branches_until_it_parts() -> None:
+    known = TextAhead(
+        as_bytes([10, 11, 12, 13]),
+        float16(1.0, 2.0, 3.0, 4.0),
+        as_bytes([90, 91, 92, 93]),
+        (AheadBranch(0, 0, as_bytes([90])), AheadBranch(0, 3, as_bytes([93, 1])), AheadBranch(2, 4, as_bytes([7]))),
+    )
+    texts = early_texts(row(6, known=known))
+    (text,) = texts.next(1)
+    assert text.drafts == known.tokens
+    assert unpack(text.branches) == known.branches
+    texts.grew(text.name, [10, 11])
+    texts.ties(text.name, len(PROMPT), float16(5.0, 6.0), as_bytes([80, 81]))
+    made = texts.texts()[6]
+    assert made.tokens == known.tokens
+    assert made.gaps == float16(5.0, 6.0, 3.0, 4.0)
+    assert made.branches == (AheadBranch(0, 3, as_bytes([93, 1])), AheadBranch(1, 4, as_bytes([7])))
+    texts.grew(text.name, [55])
+    assert texts.texts()[6].branches == ()
+
+
+def test_a_row_that_is_not_begun_keeps_what_is_known_of_it() -> None:
+    known = TextAhead(as_bytes([10]), is_complete=True)
+    texts = early_texts(row(6, known=known), row(7))
+    assert texts.texts() == {6: known}
+    assert texts.next(1)[0].row.row.seed == 7, "a complete text has tokens to make only if it parts"
+
+
+def test_what_was_right_counts_the_branches_that_the_response_followed() -> None:
+    text = TextAhead(
+        as_bytes([10, 11, 12]), float16(1, 0.5, 2), as_bytes([90, 91, 92]), (AheadBranch(0, 1, as_bytes([91, 50, 51])),)
+    )
+    counts = compare(text, [10, 91, 50, 99])
+    assert counts[:8] == (3, 1, 3, 4, 1, 1, 1, 1)
+    assert np.array_equal(counts.gaps_G, counts_of_gaps(np.array([1.0, 0.5])))
+    assert compare(text, [10, 11, 12, 13])[:8] == (3, 3, 3, 4, 1, 0, 0, 0)
+    assert compare(text, [10, 77])[5:8] == (1, 0, 0)
+    owner = TextsAhead()
+    owner.replace({4: text})
+    owner.compare(4, [10, 91])
+    owner.compare(5, [10, 91])
+    assert owner.take_kept().num_texts == 1
+    assert owner.take_kept()[:8] == KeptCounts()[:8]
+
+
+def test_the_mean_time_of_a_token_counts_the_steps_of_a_draining_batch() -> None:
+    seconds_R = np.array([0.0, 1.0, 1.5, 2.0])
+    assert mean_token_s(seconds_R, np.array([1, 3])) == pytest.approx((1.5 + 2 * 1.0) / 4)
+    assert mean_token_s(seconds_R, np.array([2, 2, 2, 2, 2, 2])) == pytest.approx(2 * 2 * 2.0 / 12)
+    assert mean_token_s(seconds_R, np.zeros(0)) == 0.0
+
+
+def test_early_requests_begin_where_rows_are_nearly_free_and_not_where_they_cost_what_they_spare() -> None:
+    texts = [Worth(0.95, 1.0)] * 30
+    free = EarlyPrices(7.0 + 0.01 * np.arange(65), 0.02, 0.3)
+    assert num_early(free, 8, texts) == 30
+    dear = EarlyPrices(0.5 * np.arange(65), 0.5, 0.55)
+    assert num_early(dear, 8, texts) == 0
+    eight_at_once = EarlyPrices(np.maximum(np.arange(65.0), 8.0), 1.0, 1.6)
+    assert num_early(eight_at_once, 2, texts) == 6
+    assert num_early(eight_at_once, 0, texts) == 30
+    unlikely = [Worth(0.02, 4.0)] * 30
+    assert num_early(free, 8, unlikely) == 0
+    assert num_early(free, 8, []) == 0
