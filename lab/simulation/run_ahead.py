@@ -73,9 +73,6 @@ class _Rolling:
         num = len(self._requests.length_R)
         self._steps = np.arange(num).reshape(NUM_STEPS + steps_ahead, -1)
         self._right_R = np.zeros(num)
-        self._branched_R = np.zeros(num)
-        self._share_R = np.zeros(num)
-        """Share of its branches that each text has."""
         self._is_complete_R = np.zeros(num, bool)
         self._kept = 1.0
         fleet = setting.fleet
@@ -128,10 +125,8 @@ class _Rolling:
         is_going_r = np.ones(len(flying), bool)
         while is_going_r.any():
             right_r[is_going_r] += self._rng.exponential(self._ahead.tokens_to_flip, int(is_going_r.sum()))
-            foreseen_r = self._ahead.foreseen * self._share_R[flying]
-            is_going_r &= (right_r < before_r) & (self._rng.random(len(flying)) < foreseen_r)
+            is_going_r &= (right_r < before_r) & (self._rng.random(len(flying)) < self._ahead.foreseen)
         self._right_R[flying] = np.minimum(before_r, np.floor(right_r))
-        self._branched_R[flying] = 0.0
         left = float(self._right_R[flying].sum() / before_r.sum()) if before_r.any() else 1.0
         self._kept = left
         return left
@@ -157,7 +152,6 @@ class _Rolling:
             ahead_I,
             right_I,
             self._is_complete_R[numbers_I],
-            self._branched_R[numbers_I].copy(),
             done_I,
         )
         return RollingEngine(
@@ -167,8 +161,7 @@ class _Rolling:
             texts,
             self._prices(work, step) if self._is_exact else None,
             self._kept,
-            self._ahead.branches,
-            self._ahead.foreseen,
+            self._ahead.branches / 2 if self._is_exact else 0.0,
         )
 
     def _prices(self, work: Workload, step: int) -> EarlyPrices:
@@ -192,7 +185,6 @@ class _Rolling:
             self._right_R[texts.numbers_I] = right_I
             is_whole_I = right_I >= texts.work.length_R - 0.5
             self._is_complete_R[texts.numbers_I] = is_whole_I | (texts.is_complete_I & is_behind_I)
-            self._share_R[texts.numbers_I] = engine.branched_share()
 
     def _rollout(self, step: int, engines: list[RollingEngine]) -> RolloutResult:
         """Returns the rollout of a step's own requests."""

@@ -195,7 +195,7 @@ class AheadConfig:
     steps: int = bounded(2, low=1, high=4)
     """Most steps whose texts are in flight. Each number up to this is a variant."""
     branches: int = bounded(0, low=0, high=16)
-    """Branches of each text that are decoded beside it where slots are left, each with half of its tokens."""
+    """Branches that are decoded of each text. They begin anywhere in it, so half as many run beside it on average."""
     foreseen: float = bounded(0.0, low=0.0, high=1.0)
     """Share of the places where texts part for which one of these branches is the new text."""
 
