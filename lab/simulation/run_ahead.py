@@ -17,8 +17,8 @@ from lab.simulation.event_loop import RolloutResult, StepResult
 from lab.simulation.rolling_engine import RollingEngine, TextsInFlight, early_prices
 from lab.simulation.scenario import AheadConfig
 from lab.simulation.setting import Setting
-from lab.simulation.workload import Workload
 from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices
+from nemo_specrollout.run_ahead.decisions.steps_ahead import MOST_STEPS, Flight, StepsAhead
 
 NUM_STEPS = 12
 """Simulated steps. The later half counts, because the first ones have no texts."""
@@ -38,6 +38,8 @@ class EarlyFigures:
     """Share of a step's tokens that were right when its rollout began."""
     made: float
     """Tokens that were made or verified early, for each token of a response."""
+    steps: float
+    """Coming steps that had texts in flight."""
     delay: float
     """Time of a rollout over that of the same rollout with the same texts but without early requests, minus 1."""
 
@@ -46,11 +48,15 @@ class EarlyFigures:
 class RollingResult(StepResult):
     """Result of a step with texts in flight."""
 
-    early: EarlyFigures = EarlyFigures(1.0, 0.0, 0.0, 0.0)
+    early: EarlyFigures = EarlyFigures(1.0, 0.0, 0.0, 0.0, 0.0)
+
+
+AUTO = -1
+"""A number of steps ahead that the production policy chooses before each rollout (`run_ahead/decisions/steps_ahead.py`)."""
 
 
 def rolling_steps(setting: Setting, steps_ahead: int, *, is_exact: bool = True) -> RollingResult:
-    """Simulates synchronous steps, one after the other, with the texts of `steps_ahead` coming ones in flight.
+    """Simulates synchronous steps, one after the other, with the texts of `steps_ahead` coming ones in flight, or `AUTO`.
 
     With `train_gpus` in the cluster, engines have nothing else to do while the policy trains. Otherwise they share its GPUs.
     With `is_exact` off, texts go on under new weights without verification, as in asynchronous training on one pool of GPUs:
@@ -65,16 +71,17 @@ class _Rolling:
     def __init__(self, setting: Setting, steps_ahead: int, is_exact: bool) -> None:
         scenario = setting.fleet.scenario
         self._setting = setting
-        self._steps_ahead = steps_ahead
+        self._policy = StepsAhead()
+        self._chooses = steps_ahead == AUTO
+        self._most_ahead = MOST_STEPS if self._chooses else steps_ahead
         self._is_exact = is_exact
         self._ahead = scenario.training.run_ahead or _NO_UPDATES
         self._rng = np.random.default_rng(scenario.seed + _SEED_OF_FLIPS)
-        self._requests = setting.requests(NUM_STEPS + steps_ahead)
+        self._requests = setting.requests(NUM_STEPS + self._most_ahead)
         num = len(self._requests.length_R)
-        self._steps = np.arange(num).reshape(NUM_STEPS + steps_ahead, -1)
+        self._steps = np.arange(num).reshape(NUM_STEPS + self._most_ahead, -1)
         self._right_R = np.zeros(num)
         self._is_complete_R = np.zeros(num, bool)
-        self._kept = 1.0
         fleet = setting.fleet
         kind = setting.variant.speculation
         self._speculation = fleet.speculation(kind, 0)
@@ -83,13 +90,14 @@ class _Rolling:
 
     def result(self) -> RollingResult:
         """Simulates all steps."""
-        generated_s, alone_s, idle_s, kept, ready, made = np.zeros((6, NUM_STEPS))
+        generated_s, alone_s, idle_s, kept, ready, made, num_ahead = np.zeros((7, NUM_STEPS))
         for step in range(NUM_STEPS):
             own = self._requests.part(self._steps[step])
             parts_s = self._setting.parts_s(own.num_tokens, len(own.length_R))
-            kept[step] = self._update(step) if step else 1.0
+            kept[step] = self._update(step) if step else np.nan
             ready[step] = self._right_R[self._steps[step]].sum() / own.num_tokens
-            engines = self._engines(step, self._steps_ahead)
+            num_ahead[step] = steps_ahead = self._steps_ahead(step)
+            engines = self._engines(step, steps_ahead)
             alone = self._engines(step, 0)
             for engine in (*engines, *alone):
                 engine.run()
@@ -99,27 +107,29 @@ class _Rolling:
             idle_s[step] = generated_s[step] - float(np.mean(ends_s))
             rollout = self._rollout(step, engines)
             self._go_on(engines, float(generated_s[step]), parts_s)
+            self._observe(step, steps_ahead)
             made[step] = sum(engine.num_early_tokens for engine in engines) / own.num_tokens
         late = slice(NUM_STEPS // 2, None)
         generate_s = float(generated_s[late].mean())
         parts_s = parts_s | {"generate": generate_s}
         figures = EarlyFigures(
-            float(kept[late].mean()),
+            float(np.nanmean(kept[late])) if np.isfinite(kept[late]).any() else 1.0,
             float(ready[late].mean()),
             float(made[late].mean()),
+            float(num_ahead[late].mean()),
             float(generated_s[late].sum() / alone_s[late].sum()) - 1.0,
         )
         idle_share = float(idle_s[late].mean()) / sum(parts_s.values())
         return RollingResult(self._setting.variant.name, parts_s, generate_s, idle_share, rollout, figures)
 
     def _update(self, step: int) -> float:
-        """Cuts the texts in flight where new weights change them. Returns the share that is left, 1 if there was none.
+        """Cuts the texts in flight where new weights change them. Returns the share that is left, NaN if there was none.
 
         A parting that a branch foresees cuts nothing, and the next one may.
         """
         if not self._is_exact:
             return 1.0
-        flying = self._steps[step : step + 1 + self._steps_ahead].ravel()
+        flying = self._steps[step : step + 1 + self._most_ahead].ravel()
         before_r = self._right_R[flying]
         right_r = np.zeros(len(flying))
         is_going_r = np.ones(len(flying), bool)
@@ -127,9 +137,23 @@ class _Rolling:
             right_r[is_going_r] += self._rng.exponential(self._ahead.tokens_to_flip, int(is_going_r.sum()))
             is_going_r &= (right_r < before_r) & (self._rng.random(len(flying)) < self._ahead.foreseen)
         self._right_R[flying] = np.minimum(before_r, np.floor(right_r))
-        left = float(self._right_R[flying].sum() / before_r.sum()) if before_r.any() else 1.0
-        self._kept = left
-        return left
+        own = self._steps[step]
+        self._policy.observe_kept(int(before_r[: len(own)].sum()), int(self._right_R[own].sum()))
+        return float(self._right_R[flying].sum() / before_r.sum()) if before_r.any() else np.nan
+
+    def _steps_ahead(self, step: int) -> int:
+        """Returns how many coming steps have texts in flight in this phase."""
+        if not self._chooses:
+            return self._most_ahead
+        prices = self._prices(step)
+        self._policy.observe_price(prices.verify_row_s, prices.token_s)
+        return self._policy.steps
+
+    def _observe(self, step: int, steps_ahead: int) -> None:
+        """Lets the policy see what was in flight when the phase ended."""
+        coming = self._steps[step + 1 : step + 1 + steps_ahead]
+        if len(coming):
+            self._policy.observe_flights([Flight(len(r), int((self._right_R[r] > 0).sum())) for r in coming])
 
     def _engines(self, step: int, steps_ahead: int) -> list[RollingEngine]:
         """Returns the engines of a phase with their requests. Of equals, those with the longest texts come first."""
@@ -159,16 +183,16 @@ class _Rolling:
             self._speculation,
             self._setting.fleet.num_slots,
             texts,
-            self._prices(work, step) if self._is_exact else None,
-            self._kept,
+            self._prices(step) if self._is_exact else None,
+            self._policy.kept,
             self._ahead.branches / 2 if self._is_exact else 0.0,
         )
 
-    def _prices(self, work: Workload, step: int) -> EarlyPrices:
+    def _prices(self, step: int) -> EarlyPrices:
         """Returns what was measured in the rollout before. The first has none to look back on, and looks at itself."""
         last_r = self._steps[max(step - 1, 0)]
         length_L = self._requests.length_R[last_r][: -(-len(last_r) // self._num_engines)]
-        context = work.prompt_tokens + float(length_L.mean()) / 2
+        context = self._requests.prompt_tokens + float(length_L.mean()) / 2
         return early_prices(self._speculation, self._setting.fleet.num_slots, context, length_L)
 
     def _go_on(self, engines: list[RollingEngine], generated_s: float, parts_s: dict[str, float]) -> None:
@@ -177,8 +201,7 @@ class _Rolling:
         if self._setting.fleet.scenario.cluster.train_gpus:
             window_s += sum(parts_s.values()) - parts_s["refit"]
         for engine in engines:
-            if self._steps_ahead:
-                engine.run(window_s)
+            engine.run(window_s)
             texts = engine.texts
             is_behind_I = texts.is_verifying_I()
             right_I = np.maximum(texts.done_I, texts.known_I) if self._is_exact else texts.done_I

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many coming steps have requests in flight: as far as free slots reach, and as long as updates leave texts right.
+
+A text for the step after k updates is verified after each of them, and what has changed is made again. A token of it is of
+use if all k updates leave it right.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+MOST_STEPS = 4
+LEAST_GAIN = 0.25
+"""Least expected gain of a token of the farthest step, as a share of the time that a right token spares."""
+_ASSUMED_KEPT = 0.95
+"""Share of a text that an update is taken to leave right before the first one has shown it."""
+_ASSUMED_PRICE = 0.15
+"""Time of a verified row as a share of the time that a right token spares, before it is measured."""
+_NEW = 0.5
+"""Weight of the latest update, because updates become smaller or larger in a run."""
+
+
+class Flight(NamedTuple):
+    """What engines had in flight for one coming step when a phase ended."""
+
+    num_rows: int
+    """Requests of the step that may be begun early."""
+    num_begun: int
+    """Of these, those with a text."""
+
+
+class StepsAhead:
+    """Chooses how many coming steps are planned. Knows no clock and no engine, so a simulator can use it as well."""
+
+    def __init__(self, most: int = MOST_STEPS) -> None:
+        """`most` bounds the number of steps."""
+        self._most = most
+        self._reach = 1
+        self.kept = _ASSUMED_KEPT
+        """Share of the tokens of a text that an update leaves right."""
+        self.price = _ASSUMED_PRICE
+        """Time of a verified row as a share of the time that a right token spares."""
+
+    def observe_kept(self, num_made: int, num_right: int) -> None:
+        """Learns from one update, under which `num_right` of `num_made` tokens of its step's texts were right."""
+        if num_made > 0:
+            share = min(num_right / num_made, 1.0)
+            self.kept += _NEW * (share - self.kept)
+
+    def observe_price(self, verify_row_s: float, token_s: float) -> None:
+        """Takes the measured seconds of a verified row, and of a token of a rollout by plain decoding."""
+        if token_s > 0.0:
+            self.price = verify_row_s / token_s
+
+    def observe_flights(self, flights: Sequence[Flight]) -> None:
+        """Takes what was in flight when a phase ended, the nearest step first.
+
+        Engines begin requests of nearer steps first. So where one was not begun, a farther step would get no slot.
+        """
+        all_begun = [flight.num_begun >= flight.num_rows for flight in flights]
+        self._reach = (all_begun.index(False) if False in all_begun else len(all_begun)) + 1
+
+    def gain(self, steps: int) -> float:
+        """Returns what a token made for the step after so many updates gains, as a share of the time it may spare."""
+        return self.kept**steps - steps * self.price
+
+    @property
+    def steps(self) -> int:
+        """Number of coming steps to plan, at least 1: an engine begins no request that its own prices forbid."""
+        pays = next((k for k in range(1, self._most + 1) if self.gain(k) < LEAST_GAIN), self._most + 1) - 1
+        return max(1, min(self._reach, pays, self._most))
