@@ -14,7 +14,7 @@ has the engine's own is reported. A branch begins with the runner-up of a token.
 and 4 are branches of each text; best first, there are as many as four for each text, and any text may have more.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -210,7 +210,9 @@ def partings(pairs: Sequence[TextPair]) -> dict[str, Any]:
     """Returns where texts part: figures of their first flips, and the number of all."""
     parted = [(pair, pair.flips[0]) for pair in pairs if pair.flips]
     gaps = [pair.of_newer.gap_P for pair in pairs]
-    ranks = [int((pair.of_older.gap_P < pair.of_older.gap_P[at]).sum()) for pair, at in parted if at < len(pair.older_P)]
+    ranks = [
+        int((pair.of_older.gap_P < pair.of_older.gap_P[at]).sum()) for pair, at in parted if at < len(pair.older_P)
+    ]
     return {
         "texts": len(pairs),
         "parted": len(parted),
@@ -246,7 +248,7 @@ def foreseen(pairs: Sequence[TextPair], followed: Sequence[int]) -> dict[str, An
 
 
 def main() -> int:
-    """Prints a table and writes its rows to DIR/ahead.json, with a picture."""
+    """Prints two tables and writes their rows to DIR/ahead.json, with a picture."""
     parser = bench_parser(__doc__)
     parser.add_argument("--rates", default="1e-6,5e-6,2e-5,1e-4")
     parser.add_argument("--lengths", default="256,768,2048")
@@ -266,41 +268,68 @@ def main() -> int:
             options.out / "ahead.json", {"config": str(options.config), "overrides": options.overrides, "rows": rows}
         )
     ahead_chart(rows, options.out / "ahead.png")
-    log_console().print(table_of(rows))
+    for table in (table_of(rows), branch_table_of(rows)):
+        log_console().print(table)
     return 0
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns the table of the bench's rows."""
-    table = new_table("responses by older and by newer weights; in prefix: tokens before the first that differs")
-    for name in (
-        "lr",
-        "updates",
-        "norm",
-        "changed",
-        "text",
-        "length",
-        "tokens",
-        "identical",
-        "in prefix",
-        "at position",
-        "tokens a step",
-    ):
-        table.add_column(name, justify="left" if name == "text" else "right", no_wrap=True)
+    """Returns the table of how long texts stay equal."""
+    values = {
+        "lr": lambda row: f"{row['rate']:.0e}",
+        "updates": lambda row: f"{row['older']} to {row['newer']}",
+        "norm": lambda row: f"{row['norm']:.1e}",
+        "changed": lambda row: f"{row['changed']:.1%}",
+        "text": lambda row: row["kind"],
+        "length": lambda row: str(row["length"] or "own"),
+        "tokens": lambda row: f"{row['tokens']:,}",
+        "identical": lambda row: f"{row['identical']:.0%}",
+        "in prefix": lambda row: f"{row['in_prefix']:.0%}",
+        "at position": lambda row: f"{row['at_position']:.0%}",
+        "tokens a step": lambda row: f"{row['tokens_per_step']:.1f}",
+    }
+    return _table(
+        "responses by older and by newer weights; in prefix: tokens before the first that differs", values, rows
+    )
+
+
+def branch_table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    """Returns the table of where texts part, and of what branches foresee."""
+    values = {
+        "lr": lambda row: f"{row['rate']:.0e}",
+        "updates": lambda row: f"{row['older']} to {row['newer']}",
+        "text": lambda row: row["kind"],
+        "length": lambda row: str(row["length"] or "own"),
+        "part": lambda row: f"{row['parted']}/{row['texts']}",
+        "rank": lambda row: _listed(row["ranks"]),
+        "so far": lambda row: _listed(row["ranks_so_far"]),
+        "flips": lambda row: str(row["flips"]),
+        "runner-up": lambda row: str(row["flips_to_runner_up"]),
+        **{name: _right(name) for name in (*map(str, NUM_BRANCHES), BEST_FIRST)},
+        "slowest": lambda row: "-".join(str(row["branches"][n]["slowest"]) for n in ("0", BEST_FIRST)),
+    }
+    title = (
+        "first partings by rank of the gap, in the whole text and so far; tokens drafted right by branches a text; steps of "
+        "the slowest request without branches and best first"
+    )
+    return _table(title, values, rows)
+
+
+def _right(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{row['branches'][name]['right']:.2%}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Returns ranks from 1 on, in ascending order."""
+    return " ".join(str(1 + rank) for rank in sorted(ranks)) or "-"
+
+
+def _table(title: str, values: Mapping[str, Callable[[dict[str, Any]], str]], rows: Sequence[dict[str, Any]]) -> Table:
+    table = new_table(title)
+    for name in values:
+        table.add_column(name, justify="left" if name in ("text", "rank", "so far") else "right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            f"{row['rate']:.0e}",
-            f"{row['older']} to {row['newer']}",
-            f"{row['norm']:.1e}",
-            f"{row['changed']:.1%}",
-            row["kind"],
-            str(row["length"] or "own"),
-            f"{row['tokens']:,}",
-            f"{row['identical']:.0%}",
-            f"{row['in_prefix']:.0%}",
-            f"{row['at_position']:.0%}",
-            f"{row['tokens_per_step']:.1f}",
-        )
+        table.add_row(*(value(row) for value in values.values()))
     return table
 
 

@@ -67,5 +67,7 @@ class TieFinder:
             tokens.append(draw_rows(Logits(logits_RV, True), keys, None, None, tables).tokens_R)
         own = slice(len(prompt), None)
         return Ties(
-            torch.cat(tokens).numpy().astype(np.int32), tables.gap_SL[0, own].numpy(), tables.runner_up_SL[0, own].numpy()
+            torch.cat(tokens).numpy().astype(np.int32),
+            tables.gap_SL[0, own].numpy(),
+            tables.runner_up_SL[0, own].numpy(),
         )

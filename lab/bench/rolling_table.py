@@ -65,7 +65,10 @@ def rows() -> list[dict[str, object]]:
         for num_requests in NUM_REQUESTS:
             about = {"apart": is_apart, "requests": num_requests}
             found += [
-                about | _figures(f"asynchronous, lag {lag}", "", [asynchronous(num_requests, is_apart, lag, s) for s in SEEDS])
+                about
+                | _figures(
+                    f"asynchronous, lag {lag}", "", [asynchronous(num_requests, is_apart, lag, s) for s in SEEDS]
+                )
                 for lag in (1, 2)
             ]
             for update, ahead in UPDATES.items():

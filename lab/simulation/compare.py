@@ -160,12 +160,14 @@ def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison
 
 
 def _with_texts_in_flight(fleet: Fleet, kind: str, traced: tuple[np.ndarray, ...]) -> list[StepResult]:
-    """Simulates synchronous steps with texts of coming steps in flight: of one, of two, ..., and of as many as `auto` chooses."""
+    """Simulates synchronous steps with texts in flight: of one coming step, of two, ..., and of as many as `auto` chooses."""
     training = fleet.scenario.training
     ahead = training.run_ahead
     if ahead is None:
         return []
-    names = {f"{RUN_AHEAD} {number}": number for number in range(1, ahead.steps + 1)} | {f"{RUN_AHEAD} auto": AUTO_STEPS}
+    names = {f"{RUN_AHEAD} {number}": number for number in range(1, ahead.steps + 1)} | {
+        f"{RUN_AHEAD} auto": AUTO_STEPS
+    }
     if training.mode == "async":
         names = {ON_POLICY: 0} | names
     return [rolling_steps(Setting(fleet, Variant(name, kind), traced), number) for name, number in names.items()]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated engine with texts in flight: its own requests, and requests of coming steps in slots that are free.
 
-The production policy (`run_ahead/decisions/early_share.py`) says how many of those requests run beside the engine's own. What is
-known of a text is verified first, many rows at a time, and decoded from where it parts. Between two events all requests of the
-engine advance at constant speed.
+The production policy (`run_ahead/decisions/early_share.py`) says how many of those requests run beside the engine's own. What
+is known of a text is verified first, many rows at a time, and the text is decoded from where it parts. Between two events all
+requests of the engine advance at constant speed.
 
 Shapes: I requests, R numbers of requests from 0 on, L lengths of responses, B requests of a step.
 """
@@ -55,7 +55,9 @@ def early_prices(speculation: Speculation, num_slots: int, context: float, lengt
     costs = speculation.costs
     num_R = np.arange(num_slots + 1)
     seconds_R = np.array([float(costs.step_s(max(n, 1), float(max(n, 1)), context)) for n in num_R])
-    full_s, half_s = (float(costs.step_s(num_slots, float(max(n, num_slots)), context)) for n in (_FULL_ROWS, _FULL_ROWS // 2))
+    full_s, half_s = (
+        float(costs.step_s(num_slots, float(max(n, num_slots)), context)) for n in (_FULL_ROWS, _FULL_ROWS // 2)
+    )
     verify_row_s = max(full_s - half_s, 0.0) / (_FULL_ROWS - _FULL_ROWS // 2)
     return EarlyPrices(seconds_R, verify_row_s, mean_token_s(seconds_R, length_L))
 
@@ -75,8 +77,8 @@ class RollingEngine:
     ) -> None:
         """`prices` is None for an engine that fills all of its slots, whatever that costs.
 
-        `kept` is the share of what was made ahead that updates leave. Beside each text that is decoded early run branches of it,
-        in `rows_of_branches` further slots and rows on average.
+        `kept` is the share of what was made ahead that updates leave. Beside each text that is decoded early run branches of
+        it, in `rows_of_branches` further slots and rows on average.
         """
         self.texts = texts
         self.seconds = 0.0
@@ -99,7 +101,7 @@ class RollingEngine:
         return not (self._is_own_I & self.texts.is_open_I()).any()
 
     def run(self, until_s: float = np.inf) -> None:
-        """Goes on until its own requests have ended, or until the moment `until_s`, whatever comes later for an idle engine."""
+        """Goes on until its own requests have ended, or, if `until_s` is given, until that moment."""
         while self.seconds < until_s - 1e-12 and not (self.is_done and np.isinf(until_s)):
             own = np.flatnonzero(self._is_own_I & self.texts.is_open_I())[: self._num_slots]
             running = np.concatenate([own, self._early(len(own))])
