@@ -62,24 +62,24 @@ def early_prices(speculation: Speculation, num_slots: int, context: float, lengt
     return EarlyPrices(seconds_R, verify_row_s, mean_token_s(seconds_R, length_L))
 
 
+@dataclass(frozen=True)
+class EarlyTerms:
+    """What early requests cost, and what they are worth."""
+
+    prices: EarlyPrices
+    kept: float
+    """Share of what was made ahead that updates leave."""
+    rows_of_branches: float
+    """Slots and rows that branches of a text take on average beside it, while it is decoded early."""
+
+
 class RollingEngine:
     """One engine in one phase: until its own requests have ended, and then as long as it is asked to go on."""
 
     def __init__(
-        self,
-        index: int,
-        speculation: Speculation,
-        num_slots: int,
-        texts: TextsInFlight,
-        prices: EarlyPrices | None,
-        kept: float = 1.0,
-        rows_of_branches: float = 0.0,
+        self, index: int, speculation: Speculation, num_slots: int, texts: TextsInFlight, terms: EarlyTerms | None
     ) -> None:
-        """`prices` is None for an engine that fills all of its slots, whatever that costs.
-
-        `kept` is the share of what was made ahead that updates leave. Beside each text that is decoded early run branches of
-        it, in `rows_of_branches` further slots and rows on average.
-        """
+        """`terms` is None for an engine that fills all of its slots, whatever that costs."""
         self.texts = texts
         self.seconds = 0.0
         self.spans: list[Span] = []
@@ -89,9 +89,7 @@ class RollingEngine:
         self._index = index
         self._speculation = speculation
         self._num_slots = num_slots
-        self._prices = prices
-        self._kept = kept
-        self._rows_of_branches = rows_of_branches
+        self._terms = terms
         self._is_own_I = texts.steps_ahead_I == 0
         self._has_begun_I = np.zeros(len(texts.done_I), bool)
 
@@ -114,25 +112,17 @@ class RollingEngine:
     def _early(self, num_own: int) -> np.ndarray:
         """Returns the early requests that run beside the engine's own ones, best first."""
         texts = self.texts
-        slots = 1.0 + self._rows_of_branches
-        free = int((self._num_slots - num_own) / slots)
+        terms = self._terms
         candidates = np.flatnonzero(~self._is_own_I & texts.is_open_I())
-        k_i = texts.steps_ahead_I[candidates]
+        free = self._num_slots - num_own
+        if terms is None:
+            return candidates[: max(free, 0)]
         seems_complete_i = (texts.is_complete_I & texts.is_verifying_I())[candidates]
-        p_i = self._kept**k_i * np.where(seems_complete_i, 1.0 - self._kept, 1.0)
-        order = np.argsort(-p_i, kind="stable")[: max(free, 0)]
-        if self._prices is None or not len(order):
-            return candidates[order]
+        k_i = texts.steps_ahead_I[candidates]
+        p_i = terms.kept**k_i * np.where(seems_complete_i, 1.0 - terms.kept, 1.0)
+        order = np.argsort(-p_i, kind="stable")[: max(int(free / (1.0 + terms.rows_of_branches)), 0)]
         worths = list(map(Worth, p_i[order].tolist(), k_i[order].tolist()))
-        return candidates[order][: num_early(self._prices_with_branches(num_own), num_own, worths)]
-
-    def _prices_with_branches(self, num_own: int) -> EarlyPrices:
-        """Returns prices in which an early request is as dear as a text with its branches."""
-        assert self._prices is not None
-        seconds_R = self._prices.seconds_R
-        num_R = np.arange(len(seconds_R))
-        rows_R = num_own + (1.0 + self._rows_of_branches) * (num_R - num_own)
-        return self._prices._replace(seconds_R=np.interp(np.maximum(rows_R, num_R), num_R, seconds_R))
+        return candidates[order][: num_early(_with_branches(terms, num_own), num_own, worths)]
 
     def _prefill(self, running: np.ndarray) -> None:
         """Computes the prompts of requests that begin."""
@@ -150,7 +140,8 @@ class RollingEngine:
         work = texts.work
         context = work.prompt_tokens + float(texts.done_I[running].mean())
         is_known_B = texts.is_verifying_I()[running]
-        num_branches = self._rows_of_branches * float((~is_known_B[num_own:]).sum())
+        rows_of_branches = 0.0 if self._terms is None else self._terms.rows_of_branches
+        num_branches = rows_of_branches * float((~is_known_B[num_own:]).sum())
         step = self._step(is_known_B, work.acceptance_RM[running, 0], num_branches, context)
         until_B = np.where(is_known_B, texts.known_I[running], work.length_R[running])
         left_B = until_B - texts.done_I[running]
@@ -182,3 +173,11 @@ class RollingEngine:
             num_rows = others.num_rows + num_branches + (1.0 + num_drafts) * float(is_known_B.sum())
             steps.append(DecodeStep(tokens_B, num_rows, others.depth))
         return max(steps, key=lambda s: float(s.tokens_B.sum()) / self._speculation.step_s(s, num_running, context))
+
+
+def _with_branches(terms: EarlyTerms, num_own: int) -> EarlyPrices:
+    """Returns prices in which an early request is as dear as a text with its branches."""
+    seconds_R = terms.prices.seconds_R
+    num_R = np.arange(len(seconds_R))
+    rows_R = num_own + (1.0 + terms.rows_of_branches) * (num_R - num_own)
+    return terms.prices._replace(seconds_R=np.interp(np.maximum(rows_R, num_R), num_R, seconds_R))

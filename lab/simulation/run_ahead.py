@@ -14,7 +14,7 @@ import numpy as np
 
 from lab.simulation.dealing import in_shards
 from lab.simulation.event_loop import RolloutResult, StepResult
-from lab.simulation.rolling_engine import RollingEngine, TextsInFlight, early_prices
+from lab.simulation.rolling_engine import EarlyTerms, RollingEngine, TextsInFlight, early_prices
 from lab.simulation.scenario import AheadConfig
 from lab.simulation.setting import Setting
 from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices
@@ -183,9 +183,7 @@ class _Rolling:
             self._speculation,
             self._setting.fleet.num_slots,
             texts,
-            self._prices(step) if self._is_exact else None,
-            self._policy.kept,
-            self._ahead.branches / 2 if self._is_exact else 0.0,
+            EarlyTerms(self._prices(step), self._policy.kept, self._ahead.branches / 2) if self._is_exact else None,
         )
 
     def _prices(self, step: int) -> EarlyPrices:

@@ -91,8 +91,10 @@ def test_branches_without_end_foresee_all_flips_to_runners_up() -> None:
         assert number == (has_branch.index(False) if False in has_branch else len(has_branch))
         if number == len(pair.flips):
             assert np.flatnonzero(~pair.drafted_N(number)).tolist() == pair.flips
-        if number:
-            assert pair.drafted_N(0).sum() < pair.drafted_N(number).sum()
+    right = [
+        sum(pair.drafted_N(n).sum() for pair, n in zip(PAIRS, numbers, strict=True)) for numbers in ([0] * 8, followed)
+    ]
+    assert right[0] < right[1]
 
 
 @pytest.mark.unit
