@@ -175,3 +175,12 @@ def test_a_text_that_gave_way_does_not_begin_again_once_a_branch_of_it_has_begun
     assert branch.prefix == (10, 91)
     assert len(texts.worths(1)) == 1
     assert texts.texts()[5].branches == (AheadBranch(0, 1, as_bytes([91])),)
+
+
+def test_the_requests_that_will_probably_be_longest_begin_first() -> None:
+    """A text that has not ended will be longer, and nothing is known of a request without a text."""
+    texts = TextsAhead()
+    assert texts.longest_first([1, 2, 3]) == [0, 1, 2]
+    ended = TextAhead(as_bytes(range(30)), is_complete=True)
+    texts.replace({1: ended, 2: TextAhead(as_bytes(range(20))), 3: TextAhead(as_bytes(range(5)))})
+    assert texts.longest_first([3, 9, 1, 2]) == [3, 2, 1, 0]

@@ -47,6 +47,7 @@ from nemo_specrollout.nemo_rl.row_seeds import (
 from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut, current_tasks, with_task, with_tasks
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.run_ahead.texts import TextAhead
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
 pytestmark = pytest.mark.unit
@@ -111,6 +112,15 @@ def test_rows_of_a_task_can_opt_out_of_drafts() -> None:
     assert not current_tasks.get()
     params = requests.of_rows(SamplingParams(), [Row(1, 2, speculate=False), Row(1, 2)])
     assert [resolved(p).speculate for p in params] == [False, True]
+
+
+def test_a_row_brings_the_text_that_was_made_for_it_with_its_branches() -> None:
+    requests = RequestSeeds(5)
+    branches = (AheadBranch(0, 1, as_bytes([9])),)
+    requests.texts.replace({1: TextAhead(as_bytes([7, 8]), branches=branches)})
+    with_text, without = map(resolved, requests.of_rows(SamplingParams(), [Row(1, 2), Row(2, 2)]))
+    assert (with_text.ahead, with_text.branches) == (as_bytes([7, 8]), branches)
+    assert (without.ahead, without.branches) == (b"", ())
 
 
 def test_rows_whose_texts_would_never_be_drafts_are_not_decoded_early() -> None:

@@ -26,6 +26,7 @@ from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart
 from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 from nemo_specrollout.run_ahead.rolling_stream import RollingStream
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, compare
+from nemo_specrollout.telemetry.sample_stats import SampleStats
 
 pytestmark = pytest.mark.integration
 
@@ -327,6 +328,20 @@ def test_vllms_own_generate_sees_its_own_requests_only(engine: RolloutEngine, pl
     assert "step" not in vars(engine._llm.llm_engine), "the engine is as it was"
 
 
+def test_texts_made_ahead_leave_no_sample_stats(engine: RolloutEngine) -> None:
+    """A request has the stats of the policy that it is sampled from, also if its text was begun in an earlier step."""
+    rolling = Rolling(engine)
+    rolling.plan(0, 1)
+    rolling.rolling.slice(0.2)
+    rolling.end()
+    version = engine.run_in_worker(lambda worker: worker.specrollout_policy_version)
+    load_noisy(1, engine)
+    rolling.generate(1)
+    for request, stats in zip(of_step(1), engine.take_sample_stats(of_step(1)), strict=True):
+        assert stats is not None
+        assert SampleStats.from_wire(stats).policy_spans == ((version + 1, len(request.prompt_token_ids)),)
+
+
 def test_cached_prefixes_that_stay_end_the_run(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: False)
     with pytest.raises(StaleCache):
@@ -408,6 +423,7 @@ def test_tasks_give_way_when_slots_are_needed(engine: RolloutEngine, plain: Roll
         await rolling.plan_stream(0, 1)
         early = rolling.rolling_stream._early
         assert early is not None
+        assert early.num_running == 0, "requests of its own are about to come"
         while early.num_running < SLOTS:
             assert await rolling.rolling_stream.wait(0.005)
         asked = [asyncio.create_task(rolling.ask(request)) for request in of_step(0)[:4]]

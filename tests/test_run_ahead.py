@@ -2,8 +2,7 @@
 """Engines that decode a coming step's requests while they are idle, and requests that begin again with new weights."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,11 +21,8 @@ from nemo_specrollout.generation.engine.requests import (
     as_bytes,
     longest_known_text,
 )
-from nemo_specrollout.generation.engine.vllm_requests import shard_request
-from nemo_specrollout.run_ahead.early_requests import AheadTasks, AheadTurns, StaleCache
 from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
 from nemo_specrollout.stragglers.attempts import Response
-from nemo_specrollout.telemetry.sample_stats import SampleStats
 
 pytestmark = pytest.mark.integration
 
@@ -59,51 +55,9 @@ def tokens_by(plain: RolloutEngine, weights: dict[str, Any]) -> list[list[int]]:
     return [r.token_ids for r in plain.generate(WORK)]
 
 
-def begins(texts: Sequence[bytes], tokens: Sequence[list[int]]) -> list[bool]:
-    return [as_bytes(whole).startswith(text) for text, whole in zip(texts, tokens, strict=True)]
-
-
 def sent(engine: RolloutEngine, i: int) -> tuple[Any, Any]:
     request = WORK[i]
     return {"prompt_token_ids": list(request.prompt_token_ids)}, given(engine, request, {})
-
-
-def test_a_synchronous_engine_decodes_in_slices_and_forgets(engine: RolloutEngine, plain: RolloutEngine) -> None:
-    """Its texts are beginnings of the old policy's; the new policy's rollout is exact with them as drafts."""
-    turns, old = AheadTurns(engine._llm), tokens_by(plain, OLD)
-    for stops_early in (True, False):
-        requests = [shard_request((0, i), *sent(engine, i)) for i in range(6)]
-        while turns.advance(requests, 0.02) and not stops_early:
-            requests = []
-        texts = turns.end(keeps_cache=False)
-        assert all(begins(texts, old)) and any(texts)
-        assert ([*map(len, texts)] == [4 * len(t) for t in old]) is not stops_early
-        assert not engine._llm.llm_engine.has_unfinished_requests()
-        engine.load_weights(NEW.items())
-        again = [replace(r, ahead=text) for r, text in zip(WORK, texts, strict=True)]
-        assert [r.token_ids for r in engine.generate(again)] == tokens_by(plain, NEW)
-        engine.load_weights(OLD.items())
-
-
-def test_texts_made_ahead_leave_no_sample_stats(engine: RolloutEngine) -> None:
-    """A request has the stats of the policy that it is sampled from."""
-    turns = AheadTurns(engine._llm)
-    turns.advance([shard_request((0, i), *sent(engine, i)) for i in range(6)], 0.02)
-    texts = turns.end(keeps_cache=False)
-    version = engine.run_in_worker(lambda worker: worker.specrollout_policy_version)
-    engine.load_weights(NEW.items())
-    again = [replace(r, ahead=text) for r, text in zip(WORK, texts, strict=True)]
-    engine.generate(again)
-    for request, stats in zip(again, engine.take_sample_stats(again), strict=True):
-        assert stats is not None
-        assert SampleStats.from_wire(stats).policy_spans == ((version + 1, len(request.prompt_token_ids)),)
-
-
-def test_cached_prefixes_that_stay_end_the_run(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: False)
-    with pytest.raises(StaleCache):
-        AheadTurns(engine._llm).end(keeps_cache=False)
-    assert AheadTurns(engine._llm).end(keeps_cache=True) == []  # before the same weights decode again
 
 
 class Stream(StreamingEngine):
@@ -111,27 +65,6 @@ class Stream(StreamingEngine):
 
     async def reset_prefix_cache(self) -> bool:
         return bool(self._engine.reset_prefix_cache())
-
-
-def test_an_asynchronous_engine_stops_at_once(engine: RolloutEngine, plain: RolloutEngine) -> None:
-    async def work() -> tuple[list[bytes], list[bytes]]:
-        stream = Stream(engine)
-        tasks = AheadTasks(stream, stream.generate)
-        for i in range(6):
-            tasks.begin(*sent(engine, i))
-        while not any(tasks._texts):
-            assert await tasks.wait(0.01)
-        early = await tasks.end(keeps_cache=False)
-        assert not engine._llm.llm_engine.has_unfinished_requests()
-        for i in range(6):
-            tasks.begin(*sent(engine, i))
-        while await tasks.wait(1.0):
-            pass
-        return early, await tasks.end(keeps_cache=False)
-
-    early, whole = asyncio.run(work())
-    old = tokens_by(plain, OLD)
-    assert all(begins(early, old)) and list(map(as_bytes, old)) == whole
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])

@@ -203,7 +203,7 @@ class RollingEngine:
         try:
             self._engine.add_request(engine_id(start.name), prompt, params)
         except REFUSALS as error:
-            early.stopped([start.name])
+            early.finished(engine_id(start.name), (), "stop")  # it would be refused again
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(

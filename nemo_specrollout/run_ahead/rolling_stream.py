@@ -74,6 +74,8 @@ class RollingStream:
         """Lengths of the responses of the last rollout during a plan."""
         self._lengths: list[int] = []
         """Lengths of the responses that have ended since the plan began."""
+        self._is_due = False
+        """Whether the engine's own requests have begun to come since the plan, or `wait` says that it has nothing to do."""
         self._asks_prices = Seldom()
         self._asks_ties = Seldom()
         self._has_warned = False
@@ -84,12 +86,16 @@ class RollingStream:
         return self._early is not None
 
     async def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
-        """Takes rows of coming steps and begins to decode them in free slots. For the arguments see `RollingEngine.plan`."""
+        """Takes rows of coming steps, which are decoded in free slots once requests of the engine's own have come.
+
+        For the arguments see `RollingEngine.plan`.
+        """
         assert self._early is None, "the plan before has not ended"
         texts = EarlyTexts(rows, FlipModel(scale), self._most_branches, kept, self._names)
         size = EngineSize.of(self._llm.vllm_config)
         self._early = EarlyRequests(self._llm.output_processor, size, texts, longest_of(rows))
         self._lengths = []
+        self._is_due = bool(self._own)
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._keeper = asyncio.create_task(self._keep(self._early))
@@ -98,6 +104,7 @@ class RollingStream:
         """Passes on the outputs of a request of the engine's own, for which early ones give way."""
         token = object()
         self._own.add(token)
+        self._is_due = True
         self._tell(self._give_way)
         comes_in_parts = params.output_kind.name == "DELTA"
         num_tokens = 0
@@ -119,6 +126,7 @@ class RollingStream:
         early = self._early
         if keeper is None or early is None or early.is_empty or keeper.done():
             return False
+        self._is_due = True
         await asyncio.wait([keeper, *self._tasks.values()], timeout=seconds)
         return not early.is_empty and not keeper.done()
 
@@ -149,16 +157,20 @@ class RollingStream:
     async def _keep(self, early: EarlyRequests) -> None:
         """Begins and stops early requests whenever something has changed, and every now and then."""
         try:
-            while True:
+            num_before = 0
+            while self._early is early:  # a cancellation may be lost in vLLM's code
                 self._changed.clear()
                 self._give_way()
                 load = self._load(early)
-                if load.num_requests + early.num_running < early.size.slots and not load.is_waiting:
+                has_slots = load.num_requests + early.num_running < early.size.slots and not load.is_waiting
+                if self._is_due and has_slots and load.num_requests <= num_before:
                     await self._ask_worker(early, load)
                     for start in early.begin(self._load(early)):  # requests may have come in the meantime
                         self._begin(early, start)
+                num_before = load.num_requests  # while requests arrive one by one, more of them will
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await self._changed.wait()
         except Exception:
             logger.exception(
                 "specrollout: the engine decodes no further requests of coming steps until new weights come"
@@ -207,6 +219,7 @@ class RollingStream:
                         (made,) = output.outputs
                         early.finished(output.request_id, made.token_ids, made.finish_reason)
         except REFUSALS as error:
+            early.finished(engine_id(name), (), "stop")  # it would be refused again
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
