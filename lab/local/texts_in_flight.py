@@ -123,7 +123,7 @@ class TextsInFlight:
             self._alarms += [{"sentence": said} for said in ahead_alarms(counts.num_made, counts.num_right)]
         return {
             **ahead_figures(counts.num_made, counts.num_kept, counts.num_tokens, effort.alone_s),
-            **kept_figures(counts),
+            **kept_figures(counts._asdict()),
             "ahead_begun": float(effort.num_texts),
             "ahead_branches": float(effort.num_branches),
             "ahead_made": float(effort.num_tokens),
