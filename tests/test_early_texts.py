@@ -165,6 +165,18 @@ def test_a_branch_may_begin_with_the_first_token() -> None:
     assert branch.prefix == (90,)
 
 
+def test_a_text_that_gave_way_does_not_begin_again_once_a_branch_of_it_has_begun() -> None:
+    texts = early_texts(row(5), kept=0.3)
+    (text,) = texts.next(1)
+    texts.grew(text.name, [10, 11])
+    texts.stopped(text.name)
+    texts.ties(text.name, len(PROMPT), float16(9.0, 0.0), as_bytes([90, 91]))
+    (branch,) = texts.next(2)
+    assert branch.prefix == (10, 91)
+    assert len(texts.worths(1)) == 1
+    assert texts.texts()[5].branches == (AheadBranch(0, 1, as_bytes([91])),)
+
+
 def test_the_requests_that_will_probably_be_longest_begin_first() -> None:
     """A text that has not ended will be longer, and nothing is known of a request without a text."""
     texts = TextsAhead()

@@ -1,26 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how long older and newer weights sample the same response: by size of the update, length and age.
+"""Measures where texts of older and newer weights part, and how much of the newer text branches at near-ties foresee.
 
-    python -m lab.bench.ahead_bench CONFIG --out DIR [--rates 1e-6,2e-5] [--lengths 256,2048] [key=value ...]
+    python -m lab.bench.ahead_bench CONFIG --out DIR [--rates 1e-6,2e-5] [--lengths 256,2048] [--free-texts 8] [key=value ...]
 
 CONFIG is one of the local runner. For each learning rate the policy takes two steps of GRPO. Then an engine decodes the same
 requests with the weights of the start, after one step and after two. Requests of the config end where they end; free text has
 the greatest length. Texts of older weights are drafts for the newer, so the figures come from the engine's own use.
+
+The gap of a token is the best perturbed score less the second-best, under the older weights, which know it while they make the
+text. It is recomputed by a forward pass of the same weights with the same noise, and the share of tokens for which that pass
+has the engine's own is reported. A branch begins with the runner-up of a token. Branches are chosen by `BranchChoice` with the
+`FlipModel` that has learned from the run's first update; for the first update itself it has learned nothing. The numbers 1, 2
+and 4 are branches of each text; best first, there are as many as four for each text, and any text may have more.
 """
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from rich.table import Table
 
+from lab.bench.ahead_paths import TextPair, learn, num_followed, num_steps
 from lab.bench.bench_charts import ahead_chart
 from lab.bench.bench_command import bench_parser, write_facts
 from lab.bench.bench_tables import new_table
+from lab.bench.near_ties import TieFinder, Ties
 from lab.local.engine import RolloutEngine
 from lab.local.progress import Progress
 from lab.local.run_config import RunConfig, read_run_config
@@ -34,6 +43,7 @@ from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.generation.engine.requests import RolloutRequest, as_bytes, num_kept
+from nemo_specrollout.run_ahead.decisions.flips import FlipModel
 
 Tokens = list[list[int]]
 Weights = dict[str, torch.Tensor]
@@ -41,8 +51,13 @@ Weights = dict[str, torch.Tensor]
 STEP = 1_000
 # Each pair of weights whose texts are compared: updates before the older, updates before the newer.
 PAIRS = ((0, 1), (1, 2), (0, 2))
-# Drafts a step of the replay.
-K = 32
+# Drafts a step of the replay: the default of `run_ahead.most_drafts`, and what four requests may have in a step of 1,024 rows.
+K, K_OF_FEW = 32, 256
+# Branches of each text.
+NUM_BRANCHES = (0, 1, 2, 4)
+BEST_FIRST = "best first"
+# Bound of the paths of a text where branches are chosen over all texts, best first.
+MOST_PATHS = 17
 
 
 def weights_after(config: RunConfig, tree: dict[str, Any], num_steps: int) -> Generator[Weights]:
@@ -90,13 +105,14 @@ def replayed_steps(truth: Sequence[int], draft: Sequence[int], k: int) -> int:
     return steps
 
 
-def agreement(truths: Tokens, drafts: Tokens, length: int | None) -> dict[str, float]:
-    """Returns figures of the first `length` tokens of responses and drafts; None for all."""
-    pairs = [(truth[:length], draft[:length]) for truth, draft in zip(truths, drafts, strict=True)]
+def agreement(truths: Tokens, drafts: Tokens) -> dict[str, Any]:
+    """Returns figures of responses and of the texts that were their drafts."""
+    pairs = list(zip(truths, drafts, strict=True))
     total = sum(len(truth) for truth, _ in pairs)
     same = sum(sum(a == b for a, b in zip(truth, draft, strict=False)) for truth, draft in pairs)
     return {
         "tokens": total,
+        "prefixes": [common(truth, draft) for truth, draft in pairs],
         "in_prefix": sum(common(truth, draft) for truth, draft in pairs) / total,
         "at_position": same / total,
         "identical": mean(truth == draft for truth, draft in pairs),
@@ -104,72 +120,145 @@ def agreement(truths: Tokens, drafts: Tokens, length: int | None) -> dict[str, f
     }
 
 
-class AheadBench:
-    """Owns the engine that decodes the same requests with one set of weights after the other."""
+@dataclass(frozen=True)
+class Decoded:
+    """What a set of weights has made of the requests of each kind, with the ties of these texts under the same weights."""
 
-    def __init__(self, config: RunConfig, lengths: Sequence[int]) -> None:
+    texts: dict[str, Tokens]
+    ties: dict[str, list[Ties]]
+
+
+class AheadBench:
+    """Owns the engine that decodes the same requests with one set of weights after the other, and the finder of ties."""
+
+    def __init__(self, config: RunConfig, lengths: Sequence[int], num_free: int) -> None:
         generation = config.policy.generation
-        tokenizer = load_tokenizer(Path(config.policy.model_name))
+        folder = Path(config.policy.model_name)
+        tokenizer = load_tokenizer(folder)
         task = build_task(config.data, tokenizer)
         free = build_task(DataConfig(dataset_name="free_text"), tokenizer)
         self.lengths = sorted(lengths)
-        longest = [replace(r, exact_length=self.lengths[-1]) for r in step_prompts(config, STEP, free).requests]
-        self.requests = {"mixed": step_prompts(config, STEP, task).requests, "free text": longest}
+        whole = [replace(r, exact_length=self.lengths[-1]) for r in step_prompts(config, STEP, free).requests]
+        self.requests = {"mixed": step_prompts(config, STEP, task).requests, "free text": whole[:num_free]}
         block = SpecrolloutConfig(
             drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), run_ahead=RunAheadConfig(most_drafts=K)
         )
         room = replace(generation.vllm_cfg, max_model_len=self.lengths[-1] + 256)
         kwargs = {**generation.vllm_kwargs, "kv_cache_memory_bytes": 4 << 30}
         changed = replace(generation, specrollout=block, vllm_cfg=room, vllm_kwargs=kwargs)
-        self._engine = RolloutEngine(Path(config.policy.model_name), changed, config.grpo.seed)
+        self._seed = config.grpo.seed
+        self._engine = RolloutEngine(folder, changed, self._seed)
+        self._finder = TieFinder(folder, getattr(torch, room.precision), generation.temperature)
 
-    def decode(self, weights: Weights, drafts: dict[str, Tokens]) -> dict[str, Tokens]:
+    def decode(self, weights: Weights, drafts: dict[str, Tokens]) -> Decoded:
         """Returns the responses to each kind of requests, with earlier responses as drafts."""
         self._engine.load_weights(iter(weights.items()))
-        return {kind: self._decode(requests, drafts.get(kind)) for kind, requests in self.requests.items()}
+        texts = {kind: self._decode(requests, drafts.get(kind)) for kind, requests in self.requests.items()}
+        return Decoded(texts, self.ties(weights, texts))
+
+    def ties(self, weights: Weights, texts: dict[str, Tokens]) -> dict[str, list[Ties]]:
+        """Returns the ties of texts of each kind under given weights."""
+        self._finder.load_weights(iter(weights.items()))
+        return {
+            kind: [
+                self._finder.ties(r.prompt_token_ids, text, r.noise_seed(self._seed))
+                for r, text in zip(self.requests[kind], texts[kind], strict=True)
+            ]
+            for kind in texts
+        }
 
     def _decode(self, requests: Sequence[RolloutRequest], drafts: Tokens | None) -> Tokens:
         if drafts is not None:
             requests = [replace(r, ahead=as_bytes(d)) for r, d in zip(requests, drafts, strict=True)]
         return [rollout.token_ids for rollout in self._engine.generate(requests)]
 
-    def rows(self, rate: float, weights: Iterator[Weights], start: dict[str, Tokens]) -> Iterator[dict[str, Any]]:
-        """Yields the rows of a learning rate; `start` has the texts of the weights at the start, and gets them first."""
+    def rows(self, rate: float, weights: Iterator[Weights], start: list[Decoded]) -> Iterator[dict[str, Any]]:
+        """Yields the rows of a learning rate; `start` has what the weights at the start have made, and gets it first."""
         held = [next(weights)]
-        texts = [start]
-        start |= {} if start else self.decode(held[0], {})
+        if not start:
+            start.append(self.decode(held[0], {}))
+        made = start[:1]
         for number in (1, 2):
             held.append(next(weights))
-            texts.append(self.decode(held[number], texts[number - 1]))
+            made.append(self.decode(held[number], made[number - 1].texts))
+        flips = FlipModel()
         for older, newer in PAIRS:
             size = size_of_update(held[older], held[newer])
-            for kind in self.requests:
-                truths = texts[newer][kind]
-                drafts = texts[older][kind]
-                prefixes = list(map(common, truths, drafts))
+            pairs = pairs_of(made[older], made[newer].texts, self.ties(held[older], made[newer].texts))
+            for kind, texts in pairs.items():
                 for length in self.lengths if kind == "free text" else [None]:
-                    about = {
-                        "rate": rate,
-                        "older": older,
-                        "newer": newer,
-                        "kind": kind,
-                        "length": length,
-                        "prefixes": prefixes,
-                    }
-                    yield {**about, **size, **agreement(truths, drafts, length)}
+                    about = {"rate": rate, "older": older, "newer": newer, "kind": kind, "length": length}
+                    cut = [pair.cut(length) for pair in texts]
+                    truths, drafts = ([t[:length] for t in made[m].texts[kind]] for m in (newer, older))
+                    yield {**about, **size, **agreement(truths, drafts), **partings(cut), **branched(cut, flips)}
+            if (older, newer) == PAIRS[0]:
+                learn(flips, [pair for texts in pairs.values() for pair in texts])
+
+
+def pairs_of(older: Decoded, newer: dict[str, Tokens], of_newer: dict[str, list[Ties]]) -> dict[str, list[TextPair]]:
+    """Returns the pairs of texts of each kind. `of_newer` has the ties of the newer texts under the older weights."""
+    return {
+        kind: [
+            TextPair(np.array(a, np.int32), np.array(b, np.int32), *ties)
+            for a, b, *ties in zip(older.texts[kind], newer[kind], older.ties[kind], of_newer[kind], strict=True)
+        ]
+        for kind in newer
+    }
+
+
+def partings(pairs: Sequence[TextPair]) -> dict[str, Any]:
+    """Returns where texts part: figures of their first flips, and the number of all."""
+    parted = [(pair, pair.flips[0]) for pair in pairs if pair.flips]
+    gaps = [pair.of_newer.gap_P for pair in pairs]
+    ranks = [
+        int((pair.of_older.gap_P < pair.of_older.gap_P[at]).sum()) for pair, at in parted if at < len(pair.older_P)
+    ]
+    return {
+        "texts": len(pairs),
+        "parted": len(parted),
+        "ranks": ranks,
+        "ranks_so_far": [int((p.of_newer.gap_P[:at] < p.of_newer.gap_P[at]).sum()) for p, at in parted],
+        "gaps": [float(p.of_newer.gap_P[at]) for p, at in parted],
+        "to_runner_up": sum(p.flips_to_runner_up([at]) for p, at in parted),
+        "flips": sum(len(pair.flips) for pair in pairs),
+        "flips_to_runner_up": sum(pair.flips_to_runner_up(pair.flips) for pair in pairs),
+        "median_gap": median(np.concatenate(gaps).tolist()),
+        "recomputed": mean(float((p.of_older.token_P == p.older_P).mean()) for p in pairs),
+    }
+
+
+def branched(pairs: Sequence[TextPair], flips: FlipModel) -> dict[str, Any]:
+    """Returns what branches foresee, by their number for each text and best first, and the model's scale in nats."""
+    followed = {str(n): [num_followed([pair], flips, n, 1 + n)[0] for pair in pairs] for n in NUM_BRANCHES}
+    followed[BEST_FIRST] = num_followed(pairs, flips, NUM_BRANCHES[-1], MOST_PATHS)
+    return {"scale": flips.scale, "branches": {name: foreseen(pairs, numbers) for name, numbers in followed.items()}}
+
+
+def foreseen(pairs: Sequence[TextPair], followed: Sequence[int]) -> dict[str, Any]:
+    """Returns how much of the newer texts is drafted right if branches follow that many flips of each."""
+    drafted = [pair.drafted_N(number) for pair, number in zip(pairs, followed, strict=True)]
+    total = sum(map(len, drafted))
+    return {
+        "right": sum(int(right_N.sum()) for right_N in drafted) / total,
+        "tokens_per_step": total / sum(num_steps(right_N, K) for right_N in drafted),
+        "slowest": max(num_steps(right_N, K) for right_N in drafted),
+        "slowest_of_few": max(num_steps(right_N, K_OF_FEW) for right_N in drafted),
+        "all_followed": mean(number == len(pair.flips) for pair, number in zip(pairs, followed, strict=True)),
+    }
 
 
 def main() -> int:
-    """Prints a table and writes its rows to DIR/ahead.json, with a picture."""
+    """Prints two tables and writes their rows to DIR/ahead.json, with a picture."""
     parser = bench_parser(__doc__)
     parser.add_argument("--rates", default="1e-6,5e-6,2e-5,1e-4")
     parser.add_argument("--lengths", default="256,768,2048")
+    parser.add_argument("--free-texts", type=int, default=8)
     options = parser.parse_intermixed_args()
     tree = load_config(options.config, ["grpo.max_num_steps=2", "checkpointing.enabled=false", *options.overrides])
     config, _ = read_run_config(tree)
-    bench = AheadBench(config, list(map(int, options.lengths.split(","))))
+    bench = AheadBench(config, list(map(int, options.lengths.split(","))), options.free_texts)
     rows: list[dict[str, Any]] = []
-    start: dict[str, Tokens] = {}
+    start: list[Decoded] = []
     for rate in map(float, options.rates.split(",")):
         megatron = replace(config.policy.megatron_cfg, optimizer=replace(config.policy.megatron_cfg.optimizer, lr=rate))
         weights = weights_after(replace(config, policy=replace(config.policy, megatron_cfg=megatron)), tree, 2)
@@ -179,41 +268,68 @@ def main() -> int:
             options.out / "ahead.json", {"config": str(options.config), "overrides": options.overrides, "rows": rows}
         )
     ahead_chart(rows, options.out / "ahead.png")
-    log_console().print(table_of(rows))
+    for table in (table_of(rows), branch_table_of(rows)):
+        log_console().print(table)
     return 0
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns the table of the bench's rows."""
-    table = new_table("responses by older and by newer weights; in prefix: tokens before the first that differs")
-    for name in (
-        "lr",
-        "updates",
-        "norm",
-        "changed",
-        "text",
-        "length",
-        "tokens",
-        "identical",
-        "in prefix",
-        "at position",
-        "tokens a step",
-    ):
-        table.add_column(name, justify="left" if name == "text" else "right", no_wrap=True)
+    """Returns the table of how long texts stay equal."""
+    values = {
+        "lr": lambda row: f"{row['rate']:.0e}",
+        "updates": lambda row: f"{row['older']} to {row['newer']}",
+        "norm": lambda row: f"{row['norm']:.1e}",
+        "changed": lambda row: f"{row['changed']:.1%}",
+        "text": lambda row: row["kind"],
+        "length": lambda row: str(row["length"] or "own"),
+        "tokens": lambda row: f"{row['tokens']:,}",
+        "identical": lambda row: f"{row['identical']:.0%}",
+        "in prefix": lambda row: f"{row['in_prefix']:.0%}",
+        "at position": lambda row: f"{row['at_position']:.0%}",
+        "tokens a step": lambda row: f"{row['tokens_per_step']:.1f}",
+    }
+    return _table(
+        "responses by older and by newer weights; in prefix: tokens before the first that differs", values, rows
+    )
+
+
+def branch_table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    """Returns the table of where texts part, and of what branches foresee."""
+    values = {
+        "lr": lambda row: f"{row['rate']:.0e}",
+        "updates": lambda row: f"{row['older']} to {row['newer']}",
+        "text": lambda row: row["kind"],
+        "length": lambda row: str(row["length"] or "own"),
+        "part": lambda row: f"{row['parted']}/{row['texts']}",
+        "rank": lambda row: _listed(row["ranks"]),
+        "so far": lambda row: _listed(row["ranks_so_far"]),
+        "flips": lambda row: str(row["flips"]),
+        "runner-up": lambda row: str(row["flips_to_runner_up"]),
+        **{name: _right(name) for name in (*map(str, NUM_BRANCHES), BEST_FIRST)},
+        "slowest": lambda row: "-".join(str(row["branches"][n]["slowest"]) for n in ("0", BEST_FIRST)),
+    }
+    title = (
+        "first partings by rank of the gap, in the whole text and so far; tokens drafted right by branches a text; steps of "
+        "the slowest request without branches and best first"
+    )
+    return _table(title, values, rows)
+
+
+def _right(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{row['branches'][name]['right']:.2%}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Returns ranks from 1 on, in ascending order."""
+    return " ".join(str(1 + rank) for rank in sorted(ranks)) or "-"
+
+
+def _table(title: str, values: Mapping[str, Callable[[dict[str, Any]], str]], rows: Sequence[dict[str, Any]]) -> Table:
+    table = new_table(title)
+    for name in values:
+        table.add_column(name, justify="left" if name in ("text", "rank", "so far") else "right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            f"{row['rate']:.0e}",
-            f"{row['older']} to {row['newer']}",
-            f"{row['norm']:.1e}",
-            f"{row['changed']:.1%}",
-            row["kind"],
-            str(row["length"] or "own"),
-            f"{row['tokens']:,}",
-            f"{row['identical']:.0%}",
-            f"{row['in_prefix']:.0%}",
-            f"{row['at_position']:.0%}",
-            f"{row['tokens_per_step']:.1f}",
-        )
+        table.add_row(*(value(row) for value in values.values()))
     return table
 
 

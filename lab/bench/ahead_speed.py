@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures rollouts whose drafts were made ahead and are all right, against plain decoding and against what is possible.
+"""Measures rollouts whose texts were made ahead, against plain decoding and against what is possible.
 
-    python -m lab.bench.ahead_speed CONFIG --out DIR [--rounds 4] [key=value ...]
+    python -m lab.bench.ahead_speed CONFIG --out DIR [--rounds 4] [--ways plain run_ahead] [--updated] [key=value ...]
 
-CONFIG is one of the local runner. Four engines take turns with the same requests: without drafters, with text drafters, with
-`run_ahead` but without texts, and with the responses of the first engine as texts made ahead. A batch drains, or is constant:
-then all responses have the same length. What is possible follows from the step times that the last engine has measured: each
-step verifies as many right drafts of each request as make the most tokens a second.
+CONFIG is one of the local runner. Engines take turns with the same requests: without drafters, with text drafters, with
+`run_ahead` but without texts, with `run_ahead` and requests of the next step beside these, and with texts made ahead. These
+are the responses of the first engine, all of them right. With `--updated` the policy takes a step of GRPO first, and older
+weights make the texts and their branches. A batch drains, or is constant: then all responses have the same length. What is
+possible follows from the step times that the last engine has measured: each step verifies as many right drafts of each
+request as make the most tokens a second.
 """
 
 import statistics
@@ -18,10 +20,12 @@ from typing import Any
 
 import numpy as np
 from rich.progress import track
+from rich.table import Table
 
+from lab.bench.ahead_bench import Weights, weights_after
 from lab.bench.bench_command import bench_parser, write_facts
 from lab.bench.bench_tables import new_table
-from lab.local.engine import RolloutEngine
+from lab.local.engine import AheadRequest, RolloutEngine
 from lab.local.run_config import RunConfig, read_run_config
 from lab.local.step_rollout import load_tokenizer, step_prompts
 from lab.local.tasks import build_task
@@ -31,16 +35,18 @@ from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, as_bytes
+from nemo_specrollout.run_ahead.decisions.flips import FlipModel
+from nemo_specrollout.run_ahead.early_texts import EarlyRow
 from nemo_specrollout.speculation.step_model import StepCosts
 
-PLAIN, TEXT, IDLE, AHEAD = "plain", "text drafters", "run_ahead without texts", "run_ahead"
+PLAIN, TEXT, IDLE, BESIDE, AHEAD = "plain", "text", "no_texts", "beside", "run_ahead"
 TEXT_DRAFTERS = (SuffixDrafterConfig(), NgramDrafterConfig())
 BLOCKS = {
     PLAIN: SpecrolloutConfig(drafters=()),
     TEXT: SpecrolloutConfig(drafters=TEXT_DRAFTERS),
-    IDLE: SpecrolloutConfig(drafters=TEXT_DRAFTERS, run_ahead=RunAheadConfig()),
-    AHEAD: SpecrolloutConfig(drafters=TEXT_DRAFTERS, run_ahead=RunAheadConfig()),
+    **dict.fromkeys((IDLE, BESIDE, AHEAD), SpecrolloutConfig(drafters=TEXT_DRAFTERS, run_ahead=RunAheadConfig())),
 }
+SLICE_S = 1.0
 DRAINING = 0
 """Workload whose batch drains; other numbers are requests of a constant batch."""
 LENGTH = 256
@@ -54,41 +60,84 @@ class Timed:
 
     seconds: float
     rollouts: list[Rollout]
+    num_steps: int = 0
+    """Engine steps."""
+    num_early: int = 0
+    """Tokens that were made for coming requests meanwhile."""
 
 
 class AheadSpeed:
     """Owns the engines."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, ways: Sequence[str], weights: Sequence[Weights] = ()) -> None:
+        """`weights` are those that make texts and those after the update; none if the texts are the responses themselves."""
         model = Path(config.policy.model_name)
         generation = config.policy.generation
         self._config = config
+        self._weights = weights
         self._step = 0
         self._task = build_task(config.data, load_tokenizer(model))
         self._engines = {
-            way: RolloutEngine(model, replace(generation, specrollout=block), config.grpo.seed)
-            for way, block in BLOCKS.items()
+            way: RolloutEngine(model, replace(generation, specrollout=BLOCKS[way]), config.grpo.seed) for way in ways
         }
+        if weights:
+            for engine in self._engines.values():
+                engine.load_weights(weights[1].items())
+        self._rolling = {way: self._engines[way].rolling() for way in (BESIDE, AHEAD) if way in ways}
 
     def round(self, batch: int) -> dict[str, Timed]:
         """Rolls out new requests in each engine. Steps are never repeated: drafters would remember the responses."""
-        requests = step_prompts(self._config, self._step, self._task).requests
+        requests = self._requests(self._step, batch)
         self._step += 1
-        if batch != DRAINING:
-            requests = [replace(r, exact_length=LENGTH) for r in requests[:batch]]
-        timed = {PLAIN: self._roll_out(PLAIN, requests)}
-        texts = [as_bytes(r.token_ids) for r in timed[PLAIN].rollouts]
-        with_texts = [replace(r, ahead=text) for r, text in zip(requests, texts, strict=True)]
-        others = [TEXT, IDLE, AHEAD]
+        brought = self._with_older_texts(requests) if AHEAD in self._engines and self._weights else requests
+        timed: dict[str, Timed] = {}
+        if PLAIN in self._engines:
+            timed[PLAIN] = self._roll_out(PLAIN, requests)
+        if AHEAD in self._engines and not self._weights:
+            texts = [as_bytes(r.token_ids) for r in timed[PLAIN].rollouts]
+            brought = [replace(r, ahead=text) for r, text in zip(requests, texts, strict=True)]
+        others = [way for way in self._engines if way != PLAIN]
         for i in range(len(others)):
             way = others[(i + self._step) % len(others)]
-            timed[way] = self._roll_out(way, with_texts if way == AHEAD else requests)
+            if way == BESIDE:
+                timed[way] = self._beside(requests, self._requests(self._step, batch))
+            else:
+                timed[way] = self._roll_out(way, brought if way == AHEAD else requests)
         return timed
 
+    def _beside(self, requests: Sequence[RolloutRequest], coming: Sequence[RolloutRequest]) -> Timed:
+        """Rolls out while coming requests may use free slots. What they make is dropped."""
+        self._rolling[BESIDE].plan(self._early(coming), FlipModel().scale, 1.0)
+        timed = self._roll_out(BESIDE, requests)
+        return replace(timed, num_early=self._rolling[BESIDE].end(keeps_cache=True).figures.num_tokens)
+
+    def _requests(self, step: int, batch: int) -> list[RolloutRequest]:
+        requests = step_prompts(self._config, step, self._task).requests
+        return requests if batch == DRAINING else [replace(r, exact_length=LENGTH) for r in requests[:batch]]
+
+    def _early(self, requests: Sequence[RolloutRequest]) -> list[EarlyRow]:
+        seed = self._config.grpo.seed
+        return [EarlyRow(r.prompt_token_ids, AheadRequest(r, r.noise_seed(seed))) for r in requests]
+
+    def _with_older_texts(self, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+        """Returns the requests with the texts and branches that the older weights make of them."""
+        engine = self._engines[AHEAD]
+        rolling = self._rolling[AHEAD]
+        engine.load_weights(self._weights[0].items())
+        rolling.plan(self._early(requests), FlipModel().scale, 1.0)
+        while rolling.slice(SLICE_S):
+            pass
+        texts = rolling.end(keeps_cache=False).texts
+        engine.load_weights(self._weights[1].items())
+        found = [texts[r.noise_seed(self._config.grpo.seed)] for r in requests]
+        return [replace(r, ahead=t.tokens, branches=t.branches) for r, t in zip(requests, found, strict=True)]
+
     def _roll_out(self, way: str, requests: Sequence[RolloutRequest]) -> Timed:
+        engine = self._engines[way]
+        num_steps = engine.num_steps
         started = time.perf_counter()
-        rollouts = self._engines[way].generate(requests)
-        return Timed(time.perf_counter() - started, rollouts)
+        rollouts = engine.generate(requests)
+        return Timed(time.perf_counter() - started, rollouts, engine.num_steps - num_steps)
 
     def possible(self, lengths: Sequence[int]) -> float:
         """Returns the ratio of plain decoding and of verifying right drafts, both by the measured step times."""
@@ -121,21 +170,50 @@ def drained_s(costs: StepCosts, lengths: Sequence[int], most: int) -> float:
 
 def row_of(batch: int, rounds: Sequence[dict[str, Timed]], possible: Sequence[float]) -> dict[str, Any]:
     """Returns the figures of a workload: seconds, and ratios of seconds as medians over rounds."""
-
-    def ratio(a: str, b: str) -> float:
-        return statistics.median(r[a].seconds / r[b].seconds for r in rounds)
-
     texts = [{way: [x.token_ids for x in timed.rollouts] for way, timed in r.items()} for r in rounds]
+    first = next(iter(rounds[0]))
     return {
         "batch": batch or "draining",
-        "tokens": statistics.mean(sum(map(len, t[PLAIN])) for t in texts),
-        "seconds": {way: statistics.median(r[way].seconds for r in rounds) for way in BLOCKS},
-        "text": ratio(PLAIN, TEXT),
-        "ahead": ratio(PLAIN, AHEAD),
-        "possible": statistics.median(possible),
-        "idle": ratio(TEXT, IDLE),
-        "equal": all(t[way] == t[PLAIN] for t in texts for way in BLOCKS),
+        "tokens": statistics.mean(sum(map(len, t[first])) for t in texts),
+        "seconds": {way: [r[way].seconds for r in rounds] for way in rounds[0]},
+        "engine_steps": {way: [r[way].num_steps for r in rounds] for way in rounds[0]},
+        "text": ratio(rounds, PLAIN, TEXT),
+        "ahead": ratio(rounds, PLAIN, AHEAD),
+        "possible": statistics.median(possible) if possible else None,
+        "idle": ratio(rounds, TEXT, IDLE),
+        "delay": ratio(rounds, BESIDE, IDLE),
+        "early_tokens": [sum(timed.num_early for timed in r.values()) for r in rounds],
+        "equal": all(t[way] == t[first] for t in texts for way in rounds[0]),
     }
+
+
+def ratio(rounds: Sequence[dict[str, Timed]], way: str, other: str) -> float | None:
+    """Returns how many times as long a way takes as another, the median over rounds; None if either was not measured."""
+    if {way, other} <= rounds[0].keys():
+        return statistics.median(r[way].seconds / r[other].seconds for r in rounds)
+    return None
+
+
+_COLUMNS = {
+    "text drafters": "text",
+    "run_ahead": "ahead",
+    "possible": "possible",
+    "idle over text": "idle",
+    "beside over idle": "delay",
+}
+"""Key of each ratio by its heading."""
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    """Returns the table of the bench's rows."""
+    table = new_table("texts made ahead: ratios of rollout times, and the seconds of the first way")
+    for name in ("batch", "tokens", "seconds", *_COLUMNS, "equal"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        ratios = ["-" if row[key] is None else f"{row[key]:.3f}" for key in _COLUMNS.values()]
+        first_s = statistics.median(next(iter(row["seconds"].values())))
+        table.add_row(str(row["batch"]), f"{row['tokens']:,.0f}", f"{first_s:.1f}", *ratios, str(row["equal"]))
+    return table
 
 
 def main() -> int:
@@ -143,47 +221,29 @@ def main() -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batches", default="0,1,4,8", help="0 for a batch that drains")
+    parser.add_argument("--ways", nargs="+", choices=list(BLOCKS), default=[PLAIN, TEXT, IDLE, AHEAD])
+    parser.add_argument("--updated", action="store_true", help="older weights make the texts")
     options = parser.parse_intermixed_args()
-    config, _ = read_run_config(load_config(options.config, options.overrides))
+    if AHEAD in options.ways and PLAIN not in options.ways:
+        parser.error(f"the way {AHEAD} needs the way {PLAIN}")
+    tree = load_config(options.config, ["grpo.max_num_steps=1", "checkpointing.enabled=false", *options.overrides])
+    config, _ = read_run_config(tree)
     use_threads(config.cluster.threads)
-    bench = AheadSpeed(config)
+    weights = list(weights_after(config, tree, 1)) if options.updated else []
+    bench = AheadSpeed(config, [way for way in BLOCKS if way in options.ways], weights)
     rows = []
     for batch in map(int, options.batches.split(",")):
         rounds = []
         possible = []
         for _ in track(range(WARM_UP_ROUNDS + options.rounds), f"batch {batch}", transient=True):
             rounds.append(bench.round(batch))
-            possible.append(bench.possible([len(r.token_ids) for r in rounds[-1][PLAIN].rollouts]))
+            if AHEAD in options.ways:
+                possible.append(bench.possible([len(r.token_ids) for r in rounds[-1][PLAIN].rollouts]))
         rows.append(row_of(batch, rounds[WARM_UP_ROUNDS:], possible[WARM_UP_ROUNDS:]))
     bench.close()
-    table = new_table("drafts made ahead, all right: speed over plain decoding")
-    for name in (
-        "batch",
-        "tokens",
-        "plain s",
-        "text drafters",
-        "run_ahead",
-        "possible",
-        "of it",
-        "idle over text",
-        "equal",
-    ):
-        table.add_column(name, justify="right")
-    for r in rows:
-        table.add_row(
-            str(r["batch"]),
-            f"{r['tokens']:,.0f}",
-            f"{r['seconds'][PLAIN]:.1f}",
-            f"{r['text']:.2f}x",
-            f"{r['ahead']:.2f}x",
-            f"{r['possible']:.2f}x",
-            f"{r['ahead'] / r['possible']:.0%}",
-            f"{r['idle']:.2f}",
-            str(r["equal"]),
-        )
-    log_console().print(table)
+    log_console().print(table_of(rows))
     facts = {"config": str(options.config), "overrides": options.overrides, "rounds": options.rounds, "rows": rows}
-    write_facts(options.out / "ahead_speed.json", facts)
+    write_facts(options.out / "ahead_speed.json", {**facts, "updated": options.updated})
     return 0
 
 

@@ -105,18 +105,40 @@ def _bench_colour(row: Record) -> str:
 
 
 def ahead_chart(rows: Sequence[Record], path: Path) -> None:
-    """Saves how long free texts of older weights stay the newer weights' own, by size of the update, as PNG and SVG."""
+    """Saves how long free texts of older weights stay the newer weights' own, by size of the update, as PNG and SVG.
+
+    A last panel shows the share of tokens that texts with branches at their near-ties have right.
+    """
     longest = max(row["length"] for row in rows if row["kind"] == "free text")
     whole = [row for row in rows if row["kind"] == "free text" and row["length"] == longest]
-    _save(path, (9.0, 3.8), lambda figure: _draw_ahead(figure, whole))
+    _save(path, (12.0, 3.8), lambda figure: _draw_ahead(figure, whole))
 
 
 def _draw_ahead(figure: Figure, rows: Sequence[Record]) -> None:
-    """Draws a panel for each age of the texts."""
-    for ax, age in zip(figure.subplots(1, 2, sharey=True), (1, 2), strict=True):
+    """Draws a panel for each age of the texts, and one for branches."""
+    *equal, branches = figure.subplots(1, 3, sharey=True)
+    for ax, age in zip(equal, (1, 2), strict=True):
         _draw_equal(ax, [row for row in rows if row["newer"] - row["older"] == age])
         ax.set_title(f"texts made {'one update' if age == 1 else 'two updates'} ago")
-    figure.axes[0].set_ylabel("responses that are still equal")
+    _draw_branches(branches, rows)
+    equal[0].set_ylabel("responses that are still equal")
+
+
+def _draw_branches(ax: Axes, rows: Sequence[Record]) -> None:
+    """Draws the share of tokens drafted right by branches a text, after the second update and after both at once."""
+    labels = []
+    for index, rate in enumerate(sorted({row["rate"] for row in rows})):
+        colour = drafter_colour(index)
+        for older, line in ((1, "-"), (0, ":")):
+            found = [row for row in rows if (row["rate"], row["older"], row["newer"]) == (rate, older, 2)]
+            for row in found:
+                shares = [figures["right"] for figures in row["branches"].values()]
+                ax.plot(range(len(shares)), shares, line, color=colour, linewidth=1.8, marker="o", markersize=3)
+                ax.set_xticks(range(len(shares)), list(row["branches"]))
+                if older:
+                    labels.append((float(shares[-1]), f"lr {rate:.0e}", colour))
+    ax.set(xlabel="branches a text", title="tokens drafted right; dotted: two updates ago")
+    label_right(ax, labels)
 
 
 def _draw_equal(ax: Axes, rows: Sequence[Record]) -> None:

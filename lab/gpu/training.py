@@ -193,6 +193,7 @@ def config_of(
                 "temperature": 1.0,
                 "vllm_cfg": {"max_model_len": context, "precision": precision, "enforce_eager": not has_gpu},
                 "vllm_kwargs": kwargs,
+                "colocated": {"enabled": kind != "ahead"},
                 "specrollout": block,
             },
         },

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from lab.local.ahead_fleet import AheadOfFleet
 from lab.local.coordinator import DealingCoordinator
 from lab.local.fleet import RolloutFleet
 from lab.local.run_config import RunConfig
 from lab.local.run_sections import AsyncGrpoConfig
 from lab.local.statistics import stock_stats
 from lab.local.step_rollout import Prompts, StepPrompts, StepRollout
+from lab.local.texts_in_flight import TextsInFlight
 from lab.local.timeline import Timeline
 from nemo_specrollout.stragglers.attempts import Response
 from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile
@@ -59,10 +61,18 @@ class _Target:
     waiting_for: set[int]
 
 
+@dataclass(frozen=True)
+class CollectorEvents:
+    """What a collector's thread calls."""
+
+    on_ready: Callable[[Trajectories], Any]
+    """Gets trajectories as soon as they are complete. Its result is what the trainer takes."""
+    on_begun: Callable[[int], None] = lambda target: None
+    """Gets the newest target that has begun, whenever that is another one."""
+
+
 class TrajectoryCollector:
     """Generates for targets while the trainer trains. Owns the thread that alone uses the coordinator and its engines.
-
-    The thread passes trajectories to `on_ready` as soon as they are complete; the trainer takes the result.
 
     States: collecting, then closed or failed. After a failure every call raises its error.
 
@@ -74,7 +84,7 @@ class TrajectoryCollector:
         coordinator: DealingCoordinator,
         config: AsyncGrpoConfig,
         prompts: Prompts,
-        on_ready: Callable[[Trajectories], Any],
+        events: CollectorEvents,
         targets: range,
         task: str,
     ) -> None:
@@ -82,7 +92,7 @@ class TrajectoryCollector:
         self._config = config
         self._prompts = prompts
         self._task = task
-        self._on_ready = on_ready
+        self._events = events
         self._targets = targets
         self._next_target = targets.start
         self._version = targets.start
@@ -161,11 +171,14 @@ class TrajectoryCollector:
 
     def _begin_targets(self) -> None:
         newest = min(self._version + self._config.max_trajectory_age_steps, self._targets.stop - 1)
+        if self._next_target > newest:
+            return
         while self._next_target <= newest:
             prompts = self._prompts(self._next_target)
             keys = self._coordinator.deal(prompts.requests, self._task)
             self._under_way[self._next_target] = _Target(prompts, keys, self._version, time.perf_counter(), set(keys))
             self._next_target += 1
+        self._events.on_begun(newest)
 
     def _advance(self) -> None:
         if not self._under_way:
@@ -180,7 +193,7 @@ class TrajectoryCollector:
                 seconds = time.perf_counter() - batch.begun_s
                 found = Trajectories(number, batch.prompts, responses, timeline, batch.first_version, seconds)
                 assert 0 <= found.age <= self._config.max_trajectory_age_steps, f"a trajectory of age {found.age}"
-                self._ready[number] = self._on_ready(found)
+                self._ready[number] = self._events.on_ready(found)
                 del self._under_way[number]
 
 
@@ -193,16 +206,19 @@ class AsyncFleet(RolloutFleet):
 
     def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:
         """Starts the engines, as `RolloutFleet` does."""
-        super().__init__(config, prompts, known)
+        runs_ahead = config.policy.generation.specrollout.runs_ahead
+        self._ahead = AheadOfFleet(TextsInFlight(config, prompts)) if runs_ahead else None
+        super().__init__(config, prompts if self._ahead is None else self._ahead.texts.with_texts, known)
         self._collector: TrajectoryCollector | None = None
         self._idle_s = 0.0
 
     def begin(self, steps: range) -> None:
         self.begin_counting()
+        if self._ahead is not None:
+            self._ahead.texts.begin(steps)
         config = self._config.grpo.async_grpo
-        self._collector = TrajectoryCollector(
-            self.coordinator, config, self._prompts, self._step_rollout, steps, self.task
-        )
+        events = CollectorEvents(self._step_rollout, self._plan_ahead)
+        self._collector = TrajectoryCollector(self.coordinator, config, self._prompts, events, steps, self.task)
 
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
         """Returns the trajectories for a step; waits for missing ones."""
@@ -217,11 +233,14 @@ class AsyncFleet(RolloutFleet):
         if self._collector is None:
             super().load_weights(tensors, policy_version)
         else:
-            self._collector.update_weights(tensors, policy_version, before=self._count)
+            self._collector.update_weights(tensors, policy_version, before=self._before_weights)
 
     def complete(self, rollout: StepRollout) -> StepRollout:
         """Returns the rollout with what the engines did between the last two weights, whichever steps it was for."""
         return replace(rollout, stats=replace(self._worked, tail=rollout.stats.tail))
+
+    def take_alarms(self) -> list[dict[str, Any]]:
+        return super().take_alarms() + ([] if self._ahead is None else self._ahead.texts.take_alarms())
 
     def take_deaths(self) -> list[str]:
         return self._call(super().take_deaths)
@@ -241,7 +260,14 @@ class AsyncFleet(RolloutFleet):
 
     # In the collector's thread
 
-    def _count(self) -> None:
+    def _plan_ahead(self, target: int) -> None:
+        """Lets engines begin requests of the targets after the newest one that has begun."""
+        if self._ahead is not None:
+            self._ahead.plan(self.pool, target)
+
+    def _before_weights(self) -> None:
+        if self._ahead is not None:
+            self._ahead.end(self.pool, keeps_cache=True)  # requests are under way
         self._worked = self.worked()
         self.begin_counting()
 
@@ -252,6 +278,7 @@ class AsyncFleet(RolloutFleet):
         sample_stats = self.take_sample_stats(found.prompts.requests, found.timeline)
         before = self._idle_s
         self._idle_s = self._collector.idle_s
+        ahead = {} if self._ahead is None else self._ahead.texts.compare(found.prompts.requests, rollouts)
         return StepRollout(
             found.prompts,
             rollouts,
@@ -263,6 +290,7 @@ class AsyncFleet(RolloutFleet):
             figures={
                 "rollout_wall_s": found.seconds,
                 "collector_idle_s": self._idle_s - before,
+                **ahead,
             },
             num_older_B=[_num_older(r, found.target) for r in found.responses],
             timeline=timeline.record(),

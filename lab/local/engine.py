@@ -5,7 +5,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVarTuple
@@ -25,8 +25,21 @@ from nemo_specrollout.storage.model_folder import stop_token_ids, with_tied_lm_h
 if TYPE_CHECKING:
     from lab.local.drafter_pool import DrafterPool
     from nemo_specrollout.heads.features.features import SequenceFeatures
+    from nemo_specrollout.run_ahead.early_texts import EarlyStart
+    from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 
 Arguments = TypeVarTuple("Arguments")
+_MAX_TRIES = 50
+"""Attempts to make vLLM drop its cached prefixes."""
+
+
+@dataclass(frozen=True)
+class AheadRequest:
+    """A request of a coming step, as an engine gets it to decode it early."""
+
+    request: RolloutRequest
+    seed: int
+    """Key of its noise."""
 
 
 class RolloutEngine(HostedEngine):
@@ -118,7 +131,18 @@ class RolloutEngine(HostedEngine):
             self._run(engine_weights.reload, tensors)
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
-        self._llm.reset_prefix_cache()
+        self._drop_cache()
+
+    def _drop_cache(self) -> None:
+        """Makes vLLM drop its cached prefixes. A step that is under way keeps some, and ends with the next step.
+
+        Requests that go on with the old weights' KV cache keep theirs. Raises RuntimeError if others stay.
+        """
+        for _ in range(_MAX_TRIES):
+            if self._llm.reset_prefix_cache() is not False or self._llm.llm_engine.has_unfinished_requests():
+                return
+            self._llm.llm_engine.step()
+        raise RuntimeError("vLLM keeps prefixes that older weights have cached")
 
     def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
         """Loads an EAGLE-3 head that was trained for the engine's present weights.
@@ -168,6 +192,23 @@ class RolloutEngine(HostedEngine):
     def counters(self) -> EngineStats | None:
         """Returns counters without steps; None for an engine without our worker."""
         return self._run(engine_stats.counters_of)
+
+    def rolling(self) -> "RollingEngine":
+        """Returns what decodes requests of coming steps in this engine (`run_ahead`)."""
+        from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
+
+        chosen = self._generation.specrollout.run_ahead
+        assert chosen is not None
+        return RollingEngine(self._llm, self._early_request, chosen.branches)
+
+    def _early_request(self, start: "EarlyStart") -> tuple[dict[str, list[int]], Any]:
+        """Returns vLLM's prompt and sampling parameters of an early request; no parameters if its prefix is complete."""
+        from nemo_specrollout.run_ahead.early_requests import early_params
+
+        row = start.row.row
+        assert isinstance(row, AheadRequest)
+        text, params = self._text_and_params(row.request, {})
+        return {"prompt_token_ids": [*text, *start.prefix]}, early_params(params, start)
 
     def run_in_worker(self, function: Callable[[Any], Any]) -> Any:
         """Returns `function(worker)`, for tools that look inside an engine."""

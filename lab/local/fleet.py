@@ -70,6 +70,10 @@ class RolloutFleet(RolloutSource):
     # Rollouts
 
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
+        return check_tokens(self._rolled_out(step, on_finished), self.generate, self._config)
+
+    def _rolled_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
+        """Returns the responses of a step before any of them is checked."""
         prompts = self._prompts(step)
         self.begin_counting()
         started = time.perf_counter()
@@ -81,8 +85,7 @@ class RolloutFleet(RolloutSource):
         stats = fleet_stats(before, after, rollouts, shards, seconds, self.pool.capacity)
         stats = replace(stats, tail=timeline.figures())
         sample_stats = self.take_sample_stats(prompts.requests, timeline)
-        rollout = StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline.record())
-        return check_tokens(rollout, self.generate, self._config)
+        return StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline.record())
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Returns responses, each by the engine that it is dealt to."""

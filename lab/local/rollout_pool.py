@@ -14,18 +14,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lab.local.early_work import EarlyWork
 from lab.local.engine import RolloutEngine
 from lab.local.run_sections import GenerationConfig
 from lab.local.shared_weights import Packed, opened, packed, wait_for_gpu
+from lab.local.texts_in_flight import AheadPlan
 from lab.local.turn_engine import ReloadingTurnEngine
+from nemo_specrollout.run_ahead.early_requests import EarlyMade
 from nemo_specrollout.stragglers.decisions.speed_table import draft_method
 from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
 
@@ -123,21 +126,44 @@ class RolloutActor:
         """Starts the engine; returns its `max_num_seqs` and the process id. Raises ConfigError for what vLLM refuses."""
         self._engine = RolloutEngine(Path(model), generation, seed)
         self._turns = ReloadingTurnEngine(self._engine)
+        self._early: EarlyWork | None = None
+        if self._engine.runs_ahead:
+            self._early = EarlyWork(self._engine.rolling(), lambda: self._turns.is_busy)
         if weights is not None:
             self.load_weights(weights, recompute_kv_cache=False)
         return self._engine.max_num_seqs, os.getpid()
 
     def turn(self, orders: TurnOrders) -> TurnResult:
-        return self._turns.turn(orders)
+        with self._alone():
+            result = self._turns.turn(orders)
+            if self._early is not None:
+                self._early.allow()
+            return result
 
     def load_weights(self, weights: Weights, recompute_kv_cache: bool) -> None:
         tensors, version = weights
-        self._turns.load_weights(opened(tensors), version, recompute_kv_cache=recompute_kv_cache)
-        wait_for_gpu()
+        with self._alone():
+            self._turns.load_weights(opened(tensors), version, recompute_kv_cache=recompute_kv_cache)
+            wait_for_gpu()
 
     def ask(self, method: str, arguments: Sequence[Any]) -> Any:
         """Calls another method of the engine."""
-        return getattr(self._engine, method)(*arguments)
+        with self._alone():
+            return getattr(self._engine, method)(*arguments)
+
+    def plan_ahead(self, plan: AheadPlan) -> None:
+        """Takes the requests of coming steps that the engine may begin (`RollingEngine.plan`)."""
+        assert self._early is not None
+        self._early.plan(plan)
+
+    def end_ahead(self, keeps_cache: bool) -> EarlyMade:
+        """Stops the requests of coming steps and returns their texts (`RollingEngine.end`)."""
+        assert self._early is not None
+        return self._early.end(keeps_cache=keeps_cache)
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Keeps the engine from decoding early requests by itself."""
+        return nullcontext() if self._early is None else self._early.set_aside()
 
 
 @dataclass(frozen=True)
@@ -257,6 +283,25 @@ class RolloutPool:
             self._answer(engine, load)
 
     # For the run
+
+    def alive(self) -> list[int]:
+        """Returns the engines that take orders."""
+        return [engine for engine in range(len(self.methods)) if self.is_alive(engine)]
+
+    def plan_ahead(self, plans: Mapping[int, AheadPlan]) -> None:
+        """Tells engines which requests of coming steps they may begin. One that dies meanwhile begins none."""
+        asked = {e: self._actors[e].plan_ahead.remote(plan) for e, plan in plans.items() if self.is_alive(e)}
+        for engine, ref in asked.items():
+            self._answer(engine, ref)
+
+    def end_ahead(self, *, keeps_cache: bool) -> list[EarlyMade]:
+        """Stops the requests of coming steps in all live engines, and returns what each of these has made.
+
+        Engines with requests of their own must keep their cached prefixes, which these use.
+        """
+        asked = {engine: actor.end_ahead.remote(keeps_cache) for engine, actor in sorted(self._actors.items())}
+        answers = [self._answer(engine, ref) for engine, ref in asked.items()]
+        return [made for made in answers if made is not DEAD]
 
     def finish_turns(self) -> None:
         """Waits for the turns that are left of an earlier rollout, and drops their results."""

@@ -177,9 +177,15 @@ class RunConfig:
         raise_first_mistake(
             "",
             (
-                not block.enabled and (asynchronous.enabled or self.cluster.rollout_workers > 1),
+                not block.enabled
+                and (
+                    asynchronous.enabled
+                    or self.cluster.rollout_workers > 1
+                    or not self.policy.generation.colocated.enabled
+                ),
                 f"{BLOCK_PATH}.enabled",
-                "false; several rollout workers, and asynchronous runs, need it true: set drafters: [] for no speculation",
+                "false; several rollout workers, engines that are not colocated, and asynchronous runs need it true: set "
+                "drafters: [] for no speculation",
             ),
         )
         if not asynchronous.enabled:

@@ -149,6 +149,15 @@ class VllmConfig:
 
 
 @dataclass(frozen=True)
+class ColocatedConfig:
+    """`policy.generation.colocated`."""
+
+    enabled: bool = True
+    """True: engines and trainer take turns on the same cores. False: engines have processes and cores of their own, so with
+    `run_ahead` they also work while the policy is trained."""
+
+
+@dataclass(frozen=True)
 class GenerationConfig:
     """`policy.generation`."""
 
@@ -164,6 +173,8 @@ class GenerationConfig:
     """Top-k sampling; null is off."""
     backend: str = choice("vllm", default="vllm")
     """The generation engine."""
+    colocated: ColocatedConfig = ColocatedConfig()
+    """Whether engines and trainer share the cores."""
     vllm_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments of vllm.LLM, passed on unchanged."""
     specrollout: SpecrolloutConfig = OFF
@@ -279,7 +290,8 @@ class ClusterConfig:
     """With a GPU, new weights reach an engine in another process as handles of the GPU's memory. False: they go through the
     host's memory, for machines that refuse such handles."""
     rollout_workers: int = bounded(1, low=1, high=64)
-    """Engines that roll out side by side, each in a process with one core; 1 is an engine in the runner's own process."""
+    """Engines that roll out side by side, each in a process with one core. A single one is in the runner's own process,
+    unless `policy.generation.colocated.enabled` is false."""
     threads: int = bounded(1, low=1, high=64)
     """OpenMP threads of the runner's own process, which has the trainer and a single engine. More than one pays for models of
     100 million parameters or more, on otherwise idle cores. OMP_NUM_THREADS in the environment overrides it."""

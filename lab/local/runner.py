@@ -201,14 +201,18 @@ class GrpoRunner:
     def _start_source(self) -> RolloutSource:
         prompts = partial(step_prompts, self.config, task=self.task)
         is_async = self.config.grpo.async_grpo.enabled
-        block = self.config.policy.generation.specrollout
-        if self.config.cluster.rollout_workers == 1 and not is_async and block.run_ahead is None:
+        generation = self.config.policy.generation
+        runs_ahead = generation.specrollout.runs_ahead
+        is_in_this_process = self.config.cluster.rollout_workers == 1 and generation.colocated.enabled and not is_async
+        if is_in_this_process and not runs_ahead:
             return LocalEngine(self.config, prompts)
-        from lab.local.ahead_fleet import AheadFleet
+        from lab.local.ahead_fleet import AheadEngine, AheadFleet
         from lab.local.async_fleet import AsyncFleet
         from lab.local.fleet import RolloutFleet
 
-        kind = AsyncFleet if is_async else AheadFleet if block.runs_ahead else RolloutFleet
+        if is_in_this_process:
+            return AheadEngine(self.config, prompts)
+        kind = AsyncFleet if is_async else AheadFleet if runs_ahead else RolloutFleet
         return kind(self.config, prompts, self.directory.ladder)
 
     def _start_policy(self) -> None:

@@ -204,11 +204,14 @@ class LocalEngine(RolloutEngine, RolloutSource):
         super().__init__(Path(config.policy.model_name), config.policy.generation, config.grpo.seed)
 
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
+        return check_tokens(self._rolled_out(step, on_finished), self.generate, self._run_config)
+
+    def _rolled_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
+        """Returns the responses of a step before any of them is checked."""
         prompts = self._prompts(step)
         measured = MeasuredRollout(self, prompts.requests, on_finished)
         measured.advance()
-        rollout = StepRollout(prompts, *measured.result(), self.take_sample_stats(prompts.requests))
-        return check_tokens(rollout, self.generate, self._run_config)
+        return StepRollout(prompts, *measured.result(), self.take_sample_stats(prompts.requests))
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int = 0) -> None:
         """Replaces the weights, by Hugging Face name. Each request says itself which version it is for."""

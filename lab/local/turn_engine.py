@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from lab.local.engine import RolloutEngine
-from nemo_specrollout.generation.engine.requests import RolloutRequest, as_bytes
+from nemo_specrollout.generation.engine.ahead_branches import begun_again
+from nemo_specrollout.generation.engine.requests import RolloutRequest
 from nemo_specrollout.stragglers.turn_engine import TurnEngine
 
 
@@ -21,8 +22,8 @@ class ReloadingTurnEngine(TurnEngine):
     ) -> None:
         """Replaces the weights between two turns; attempts go on.
 
-        With `run_ahead`, attempts begin again and their longest known text is drafts, so all their tokens are the new
-        policy's.
+        With `run_ahead`, attempts begin again. Their longest known text and its branches are drafts, and all their tokens
+        are the new policy's.
 
         With `recompute_kv_cache`, the new policy reads the text of each attempt again, so its tokens are exact samples of
         the new policy. Without it, attempts go on from the old policy's KV cache, as NeMo-RL does by default.
@@ -33,10 +34,8 @@ class ReloadingTurnEngine(TurnEngine):
             text = (*attempt.request.prefix_token_ids, *tokens)
             if self.engine.runs_ahead:
                 assert isinstance(attempt.request, RolloutRequest)
-                made = as_bytes(text)
-                # What an earlier policy made beyond it stays: weights may change before an attempt has got as far again.
-                ahead = made + attempt.request.ahead[len(made) :]
-                attempt.request = replace(attempt.request, prefix_token_ids=(), ahead=ahead)
+                ahead, branches = begun_again(text, attempt.request.ahead, attempt.request.branches)
+                attempt.request = replace(attempt.request, prefix_token_ids=(), ahead=ahead, branches=branches)
             else:
                 attempt.request = replace(attempt.request, prefix_token_ids=text)
             attempt.num_reported = 0

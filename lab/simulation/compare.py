@@ -13,7 +13,8 @@ import numpy as np
 
 from lab.simulation.dealing import in_shards
 from lab.simulation.event_loop import Rollout, StepResult
-from lab.simulation.run_ahead import synchronous_steps
+from lab.simulation.run_ahead import AUTO as AUTO_STEPS
+from lab.simulation.run_ahead import rolling_steps
 from lab.simulation.scenario import Scenario
 from lab.simulation.setting import APART, AUTO, FIXED, PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
@@ -138,8 +139,8 @@ class Comparison:
 
 
 def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison:
-    """Simulates plain, fixed and `auto` drafting, separate drafters, and moving, racing and `run_ahead` with the better
-    of these."""
+    """Simulates plain, fixed and `auto` drafting, separate drafters, and moving and racing with the better of these, and
+    `run_ahead`."""
     fleet = Fleet(scenario)
 
     def simulated(name: str, kind: str, tail: FastestOfNConfig | None = None) -> StepResult:
@@ -154,11 +155,22 @@ def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison
         steps.append(simulated(MOVING, kind, FastestOfNConfig(max_racers=1)))
         if len(scenario.drafting.methods) > 1:
             steps.append(simulated(RACING, kind, FastestOfNConfig()))
-    if scenario.training.run_ahead is not None:
-        if scenario.training.mode == "async":
-            steps.append(synchronous_steps(Setting(fleet, Variant(ON_POLICY, kind), tuple(traced)), runs_ahead=False))
-        steps.append(synchronous_steps(Setting(fleet, Variant(RUN_AHEAD, kind), tuple(traced)), runs_ahead=True))
+    steps += _with_texts_in_flight(fleet, kind, tuple(traced))
     return Comparison(scenario, tuple(steps))
+
+
+def _with_texts_in_flight(fleet: Fleet, kind: str, traced: tuple[np.ndarray, ...]) -> list[StepResult]:
+    """Simulates synchronous steps with texts in flight: of one coming step, of two, ..., and of as many as `auto` chooses."""
+    training = fleet.scenario.training
+    ahead = training.run_ahead
+    if ahead is None:
+        return []
+    names = {f"{RUN_AHEAD} {number}": number for number in range(1, ahead.steps + 1)} | {
+        f"{RUN_AHEAD} auto": AUTO_STEPS
+    }
+    if training.mode == "async":
+        names = {ON_POLICY: 0} | names
+    return [rolling_steps(Setting(fleet, Variant(name, kind), traced), number) for name, number in names.items()]
 
 
 def as_configured(scenario: Scenario, block: SpecrolloutConfig) -> Comparison:

@@ -114,8 +114,6 @@ class Rollout:
         self.tail = tail
         self.now_s = 0.0
         self.end_R = np.full(len(workload.length_R), np.nan)
-        self.known_R = np.zeros(len(workload.length_R))
-        """Tokens of each response that were made ahead and are right."""
         self._attempts: dict[int, set[int]] = defaultdict(set)
         self._queue: list[tuple[float, int, int]] = []
         self._num_wasted = 0.0
@@ -211,7 +209,7 @@ class Rollout:
         work = self.workload
         p_b = work.acceptance_RM[requests_b, engine.method]
         lengths_b = work.length_R[requests_b].astype(float)
-        engine.take(requests_b, tokens_b, lengths_b, p_b, self.known_R[requests_b])
+        engine.take(requests_b, tokens_b, lengths_b, p_b)
         for request in requests_b.tolist():
             self._attempts[request].add(engine.index)
 

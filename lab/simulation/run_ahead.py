@@ -1,79 +1,219 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated synchronous steps whose engines draft the next step's responses while they would be idle (`run_ahead`).
+"""Simulated synchronous steps with the texts of coming steps in flight (`run_ahead`).
 
-An engine is idle in the tail of a rollout, and while other GPUs train. The new weights sample another token than the old ones
-after a number of tokens that is drawn for each response. All tokens before are verified, most drafts at a time; then a
-response goes on as without `run_ahead`.
+While a rollout drains, requests of coming steps run in free slots of the engines, and all of them while other GPUs train. Each
+update changes the text of a response after a number of tokens that is drawn for each. All tokens before are verified under
+the new weights, and the response is decoded from there on. So tokens are those of steps without `run_ahead`.
 
-Shapes: R requests, E engines.
+Shapes: R requests of all steps, E engines, r requests of a step.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from lab.simulation.dealing import in_shards
-from lab.simulation.event_loop import Rollout, StepResult
+from lab.simulation.event_loop import RolloutResult, StepResult
+from lab.simulation.rolling_engine import EarlyTerms, RollingEngine, TextsInFlight, early_prices
+from lab.simulation.scenario import AheadConfig
 from lab.simulation.setting import Setting
-from lab.simulation.workload import Workload
+from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices
+from nemo_specrollout.run_ahead.decisions.steps_ahead import MOST_STEPS, Flight, StepsAhead
 
-NUM_STEPS = 6
-"""Simulated steps. The first has no texts, and does not count."""
+NUM_STEPS = 12
+"""Simulated steps. The later half counts, because the first ones have no texts."""
 _SEED_OF_FLIPS = 2_000_003
 """Offset of the seed for the positions at which responses part."""
+_NO_UPDATES = AheadConfig(tokens_to_flip=1.0, foreseen=0.0)
+"""Stands for the figures of updates where none matters."""
 
 
-def synchronous_steps(setting: Setting, *, runs_ahead: bool) -> StepResult:
-    """Simulates synchronous steps one after the other. Returns the last, with the means of all but the first.
+@dataclass(frozen=True)
+class EarlyFigures:
+    """What texts in flight have brought and cost, over the steps that count."""
 
-    With `train_gpus` in the cluster, engines have nothing to do while the policy trains. Otherwise they share its GPUs.
+    kept: float
+    """Share of the tokens in flight that an update left."""
+    ready: float
+    """Share of a step's tokens that were right when its rollout began."""
+    made: float
+    """Tokens that were made or verified early, for each token of a response."""
+    steps: float
+    """Coming steps that had texts in flight."""
+    delay: float
+    """Time of a rollout over that of the same rollout with the same texts but without early requests, minus 1."""
+
+
+@dataclass(frozen=True)
+class RollingResult(StepResult):
+    """Result of a step with texts in flight."""
+
+    early: EarlyFigures = EarlyFigures(1.0, 0.0, 0.0, 0.0, 0.0)
+
+
+AUTO = -1
+"""A number of steps ahead that the production policy chooses before each rollout (`run_ahead/decisions/steps_ahead.py`)."""
+
+
+def rolling_steps(setting: Setting, steps_ahead: int, *, is_exact: bool = True) -> RollingResult:
+    """Simulates synchronous steps, one after the other, with the texts of `steps_ahead` coming ones in flight, or `AUTO`.
+
+    With `train_gpus` in the cluster, engines have nothing else to do while the policy trains. Otherwise they share its GPUs.
+    With `is_exact` off, texts go on under new weights without verification, as in asynchronous training on one pool of GPUs:
+    then samples are up to `steps_ahead` updates off policy, and free slots are filled whatever that costs.
     """
-    scenario = setting.fleet.scenario
-    ahead = scenario.training.run_ahead
-    rng = np.random.default_rng(scenario.seed + _SEED_OF_FLIPS)
-    tokens_to_flip = 0.0 if ahead is None else ahead.tokens_to_flip
-    requests = setting.requests(NUM_STEPS)
-    steps = np.arange(len(requests.length_R)).reshape(NUM_STEPS, -1)
-    known_R = np.zeros(steps.shape[1])
-    generated_s = []
-    idle_s = []
-    for step, own_R in enumerate(steps):
-        work = requests.part(own_R)
-        rollout = setting.rollout(work)
-        _start(rollout, known_R)
-        rollout.run()
-        result = rollout.result()
-        parts_s = setting.parts_s(work.num_tokens, len(own_R))
-        train_s = sum(parts_s.values())
-        generated_s.append(result.seconds)
-        idle_s.append(result.idle_share * result.seconds)
-        if runs_ahead and step + 1 < NUM_STEPS:
-            tail_E = result.seconds - np.array([e.spans[-1].end_s for e in rollout.engines])
-            window_E = tail_E + (train_s if scenario.cluster.train_gpus else 0.0)
-            made_R = _made_ahead(setting, requests.part(steps[step + 1]), window_E)
-            flip_R = rng.exponential(tokens_to_flip, len(made_R))
-            known_R = np.minimum(made_R, flip_R.astype(np.int64))
-    generate_s = float(np.mean(generated_s[1:]))
-    parts_s = parts_s | {"generate": generate_s}
-    return StepResult(
-        setting.variant.name, parts_s, generate_s, float(np.mean(idle_s[1:])) / sum(parts_s.values()), result
-    )
+    return _Rolling(setting, steps_ahead, is_exact).result()
 
 
-def _start(rollout: Rollout, known_R: np.ndarray) -> None:
-    num_requests = len(known_R)
-    rollout.known_R = known_R
-    rollout.start(np.arange(num_requests), in_shards(num_requests, len(rollout.engines)))
+class _Rolling:
+    """Owns the texts of all steps, and what a run of steps has measured."""
 
+    def __init__(self, setting: Setting, steps_ahead: int, is_exact: bool) -> None:
+        scenario = setting.fleet.scenario
+        self._setting = setting
+        self._policy = StepsAhead()
+        self._chooses = steps_ahead == AUTO
+        self._most_ahead = MOST_STEPS if self._chooses else steps_ahead
+        self._is_exact = is_exact
+        self._ahead = scenario.training.run_ahead or _NO_UPDATES
+        self._rng = np.random.default_rng(scenario.seed + _SEED_OF_FLIPS)
+        self._requests = setting.requests(NUM_STEPS + self._most_ahead)
+        num = len(self._requests.length_R)
+        self._steps = np.arange(num).reshape(NUM_STEPS + self._most_ahead, -1)
+        self._right_R = np.zeros(num)
+        self._is_complete_R = np.zeros(num, bool)
+        fleet = setting.fleet
+        kind = setting.variant.speculation
+        self._speculation = fleet.speculation(kind, 0)
+        self._num_engines = fleet.num_engines(kind)
+        self._engine_r = in_shards(self._steps.shape[1], self._num_engines)
 
-def _made_ahead(setting: Setting, work: Workload, window_E: np.ndarray) -> np.ndarray:
-    """Returns the tokens of each request that engines make in the seconds that each of them has, float64 [R]."""
-    rollout = setting.rollout(work)
-    rollout.tail = None
-    longest_s = float(window_E.max())
-    for engine, window_s in zip(rollout.engines, window_E.tolist(), strict=True):
-        engine.begin_s = longest_s - window_s
-    _start(rollout, np.zeros(len(work.length_R)))
-    rollout.run(longest_s)
-    made_R = np.where(np.isfinite(rollout.end_R), work.length_R, 0.0)
-    for engine in rollout.engines:
-        made_R[engine.requests_B] = engine.tokens_at(longest_s)
-    return made_R
+    def result(self) -> RollingResult:
+        """Simulates all steps."""
+        generated_s, alone_s, idle_s, kept, ready, made, num_ahead = np.zeros((7, NUM_STEPS))
+        for step in range(NUM_STEPS):
+            own = self._requests.part(self._steps[step])
+            parts_s = self._setting.parts_s(own.num_tokens, len(own.length_R))
+            kept[step] = self._update(step) if step else np.nan
+            ready[step] = self._right_R[self._steps[step]].sum() / own.num_tokens
+            num_ahead[step] = steps_ahead = self._steps_ahead(step)
+            engines = self._engines(step, steps_ahead)
+            alone = self._engines(step, 0)
+            for engine in (*engines, *alone):
+                engine.run()
+            alone_s[step] = max(engine.seconds for engine in alone)
+            generated_s[step] = max(engine.seconds for engine in engines)
+            ends_s = [engine.seconds for engine in engines]
+            idle_s[step] = generated_s[step] - float(np.mean(ends_s))
+            rollout = self._rollout(step, engines)
+            self._go_on(engines, float(generated_s[step]), parts_s)
+            self._observe(step, steps_ahead)
+            made[step] = sum(engine.num_early_tokens for engine in engines) / own.num_tokens
+        late = slice(NUM_STEPS // 2, None)
+        generate_s = float(generated_s[late].mean())
+        parts_s = parts_s | {"generate": generate_s}
+        figures = EarlyFigures(
+            float(np.nanmean(kept[late])) if np.isfinite(kept[late]).any() else 1.0,
+            float(ready[late].mean()),
+            float(made[late].mean()),
+            float(num_ahead[late].mean()),
+            float(generated_s[late].sum() / alone_s[late].sum()) - 1.0,
+        )
+        idle_share = float(idle_s[late].mean()) / sum(parts_s.values())
+        return RollingResult(self._setting.variant.name, parts_s, generate_s, idle_share, rollout, figures)
+
+    def _update(self, step: int) -> float:
+        """Cuts the texts in flight where new weights change them. Returns the share that is left, NaN if there was none.
+
+        A parting that a branch foresees cuts nothing, and the next one may.
+        """
+        if not self._is_exact:
+            return 1.0
+        flying = self._steps[step : step + 1 + self._most_ahead].ravel()
+        before_r = self._right_R[flying]
+        right_r = np.zeros(len(flying))
+        is_going_r = np.ones(len(flying), bool)
+        while is_going_r.any():
+            right_r[is_going_r] += self._rng.exponential(self._ahead.tokens_to_flip, int(is_going_r.sum()))
+            is_going_r &= (right_r < before_r) & (self._rng.random(len(flying)) < self._ahead.foreseen)
+        self._right_R[flying] = np.minimum(before_r, np.floor(right_r))
+        own = self._steps[step]
+        self._policy.observe_kept(int(before_r[: len(own)].sum()), int(self._right_R[own].sum()))
+        return float(self._right_R[flying].sum() / before_r.sum()) if before_r.any() else np.nan
+
+    def _steps_ahead(self, step: int) -> int:
+        """Returns how many coming steps have texts in flight in this phase."""
+        if not self._chooses:
+            return self._most_ahead
+        prices = self._prices(step)
+        self._policy.observe_price(prices.verify_row_s, prices.token_s)
+        return self._policy.steps
+
+    def _observe(self, step: int, steps_ahead: int) -> None:
+        """Lets the policy see what was in flight when the phase ended."""
+        coming = self._steps[step + 1 : step + 1 + steps_ahead]
+        if len(coming):
+            self._policy.observe_flights([Flight(len(r), int((self._right_R[r] > 0).sum())) for r in coming])
+
+    def _engines(self, step: int, steps_ahead: int) -> list[RollingEngine]:
+        """Returns the engines of a phase with their requests. Of equals, those with the longest texts come first."""
+        engines = []
+        for index in range(self._num_engines):
+            rows = [(ahead, self._steps[step + ahead][self._engine_r == index]) for ahead in range(steps_ahead + 1)]
+            rows = [(ahead, r[np.argsort(-self._right_R[r], kind="stable")]) for ahead, r in rows]
+            numbers_I = np.concatenate([r for _, r in rows])
+            ahead_I = np.concatenate([np.full(len(r), ahead) for ahead, r in rows])
+            engines.append(self._engine(index, numbers_I, ahead_I, step))
+        return engines
+
+    def _engine(self, index: int, numbers_I: np.ndarray, ahead_I: np.ndarray, step: int) -> RollingEngine:
+        work = self._requests.part(numbers_I)
+        right_I = self._right_R[numbers_I]
+        done_I = np.zeros(len(numbers_I)) if self._is_exact else right_I.copy()
+        texts = TextsInFlight(
+            numbers_I,
+            work,
+            ahead_I,
+            right_I,
+            self._is_complete_R[numbers_I],
+            done_I,
+        )
+        return RollingEngine(
+            index,
+            self._speculation,
+            self._setting.fleet.num_slots,
+            texts,
+            EarlyTerms(self._prices(step), self._policy.kept, self._ahead.branches / 2) if self._is_exact else None,
+        )
+
+    def _prices(self, step: int) -> EarlyPrices:
+        """Returns what was measured in the rollout before. The first has none to look back on, and looks at itself."""
+        last_r = self._steps[max(step - 1, 0)]
+        length_L = self._requests.length_R[last_r][: -(-len(last_r) // self._num_engines)]
+        context = self._requests.prompt_tokens + float(length_L.mean()) / 2
+        return early_prices(self._speculation, self._setting.fleet.num_slots, context, length_L)
+
+    def _go_on(self, engines: list[RollingEngine], generated_s: float, parts_s: dict[str, float]) -> None:
+        """Lets engines work early while others roll out, and while other GPUs train. Then takes their texts."""
+        window_s = generated_s
+        if self._setting.fleet.scenario.cluster.train_gpus:
+            window_s += sum(parts_s.values()) - parts_s["refit"]
+        for engine in engines:
+            engine.run(window_s)
+            texts = engine.texts
+            is_behind_I = texts.is_verifying_I()
+            right_I = np.maximum(texts.done_I, texts.known_I) if self._is_exact else texts.done_I
+            self._right_R[texts.numbers_I] = right_I
+            is_whole_I = right_I >= texts.work.length_R - 0.5
+            self._is_complete_R[texts.numbers_I] = is_whole_I | (texts.is_complete_I & is_behind_I)
+
+    def _rollout(self, step: int, engines: list[RollingEngine]) -> RolloutResult:
+        """Returns the rollout of a step's own requests."""
+        end_R = np.zeros(self._steps.shape[1])
+        for engine in engines:
+            is_own_I = engine.texts.steps_ahead_I == 0
+            end_R[engine.texts.numbers_I[is_own_I] - self._steps[step][0]] = engine.end_I[is_own_I]
+        own = self._requests.part(self._steps[step])
+        spans = tuple(span for engine in engines for span in engine.spans)
+        num_tokens = sum(span.num_tokens for span in spans)
+        return RolloutResult(end_R, own.length_R, spans, len(engines), num_tokens, 0.0)

@@ -192,6 +192,23 @@ class AheadConfig:
 
     tokens_to_flip: float = bounded(above=0.0)
     """Mean number of tokens of a response until the updated weights sample another token than the weights before."""
+    steps: int = bounded(2, low=1, high=4)
+    """Most steps whose texts are in flight. Each number up to this is a variant."""
+    branches: int = bounded(0, low=0, high=16)
+    """Branches that are decoded of each text. They begin anywhere in it, so half as many run beside it on average."""
+    foreseen: float = bounded(0.0, low=0.0, high=1.0)
+    """Share of the places where texts part for which one of these branches is the new text."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if partings are foreseen by no branch."""
+        raise_first_mistake(
+            path,
+            (
+                self.foreseen and not self.branches,
+                "foreseen",
+                f"{self.foreseen} with 0 branches; give the number of branches that foresee so many partings",
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -215,7 +232,7 @@ class TrainingConfig:
     num_steps: int = bounded(12, low=2, high=1000)
     """Simulated steps if they overlap. About the second half counts."""
     run_ahead: AheadConfig | None = None
-    """Adds synchronous steps whose idle engines draft the next step's responses; None for no such variant."""
+    """Adds synchronous steps with texts of coming steps in flight; None for no such variants."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if a value contradicts the lag."""

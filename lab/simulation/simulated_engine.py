@@ -21,8 +21,6 @@ from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
 
 _CLOSE = 1e-6
 """Missing tokens at which a request counts as ended, because sums of many steps are inexact."""
-AHEAD_DRAFTS = (1, 2, 4, 8, 16, 32)
-"""Possible drafts of a step where texts were made ahead, up to the default of `run_ahead.most_drafts`."""
 _NO_STEP = DecodeStep(np.ones(0), 0.0)
 
 
@@ -55,7 +53,6 @@ class SimulatedEngine:
         self.tokens_B = np.zeros(0)
         self.lengths_B = np.zeros(0)
         self.p_B = np.zeros(0)
-        self.known_B = np.zeros(0)
         self.spans: list[Span] = []
         self.after_idle: tuple[Speculation, int] | None = None
         """Speculation and method once the engine has been idle; None if they stay the same."""
@@ -97,29 +94,12 @@ class SimulatedEngine:
             self.end_s = np.inf
             return self.end_s
         context = prompt_tokens + float(self.tokens_B.mean())
-        is_known_B = self.tokens_B < self.known_B - _CLOSE
-        self._step = self._decode_step(is_known_B, context)
-        until_B = np.where(is_known_B, self.known_B, self.lengths_B)
-        self._num_steps = max(float(((until_B - self.tokens_B) / self._step.tokens_B).min()), 0.0)
+        self._step = self.speculation.decode_step(self.p_B, context)
+        self._num_steps = max(float(((self.lengths_B - self.tokens_B) / self._step.tokens_B).min()), 0.0)
         # Costs are nearly linear in the context, so the middle represents all steps.
         middle = context + 0.5 * self._num_steps * float(self._step.tokens_B.mean())
         self.end_s = self.begin_s + self._num_steps * self.speculation.step_s(self._step, len(self.requests_B), middle)
         return self.end_s
-
-    def _decode_step(self, is_known_B: np.ndarray, context: float) -> DecodeStep:
-        """Returns the step in which requests have their known tokens as drafts, as far as they have any."""
-        if not is_known_B.any():
-            return self.speculation.decode_step(self.p_B, context)
-        others = _NO_STEP
-        steps = []
-        if not is_known_B.all():
-            others = self.speculation.decode_step(self.p_B[~is_known_B], context)
-        for num_drafts in AHEAD_DRAFTS:
-            tokens_B = np.full(len(is_known_B), 1.0 + num_drafts)
-            num_rows = others.num_rows + float(tokens_B[is_known_B].sum())
-            tokens_B[~is_known_B] = others.tokens_B
-            steps.append(DecodeStep(tokens_B, num_rows, others.depth))
-        return max(steps, key=lambda s: s.tokens_B.sum() / self.speculation.step_s(s, len(s.tokens_B), context))
 
     def prefill(self, now_s: float, num_tokens: float) -> None:
         """Computes texts of `num_tokens` tokens first; other requests wait."""
@@ -134,10 +114,8 @@ class SimulatedEngine:
         tokens_b: np.ndarray,
         lengths_b: np.ndarray,
         p_b: np.ndarray,
-        known_b: np.ndarray,
     ) -> None:
-        """Adds requests that begin or continue here. Their first `known_b` tokens are drafts that are right."""
-        self.known_B = np.concatenate([self.known_B, known_b])
+        """Adds requests that begin or continue here."""
         self.requests_B = np.concatenate([self.requests_B, requests_b])
         self.tokens_B = np.concatenate([self.tokens_B, tokens_b])
         self.lengths_B = np.concatenate([self.lengths_B, lengths_b])
@@ -161,7 +139,6 @@ class SimulatedEngine:
         self.tokens_B = self.tokens_B[stays_B]
         self.lengths_B = self.lengths_B[stays_B]
         self.p_B = self.p_B[stays_B]
-        self.known_B = self.known_B[stays_B]
         return num_tokens
 
     def _share(self, now_s: float) -> float:

@@ -211,6 +211,8 @@ class EarlyTexts:
     def _begin_branch(self, branch: Branch) -> EarlyStart:
         index = branch.request
         assert isinstance(index, int)
+        if index in self._waiting:  # its text was stopped, and what was made of it stays, because the branch leaves it
+            self._waiting.remove(index)
         flight = self._flights[index]
         prefix = (*self._tokens_before(flight, branch.parent, branch.position), branch.token_id)
         start = EarlyStart(next(self._names), flight.row, prefix, _known_after(flight.row.known, prefix))

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, longest_known_text
+from nemo_specrollout.generation.engine.ahead_branches import begun_again
+from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
 from nemo_specrollout.stragglers.turns import Request
 
 
@@ -65,12 +66,13 @@ class Response:
         return Rollout(self.tokens, self.logprobs, self.finish_reason)
 
     def begin_again(self) -> None:
-        """Makes the known part a draft, in front of what an older draft has beyond it.
+        """Makes the known part a draft, in front of what older drafts and their branches have beyond it.
 
         Open attempts make the response from its beginning.
         """
         assert isinstance(self.request, RolloutRequest)
-        self.request = replace(self.request, ahead=longest_known_text(self.tokens, self.request.ahead))
+        ahead, branches = begun_again(self.tokens, self.request.ahead, self.request.branches)
+        self.request = replace(self.request, ahead=ahead, branches=branches)
         self.tokens = []
         self.logprobs = []
         self.policy_spans = []

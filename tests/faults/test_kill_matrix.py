@@ -36,7 +36,10 @@ DRAFTERS = f"[{{type: suffix}}, {{type: remote, model: {STEP_ADDER}, workers: 1}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "two workers": ("quickstart_two_workers_cpu.yaml", {}),
     "asynchronous": ("quickstart_async_cpu.yaml", {}),
-    "working ahead": ("quickstart_cpu.yaml", {"policy.generation.specrollout.run_ahead": "{enabled: true}"}),
+    "working ahead": (
+        "quickstart_cpu.yaml",
+        {"policy.generation.specrollout.run_ahead": "{steps: 2}", "policy.generation.colocated.enabled": "false"},
+    ),
     "remote drafter": ("quickstart_cpu.yaml", {"policy.generation.specrollout.drafters": DRAFTERS}),
 }
 # Signals, and the exit code of a run whose own process gets them.

@@ -15,7 +15,7 @@ from test_equality import requests
 from test_racing import noisy, spans_of
 
 from lab.cli.main import main
-from lab.local.async_fleet import Trajectories, TrajectoryCollector
+from lab.local.async_fleet import CollectorEvents, Trajectories, TrajectoryCollector
 from lab.local.coordinator import DealingCoordinator
 from lab.local.engine import RolloutEngine
 from lab.local.run_sections import AsyncGrpoConfig
@@ -59,7 +59,9 @@ def collect(
     workers = EnginesInTurn(engines[:2], 1, weights=policies[0])
     table = DecodeSpeedTable(["drafting", "plain"])
     coordinator = DealingCoordinator(workers, WildPolicy(2), table, LengthEstimator(96), begins_again=begins_again)
-    collector = TrajectoryCollector(coordinator, config, prompts, lambda found: found, range(NUM_STEPS), "any")
+    collector = TrajectoryCollector(
+        coordinator, config, prompts, CollectorEvents(lambda found: found), range(NUM_STEPS), "any"
+    )
     taken = []
     try:
         for step in range(NUM_STEPS):
@@ -141,7 +143,9 @@ def test_a_failed_collector_raises_in_every_call(engines: list[RolloutEngine]) -
 
     workers = EnginesInTurn(engines[:2], 1)
     coordinator = DealingCoordinator(workers, None, DecodeSpeedTable(["drafting", "plain"]), LengthEstimator(96))
-    collector = TrajectoryCollector(coordinator, AsyncGrpoConfig(True), no_prompts, lambda t: t, range(2), "any")
+    collector = TrajectoryCollector(
+        coordinator, AsyncGrpoConfig(True), no_prompts, CollectorEvents(lambda t: t), range(2), "any"
+    )
     with pytest.raises(RuntimeError, match="no more prompts"):
         collector.take(0)
     with pytest.raises(RuntimeError, match="no more prompts"):

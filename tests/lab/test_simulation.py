@@ -16,8 +16,9 @@ from lab.simulation.costs import Calibration, Costs, LinearCosts, RooflineCosts,
 from lab.simulation.data_sheets import DEVICES, MODELS, eagle3_head, model_named
 from lab.simulation.dealing import in_shards
 from lab.simulation.event_loop import Rollout, RolloutResult
-from lab.simulation.run_ahead import synchronous_steps
-from lab.simulation.scenario import AheadConfig, Scenario, TrainingConfig, read_scenario, shipped
+from lab.simulation.run_ahead import AUTO as AUTO_STEPS
+from lab.simulation.run_ahead import NUM_STEPS, rolling_steps
+from lab.simulation.scenario import AheadConfig, Scenario, read_scenario, shipped
 from lab.simulation.setting import AUTO, FIXED, PLAIN, Fleet, Setting, Variant
 from lab.simulation.simulated_engine import SimulatedEngine
 from lab.simulation.speculation import (
@@ -34,7 +35,7 @@ from lab.simulation.workload import (
     workload,
 )
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
-from nemo_specrollout.config.strict import build
+from nemo_specrollout.config.strict import ConfigError, build
 
 pytestmark = pytest.mark.unit
 
@@ -287,33 +288,81 @@ def test_all_cost_models_have_the_same_interface() -> None:
         assert costs.prefill_s(10) >= 0.0 and costs.draft_s(4, 100.0) >= 0.0
 
 
-def test_texts_made_ahead_gain_more_the_later_they_part() -> None:
-    """A text that parts at once is worth nothing. The sum of all responses is the same."""
-    scenario = read_scenario(
-        "run-ahead-8b", ["batch.num_prompts=8", "cluster={device: H100, num_gpus: 8, train_gpus: 4}"]
+def in_flight(ahead: AheadConfig, is_apart: bool = False) -> Setting:
+    """A policy of 8B whose responses are long enough to make a step of a few seconds."""
+    shared = {"mode": "async", "lag": 1} if is_apart else {"mode": "sync"}
+    scenario = small(
+        cluster={"device": "H200", "num_gpus": 1 + is_apart, "train_gpus": int(is_apart)},
+        batch={"num_prompts": 4, "num_samples": 8},
+        training=shared,
     )
+    training = replace(scenario.training, run_ahead=ahead)
+    return Setting(Fleet(replace(scenario, training=training)), Variant("", PLAIN))
 
-    def rollout_s(tokens_to_flip: float) -> float:
-        training = replace(scenario.training, run_ahead=AheadConfig(tokens_to_flip))
-        setting = Setting(Fleet(replace(scenario, training=training)), Variant("", AUTO))
-        step = synchronous_steps(setting, runs_ahead=True)
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_texts_in_flight_gain_more_the_later_they_part(is_apart: bool) -> None:
+    """Texts that part at once are worth nothing, and their price is small. The tokens are those of all responses."""
+    plain = rolling_steps(in_flight(AheadConfig(1.0), is_apart), 0)
+    steps = [rolling_steps(in_flight(AheadConfig(flip), is_apart), 1) for flip in (0.1, 1_000, 10_000, 1e9)]
+    for step in (plain, *steps):
         assert step.rollout.num_tokens == pytest.approx(step.rollout.length_R.sum())
-        return step.rollout_s
+        assert step.rollout.seconds <= step.rollout.end_R.max() + 1e-9
+    seconds = [step.rollout_s for step in steps]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] <= 1.1 * plain.rollout_s and seconds[-1] < (0.5 if is_apart else 0.75) * plain.rollout_s
+    kept = [step.early.kept for step in steps]
+    assert kept == sorted(kept) and kept[0] < 0.01 and kept[-1] == 1.0
 
-    plain_s = synchronous_steps(Setting(Fleet(scenario), Variant("", AUTO)), runs_ahead=False).rollout_s
-    seconds = [rollout_s(tokens) for tokens in (0.1, 1_000, 10_000, 1e9)]
-    assert seconds[0] == pytest.approx(plain_s)
-    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < 0.5 * plain_s
+
+def test_two_steps_ahead_gain_more_than_one_where_updates_are_small() -> None:
+    one, two = (rolling_steps(in_flight(AheadConfig(1e9)), steps) for steps in (1, 2))
+    assert two.rollout_s < 0.9 * one.rollout_s
+    assert two.early.ready > one.early.ready
 
 
-def test_engines_with_the_trainers_gpus_have_a_tail() -> None:
-    """One engine has no tail, so it makes none."""
-    shared = {"mode": "sync", "run_ahead": {"tokens_to_flip": 1e9}, "train_s": 1.0}
-    scenario = replace(read_scenario("run-ahead-8b", []), training=build(TrainingConfig, shared, ""))
-    for num_gpus, gains in ((1, False), (8, True)):
-        cluster = replace(scenario.cluster, num_gpus=num_gpus, train_gpus=0)
-        batch = replace(scenario.batch, num_prompts=8)
-        setting = Setting(Fleet(replace(scenario, cluster=cluster, batch=batch)), Variant("", AUTO))
-        without, ours = (synchronous_steps(setting, runs_ahead=on).rollout_s for on in (False, True))
-        assert (ours < 0.99 * without) is gains
+def test_the_policy_chooses_one_step_where_updates_change_all() -> None:
+    """And more where texts last."""
+    assert rolling_steps(in_flight(AheadConfig(0.1)), AUTO_STEPS).early.steps == 1
+    assert rolling_steps(in_flight(AheadConfig(1e9)), AUTO_STEPS).early.steps > 1.5
+
+
+def test_branches_that_foresee_partings_gain_where_their_rows_cost_little() -> None:
+    """Engines that would be idle while other GPUs train decode them for nothing."""
+    without, with_branches = (
+        rolling_steps(in_flight(AheadConfig(1_000, branches=branches, foreseen=foreseen), is_apart=True), 1)
+        for branches, foreseen in ((0, 0.0), (1, 0.95))
+    )
+    assert with_branches.early.kept > without.early.kept
+    assert with_branches.rollout_s < 0.8 * without.rollout_s
+
+
+def test_a_step_without_texts_in_flight_is_a_plain_synchronous_step() -> None:
+    setting = in_flight(AheadConfig(1e9))
+    rolling = rolling_steps(setting, 0)
+    lengths = setting.requests(NUM_STEPS).length_R.reshape(NUM_STEPS, -1)[NUM_STEPS // 2 :]
+    exact = [rolled(work(step.tolist()), NoSpeculation(setting.fleet.costs(0))) for step in lengths]
+    assert rolling.rollout_s == pytest.approx(np.mean([result.seconds for result in exact]), rel=0.05)
+    assert rolling.early.made == 0.0 and rolling.early.delay == 0.0
+
+
+def test_asynchronous_steps_on_one_pool_have_nothing_to_verify() -> None:
+    exact, off_policy = (rolling_steps(in_flight(AheadConfig(1e9)), 1, is_exact=on) for on in (True, False))
+    assert off_policy.rollout_s < exact.rollout_s < 1.2 * off_policy.rollout_s
+
+
+def test_foreseen_partings_need_branches() -> None:
+    with pytest.raises(ConfigError, match=r"run_ahead.foreseen: 0.95 with 0 branches"):
+        read_scenario("run-ahead-8b", ["training.run_ahead.branches=0"])
+
+
+def test_engines_whose_requests_end_early_have_time_for_coming_steps() -> None:
+    """A single engine that decodes one request at a time has neither a slot nor a moment for others."""
+    for max_requests, gains in ((1, False), (32, True)):
+        setting = in_flight(AheadConfig(1e9))
+        scenario = setting.fleet.scenario
+        batch = replace(scenario.batch, max_requests=max_requests, num_prompts=1)
+        narrow = Setting(Fleet(replace(scenario, batch=batch)), Variant("", PLAIN))
+        without, ours = (rolling_steps(narrow, steps).rollout_s for steps in (0, 1))
+        assert (ours < 0.95 * without) is gains
         assert gains or ours == without

@@ -71,3 +71,29 @@ def after_prefix(branches: Iterable[AheadBranch], num_tokens: int) -> tuple[Ahea
             AheadBranch(branch.parent, max(branch.position - num_tokens, 0), branch.text[TOKEN_BYTES * known :])
         )
     return tuple(left)
+
+
+def begun_again(
+    made: Sequence[int], text: bytes, branches: Sequence[AheadBranch]
+) -> tuple[bytes, tuple[AheadBranch, ...]]:
+    """Returns text and branches with which a request begins again that has made `made` with the older `text` and `branches`.
+
+    The text is what was made, and beyond its end the rest of the path that agrees with it longest. So a request that begins
+    again early in its response still brings everything that was ever made of it. The other paths are branches where they
+    part from that text. There are at most as many of them as before, and those that part last are kept.
+    """
+    paths = paths_of(text, branches)
+    own = np.array(made, np.int32)
+    followed = max(range(len(paths)), key=lambda i: _num_common(paths[i], own))
+    whole = np.concatenate([own, paths[followed][len(own) :]])
+    parting = [(_num_common(path, whole), path) for path in paths]
+    others = [AheadBranch(0, first, path[first:].tobytes()) for first, path in parting if first < len(path)]
+    others.sort(key=lambda branch: -branch.position)
+    return whole.tobytes(), tuple(others[: len(branches)])
+
+
+def _num_common(a: np.ndarray, b: np.ndarray) -> int:
+    """Returns the number of tokens with which two texts begin alike."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length

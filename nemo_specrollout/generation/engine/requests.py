@@ -38,7 +38,7 @@ class RolloutRequest:
 
     @property
     def num_ahead(self) -> int:
-        """Tokens of the expected response."""
+        """Tokens of the expected response. The response will probably be as long at least."""
         return len(self.ahead) // TOKEN_BYTES
 
     def noise_seed(self, engine_seed: int) -> int:

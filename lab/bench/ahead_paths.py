@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a new text is foreseen by a text of older weights with branches at its near-ties. No engine, no clock.
+
+Older weights would sample a token after each beginning of the *new* text, and noise depends on the position alone. So the
+places where that token is not the new text's are all the places where an update has changed it, and a branch that begins with
+the new token there goes on as the new text up to the next such place. No branch has to be decoded to know it.
+
+Shapes: P tokens of the older text, N tokens of the newer one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lab.bench.near_ties import Ties
+from nemo_specrollout.run_ahead.decisions.branches import BranchChoice
+from nemo_specrollout.run_ahead.decisions.flips import FlipModel
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """The texts that older and newer weights sample for a request, and the ties of both under the older weights."""
+
+    older_P: Array
+    newer_N: Array
+    of_older: Ties
+    of_newer: Ties
+
+    def cut(self, length: int | None) -> "TextPair":
+        """Returns the first `length` tokens of both; None for all."""
+        return TextPair(
+            self.older_P[:length], self.newer_N[:length], self.of_older.cut(length), self.of_newer.cut(length)
+        )
+
+    @cached_property
+    def flips(self) -> list[int]:
+        """Positions at which older weights sample another token after the same beginning of the newer text."""
+        return list(np.flatnonzero(self.of_newer.token_P != self.newer_N).tolist())
+
+    @property
+    def parting(self) -> int | None:
+        """Position of the first flip, where the two texts part; None if they do not."""
+        return self.flips[0] if self.flips else None
+
+    @property
+    def compared_P(self) -> Array:
+        """Gaps of the positions whose token is known under both weights, up to the first flip."""
+        return self.of_newer.gap_P[: None if self.parting is None else self.parting + 1]
+
+    def flips_to_runner_up(self, flips: Sequence[int]) -> int:
+        """Returns the number of these flips whose new token is the runner-up."""
+        return int((self.of_newer.runner_up_P[flips] == self.newer_N[flips]).sum()) if flips else 0
+
+    def drafted_N(self, num_flips: int) -> Array:
+        """Returns for each token of the newer text whether it is drafted right if branches follow its first `num_flips` flips.
+
+        The token of a flip is not, because a request follows its path until a token tells that it is another's. Behind a flip
+        without a branch it is right where the older text has the same token at the same position.
+        """
+        right_N = np.zeros(len(self.newer_N), bool)
+        first = self.flips[num_flips] if num_flips < len(self.flips) else len(self.newer_N)
+        right_N[:first] = True
+        right_N[self.flips] = False
+        end = min(len(self.older_P), len(self.newer_N))
+        right_N[first:end] = self.older_P[first:end] == self.newer_N[first:end]
+        return right_N
+
+    def after(self, position: int, num_flips: int) -> tuple[Array, list[int]]:
+        """Returns gaps and runners-up of a branch behind `position`.
+
+        It is the newer text up to the flip of number `num_flips`. What it is from there on is not known without decoding it,
+        so the older text's ties stand for its own, which matters only for which other branches get a slot. A branch that the
+        newer text does not take (`num_flips` is -1) has no token in common with it, and is treated in the same way.
+        """
+        known = position + 1
+        if num_flips >= 0:
+            known = 1 + (self.flips[num_flips] if num_flips < len(self.flips) else len(self.newer_N) - 1)
+        begin, end = slice(position + 1, known), slice(max(known, position + 1), None)
+        gap_P = np.concatenate([self.of_newer.gap_P[begin], self.of_older.gap_P[end]])
+        runner_up_P = np.concatenate([self.of_newer.runner_up_P[begin], self.of_older.runner_up_P[end]])
+        return gap_P, runner_up_P.tolist()
+
+
+def num_followed(pairs: Sequence[TextPair], flips: FlipModel, num_branches: int, most_paths: int) -> list[int]:
+    """Returns how many flips of each newer text, from the first on, have a branch that begins with the new token.
+
+    In each of `num_branches` rounds as many branches are chosen as there are texts, and are known wholly before the next.
+    `most_paths` bounds the paths of a text, the text itself included.
+    """
+    choice = BranchChoice(flips, most_paths)
+    followed = [0] * len(pairs)
+    path = [0] * len(pairs)
+    for number, pair in enumerate(pairs):
+        choice.open(number)
+        choice.grow(number, 0, pair.of_older.gap_P, pair.of_older.runner_up_P.tolist())
+    for _ in range(num_branches):
+        for branch in choice.next(len(pairs)):
+            number = branch.request
+            assert isinstance(number, int)
+            pair = pairs[number]
+            wanted = pair.flips[followed[number]] if followed[number] < len(pair.flips) else None
+            is_newer = branch.parent == path[number] and branch.position == wanted
+            is_newer = is_newer and branch.token_id == pair.newer_N[branch.position]
+            if is_newer:
+                followed[number] += 1
+                path[number] = branch.path
+            choice.grow(number, branch.path, *pair.after(branch.position, followed[number] if is_newer else -1))
+    return followed
+
+
+def num_steps(drafted_N: Array, k: int) -> int:
+    """Returns the steps that make a text of which these tokens are drafted right, with up to `k` drafts a step."""
+    at = steps = 0
+    while at < len(drafted_N):
+        wrong = np.flatnonzero(~drafted_N[at : at + k])
+        at += (int(wrong[0]) if len(wrong) else min(k, len(drafted_N) - at)) + 1
+        steps += 1
+    return steps
+
+
+def learn(flips: FlipModel, pairs: Sequence[TextPair]) -> None:
+    """Lets a model learn from an update, of which these are the texts before and after."""
+    flips.observe(np.concatenate([pair.compared_P for pair in pairs]), sum(bool(pair.flips) for pair in pairs))

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The near-ties of a text under given weights, recomputed by one forward pass and the engine's own sampling kernels.
+
+Shapes: P tokens of a text, V vocabulary, S request slots (one), L places of a sequence.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nemo_specrollout.generation.step.row_sampling import draw_rows
+from nemo_specrollout.generation.step.sampled_rows import Logits, RowKeys, TieTables
+
+Array = np.ndarray[Any, Any]
+_ROWS = 128
+"""Rows of logits at a time. They are the largest tensors here."""
+
+
+class Ties(NamedTuple):
+    """What weights would sample after each beginning of a text, whether or not the text goes on so."""
+
+    token_P: Array
+    """The token with the best perturbed score, int32."""
+    gap_P: Array
+    """By how much its score is above the second-best one, in nats, float32."""
+    runner_up_P: Array
+    """The token with the second-best score, int32."""
+
+    def cut(self, length: int | None) -> "Ties":
+        """Returns those of the first `length` tokens; None for all."""
+        return Ties(*(values[:length] for values in self))
+
+
+class TieFinder:
+    """Owns a model of Hugging Face's transformers, whose weights can be replaced."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, temperature: float) -> None:
+        """Builds the model that `folder` describes. Its weights are undefined at first."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self._model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).to(dtype).eval()
+        self._temperature_S = torch.tensor([temperature], dtype=torch.float32)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replaces the weights, by Hugging Face name."""
+        loaded = self._model.load_state_dict(dict(tensors), strict=False)
+        if loaded.unexpected_keys:
+            raise ValueError(f"{loaded.unexpected_keys[0]} is not a tensor of the model")
+        self._model.tie_weights()
+
+    @torch.inference_mode()
+    def ties(self, prompt: Sequence[int], text: Sequence[int], seed: int) -> Ties:
+        """Returns the ties of a response to a prompt under the noise of a seed."""
+        whole = [*prompt, *text]
+        hidden_PH = self._model.model(torch.tensor([whole[:-1]])).last_hidden_state[0, len(prompt) - 1 :]
+        tables = TieTables(torch.zeros(1, len(whole)), torch.zeros(1, len(whole), dtype=torch.int32), torch.ones(1) > 0)
+        seed_S = torch.tensor([seed])
+        positions_P = torch.arange(len(prompt) - 1, len(whole) - 1)
+        tokens = []
+        for rows in torch.arange(len(text)).split(_ROWS):
+            logits_RV = self._model.lm_head(hidden_PH[rows]).contiguous()
+            slots_R = torch.zeros(len(rows), dtype=torch.int32)
+            keys = RowKeys(slots_R, self._temperature_S, seed_S, positions_P[rows])
+            tokens.append(draw_rows(Logits(logits_RV, True), keys, None, None, tables).tokens_R)
+        own = slice(len(prompt), None)
+        return Ties(
+            torch.cat(tokens).numpy().astype(np.int32),
+            tables.gap_SL[0, own].numpy(),
+            tables.runner_up_SL[0, own].numpy(),
+        )

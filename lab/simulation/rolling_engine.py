@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated engine with texts in flight: its own requests, and requests of coming steps in slots that are free.
+
+The production policy (`run_ahead/decisions/early_share.py`) says how many of those requests run beside the engine's own. What
+is known of a text is verified first, many rows at a time, and the text is decoded from where it parts. Between two events all
+requests of the engine advance at constant speed.
+
+Shapes: I requests, R numbers of requests from 0 on, L lengths of responses, B requests of a step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lab.simulation.event_loop import Span
+from lab.simulation.speculation import DecodeStep, Speculation
+from lab.simulation.workload import Workload
+from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, Worth, mean_token_s, num_early
+
+VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Possible drafts a step of a request whose text is known."""
+_CLOSE = 1e-6
+"""Missing tokens at which something counts as ended, because sums of many steps are inexact."""
+_FULL_ROWS = 1024
+"""Rows of a full step, at which the price of a verified row is taken."""
+
+
+@dataclass
+class TextsInFlight:
+    """The requests of an engine in a phase, in the order in which equals are begun. Owns their progress."""
+
+    numbers_I: np.ndarray
+    """Their numbers among those of all steps."""
+    work: Workload
+    steps_ahead_I: np.ndarray
+    """0 for the engine's own requests."""
+    known_I: np.ndarray
+    """Tokens of each text that are right under the present weights; nobody knows so before they are verified."""
+    is_complete_I: np.ndarray
+    """Whether the text that was made had an end, which is wrong if it parts before."""
+    done_I: np.ndarray
+    """Tokens that the present weights have made or verified."""
+
+    def is_open_I(self) -> np.ndarray:
+        """Returns which requests have tokens to come."""
+        return self.done_I < self.work.length_R - _CLOSE
+
+    def is_verifying_I(self) -> np.ndarray:
+        """Returns which requests have known tokens ahead of them."""
+        return self.done_I < self.known_I - _CLOSE
+
+
+def early_prices(speculation: Speculation, num_slots: int, context: float, length_L: np.ndarray) -> EarlyPrices:
+    """Returns what an engine would have measured after a rollout of responses of these lengths."""
+    costs = speculation.costs
+    num_R = np.arange(num_slots + 1)
+    seconds_R = np.array([float(costs.step_s(max(n, 1), float(max(n, 1)), context)) for n in num_R])
+    full_s, half_s = (
+        float(costs.step_s(num_slots, float(max(n, num_slots)), context)) for n in (_FULL_ROWS, _FULL_ROWS // 2)
+    )
+    verify_row_s = max(full_s - half_s, 0.0) / (_FULL_ROWS - _FULL_ROWS // 2)
+    return EarlyPrices(seconds_R, verify_row_s, mean_token_s(seconds_R, length_L))
+
+
+@dataclass(frozen=True)
+class EarlyTerms:
+    """What early requests cost, and what they are worth."""
+
+    prices: EarlyPrices
+    kept: float
+    """Share of what was made ahead that updates leave."""
+    rows_of_branches: float
+    """Slots and rows that branches of a text take on average beside it, while it is decoded early."""
+
+
+class RollingEngine:
+    """One engine in one phase: until its own requests have ended, and then as long as it is asked to go on."""
+
+    def __init__(
+        self, index: int, speculation: Speculation, num_slots: int, texts: TextsInFlight, terms: EarlyTerms | None
+    ) -> None:
+        """`terms` is None for an engine that fills all of its slots, whatever that costs."""
+        self.texts = texts
+        self.seconds = 0.0
+        self.spans: list[Span] = []
+        self.num_early_tokens = 0.0
+        self.end_I = np.full(len(texts.done_I), np.nan)
+        """Second at which each request has ended."""
+        self._index = index
+        self._speculation = speculation
+        self._num_slots = num_slots
+        self._terms = terms
+        self._is_own_I = texts.steps_ahead_I == 0
+        self._has_begun_I = np.zeros(len(texts.done_I), bool)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its own requests have ended."""
+        return not (self._is_own_I & self.texts.is_open_I()).any()
+
+    def run(self, until_s: float = np.inf) -> None:
+        """Goes on until its own requests have ended, or, if `until_s` is given, until that moment."""
+        while self.seconds < until_s - 1e-12 and not (self.is_done and np.isinf(until_s)):
+            own = np.flatnonzero(self._is_own_I & self.texts.is_open_I())[: self._num_slots]
+            running = np.concatenate([own, self._early(len(own))])
+            if not len(running):
+                self.seconds = until_s
+                return
+            self._prefill(running)
+            self._advance(running, len(own), until_s)
+
+    def _early(self, num_own: int) -> np.ndarray:
+        """Returns the early requests that run beside the engine's own ones, best first."""
+        texts = self.texts
+        terms = self._terms
+        candidates = np.flatnonzero(~self._is_own_I & texts.is_open_I())
+        free = self._num_slots - num_own
+        if terms is None:
+            return candidates[: max(free, 0)]
+        seems_complete_i = (texts.is_complete_I & texts.is_verifying_I())[candidates]
+        k_i = texts.steps_ahead_I[candidates]
+        p_i = terms.kept**k_i * np.where(seems_complete_i, 1.0 - terms.kept, 1.0)
+        order = np.argsort(-p_i, kind="stable")[: max(int(free / (1.0 + terms.rows_of_branches)), 0)]
+        worths = list(map(Worth, p_i[order].tolist(), k_i[order].tolist()))
+        return candidates[order][: num_early(_with_branches(terms, num_own), num_own, worths)]
+
+    def _prefill(self, running: np.ndarray) -> None:
+        """Computes the prompts of requests that begin."""
+        new = running[~self._has_begun_I[running]]
+        if len(new):
+            self._has_begun_I[new] = True
+            begin_s = self.seconds
+            self.seconds += self._speculation.costs.prefill_s(self.texts.work.tokens_to_prefill(new))
+            if self.seconds > begin_s:
+                self.spans.append(Span(begin_s, self.seconds, self._index, 0, 0.0))
+
+    def _advance(self, running: np.ndarray, num_own: int, until_s: float) -> None:
+        """Goes on to the next event: a request has ended or has no known tokens left, or the time is up."""
+        texts = self.texts
+        work = texts.work
+        context = work.prompt_tokens + float(texts.done_I[running].mean())
+        is_known_B = texts.is_verifying_I()[running]
+        rows_of_branches = 0.0 if self._terms is None else self._terms.rows_of_branches
+        num_branches = rows_of_branches * float((~is_known_B[num_own:]).sum())
+        step = self._step(is_known_B, work.acceptance_RM[running, 0], num_branches, context)
+        until_B = np.where(is_known_B, texts.known_I[running], work.length_R[running])
+        left_B = until_B - texts.done_I[running]
+        num_steps = float((left_B / step.tokens_B).min())
+        middle = context + 0.5 * num_steps * float(step.tokens_B.mean())
+        step_s = self._speculation.step_s(step, len(running) + num_branches, middle)
+        num_steps = min(num_steps, (until_s - self.seconds) / step_s)
+        made_B = np.minimum(num_steps * step.tokens_B, left_B)
+        texts.done_I[running] += made_B
+        begin_s = self.seconds
+        self.seconds += num_steps * step_s
+        ended = running[~texts.is_open_I()[running]]
+        self.end_I[ended] = self.seconds
+        if num_own:
+            own = float(made_B[:num_own].sum())
+            self.spans.append(Span(begin_s, self.seconds, self._index, num_own, own, num_steps))
+        self.num_early_tokens += float(made_B[num_own:].sum()) + num_steps * num_branches
+
+    def _step(self, is_known_B: np.ndarray, p_B: np.ndarray, num_branches: float, context: float) -> DecodeStep:
+        """Returns the step that makes the most tokens a second, with known tokens as drafts where there are any."""
+        num_running = len(is_known_B) + num_branches
+        others = DecodeStep(np.ones(0), 0.0)
+        if not is_known_B.all():
+            others = self._speculation.decode_step(p_B[~is_known_B], context)
+        steps = []
+        for num_drafts in VERIFIED if is_known_B.any() else VERIFIED[:1]:
+            tokens_B = np.full(len(is_known_B), 1.0 + num_drafts)
+            tokens_B[~is_known_B] = others.tokens_B
+            num_rows = others.num_rows + num_branches + (1.0 + num_drafts) * float(is_known_B.sum())
+            steps.append(DecodeStep(tokens_B, num_rows, others.depth))
+        return max(steps, key=lambda s: float(s.tokens_B.sum()) / self._speculation.step_s(s, num_running, context))
+
+
+def _with_branches(terms: EarlyTerms, num_own: int) -> EarlyPrices:
+    """Returns prices in which an early request is as dear as a text with its branches."""
+    seconds_R = terms.prices.seconds_R
+    num_R = np.arange(len(seconds_R))
+    rows_R = num_own + (1.0 + terms.rows_of_branches) * (num_R - num_own)
+    return terms.prices._replace(seconds_R=np.interp(np.maximum(rows_R, num_R), num_R, seconds_R))
