@@ -75,6 +75,15 @@ def choice(
     return dataclasses.field(default=default, metadata={"options": options, "withdrawn": withdrawn})
 
 
+AUTO = "auto"
+"""Value of a number that the package chooses itself."""
+
+
+def auto_or_bounded(*, low: int, high: int) -> Any:
+    """Returns a dataclass field of type `int | str` whose value is "auto", the default, or an integer from low to high."""
+    return dataclasses.field(default=AUTO, metadata={"auto": range(low, high + 1)})
+
+
 def required(fix: str) -> Any:
     """Returns a dataclass field without a default; the error about its absence tells the user to do `fix`."""
     return dataclasses.field(metadata={"fix": fix})
@@ -146,6 +155,8 @@ def _convert(hint: Any, value: Any, path: str, field: Field) -> Any:
     if dataclasses.is_dataclass(hint):
         variants = field.metadata.get("variants")
         return build_tagged(variants, value, path) if variants else build(typing.cast(type, hint), value, path)
+    if "auto" in field.metadata:
+        return _auto_or_number(value, path, field.metadata["auto"])
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is collections.abc.Mapping:
@@ -159,6 +170,15 @@ def _convert(hint: Any, value: Any, path: str, field: Field) -> Any:
     if origin in (typing.Union, types.UnionType):
         return None if value is None else _convert(arguments[0], value, path, field)
     return _check_bounds(_convert_scalar(hint, value, path), path, field)
+
+
+def _auto_or_number(value: Any, path: str, numbers: range) -> int | str:
+    if value == AUTO or (type(value) is int and value in numbers):
+        chosen: int | str = value
+        return chosen
+    raise ConfigError(
+        f"{path}: {value!r} is not available; write {AUTO}, or a number from {numbers[0]} to {numbers[-1]}"
+    )
 
 
 def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
