@@ -98,8 +98,8 @@ def _learn(  # type: ignore[no-untyped-def]
 def _propose(  # type: ignore[no-untyped-def]
     texts, row_stride, num_slots, longest, t, row_price, row_price_ptr, most_drafts, most_drafts_ptr, indexes, outs,
     level_rates_ptr, floor, MODEL: tl.constexpr, REFERENCE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-    K: tl.constexpr, MOST: tl.constexpr, E: tl.constexpr, DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
-    LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
+    K: tl.constexpr, MOST: tl.constexpr, E: tl.constexpr, DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr,
+    NUM_ORDERS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program b walks all indexes for request b. With a board, it then chooses among the proposals of all drafters."""
     row_price = _given(row_price, row_price_ptr)

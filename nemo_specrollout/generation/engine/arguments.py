@@ -33,6 +33,13 @@ _WITHOUT_DRAFTS = {
     "watermark_config": "a watermark changes samples, and drafts are accepted by samples without one",
 }
 """Arguments that cannot be combined with drafts, and the reasons."""
+_OTHER_SAMPLER = "vLLM's own sampler then draws the tokens, and it does not tell which one came second"
+_WITHOUT_TIES = {
+    "use_fp64_gumbel": _OTHER_SAMPLER,
+    "return_sampling_mask": _OTHER_SAMPLER,
+    "enable_batch_sharded_sampling": "each GPU then samples a share of the requests, but only one is asked for near-ties",
+}
+"""Arguments with which near-ties of early requests are not kept, and the reasons. Branches begin at near-ties."""
 _FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 QUIET_START = {
     "use_tqdm_on_load": False,
@@ -109,6 +116,7 @@ def with_specrollout(
     for name, why in _WITHOUT_DRAFTS.items():
         if result.get(name) and (block.drafters or result.get("speculative_config")):
             raise ValueError(f"vllm_kwargs.{name}: {result[name]!r} with drafts; {why}: remove it, or draft nothing")
+    _check_ties(result, block)
     reason = host_choice(result, abilities)
     if result.get("speculative_config") is None and block.drafters and block.most_drafts:
         result["speculative_config"] = _speculative_config(result, block, device, abilities)
@@ -127,6 +135,17 @@ def with_specrollout(
     ours = {"specrollout": block_dict, HOST_CHOOSES: reason, DRAFT_ROWS: _draft_rows(result, block, abilities)}
     result["additional_config"] = {**(result.get("additional_config") or {}), **ours}
     return result
+
+
+def _check_ties(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> None:
+    """Raises ValueError if texts made ahead may have branches, but near-ties would not be kept."""
+    num_branches = block.most_paths - 1
+    for name, why in _WITHOUT_TIES.items():
+        if num_branches and arguments.get(name):
+            raise ValueError(
+                f"vllm_kwargs.{name}: {arguments[name]!r} with run_ahead.branches: {num_branches}; {why}: remove it, or set "
+                "run_ahead.branches to 0"
+            )
 
 
 def users_processors(processors: Sequence[Any] | None) -> list[Any]:
