@@ -13,6 +13,7 @@ from conftest import STEP_ADDER
 from torch import tensor
 
 from lab.local.engine import RolloutEngine
+from lab.local.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import AheadDrafterConfig, Eagle3DrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.drafters.ahead import ENOUGH, FARTHEST, AheadText
@@ -20,7 +21,7 @@ from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.generation.engine.ahead_branches import AheadBranch, after_prefix, pack, unpack
 from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity, Rollout, RolloutRequest, as_bytes
 from nemo_specrollout.generation.engine.transfers import to_device
-from nemo_specrollout.speculation.step_model import StepModel
+from nemo_specrollout.speculation.step_model import StepCosts, StepModel
 
 NUM_SLOTS, LONGEST, POSITIONS = 4, 96, 8
 PROMPT = [90, 91, 92]
@@ -173,6 +174,7 @@ BLOCKS = {
         drafters=(AheadDrafterConfig(),), num_speculative_tokens=24, budget=BudgetConfig("fixed", 24)
     ),
     "auto": SpecrolloutConfig(drafters=(SuffixDrafterConfig(),), run_ahead=RunAheadConfig(most_drafts=32)),
+    "many drafts": SpecrolloutConfig(drafters=(SuffixDrafterConfig(),), run_ahead=RunAheadConfig()),
     "beside a head": SpecrolloutConfig(
         drafters=(SuffixDrafterConfig(), Eagle3DrafterConfig(model=f"{STEP_ADDER}_eagle3")), run_ahead=RunAheadConfig()
     ),
@@ -221,6 +223,50 @@ def test_right_texts_save_steps(start_engine: Callable[..., RolloutEngine]) -> N
         rollouts = engine.generate(requests)
         assert [r.token_ids for r in rollouts] == [r.token_ids[known:] for r in expected]
         assert engine.num_steps - first <= num_tokens / 25 + 6
+
+
+class FreeRows:
+    """A step model by which a row costs next to nothing, as on a GPU that waits for its memory."""
+
+    def __init__(self, most_rows: int) -> None:
+        self._costs = StepCosts(1.0 + 1e-6 * np.arange(most_rows + 1.0), np.zeros(0))
+
+    def observe(self, *step: Any) -> None:
+        pass
+
+    def costs(self) -> StepCosts:
+        return self._costs
+
+
+def _make_rows_free(worker: Any) -> None:
+    runner = worker.model_runner
+    worker.specrollout_accounts.step_model = FreeRows(runner.max_num_reqs + 1024)
+
+
+def test_the_last_requests_take_a_handful_of_steps() -> None:
+    """They share the rows of a step: 32 requests have 32 drafts each, and four have 256 each."""
+    kwargs = {"max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 27}
+    requests = [RolloutRequest([*range(40, 45 + i % 3)], i, 0, exact_length=768) for i in range(32)]
+    engines = []
+    for block in (SpecrolloutConfig(drafters=()), BLOCKS["many drafts"]):
+        config = GenerationConfig(VllmConfig(max_model_len=1024), 768, vllm_kwargs=kwargs, specrollout=block)
+        engines.append(RolloutEngine(STEP_ADDER, config, seed=7))
+    plain, engine = engines
+    try:
+        expected = [r.token_ids for r in plain.generate(requests)]
+        engine.run_in_worker(_make_rows_free)
+        with_texts = [replace(q, ahead=as_bytes(t)) for q, t in zip(requests, expected, strict=True)]
+        for num_requests, most_steps in ((1, 10), (4, 10), (32, 40)):
+            first = engine.num_steps
+            found = [r.token_ids for r in engine.generate(with_texts[:num_requests])]
+            assert found == expected[:num_requests]
+            assert engine.num_steps - first <= most_steps
+        stats = engine.stats()
+        assert stats is not None
+        assert stats.trace.column("num_rows").max() == 32 + 1024
+    finally:
+        for each in engines:
+            each.close()
 
 
 # Steps beyond the largest CUDA graph

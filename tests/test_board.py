@@ -424,6 +424,20 @@ def test_outcomes_are_counted_by_drafter_position_and_request() -> None:
     assert world.tables.steps_TD2[:3].tolist() == [[[3, 3], [3, 2]], [[0, 0], [2, 0]], [[0, 0], [0, 0]]]
 
 
+def test_early_requests_are_left_out_of_the_counts_by_position() -> None:
+    """The head's canary judges by these. The slot's next request is counted again."""
+    world = World(num_slots=2)
+    limits = torch.full((2,), LONGEST, dtype=torch.int32)
+    world.board.open(tensor([0, 1]), limits, tensor([True, False]))
+    for _ in range(2):
+        world.choose(0, 1, proposals={0: {0: world.next_tokens(0), 1: world.next_tokens(1)}})
+        world.verify(0, 1)
+        world.open(0)
+    assert world.tables.verified_DK2[0].tolist() == [[3, 3]] * K
+    assert world.tables.steps_TD2[:2].tolist() == [[[2 * K, 2 * K]]] * 2
+    assert not world.tables.is_early_S.any()
+
+
 def test_drafts_beyond_the_budget_are_not_counted() -> None:
     world = World()
     world.choose(0, proposals={0: {0: world.next_tokens(0)}})

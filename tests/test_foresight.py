@@ -103,3 +103,20 @@ def test_a_request_with_a_right_text_drafts_as_far_as_it_may() -> None:
         counts_B = likeliest(foresight.survival(others_SK, SLOTS), np.full(S, 32), 45)
         assert counts_B[5] == 32 and counts_B.sum() == 45 and np.delete(counts_B, 5).max() <= 3, step
         others_SK[5] = 0.98  # its own rates, from the second step on
+
+
+def test_steps_may_have_fewer_drafts_than_positions() -> None:
+    """The host reads no more columns than a step has drafts, and their number changes as requests come and go."""
+    rng = np.random.default_rng(4)
+    wide, narrow = Foresight(S, K, 0.98), Foresight(S, K, 0.98)
+    slots_B = np.arange(S)
+    for foresight in (wide, narrow):
+        foresight.opened(slots_B.tolist(), [Kind.NEW_WITH_TEXT, *[Kind.NEW] * (S - 1)])
+    for step in range(6):
+        rates_SK = rng.random((S, K), np.float32)
+        width = 1 + step % K
+        found = narrow.survival(rates_SK[:, :width], slots_B)
+        assert found.shape == (S, width) and np.isfinite(found).all()
+        expected = wide.survival(rates_SK, slots_B)
+        if step == 0:
+            np.testing.assert_array_equal(found, expected[:, :width])

@@ -210,6 +210,7 @@ def test_gaps_and_runners_up_are_those_of_the_scores(
 @pytest.mark.integration
 def test_ties_are_taken_while_texts_grow(start_engine: Callable[..., RolloutEngine]) -> None:
     engine = start_engine(STEP_ADDER, BLOCK)
+    assert engine._ask(WorkerCalls.specrollout_step_seconds) is None, "nothing was measured"
     asked = [replace(q, ties=i) for i, q in enumerate(REQUESTS)]
     generation = Generation(engine, asked)
     found: dict[int, Ties] = {}
@@ -220,6 +221,9 @@ def test_ties_are_taken_while_texts_grow(start_engine: Callable[..., RolloutEngi
             found[name] = found[name].then(ties) if name in found else ties
     for i, (request, rollout) in enumerate(zip(asked, generation.rollouts, strict=True)):
         assert_right(found[i], request, rollout.token_ids, engine._seed_of(request), {"temperature": 1.0})
+    seconds_R, row_s = engine._ask(WorkerCalls.specrollout_step_seconds)
+    assert len(seconds_R) == 64 + 1
+    assert np.all(np.diff(seconds_R) >= 0) and seconds_R[0] > 0 and np.isfinite(row_s)
 
 
 @pytest.mark.integration

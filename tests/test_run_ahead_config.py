@@ -11,10 +11,15 @@ from test_nemo_rl_config import APART, CONTROLLER, found, tree
 from lab.local.run_config import RunConfig
 from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, RunAheadConfig, SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import AheadDrafterConfig, DflashDrafterConfig
+from nemo_specrollout.config.drafter_configs import (
+    AheadDrafterConfig,
+    DflashDrafterConfig,
+    Eagle3DrafterConfig,
+    RemoteDrafterConfig,
+)
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.generation.engine.arguments import VllmAbilities, added_graphs, with_specrollout
+from nemo_specrollout.generation.engine.arguments import DRAFT_ROWS, VllmAbilities, added_graphs, with_specrollout
 from nemo_specrollout.generation.engine.cuda_graphs import graph_bytes, vllms_graphs
 
 pytestmark = pytest.mark.unit
@@ -97,6 +102,32 @@ def test_steps_are_auto_or_a_number(steps: Any) -> None:
     ):
         build(RunAheadConfig, {"steps": steps}, f"{BLOCK_PATH}.run_ahead")
     assert build(RunAheadConfig, {"steps": 4}, "").steps == 4 and RunAheadConfig().steps == "auto"
+
+
+def test_many_drafts_share_the_rows_of_a_step() -> None:
+    """Four requests may have as many drafts together as 32."""
+    block = SpecrolloutConfig(run_ahead=RunAheadConfig())
+    assert block.most_drafts == 256
+    rows = {slots: block.most_draft_rows(slots) for slots in (2, 4, 32, 128)}
+    assert rows == {2: 512, 4: 1024, 32: 1024, 128: 4096}
+    assert replace(block, run_ahead=RunAheadConfig(most_drafts=64)).most_draft_rows(128) == 128 * 64
+    for drafter in (Eagle3DrafterConfig(model="m"), RemoteDrafterConfig(model="m", workers=1)):
+        assert replace(block, drafters=(drafter,)).most_drafts == 32
+    made = with_specrollout({"max_num_seqs": 128}, block, "cpu")
+    assert made["additional_config"][DRAFT_ROWS] == 4096
+    assert made["max_num_batched_tokens"] == VllmAbilities().default_tokens + 4096
+    made = with_specrollout({"max_num_seqs": 128, "max_num_batched_tokens": 2048}, block, "cpu")
+    assert made["additional_config"][DRAFT_ROWS] == 2048 - 128, "the user's own limit holds"
+    with pytest.raises(ValueError, match="128 requests with 8 drafts each need 1152: raise it"):
+        with_specrollout({"max_num_seqs": 128, "max_num_batched_tokens": 1100}, block, "cpu")
+
+
+@pytest.mark.parametrize("name", ["use_fp64_gumbel", "return_sampling_mask", "enable_batch_sharded_sampling"])
+def test_branches_need_near_ties(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"vllm_kwargs\.{name}: True with run_ahead\.branches: 3; .* to 0"):
+        with_specrollout({name: True}, SpecrolloutConfig(run_ahead=RunAheadConfig()), "cpu")
+    without = SpecrolloutConfig(run_ahead=RunAheadConfig(branches=0))
+    assert with_specrollout({name: True}, without, "cpu")[name]
 
 
 def test_the_block_gets_its_drafter_and_room_for_its_drafts() -> None:

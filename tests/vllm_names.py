@@ -134,7 +134,8 @@ ATTRIBUTES = {
     "logprobs_mode max_model_len max_num_batched_tokens max_num_seqs model scheduler_cls seed skip_tokenizer_init "
     "speculative_config use_tqdm_on_load worker_cls",
     "vllm.entrypoints.llm.LLM": "llm_engine collective_rpc reset_prefix_cache",
-    "vllm.v1.core.sched.scheduler.Scheduler": "requests running",
+    "vllm.v1.core.sched.scheduler.Scheduler": "requests running waiting max_num_running_reqs num_spec_tokens "
+    "update_draft_token_ids",
     "vllm.v1.engine.core": "cleanup_dist_env_and_memory",
     "vllm.v1.engine.core.EngineCore": "scheduler",
     "vllm.v1.engine.core_client.InprocClient": "engine_core shutdown",

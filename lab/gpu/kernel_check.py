@@ -9,6 +9,7 @@ Shapes: B requests, S request slots, R rows, D drafters, E evidence levels, K dr
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -186,12 +187,15 @@ def _verified_rows(num_requests: int) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def compare_row_sampling(num_requests: int, device: torch.device, num_vocab: int) -> Compared:
-    """Compares sampling, log-probs, ranks and acceptance of a step's rows with vLLM's functions on the same device."""
+    """Compares sampling, log-probs, ranks and acceptance of a step's rows with vLLM's functions on the same device.
+
+    The runner-up of a row is what vLLM samples without the row's token.
+    """
     from vllm.v1.worker.gpu.sample import gumbel, logprob
 
     from nemo_specrollout.generation.engine import compat
     from nemo_specrollout.generation.step import row_sampling
-    from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys
+    from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys, TieTables
 
     _, _, starts_B1 = _verified_rows(num_requests)
     num_rows = int(starts_B1[-1])
@@ -209,11 +213,19 @@ def compare_row_sampling(num_requests: int, device: torch.device, num_vocab: int
     graded = logprob.compute_topk_scores(scaled_RV, 0, sampled_R)
     expected = Drawn(sampled_R, graded, *accept_by_equality(sampled_R, *drafts))
 
-    def launch() -> Drawn:
-        return row_sampling.draw_rows(scored, keys, scored, drafts)
+    without_RV = logits_RV.scatter(1, sampled_R[:, None], -torch.inf)
+    runners_up_R = compat.draw(without_RV, *keys, apply_temperature=True)
+    places_SL = torch.zeros(num_requests, num_rows + 101, device=device)
+    ties = TieTables(places_SL, places_SL.int(), torch.ones(num_requests, dtype=torch.bool, device=device))
 
-    result = Compared(launches={"sample rows": launch})
+    def launch(ties: TieTables | None = None) -> Drawn:
+        return row_sampling.draw_rows(scored, keys, scored, drafts, ties)
+
+    result = Compared(launches={"sample rows": launch, "sample rows, near-ties": partial(launch, ties)})
     result.note(_drawn(expected), _drawn(launch()))
+    result.note(_drawn(expected), _drawn(launch(ties)))
+    found_R = ties.runner_up_SL[keys.slots_R, keys.positions_R + 1].long()
+    result.note({"runners_up_R": runners_up_R}, {"runners_up_R": found_R})
     return result
 
 

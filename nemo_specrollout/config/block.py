@@ -15,7 +15,7 @@ from nemo_specrollout.config.drafter_configs import (
     RemoteDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.config.strict import auto_or_bounded, bounded, choice, nearest, raise_first_mistake, tagged
+from nemo_specrollout.config.strict import AUTO, auto_or_bounded, bounded, choice, nearest, raise_first_mistake, tagged
 
 TRIGGERS = ("auto", "interval")
 WITHDRAWN_TRIGGERS = {
@@ -119,6 +119,15 @@ class VerifyConfig:
 
 
 MOST_STEPS_AHEAD = 4
+"""The most coming steps with requests in flight."""
+MOST_DRAFTS = 256
+"""The most draft tokens of a text that was made ahead in one step."""
+DRAFTS_OF_EACH = 32
+"""So many of them fit where all request slots of an engine are taken and have such texts."""
+ALWAYS_FIT = 64
+"""Up to so many, every request may have all of them in every step. More of them share the rows of a step."""
+SHARED_ROWS = 1024
+"""Draft rows that a step has at least where requests share them."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +138,11 @@ class RunAheadConfig:
     """False: engines idle while the policy trains, and in the slots that a draining rollout leaves empty."""
     steps: int | str = auto_or_bounded(low=1, high=MOST_STEPS_AHEAD)
     """How many coming steps have requests in flight. `auto`: as many as free slots hold and updates leave right."""
-    most_drafts: int = bounded(32, low=1, high=64)
-    """The most draft tokens of such a text in one step; vLLM reserves KV cache for them."""
     branches: int = bounded(3, low=0, high=15)
     """Most branches of a text that is made ahead; 0 for none."""
+    most_drafts: int | str = auto_or_bounded(low=1, high=MOST_DRAFTS)
+    """The most draft tokens of such a text in one step; vLLM reserves KV cache for them. `auto`: 256, or 32 beside a drafter
+    with weights."""
     text_mib: int = bounded(1024, low=1)
     """Most memory of the texts between two rollouts, in MiB on the driver. Texts of the farthest step make room first."""
 
@@ -173,7 +183,21 @@ class SpecrolloutConfig:
         has_fixed_length = isinstance(self.model_drafter, BlockDrafterConfig)
         if self.run_ahead is None or not self.runs_ahead or has_fixed_length:
             return self.num_speculative_tokens
-        return max(self.num_speculative_tokens, self.run_ahead.most_drafts)
+        ahead = self.run_ahead.most_drafts
+        if ahead == AUTO:  # a drafter with weights would have buffers and CUDA graphs for as many positions
+            ahead = MOST_DRAFTS if self.model_drafter is None and self.remote is None else DRAFTS_OF_EACH
+        return max(self.num_speculative_tokens, int(ahead))
+
+    def most_draft_rows(self, num_slots: int) -> int:
+        """Returns the most draft tokens of a step of an engine with so many request slots.
+
+        A text that was made ahead may have many of them, because few requests are left when a rollout ends. The more
+        requests a step has, the fewer drafts each of them may have, so that a step never has more rows than this.
+        """
+        all_rows = num_slots * self.most_drafts
+        if self.most_drafts <= ALWAYS_FIT:
+            return all_rows
+        return min(all_rows, max(num_slots * DRAFTS_OF_EACH, SHARED_ROWS))
 
     @property
     def records_rows(self) -> bool:

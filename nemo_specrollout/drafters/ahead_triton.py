@@ -26,7 +26,7 @@ def _read(t, path, place, longest):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["row_stride", "num_slots"])
-def _propose(  # type: ignore[no-untyped-def]
+def _follow_path(  # type: ignore[no-untyped-def]
     texts, row_stride, num_slots, t, longest, out, most, P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -76,7 +76,7 @@ def propose(tables: PathTables, texts: Texts, out: Proposals) -> None:
     """Implements `ahead.AheadText.launch`."""
     most = out.tokens_BK.shape[1]
     num_slots, num_paths, longest = tables.tokens_SPL.shape
-    _propose[(len(texts.slots_B),)](
+    _follow_path[(len(texts.slots_B),)](
         texts, texts.token_ids_SL.stride(0), num_slots, tables, longest, out, most, P=num_paths,
         BLOCK=min(triton.next_power_of_2(most), 128), num_warps=1,
     )  # fmt: skip

@@ -71,3 +71,13 @@ SMALLEST_SHARE = 0.02
 """Survival below which a draft token is not looked up."""
 TRACED_STEPS = 1 << 16
 """Number of steps whose counts are kept."""
+MOST_LOOKED_UP = 64
+"""Positions up to which a draft is looked up in indexes, one after another."""
+FEW_LOOKED_UP = 32
+"""Positions that are looked up where a draft may have more than `MOST_LOOKED_UP`, as texts that were made ahead have. A kernel
+that looks up has registers for each of them."""
+
+
+def num_looked_up(num_positions: int) -> int:
+    """Returns how many of the positions of a draft are looked up in indexes."""
+    return num_positions if num_positions <= MOST_LOOKED_UP else FEW_LOOKED_UP

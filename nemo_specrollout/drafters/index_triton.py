@@ -236,15 +236,15 @@ def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def walk_row(  # type: ignore[no-untyped-def]
-    index, texts, row_stride, num_slots, longest, row, rate_G, floor, out, K: tl.constexpr, ORDER_BITS: tl.constexpr,
-    LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
+    index, texts, row_stride, num_slots, longest, row, rate_G, floor, out, K: tl.constexpr, MOST: tl.constexpr,
+    ORDER_BITS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Writes the likeliest continuation of a row's text to `out`. `rate_G` is the acceptance rate of each evidence level.
 
     The window holds the last LANES tokens of the text, then the drafts. `factor_P` holds each token's factor in the key of a
     context that ends with the latest token, so no token is read twice.
     """
-    WINDOW: tl.constexpr = triton.next_power_of_2(LANES + K)
+    WINDOW: tl.constexpr = triton.next_power_of_2(LANES + MOST)
     slot = tl.load(texts.slots_B + row).to(tl.int64)
     has_slot = (slot >= 0) & (slot < num_slots)
     salt = tl.load(index.salts_S + slot, mask=has_slot, other=0).to(tl.uint64, bitcast=True)
@@ -261,7 +261,7 @@ def walk_row(  # type: ignore[no-untyped-def]
     is_order_M = (tl.full((LANES,), ORDER_BITS, tl.int64) >> order_M) & 1 == 1
     i_I = tl.arange(0, _BUCKET_SLOTS)[None, :]
     survival, k = 1.0, 0
-    limit = tl.where(has_slot, K, 0)
+    limit = tl.where(has_slot, MOST, 0)
     while k < limit:
         age_P = LANES + k - p_P
         is_in_MP = (age_P[None, :] >= 1) & (age_P[None, :] <= order_M[:, None])

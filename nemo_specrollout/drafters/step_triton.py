@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Proposals, Texts
+from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Proposals, Texts, num_looked_up
 from nemo_specrollout.drafters.board_triton import Sums, choose_for_request, level_rates, observe_request
 from nemo_specrollout.drafters.device_index import MAX_LISTED, Lookup
 from nemo_specrollout.drafters.index_triton import (
@@ -98,8 +98,8 @@ def _learn(  # type: ignore[no-untyped-def]
 def _propose(  # type: ignore[no-untyped-def]
     texts, row_stride, num_slots, longest, t, row_price, row_price_ptr, most_drafts, most_drafts_ptr, indexes, outs,
     level_rates_ptr, floor, MODEL: tl.constexpr, REFERENCE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-    K: tl.constexpr, E: tl.constexpr, DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
-    LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
+    K: tl.constexpr, MOST: tl.constexpr, E: tl.constexpr, DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr,
+    NUM_ORDERS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program b walks all indexes for request b. With a board, it then chooses among the proposals of all drafters."""
     row_price = _given(row_price, row_price_ptr)
@@ -108,8 +108,8 @@ def _propose(  # type: ignore[no-untyped-def]
     for i in tl.static_range(len(LANES)):
         rate_G = level_rates(t, DRAFTERS[i], E) if D > 0 else tl.load(level_rates_ptr + tl.arange(0, _NUM_LEVELS))
         walk_row(
-            indexes[i], texts, row_stride, num_slots, longest, row, rate_G, floor, outs[i], K, ORDER_BITS[i], LANES[i],
-            BUCKET_MASK[i],
+            indexes[i], texts, row_stride, num_slots, longest, row, rate_G, floor, outs[i], K, MOST, ORDER_BITS[i],
+            LANES[i], BUCKET_MASK[i],
         )  # fmt: skip
     if D > 0:
         tl.debug_barrier()  # the walks' drafts are written
@@ -210,7 +210,7 @@ def _launch_propose(
     _propose[(len(texts.slots_B),)](
         texts, texts.token_ids_SL.stride(0), *_bounds(texts, lookups), *choice, tuple(map(_index, lookups)),
         tuple(out for _, out in walks), level_rates, floor, DRAFTERS=tuple(u.drafter for u in lookups), num_warps=1,
-        **constants, **_shapes(lookups),
+        MOST=num_looked_up(constants["K"]), **constants, **_shapes(lookups),
     )  # fmt: skip
 
 

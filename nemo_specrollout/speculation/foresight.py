@@ -76,7 +76,7 @@ class Foresight:
     def survival(self, rates_SK: np.ndarray, slots_B: np.ndarray) -> np.ndarray:
         """Returns the survival of the next drafts of a step's requests, float32 [B, K]. `rates_SK` are a step old.
 
-        Call this once in each step with drafts.
+        Call this once in each step with drafts. K may be less than the number of positions, and another one in each step.
         """
         known_BK = survival_of(rates_SK[slots_B])
         self._learn(rates_SK, slots_B, known_BK)
@@ -93,7 +93,7 @@ class Foresight:
         if not is_known_B.all():
             foretold_BK[kind_B == Kind.SILENT] = 0.0
             for kind, first_K in self._first.items():
-                foretold_BK[kind_B == kind] = first_K
+                foretold_BK[kind_B == kind] = first_K[: known_BK.shape[1]]
             self._kind_S[slots_B[kind_B > Kind.SILENT]] = Kind.KNOWN
         self._foretold = _Foretold(slots_B, kind_B, apart_BK)
         return foretold_BK
@@ -105,12 +105,15 @@ class Foresight:
             return
         is_same = len(before.slots_B) == len(slots_B) and bool((before.slots_B == slots_B).all())
         came_BK = known_BK if is_same else survival_of(rates_SK[before.slots_B])
-        together = np.einsum("bk,bk->k", before.apart_BK, came_BK)
-        squares = np.einsum("bk,bk->k", before.apart_BK, before.apart_BK)
+        num_both = min(came_BK.shape[1], before.apart_BK.shape[1])
+        came_BK = came_BK[:, :num_both]
+        apart_BK = before.apart_BK[:, :num_both]
+        together = np.einsum("bk,bk->k", apart_BK, came_BK)
+        squares = np.einsum("bk,bk->k", apart_BK, apart_BK)
         self._together = MEMORY * self._together + sum(together.tolist())
         self._before = MEMORY * self._before + sum(squares.tolist())
         for kind, first_K in self._first.items():
             is_kind_B = before.kind_B == kind
             if num := int(is_kind_B.sum()):
                 share = np.float32(num / (num + PRIOR_REQUESTS))
-                self._first[kind] = first_K + share * (came_BK[is_kind_B].mean(axis=0) - first_K)
+                first_K[:num_both] += share * (came_BK[is_kind_B].mean(axis=0) - first_K[:num_both])

@@ -16,12 +16,13 @@ from compiling import TARGETS, machine_code, specialized
 from device import GPU, Launch, fake_gpu
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
+from nemo_specrollout.drafters.ahead import AheadText
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders
 from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
 from nemo_specrollout.generation.step.row_sampling import draw_rows
-from nemo_specrollout.generation.step.sampled_rows import Drafts, Logits, RowKeys
+from nemo_specrollout.generation.step.sampled_rows import Drafts, Logits, RowKeys, TieTables
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.remote.verifier.draft_stream_triton import align
 from nemo_specrollout.sampling.equality import accept_by_equality
@@ -34,6 +35,7 @@ NUM_INSTRUCTIONS = {
     "_align": 168,
     "_best_of_block": 929,
     "_best_of_row": 221,
+    "_follow_path": 900,
     "_finish_rows": 1000,
     "_learn": 1202,
     "_observe": 1721,
@@ -61,6 +63,8 @@ def launches(num_requests: int = S, step: int = 0) -> dict[str, Launch]:
         texts, counts_B = Texts(slots_B, zeros(S), zeros(S, L)), zeros(num_requests)
         board.observe(texts, counts_B, counts_B, step, lookups, K + 1 if step else L // 2)
         board.choose(texts, 0.01 * step, lookups)
+        ahead = AheadText(S, L, V, GPU, most_paths=4)
+        ahead.launch(texts, board.proposals_of(0))
         align(*texts, zeros(S, DraftStream.columns(16)), *board.proposals_of(0), zeros(3, dtype=torch.int64))
         num_rows, starts_B1 = num_requests * (K + 1), zeros(S + 1)[: num_requests + 1]
         slots_R, positions_R = zeros(num_rows, dtype=torch.int64), zeros(num_rows, dtype=torch.int64)
@@ -100,6 +104,36 @@ def test_one_variant_serves_all_steps(name: str) -> None:
     steps = [(num_requests, step) for num_requests in (1, 2, 3, 16, 17, 256) for step in (0, 1, 16)]
     variants = {step: specialized(launches(*step)[name])[0].hash()[:6] for step in steps}
     assert len(set(variants.values())) == 1, variants
+
+
+@functools.cache
+def launches_of_texts_made_ahead() -> dict[str, Launch]:
+    """Returns launches of the kernels that need more where texts are made ahead: 256 drafts, and near-ties of rows."""
+    num_positions = 256
+    with fake_gpu() as gpu:
+        names = ["suffix", "ngram", "ahead"]
+        board = DraftBoard(names, np.tile(LEVEL_PRIORS, (3, 1)), BoardShape(S, num_positions), GPU)
+        salts_S, seen_S, slots_B = zeros(S, dtype=torch.int64), zeros(S), zeros(S, dtype=torch.int64)
+        indexes = [ContextIndex(1 << 18, context_orders(shortest, 6), GPU) for shortest in (1, 2)]
+        lookups = [Lookup(index, salts_S, seen_S, drafter) for drafter, index in enumerate(indexes)]
+        texts, counts_B = Texts(slots_B, zeros(S), zeros(S, L)), zeros(S)
+        board.observe(texts, counts_B, counts_B, 1, lookups, num_positions + 1)
+        board.choose(texts, 0.01, lookups)
+        AheadText(S, L, V, GPU, most_paths=4).launch(texts, board.proposals_of(2))
+        num_rows = 1056
+        slots_R, positions_R = zeros(num_rows, dtype=torch.int64), zeros(num_rows, dtype=torch.int64)
+        keys = RowKeys(slots_R, zeros(S, dtype=torch.float32), salts_S, positions_R)
+        logits = Logits(zeros(num_rows, V, dtype=torch.bfloat16), True)
+        drafts = Drafts(zeros(num_rows), zeros(33), num_positions)
+        ties = TieTables(zeros(S, L, dtype=torch.float32), zeros(S, L), zeros(S, dtype=torch.bool))
+        draw_rows(logits, keys, logits, drafts, ties)
+        return {launch.kernel.__name__: launch for launch in gpu.launches}
+
+
+@pytest.mark.parametrize("name", ["_observe", "_propose", "_follow_path", "_score_blocks", "_finish_rows"])
+def test_kernels_of_texts_made_ahead_fit_in_registers(name: str) -> None:
+    code = machine_code(launches_of_texts_made_ahead()[name])
+    assert code.local_bytes == 0, f"{code.local_bytes} bytes of a thread are in memory, with {code.registers} registers"
 
 
 @pytest.mark.parametrize("kernel", ["_best_of_block", "_score_blocks"])

@@ -86,6 +86,7 @@ class DecodeStep:
                 enable_adaptive_verification=True, num_speculative_tokens=K, rejection_sample_method="standard"
             ),
             vllm_config=SimpleNamespace(
+                additional_config={},
                 compilation_config=CompilationConfig(cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[L])
             ),
         )  # fmt: skip

@@ -12,6 +12,8 @@ from decode_step import B, H, K, S, V, row_sampler, sampling_states, zeros
 from device import GPU, FakeGpu, fake_gpu
 from warm_up_checks import SIZES, variants
 
+from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
+from nemo_specrollout.generation.step.near_ties import NearTies
 from nemo_specrollout.generation.step.sampled_rows import Drafts
 
 PADDED = V + 3
@@ -40,12 +42,16 @@ def test_a_step_without_drafts_reads_logits_in_two_launches(gpu: FakeGpu) -> Non
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("is_early", [False, True], ids=["own requests", "early requests"])
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_warm_up_launches_every_variant(gpu: FakeGpu, dtype: torch.dtype, mode: str) -> None:
-    """The logits have padding between rows. vLLM's processed logits do not."""
+def test_the_warm_up_launches_every_variant(gpu: FakeGpu, dtype: torch.dtype, mode: str, is_early: bool) -> None:
+    """The logits have padding between rows. vLLM's processed logits do not. Early requests ask for their near-ties."""
     sampler: Any = row_sampler(sampling_states())
     sampler.logprobs_mode = mode
+    sampler.near_ties = NearTies(S, 4096, GPU)
+    if is_early:
+        sampler.near_ties.open([NewRequest(s, RequestIdentity(1, 2, ties=s), 10, range(12), 100) for s in range(S)])
 
     def compute_logits(hidden_RH: torch.Tensor) -> torch.Tensor:
         return hidden_RH.new_empty(len(hidden_RH), PADDED, dtype=dtype)[:, :V]

@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 import torch
 from decode_step import HEAD, NAMES, TEXT, B, DecodeStep, K, row_sampler, sampling_states, zeros
-from device import FakeGpu, fake_gpu
+from device import GPU, FakeGpu, fake_gpu
 
 from nemo_specrollout.config.drafter_configs import AheadDrafterConfig, DrafterConfig
 from nemo_specrollout.drafters.ahead import AheadText
 from nemo_specrollout.drafters.base import Texts
 from nemo_specrollout.generation.engine import compat
+from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
+from nemo_specrollout.generation.step.near_ties import NearTies
 from nemo_specrollout.generation.step.step_accounts import StepAccounts
 
 with mock.patch.object(compat, "device_type", lambda: "cuda"):  # a CPU's worker copies nothing to a device
@@ -38,6 +40,7 @@ STATES: dict[str, tuple[tuple[DrafterConfig, ...], int]] = {
     "resting head": ((*TEXT, HEAD), 0),
     "text": (TEXT, K),
     "ahead": (AHEAD, K),
+    "early requests": (AHEAD, K),
     "head": ((HEAD,), K),
 }
 """Drafters, and drafts that vLLM schedules for each request."""
@@ -75,6 +78,8 @@ class Engine(DecodeStep, VllmWorkerMixin):
             self.bring_texts()
         if self.drafting.model is not None and not self.num_drafts:
             self.drafting.model._stop_following()
+        if state == "early requests":
+            self.keep_ties()
         self.specrollout_accounts = StepAccounts(self.runner, self.specrollout_router)
         self.logits_BV = self.logits_RV[:B]
         self.batch.num_draft_tokens = B * self.num_drafts
@@ -90,6 +95,12 @@ class Engine(DecodeStep, VllmWorkerMixin):
         drafter: Any = self.drafting._drafters[0]
         assert isinstance(drafter, AheadText)
         drafter._with_text.update(range(B))
+
+    def keep_ties(self) -> None:
+        """Lets every request ask for its near-ties, as a request of a step to come does."""
+        ties = NearTies(self.runner.max_num_reqs, self.runner.max_model_len, GPU)
+        ties.open([NewRequest(b, RequestIdentity(1, 2, ties=b), 10, range(12), 100) for b in range(B)])
+        self.verifier.sampler.near_ties = ties
 
     def execute_as_vllm(self, scheduled: Any) -> None:
         """Does what vLLM's `execute_model` does with our objects."""
@@ -192,6 +203,7 @@ MOST = {
     "resting head": (2, 0, 2.2, 1, 48),
     "text": (2, 1, 15, 2, 75.4),
     "ahead": (2, 1, 15, 2, 78.4),
+    "early requests": (2, 1, 17, 2, 79.4),
     "head": (2, 2, 21.2, 2, 109),
 }
 """Launches of our kernels, replays of graphs, operations of torch, launches of vLLM's kernels in our place, and calls of our

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from decode_step import HEAD, TEXT, DecodeStep
-from device import FakeGpu, Waits, fake_gpu
+from decode_step import HEAD, TEXT, DecodeStep, L, S, zeros
+from device import GPU, FakeGpu, Waits, fake_gpu
 from vllm.utils import gpu_sync_debug
+
+from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
+from nemo_specrollout.generation.step.near_ties import NearTies
 
 
 class Event:
@@ -48,6 +51,18 @@ def test_waits_of_a_step_are_allowed(gpu: FakeGpu, drafters: Any) -> None:
     Event.num_waits = 0
     step.draft(step.verify())
     assert Event.num_waits > 0
+
+
+def test_near_ties_leave_their_slots_without_a_wait(gpu: FakeGpu) -> None:
+    """What a request leaves behind is copied while the steps go on, and waited for when it is taken."""
+    ties = NearTies(S, L, GPU)
+    lengths_S = zeros(S)
+    Event.num_waits = 0
+    with gpu.step():
+        ties.open([NewRequest(b, RequestIdentity(1, 2, ties=b), 10, range(12), 100) for b in range(3)])
+        ties.close([0, 2], lengths_S)
+    assert Event.num_waits == 0
+    assert [left[0].arrived is not None for left in ties._left.values()] == [True, True]
 
 
 def test_a_wait_that_is_not_allowed_is_noticed(gpu: FakeGpu) -> None:

@@ -16,7 +16,7 @@ from numba import njit
 
 from lab.vllm_on_cpu.own_kernels.tensors import on_tensors
 from nemo_specrollout.drafters import device_index as layout
-from nemo_specrollout.drafters.base import Proposals, Texts
+from nemo_specrollout.drafters.base import Proposals, Texts, num_looked_up
 from nemo_specrollout.sampling.numba_common import mix64
 from nemo_specrollout.sampling.seeds import GAMMA, MIX_2
 
@@ -37,7 +37,8 @@ def learn(lookup: layout.Lookup, texts: Texts, max_new: int) -> None:
 def walk(lookup: layout.Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
     """Implements `ContextIndex.walk`."""
     slots_B, *others = texts
-    _walk(*_tables(lookup.index), slots_B.long(), lookup.salts_S, *others, level_rates, floor, *out)
+    most = num_looked_up(min(out.tokens_BK.shape[1], out.levels_BK.shape[1]))
+    _walk(*_tables(lookup.index), slots_B.long(), lookup.salts_S, *others, level_rates, floor, most, *out)
 
 
 def _tables(index: layout.ContextIndex) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
@@ -238,17 +239,16 @@ def _find_longest(words, candidates, orders_M, keys_BM, b):  # type: ignore[no-u
 
 @on_tensors
 @njit(
-    "int64(int64[::1], int64[::1], int64[::1], int64[:], int64[:], int32[:], int32[:,:], float32[:], float32,"
+    "int64(int64[::1], int64[::1], int64[::1], int64[:], int64[:], int32[:], int32[:,:], float32[:], float32, int64,"
     " int32[:,:], int8[:,:], int32[:])",
     cache=True,
     nogil=True,
 )
 def _walk(  # type: ignore[no-untyped-def]
     words, candidates, orders_M, slots_B, salts_S, total_len_S, token_ids_SL, level_rates, floor,
-    tokens_BK, levels_BK, found_B,
+    num_positions, tokens_BK, levels_BK, found_B,
 ):  # fmt: skip
     num_rows = min(len(slots_B), len(tokens_BK), len(levels_BK), len(found_B))
-    num_positions = min(tokens_BK.shape[1], levels_BK.shape[1])
     longest = token_ids_SL.shape[1]
     num_slots = min(len(token_ids_SL), len(salts_S), len(total_len_S))
     keys_BM = np.empty((num_rows, len(orders_M)), np.int64)

@@ -22,6 +22,8 @@ TEXT_METHOD = "ngram_gpu"
 """vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace its own."""
 HOST_CHOOSES = "specrollout_host_chooses"
 """Key of vLLM's `additional_config`: why the host chooses the drafts of each step; null if the device may."""
+DRAFT_ROWS = "specrollout_draft_rows"
+"""Key of vLLM's `additional_config`: the most draft tokens of a step, which the requests of the step share."""
 _DEVICE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "CUTLASS_MLA")
 """Attention backends that vLLM 0.32 lets run steps whose numbers of drafts only the device knows."""
 _ROW_OUTPUTS = {"enable_return_routed_experts": "experts", "return_sampling_mask": "sampling masks"}
@@ -31,6 +33,13 @@ _WITHOUT_DRAFTS = {
     "watermark_config": "a watermark changes samples, and drafts are accepted by samples without one",
 }
 """Arguments that cannot be combined with drafts, and the reasons."""
+_OTHER_SAMPLER = "vLLM's own sampler then draws the tokens, and it does not tell which one came second"
+_WITHOUT_TIES = {
+    "use_fp64_gumbel": _OTHER_SAMPLER,
+    "return_sampling_mask": _OTHER_SAMPLER,
+    "enable_batch_sharded_sampling": "each GPU then samples a share of the requests, but only one is asked for near-ties",
+}
+"""Arguments with which near-ties of early requests are not kept, and the reasons. Branches begin at near-ties."""
 _FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 QUIET_START = {
     "use_tqdm_on_load": False,
@@ -107,10 +116,11 @@ def with_specrollout(
     for name, why in _WITHOUT_DRAFTS.items():
         if result.get(name) and (block.drafters or result.get("speculative_config")):
             raise ValueError(f"vllm_kwargs.{name}: {result[name]!r} with drafts; {why}: remove it, or draft nothing")
+    _check_ties(result, block)
     reason = host_choice(result, abilities)
     if result.get("speculative_config") is None and block.drafters and block.most_drafts:
         result["speculative_config"] = _speculative_config(result, block, device, abilities)
-        _make_room_for_drafts(result, block.most_drafts, abilities)
+        _make_room_for_drafts(result, block, abilities)
         if reason is None and device == "cuda" and _has_full_graphs(result):
             # vLLM then prepares CUDA graphs and attention for drafts that are chosen on the device.
             result["speculative_config"]["enable_adaptive_verification"] = True
@@ -122,9 +132,20 @@ def with_specrollout(
         result["logits_processors"] = [*users_processors(result.get("logits_processors")), REQUEST_CHECK]
     block_dict = dataclasses.asdict(block)
     block_dict["drafters"] = list(block_dict["drafters"])
-    ours = {"specrollout": block_dict, HOST_CHOOSES: reason}
+    ours = {"specrollout": block_dict, HOST_CHOOSES: reason, DRAFT_ROWS: _draft_rows(result, block, abilities)}
     result["additional_config"] = {**(result.get("additional_config") or {}), **ours}
     return result
+
+
+def _check_ties(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> None:
+    """Raises ValueError if texts made ahead may have branches, but near-ties would not be kept."""
+    num_branches = block.most_paths - 1
+    for name, why in _WITHOUT_TIES.items():
+        if num_branches and arguments.get(name):
+            raise ValueError(
+                f"vllm_kwargs.{name}: {arguments[name]!r} with run_ahead.branches: {num_branches}; {why}: remove it, or set "
+                "run_ahead.branches to 0"
+            )
 
 
 def users_processors(processors: Sequence[Any] | None) -> list[Any]:
@@ -172,7 +193,7 @@ def added_graphs(
         return []
     if host_choice(arguments, abilities):
         return []
-    most_rows = int(arguments.get("max_num_seqs") or abilities.default_requests) * (1 + block.most_drafts)
+    most_rows = _num_slots(arguments, abilities) + _draft_rows(arguments, block, abilities)
     room = arguments.get("max_num_batched_tokens") or max(abilities.default_tokens, most_rows)
     vocab_size = text_config(abilities.policy).get("vocab_size")
     return larger_graphs(arguments, min(most_rows, int(room)), abilities.largest_graph, vocab_size)
@@ -209,20 +230,36 @@ def _speculative_config(
     return config
 
 
-def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int, abilities: VllmAbilities) -> None:
+def _num_slots(arguments: Mapping[str, Any], abilities: VllmAbilities) -> int:
+    return int(arguments.get("max_num_seqs") or abilities.default_requests)
+
+
+def _draft_rows(arguments: Mapping[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities) -> int:
+    """Returns the most draft tokens of a step, within the user's `max_num_batched_tokens` where requests share them."""
+    num_slots = _num_slots(arguments, abilities)
+    rows = block.most_draft_rows(num_slots)
+    given = arguments.get("max_num_batched_tokens")
+    if given is None or rows == num_slots * block.most_drafts:
+        return rows
+    return min(rows, max(int(given) - num_slots, num_slots * block.num_speculative_tokens))
+
+
+def _make_room_for_drafts(arguments: dict[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities) -> None:
     """Raises vLLM's default of `max_num_batched_tokens` if drafts would take more than half of it.
 
     vLLM schedules a row for each draft that a request may have, before it leaves out the drafts that do not pay. A step then
     has as much room for prompts as without drafts. Raises ValueError if the user's own value is too small for the drafts.
     """
-    num_requests = arguments.get("max_num_seqs")
+    num_drafts = _draft_rows(arguments, block, abilities)
     given = arguments.get("max_num_batched_tokens")
     if given is None:
-        num_drafts = most_drafts * int(num_requests or abilities.default_requests)
         if num_drafts > abilities.default_tokens // 2:
             arguments["max_num_batched_tokens"] = abilities.default_tokens + num_drafts
-    elif (rows := (1 + most_drafts) * int(num_requests or 0)) > given:
+        return
+    num_requests = int(arguments.get("max_num_seqs") or 0)
+    rows = num_requests + num_drafts
+    if num_requests and rows > given:
         raise ValueError(
-            f"vllm_kwargs.max_num_batched_tokens: {given}; {num_requests} requests with {most_drafts} drafts each need "
-            f"{rows}: raise it, or lower max_num_seqs, num_speculative_tokens or run_ahead.most_drafts"
+            f"vllm_kwargs.max_num_batched_tokens: {given}; {num_requests} requests with {num_drafts // num_requests} drafts "
+            f"each need {rows}: raise it, or lower max_num_seqs, num_speculative_tokens or run_ahead.most_drafts"
         )

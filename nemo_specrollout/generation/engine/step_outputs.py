@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additions to the output of an engine's step: drafting pauses, and a call when its tokens reach the host.
+"""Additions to the steps of vLLM's scheduler: drafting pauses, drafts that share the rows of a step, and a call when the
+tokens of a step reach the host.
 
 The vLLM worker decides on a pause, because it measures. It marks each step's output, and the scheduler reads the mark. A step
 of a pause is exactly a step of an engine without speculation. vLLM finds the scheduler by its argument `scheduler_cls`.
@@ -11,6 +12,8 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from nemo_specrollout.generation.engine.arguments import DRAFT_ROWS
 
 _PAUSED = "specrollout_paused"
 """Attribute of a step's output that says whether drafting is paused."""
@@ -41,9 +44,39 @@ class WatchedOutput(AsyncModelRunnerOutput):
 
 
 class _PausingMixin:
-    """Schedules no drafts if the output that arrived last has the mark."""
+    """Schedules no drafts if the output that arrived last has the mark, and lets requests share a step's rows for drafts."""
 
     _is_paused = False
+    vllm_config: Any
+    num_spec_tokens: int
+    """Drafts of each request in a step."""
+
+    def schedule(self, *args: Any, **options: Any) -> Any:
+        """Does vLLM's work with as many drafts of each request as the rows of a step allow for all of them."""
+        most_drafts = self.num_spec_tokens
+        self.num_spec_tokens = self._drafts_of_each(most_drafts)
+        try:
+            return super().schedule(*args, **options)  # type: ignore[misc]
+        finally:
+            self.num_spec_tokens = most_drafts
+
+    def _drafts_of_each(self, most_drafts: int) -> int:
+        """Returns how many drafts each request may have in the next step. A request that waits may begin in this one."""
+        scheduler: Any = self
+        most_rows = self.vllm_config.additional_config.get(DRAFT_ROWS)
+        num_requests = min(len(scheduler.running) + len(scheduler.waiting), scheduler.max_num_running_reqs)
+        if most_rows is None or num_requests == 0:
+            return most_drafts
+        return min(most_drafts, int(most_rows) // num_requests)
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Does vLLM's work with no more drafts of a request than the next step has room for.
+
+        Only a scheduler that waits for each step is told its drafts. Older versions tell it all that a request may have.
+        """
+        most = self._drafts_of_each(self.num_spec_tokens)
+        draft_token_ids.draft_token_ids = [tokens[:most] for tokens in draft_token_ids.draft_token_ids]
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         # vLLM reserves room in the next step for as many drafts as this output names.

@@ -73,13 +73,13 @@ class HostBudget:
         if self._keeps_all:
             return scheduled
         slots_B = np.fromiter(map(self._slot_of.__getitem__, drafts), np.int64, num_requests)
-        counts_B = likeliest(self._survival(slots_B), caps_B, budget)
+        counts_B = likeliest(self._survival(slots_B, int(caps_B.max())), caps_B, budget)
         num_left_out = num_scheduled - int(counts_B.sum())
         return self._without(scheduled, caps_B, counts_B, num_left_out) if num_left_out else scheduled
 
-    def _survival(self, slots_B: np.ndarray) -> np.ndarray:
-        """Returns the survival of each request's drafts as far as the host knows, float32 [B, K]."""
-        rates_SK = self._known_rates.values
+    def _survival(self, slots_B: np.ndarray, num_scheduled: int) -> np.ndarray:
+        """Returns the survival of each request's first drafts as far as the host knows, float32 [B, `num_scheduled`]."""
+        rates_SK = self._known_rates.values[:, :num_scheduled]
         if self._known_rates.is_late:
             return self._foresight.survival(rates_SK, slots_B)
         return survival_of(rates_SK[slots_B])

@@ -13,6 +13,7 @@ from vllm.config import CUDAGraphMode
 
 from nemo_specrollout.drafters.base import TRACED_STEPS
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
+from nemo_specrollout.generation.engine.arguments import DRAFT_ROWS
 from nemo_specrollout.generation.engine.transfers import agreed
 from nemo_specrollout.speculation.step_model import StepModel
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
@@ -29,7 +30,9 @@ class StepAccounts:
     def __init__(self, runner: Any, router: DraftRouter | None) -> None:
         self._router = router
         least_depth = 1 if router is None or router.model is None else router.model.least_depth
-        most_rows = min(runner.max_num_tokens, runner.max_num_reqs * (1 + runner.num_speculative_steps))
+        all_drafts = runner.max_num_reqs * runner.num_speculative_steps
+        draft_rows = runner.vllm_config.additional_config.get(DRAFT_ROWS, all_drafts)
+        most_rows = min(runner.max_num_tokens, runner.max_num_reqs + min(draft_rows, all_drafts))
         self.step_model = StepModel(most_rows, _graph_sizes(runner.vllm_config.compilation_config), least_depth)
         names = [] if router is None else router.board.names
         self.trace = StepTrace(names, self._draft_counts, TRACED_STEPS)
