@@ -95,13 +95,13 @@ def num_followed(pairs: Sequence[TextPair], flips: FlipModel, num_branches: int,
     choice = BranchChoice(flips, most_paths)
     followed = [0] * len(pairs)
     path = [0] * len(pairs)
-    for number, pair in enumerate(pairs):
-        choice.open(number)
-        choice.grow(number, 0, pair.of_older.gap_P, pair.of_older.runner_up_P.tolist())
+    for first, pair in enumerate(pairs):
+        choice.open(first)
+        choice.grow(first, 0, pair.of_older.gap_P, pair.of_older.runner_up_P.tolist())
     for _ in range(num_branches):
         for branch in choice.next(len(pairs)):
+            assert isinstance(branch.request, int)
             number = branch.request
-            assert isinstance(number, int)
             pair = pairs[number]
             wanted = pair.flips[followed[number]] if followed[number] < len(pair.flips) else None
             is_newer = branch.parent == path[number] and branch.position == wanted

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates steps of an 8B policy with texts of coming steps in flight, against asynchronous steps that are off policy.
 
-    python -m lab.bench.rolling_table --out DIR
+    python -m lab.bench.rolling_table --out DIR [--requests 32,128] [--seeds 3]
 
 One engine on an H200 has 32, 128 or 256 requests of a step. The policy trains on the same GPU, or on another one. No other
 drafter is at work. Samples of asynchronous steps are one or two updates off policy; all others are on policy.
 """
 
 import argparse
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from rich.table import Table
 
@@ -23,7 +27,6 @@ from lab.simulation.setting import PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.strict import build
 
-NUM_REQUESTS = (32, 128, 256)
 AHEAD = {"one": 1, "two": 2, "three": 3, "auto": AUTO}
 UPDATES = {
     "small": AheadConfig(tokens_to_flip=30_000),
@@ -32,7 +35,6 @@ UPDATES = {
     "larger, branches": AheadConfig(tokens_to_flip=6_000, branches=2, foreseen=0.95),
 }
 """Updates that change a token of 30,000 or of 6,000, with and without branches."""
-SEEDS = (0, 1, 2)
 
 
 def scenario(num_requests: int, is_apart: bool, ahead: AheadConfig, seed: int, lag: int = 1) -> Scenario:
@@ -58,44 +60,35 @@ def asynchronous(num_requests: int, is_apart: bool, lag: int, seed: int) -> Step
     return simulate_step(setting) if is_apart else rolling_steps(setting, lag, is_exact=False)
 
 
-def rows() -> list[dict[str, object]]:
-    """Returns the seconds of a step and of the part that waits for a rollout, means over some seeds."""
-    found: list[dict[str, object]] = []
-    for is_apart in (False, True):
-        for num_requests in NUM_REQUESTS:
-            about = {"apart": is_apart, "requests": num_requests}
-            found += [
-                about
-                | _figures(
-                    f"asynchronous, lag {lag}", "", [asynchronous(num_requests, is_apart, lag, s) for s in SEEDS]
-                )
-                for lag in (1, 2)
-            ]
-            for update, ahead in UPDATES.items():
-                numbers = AHEAD if update != "small" else {"none": 0} | AHEAD
-                for name, number in numbers.items():
-                    steps = [
-                        rolling_steps(_setting(scenario(num_requests, is_apart, ahead, seed)), number) for seed in SEEDS
-                    ]
-                    delay = sum(step.early.delay for step in steps) / len(steps)
-                    found.append(about | _figures(name, update, steps) | {"delay": delay})
-    return found
+def rows(sizes: Sequence[int], seeds: range) -> Iterator[dict[str, Any]]:
+    """Yields the seconds of a step and of the part that waits for a rollout, means over the seeds."""
+    for is_apart, num_requests in product((False, True), sizes):
+        about = {"apart": is_apart, "requests": num_requests}
+        for lag in (1, 2):
+            off_policy = [asynchronous(num_requests, is_apart, lag, seed) for seed in seeds]
+            yield about | _figures(f"asynchronous, lag {lag}", "", off_policy)
+        for update, ahead in UPDATES.items():
+            numbers = {"none": 0} | AHEAD if update == "small" else AHEAD
+            for name, number in numbers.items():
+                settings = [_setting(scenario(num_requests, is_apart, ahead, seed)) for seed in seeds]
+                steps = [rolling_steps(setting, number) for setting in settings]
+                yield about | _figures(name, update, steps) | {"delay": mean(step.early.delay for step in steps)}
 
 
 def _setting(scenario: Scenario) -> Setting:
     return Setting(Fleet(scenario), Variant("", PLAIN))
 
 
-def _figures(name: str, update: str, steps: list[StepResult]) -> dict[str, object]:
+def _figures(name: str, update: str, steps: Sequence[StepResult]) -> dict[str, Any]:
     return {
         "ahead": name,
         "update": update,
-        "step_s": sum(step.step_s for step in steps) / len(steps),
-        "generate_s": sum(step.parts_s["generate"] for step in steps) / len(steps),
+        "step_s": mean(step.step_s for step in steps),
+        "generate_s": mean(step.parts_s["generate"] for step in steps),
     }
 
 
-def table_of(found: list[dict[str, object]]) -> Table:
+def table_of(found: Sequence[dict[str, Any]]) -> Table:
     """Returns a table of the rows."""
     table = new_table("seconds of a step of Qwen3-8B, one engine on an H200; asynchronous steps are off policy")
     for name in ("trains on", "requests", "steps ahead", "update", "step s", "waits s", "delay"):
@@ -117,9 +110,13 @@ def main() -> int:
     """Prints the table and writes its rows to DIR/rolling.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    found = rows()
-    write_facts(out / "rolling.json", found)
+    parser.add_argument("--requests", default="32,128,256")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    found = []
+    for row in rows(list(map(int, options.requests.split(","))), range(options.seeds)):
+        found.append(row)
+        write_facts(options.out / "rolling.json", found)
     log_console().print(table_of(found))
     return 0
 

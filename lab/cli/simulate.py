@@ -3,7 +3,7 @@
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lab.local.run_config import read_run_config
 from lab.simulation.compare import Comparison, StepResult, compare
 from lab.simulation.data_sheets import DEVICES, device_named
 from lab.simulation.papers import account
+from lab.simulation.run_ahead import RollingResult
 from lab.simulation.scenario import Scenario, read_scenario, shipped
 from lab.simulation.workload import fitted, read_trace
 from nemo_specrollout.cli.terminal import log_console
@@ -123,7 +124,16 @@ def _lines(comparison: Comparison) -> list[str]:
         f"{len(comparison.lengths):,} requests, {comparison.lengths.sum():,} tokens, {cluster.num_gpus} x {cluster.device}, "
         f"costs of kind {scenario.costs.kind}",
         *(f"{name}: {text}" for name, text in notes.items() if text),
+        *(_early_line(step) for step in comparison.steps if isinstance(step, RollingResult) and step.early.steps),
     ]
+
+
+def _early_line(step: RollingResult) -> str:
+    early = step.early
+    return (
+        f"{step.variant}: {early.steps:.1f} steps in flight, {early.ready:.0%} of a step's tokens are there when it begins, "
+        f"an update leaves {early.kept:.1%}, own requests take {early.delay:+.0%}"
+    )
 
 
 def comparison_table(comparison: Comparison, boxed: bool) -> Table:
@@ -201,5 +211,6 @@ def _variant(comparison: Comparison, step: StepResult) -> dict[str, object]:
         "num_moves": step.rollout.num_moves,
         "num_races": step.rollout.num_races,
         "num_wasted_tokens": step.rollout.num_wasted_tokens,
+        "early": asdict(step.early) if isinstance(step, RollingResult) else None,
         "use": {"at_s": at_s.round(3).tolist(), "busy_share": share.round(4).tolist()},
     }

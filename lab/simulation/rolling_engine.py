@@ -54,7 +54,7 @@ def early_prices(speculation: Speculation, num_slots: int, context: float, lengt
     """Returns what an engine would have measured after a rollout of responses of these lengths."""
     costs = speculation.costs
     num_R = np.arange(num_slots + 1)
-    seconds_R = np.array([float(costs.step_s(max(n, 1), float(max(n, 1)), context)) for n in num_R])
+    seconds_R = np.array([float(costs.step_s(n, n, context)) for n in np.maximum(num_R, 1).astype(float).tolist()])
     full_s, half_s = (
         float(costs.step_s(num_slots, float(max(n, num_slots)), context)) for n in (_FULL_ROWS, _FULL_ROWS // 2)
     )

@@ -52,7 +52,7 @@ class Speculation(ABC):
     def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
         """Returns the step for requests with acceptances `p_B` and a mean length of `context` tokens."""
 
-    def step_s(self, step: DecodeStep, num_requests: int, context: float) -> float:
+    def step_s(self, step: DecodeStep, num_requests: float, context: float) -> float:
         """Returns the seconds of a step."""
         seconds = float(self.costs.step_s(num_requests, step.num_rows, context))
         return seconds + step.depth * self.costs.draft_s(num_requests, context) if step.depth else seconds
