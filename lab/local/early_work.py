@@ -2,6 +2,7 @@
 """The early requests of an engine process (`run_ahead`), which are decoded while nothing else is asked of the engine."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,9 @@ from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 
 SLICE_S = 0.05
 """Seconds for which the thread decodes at a time. A call of the engine waits for the end of a slice."""
+
+LEAST_S = 1e-3
+"""A shorter slice had no step."""
 
 
 class EarlyWork:
@@ -67,12 +71,14 @@ class EarlyWork:
             with self._state:
                 self._state.wait_for(lambda: self._has_work and not self._is_asked and not self._has_own())
                 self._is_slicing = True
+            started = time.perf_counter()
             try:
                 self._has_work = self._rolling.slice(SLICE_S)
             except BaseException as error:  # the next call of the engine raises it
                 self._error = error
                 self._has_work = False
-            finally:
-                with self._state:
-                    self._is_slicing = False
-                    self._state.notify_all()
+            with self._state:
+                self._is_slicing = False
+                self._state.notify_all()
+                if time.perf_counter() - started < LEAST_S:  # what is left cannot begin now
+                    self._state.wait(SLICE_S)

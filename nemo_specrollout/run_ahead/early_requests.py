@@ -178,7 +178,8 @@ class EarlyRequests:
     @property
     def is_empty(self) -> bool:
         """Whether no early request runs and none could begin, also after the near-ties that the worker still has."""
-        return not self._running and not self._untold and not self.early.worths(1)
+        may_branch = self.early.most_branches > 0 and bool(self._untold)
+        return not self._running and not may_branch and not self.early.worths(1)
 
     # What the engine has
 

@@ -97,6 +97,7 @@ class EarlyTexts:
             names: Gives a new number for each request.
         """
         self._flights = {i: _Flight(row) for i, row in enumerate(rows)}
+        self.most_branches = most_branches
         self._choice = BranchChoice(flips, most_branches + 1)
         self._kept = kept
         self._names = names
