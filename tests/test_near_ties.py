@@ -6,6 +6,7 @@ The reference is Hugging Face's forward pass with numpy's noise.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -134,15 +135,19 @@ def take(engine: RolloutEngine, names: Sequence[int]) -> dict[int, Ties]:
     return {name: Ties(found[name][0], *arrays[name]) for name in found}
 
 
-def best_three(request: RolloutRequest, response: list[int], seed: int, way: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns scores and tokens of the three best tokens at each position of a response, [T, 3] each."""
+@cache
+def policy() -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(STEP_ADDER, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(STEP_ADDER, dtype=torch.float32)
+
+
+def best_three(request: RolloutRequest, response: list[int], seed: int, way: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns scores and tokens of the three best tokens at each position of a response, [T, 3] each."""
     text = [*request.prompt_token_ids, *response]
     first = len(request.prompt_token_ids)
     with torch.no_grad():
-        scores_TV = model(torch.tensor([text])).logits[0, first - 1 : -1].double().numpy()
+        scores_TV = policy()(torch.tensor([text])).logits[0, first - 1 : -1].double().numpy()
     if way["temperature"]:
         scores_TV = scores_TV / way["temperature"]
         if "top_k" in way:

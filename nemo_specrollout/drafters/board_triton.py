@@ -132,9 +132,9 @@ def _count_verified(t, sums, slot, num_sampled, num_rejected, D: tl.constexpr, K
     k = tl.arange(0, triton.next_power_of_2(K))
     counts_ptr = t.verified_DK2 + 2 * (drafter * K + k)
     one = tl.full(k.shape, 1, tl.int64)
-    is_own = tl.load(t.is_early_S + slot) == 0
-    tl.atomic_add(counts_ptr, one, mask=is_own & (k < num_verified), sem="relaxed")
-    tl.atomic_add(counts_ptr + 1, one, mask=is_own & (k < num_accepted), sem="relaxed")
+    is_own = 1 - tl.load(t.is_early_S + slot).to(tl.int32)
+    tl.atomic_add(counts_ptr, one, mask=k < num_verified * is_own, sem="relaxed")
+    tl.atomic_add(counts_ptr + 1, one, mask=k < num_accepted * is_own, sem="relaxed")
     hits, predicted = 0.0, 0.0
     if num_verified > 0:
         tl.atomic_add(sums.steps_D2 + 2 * drafter, num_verified, sem="relaxed")

@@ -94,23 +94,13 @@ class SwappingVerifier(rejection_sampler.RejectionSampler):
         verify_asked(self._has_verified)
         return output
 
-    def _compare(
-        self,
-        target_logits: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        draft_sampled: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        pos: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        expanded_idx_mapping: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compare(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         self._has_verified = True
         if isinstance(self.sampler, OlderRowSampler):
-            self.sampler.keep_ties(target_logits, expanded_idx_mapping, self._slots_B, pos)
-        drafts = (draft_logits, draft_sampled, cu_num_logits)
-        return sample_and_compare(target_logits, *drafts, pos, idx_mapping, expanded_idx_mapping, *args, **kwargs)
+            given = inspect.signature(sample_and_compare).bind(*args, **kwargs).arguments
+            rows = (given["expanded_idx_mapping"], self._slots_B, given["pos"])
+            self.sampler.keep_ties(given["target_logits"], *rows)
+        return sample_and_compare(*args, **kwargs)
 
 
 def _fix_bad_words(sampler: Any) -> None:
