@@ -56,7 +56,13 @@ def check_generation() -> None:
     calls = native_calls(ours)
     judge("generate", made.generate({}, False, added=1), calls)
     judge("generate_async", asyncio.run(first_of(made.generate_async({}, False, added=1))), calls)
-    for name in ("load_and_start", "shutdown", "finish_generation", "snapshot_step_metrics"):
+    for name in (
+        "load_and_start",
+        "shutdown",
+        "prepare_for_generation",
+        "finish_generation",
+        "snapshot_step_metrics",
+    ):
         judge(name, getattr(made, name)(added=1), calls)
 
 
@@ -119,7 +125,9 @@ def check_engine_actors() -> None:
         judge("_create_engine", made._create_engine({}, added=1), native_calls(ours))
     engine = bare(engine_actors.EngineActor)
     judge("generate", engine.generate({}, False, added=1), native_calls(type(engine)))
+    judge("sleep", engine.sleep(added=1), native_calls(type(engine)))
     made = bare(engine_actors.AsyncEngineActor)
+    judge("sleep_async", asyncio.run(made.sleep_async(added=1)), native_calls(type(made)))
     judge("generate_async", asyncio.run(first_of(made.generate_async({}, False, added=1))), native_calls(type(made)))
     app = SimpleNamespace(add_middleware=lambda middleware: None)
     judge("_setup_vllm_openai_api_server", made._setup_vllm_openai_api_server(app, added=1), native_calls(type(made)))

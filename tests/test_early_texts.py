@@ -104,7 +104,7 @@ def test_a_text_that_gave_way_begins_again_with_what_it_has_made() -> None:
     assert texts.texts()[6].gaps == float16(5.0, 0.0)
     texts.grew(again.name, [10])
     texts.ties(again.name, len(PROMPT), float16(0.0), as_bytes([90]))
-    branch, other = texts.next(2)
+    other, branch = texts.next(2)
     assert (branch.prefix, other.row.row.seed) == ((90,), 7), "near-ties of the stopped request are forgotten"
     texts.stopped(again.name)
     texts.stopped(again.name)

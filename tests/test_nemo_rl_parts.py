@@ -26,7 +26,7 @@ from nemo_specrollout.generation.engine.identity import resolve_identity
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, RequestIdentity, as_bytes
 from nemo_specrollout.generation.engine.vllm_requests import REFUSAL, shard_request, text_and_params
 from nemo_specrollout.heads.serving.head_loading import part_from_policy, shared_modules
-from nemo_specrollout.nemo_rl.early_rows import NextPrompt, early_rows
+from nemo_specrollout.nemo_rl.early_rows import NextPrompt, early_rows, early_rows_of_samples
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, header_seed
 from nemo_specrollout.nemo_rl.logger import in_a_line
 from nemo_specrollout.nemo_rl.logprob_gap import gap_causes, logprob_gap
@@ -42,6 +42,7 @@ from nemo_specrollout.nemo_rl.row_seeds import (
     SeedKind,
     current_sample,
     gym_row_with_seed,
+    sample_seed,
 )
 from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut, current_tasks, with_task, with_tasks
 from nemo_specrollout.nemo_rl.run_record import RunRecord
@@ -133,6 +134,13 @@ def test_rows_whose_texts_would_never_be_drafts_are_not_decoded_early() -> None:
         Row(seed, len(row.prompt)) for seed, row in zip(of_the_step[2:], rows, strict=True)
     ]
     assert len(early_rows(prompts, 1, RowSeeds(42), TaskOptOut([]))) == 4
+
+
+def test_early_rows_under_the_controller_have_the_seeds_of_their_samples() -> None:
+    """There a seed follows from the row of the dataset and the epoch. A prompt without a number cannot be begun early."""
+    prompts = [NextPrompt([1, 2], "math", 7), NextPrompt([3], "squad", 8), NextPrompt([4], "math")]
+    rows = early_rows_of_samples(prompts, 2, 42, 3, TaskOptOut(["squad"]))
+    assert [row.row for row in rows] == [Row(sample_seed(42, Sample(7, i, 3), [1, 2]), 2) for i in range(2)]
 
 
 def test_a_request_that_moves_brings_what_lies_beyond_its_prefix() -> None:

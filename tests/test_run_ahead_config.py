@@ -77,10 +77,9 @@ def test_dynamic_sampling_of_engines_apart_is_one_step_ahead() -> None:
 def test_numbers_that_cannot_take_effect_are_a_warning() -> None:
     """The run has three steps of eight responses."""
     (steps,) = found(AHEAD, f"{BLOCK_PATH}.run_ahead.steps=3")["warning"]
-    assert (
-        steps
-        == f"{BLOCK_PATH}.run_ahead.steps: 3, but the run has 3 steps (grpo.max_num_steps), so no text is made more than 2 steps ahead"
-    )  # noqa: E501
+    assert steps.startswith(
+        f"{BLOCK_PATH}.run_ahead.steps: 3, but the run has 3 steps (grpo.max_num_steps), so no text"
+    )
     (memory,) = found(AHEAD, f"{BLOCK_PATH}.run_ahead.text_mib=1", "policy.generation.max_new_tokens=30000")["warning"]
     assert memory.startswith(f"{BLOCK_PATH}.run_ahead.text_mib: 1; 8 responses of 30000 tokens take up to 3 MiB")
     assert not found(AHEAD, f"{BLOCK_PATH}.run_ahead.steps=2")["warning"]

@@ -114,11 +114,11 @@ def test_every_engine_gets_its_share_of_every_step() -> None:
 
 def test_figures_of_texts_made_ahead() -> None:
     assert flight_figures([100, 40, 7]) == {"ahead_tokens_2": 40.0, "ahead_tokens_3": 7.0}
-    assert not flight_figures([]) and not kept_figures(KeptCounts())
+    assert not flight_figures([]) and not kept_figures(KeptCounts()._asdict())
     counts = KeptCounts(
         num_made=90, num_kept=60, num_right=80, num_tokens=100, num_texts=4, num_flips=2, num_runners_up=1
     )
-    found = kept_figures(counts)
+    found = kept_figures(counts._asdict())
     assert (found["ahead_right"], found["ahead_parted"], found["ahead_runners_up"]) == (0.8, 2.0, 0.5)
     times = {"plain_estimate_s": 10.0, "rollout_s": 6.0}
     accepted = {"ahead": {"accepted": [20, 10]}, "suffix": {"accepted": [10]}}

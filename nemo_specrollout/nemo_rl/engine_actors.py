@@ -183,7 +183,8 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
     def _in_order(self, prompts: Sequence[Any], params: Sequence[Any], **kwargs: Any) -> Sequence[Any]:
         """Returns vLLM's outputs of rows, which begin in this order as slots become free."""
         if self._racing is None:
-            return self._generate(prompts, params, **kwargs)  # type: ignore[no-any-return]
+            native: Sequence[Any] = self._generate(prompts, params, **kwargs)
+            return native
         outputs: Sequence[Any] = self._racing.generate(
             prompts, params, lambda: self._generate(prompts, params, **kwargs), **kwargs
         )

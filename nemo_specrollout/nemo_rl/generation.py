@@ -186,7 +186,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
         Engines with GPUs of their own do not sleep, so they go on with coming steps' rows.
         """
-        sleeps = self.cfg["colocated"]["enabled"]
+        sleeps = self._ahead is None or self.cfg["colocated"]["enabled"]
         rest = nullcontext() if self._supervisor is None else self._supervisor.new_weights()
         if sleeps:
             self._end_ahead()
@@ -263,8 +263,9 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def _plan_ahead(self) -> None:
         """Tells the engines which rows of coming steps they may begin until the next refit, in slots that are left empty."""
-        has_weights = self._num_refits > 0
-        if self._ahead is None or self.facts.in_flight or not has_weights or self._kind is SeedKind.VALIDATION:
+        if self._ahead is None or self.facts.in_flight:
+            return
+        if self._num_refits == 0 or self._kind is SeedKind.VALIDATION:
             return
         known = [] if self.facts.filters_by_reward else self._coming_rows(self._ahead.steps)
         self._ahead.plan(self._planned_step, known)

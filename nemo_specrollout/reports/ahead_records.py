@@ -2,7 +2,7 @@
 """Figures of texts that were made ahead (`run_ahead`), as records of a step have them: docs/reference/metrics.md."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 
 def flight_figures(in_flight: Sequence[int]) -> dict[str, float]:
@@ -14,28 +14,21 @@ def flight_figures(in_flight: Sequence[int]) -> dict[str, float]:
     return {f"ahead_tokens_{k}": float(tokens) for k, tokens in enumerate(in_flight, 1) if k > 1}
 
 
-class Kept(Protocol):
-    """How much of a step's texts was right: `KeptCounts` of run_ahead/texts.py."""
+def kept_figures(kept: Mapping[str, Any]) -> dict[str, float]:
+    """Returns how right the texts of a step were, and where they parted from the responses; nothing without any text.
 
-    num_right: int
-    num_tokens: int
-    num_texts: int
-    num_flips: int
-    num_runners_up: int
-    num_followed: int
-
-
-def kept_figures(kept: Kept) -> dict[str, float]:
-    """Returns how right the texts of a step were, and where they parted from the responses; nothing without any text."""
-    if not kept.num_texts:
+    `kept` has the counts of `KeptCounts` (run_ahead/texts.py) by name.
+    """
+    num_texts, num_flips = kept["num_texts"], kept["num_flips"]
+    if not num_texts:
         return {}
     figures = {
-        "ahead_texts": float(kept.num_texts),
-        "ahead_right": kept.num_right / max(kept.num_tokens, 1),
-        "ahead_parted": float(kept.num_flips),
-        "ahead_followed": float(kept.num_followed),
+        "ahead_texts": float(num_texts),
+        "ahead_right": kept["num_right"] / max(kept["num_tokens"], 1),
+        "ahead_parted": float(num_flips),
+        "ahead_followed": float(kept["num_followed"]),
     }
-    return figures | ({"ahead_runners_up": kept.num_runners_up / kept.num_flips} if kept.num_flips else {})
+    return figures | ({"ahead_runners_up": kept["num_runners_up"] / num_flips} if num_flips else {})
 
 
 def saved_figures(figures: Mapping[str, float], acceptance: Mapping[str, Any]) -> dict[str, float]:

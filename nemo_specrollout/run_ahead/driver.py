@@ -127,9 +127,11 @@ class RunAhead:
         self._is_planned = any(steps)
         self._num_planned = len(steps)
         if self._is_planned:
-            learned = {"scale": self._flips.scale, "kept": self._depth.kept}
+            plan = EngineActorCalls.specrollout_plan_ahead
+            scale = self._flips.scale
+            kept = self._depth.kept
             for engine, rows in enumerate(shares(known, self._engines.num_engines)):
-                calls.append(start(engine, EngineActorCalls.specrollout_plan_ahead, rows=rows, **learned))
+                calls.append(start(engine, plan, rows=rows, scale=scale, kept=kept))
         list(replies_of(calls))
 
     def work(self, after: int) -> None:
@@ -200,7 +202,7 @@ class RunAhead:
         metrics = {
             **ahead_figures(num_made, kept.num_kept, kept.num_tokens, effort.alone_s / self._engines.num_engines),
             **flight_figures(in_flight),
-            **kept_figures(kept),
+            **kept_figures(kept._asdict()),
             "ahead_begun": float(effort.num_texts),
             "ahead_branches": float(effort.num_branches),
             "ahead_made": float(effort.num_tokens),

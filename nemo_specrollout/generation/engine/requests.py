@@ -36,6 +36,11 @@ class RolloutRequest:
     ties: int | None = None
     """Name of an early request, whose near-ties the vLLM worker keeps; None for any other request."""
 
+    @property
+    def num_ahead(self) -> int:
+        """Tokens of the expected response."""
+        return len(self.ahead) // TOKEN_BYTES
+
     def noise_seed(self, engine_seed: int) -> int:
         """Returns the seed of the request's noise in an engine with this seed of its own."""
         return request_seed(engine_seed, self.prompt_index, self.sample_index, self.policy_version)
