@@ -314,22 +314,23 @@ def test_rates_that_are_a_step_old_change_no_token(
 
 
 def test_requests_of_coming_steps_change_no_token(
-    start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., RolloutEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They take the two slots that are free. Their texts are beginnings of the responses, with the near-ties of all tokens."""
-    run_ahead = RunAheadConfig(most_drafts=4)
-    engine = start(SpecrolloutConfig(drafters=(SUFFIX,), budget=FIXED, run_ahead=run_ahead))
-    charge(engine, ([0.01] * (SMALL["max_num_seqs"] + 1), 0.0), monkeypatch)
+    """They take slots that are free. Their texts are beginnings of the responses, with the near-ties of all tokens."""
+    engine = start(SpecrolloutConfig(drafters=(SUFFIX,), budget=FIXED, run_ahead=RunAheadConfig(most_drafts=4)))
+    own = ASKED[:2]
     sampling = SAMPLINGS["T=1"]
+    alone = engine.generate(own, **sampling)
+    charge(engine, ([0.01] * (SMALL["max_num_seqs"] + 1), 0.0), monkeypatch)
     rolling = Rolling(engine, **sampling)
-    coming = [replace(request, policy_version=1) for request in ASKED[:2]]
+    coming = [replace(request, policy_version=1) for request in own]
     rolling.rolling.plan([rolling.row(request, 1) for request in coming], scale=1e-3, kept=0.9)
-    assert_equal(engine.generate(ASKED, **sampling), expected["T=1"])
+    assert_equal(engine.generate(own, **sampling), alone)
     made = rolling.end()
-    assert made.figures.num_steps_beside > 10
+    assert made.figures.num_steps_beside > 2
     for request, rollout in zip(coming, engine.generate(coming, **sampling), strict=True):
         text = made.texts[request.noise_seed(engine._seed)]
-        assert as_bytes(rollout.token_ids).startswith(text.tokens) and len(text.gaps) * 2 == len(text.tokens) > 40
+        assert as_bytes(rollout.token_ids).startswith(text.tokens) and len(text.gaps) * 2 == len(text.tokens) > 8
 
 
 def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
