@@ -327,10 +327,10 @@ def test_requests_of_coming_steps_change_no_token(
     rolling.rolling.plan([rolling.row(request, 1) for request in coming], scale=1e-3, kept=0.9)
     assert_equal(engine.generate(own, **sampling), alone)
     made = rolling.end()
-    assert made.figures.num_steps_beside > 5
+    assert made.figures.num_steps_beside > 2
     for request, rollout in zip(coming, engine.generate(coming, **sampling), strict=True):
         text = made.texts[request.noise_seed(engine._seed)]
-        assert as_bytes(rollout.token_ids).startswith(text.tokens) and len(text.gaps) * 2 == len(text.tokens) > 20
+        assert as_bytes(rollout.token_ids).startswith(text.tokens) and len(text.gaps) * 2 == len(text.tokens) > 8
 
 
 def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]) -> None:

@@ -63,8 +63,10 @@ class Rolling:
         self.sampling = sampling
         self.rolling = RollingEngine(engine._llm, self._request_of, most_branches)
         self.texts: dict[int, TextAhead] = {}
+        self.starts: list[EarlyStart] = []
 
     def _request_of(self, start: EarlyStart) -> tuple[Any, Any]:
+        self.starts.append(start)
         text, params = self.engine._text_and_params(start.row.row.request, self.sampling)  # type: ignore[attr-defined]
         return {"prompt_token_ids": [*text, *start.prefix]}, early_params(params, start)
 
@@ -305,6 +307,7 @@ def test_what_vllm_refuses_and_errors_of_a_step_harm_no_own_request(
             generation.advance()
     assert not engine._llm.llm_engine.has_unfinished_requests(), "its own requests are gone"
     assert_equal(rolling.generate(0), plain.generate(of_step(0)))
+    assert sum(len(start.row.prompt) == 600 for start in rolling.starts) == 1, "it would be refused again"
     assert rolling.end().texts
 
 
