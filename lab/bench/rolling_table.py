@@ -27,7 +27,7 @@ from lab.simulation.setting import PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.strict import build
 
-AHEAD = {"one": 1, "two": 2, "three": 3, "auto": AUTO}
+AHEAD = {"one": 1, "two": 2, "auto": AUTO}
 UPDATES = {
     "small": AheadConfig(tokens_to_flip=30_000),
     "small, branches": AheadConfig(tokens_to_flip=30_000, branches=2, foreseen=0.95),

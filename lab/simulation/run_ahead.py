@@ -76,7 +76,7 @@ class _Rolling:
         self._most_ahead = MOST_STEPS if self._chooses else steps_ahead
         self._is_exact = is_exact
         self._ahead = scenario.training.run_ahead or _NO_UPDATES
-        self._rng = np.random.default_rng(scenario.seed + _SEED_OF_FLIPS)
+        self._seed = scenario.seed + _SEED_OF_FLIPS
         self._requests = setting.requests(NUM_STEPS + self._most_ahead)
         num = len(self._requests.length_R)
         self._steps = np.arange(num).reshape(NUM_STEPS + self._most_ahead, -1)
@@ -131,15 +131,22 @@ class _Rolling:
             return 1.0
         flying = self._steps[step : step + 1 + self._most_ahead].ravel()
         before_r = self._right_R[flying]
-        right_r = np.zeros(len(flying))
-        is_going_r = np.ones(len(flying), bool)
-        while is_going_r.any():
-            right_r[is_going_r] += self._rng.exponential(self._ahead.tokens_to_flip, int(is_going_r.sum()))
-            is_going_r &= (right_r < before_r) & (self._rng.random(len(flying)) < self._ahead.foreseen)
-        self._right_R[flying] = np.minimum(before_r, np.floor(right_r))
+        coming = range(step, step + 1 + self._most_ahead)
+        lasts_r = np.concatenate([self._lasts(step, number, self._right_R[self._steps[number]]) for number in coming])
+        self._right_R[flying] = np.minimum(before_r, np.floor(lasts_r))
         own = self._steps[step]
         self._policy.observe_kept(int(before_r[: len(own)].sum()), int(self._right_R[own].sum()))
         return float(self._right_R[flying].sum() / before_r.sum()) if before_r.any() else np.nan
+
+    def _lasts(self, update: int, number: int, length_r: np.ndarray) -> np.ndarray:
+        """Returns after how many tokens an update changes each text of a step, however many steps are in flight."""
+        rng = np.random.default_rng((self._seed, update, number))
+        lasts_r = np.zeros(len(length_r))
+        is_going_r = np.ones(len(length_r), bool)
+        while is_going_r.any():
+            lasts_r += np.where(is_going_r, rng.exponential(self._ahead.tokens_to_flip, len(length_r)), 0.0)
+            is_going_r &= (rng.random(len(length_r)) < self._ahead.foreseen) & (lasts_r < length_r)
+        return lasts_r
 
     def _steps_ahead(self, step: int) -> int:
         """Returns how many coming steps have texts in flight in this phase."""

@@ -36,6 +36,7 @@ from lab.simulation.workload import (
 )
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.run_ahead.decisions.steps_ahead import Flight, StepsAhead
 
 pytestmark = pytest.mark.unit
 
@@ -325,6 +326,19 @@ def test_the_policy_chooses_one_step_where_updates_change_all() -> None:
     """And more where texts last."""
     assert rolling_steps(in_flight(AheadConfig(0.1)), AUTO_STEPS).early.steps == 1
     assert rolling_steps(in_flight(AheadConfig(1e9)), AUTO_STEPS).early.steps > 1.5
+
+
+def test_each_further_step_must_spare_more_than_its_verification() -> None:
+    """The price of a verified row is that of an 8B policy on an H200 with 32, 128 and 256 requests."""
+    chosen = []
+    for price in (0.025, 0.08, 0.12):
+        policy = StepsAhead()
+        for _ in range(20):
+            policy.observe_kept(1000, 985)
+            policy.observe_price(price, 1.0)
+            policy.observe_flights([Flight(8, 8)] * 4)
+        chosen.append(policy.steps)
+    assert chosen == [4, 2, 2]
 
 
 def test_branches_that_foresee_partings_gain_where_their_rows_cost_little() -> None:

@@ -3,14 +3,16 @@
 
 A text for the step after k updates is verified after each of them, and what has changed is made again. A token of it is of
 use if all k updates leave it right.
+
+With k steps in flight a text is made in k + 1 phases, so a phase takes about 1 / (k + 1) of the decode steps of the longest
+text. The k-th step therefore spares 1/k - 1/(k + 1) of the plain time, and each further one spares less. Its price does not
+fall: one more verification of each token, and the tokens that one more update changes.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 MOST_STEPS = 4
-LEAST_GAIN = 0.25
-"""Least expected gain of a token of the farthest step, as a share of the time that a right token spares."""
 _ASSUMED_KEPT = 0.95
 """Share of a text that an update is taken to leave right before the first one has shown it."""
 _ASSUMED_PRICE = 0.15
@@ -60,11 +62,11 @@ class StepsAhead:
         self._reach = (all_begun.index(False) if False in all_begun else len(all_begun)) + 1
 
     def gain(self, steps: int) -> float:
-        """Returns what a token made for the step after so many updates gains, as a share of the time it may spare."""
-        return self.kept**steps - steps * self.price
+        """Returns what the last of so many steps gains, as a share of the time of a plain rollout."""
+        return self.kept**steps / (steps * (steps + 1)) - self.price - (1.0 - self.kept)
 
     @property
     def steps(self) -> int:
         """Number of coming steps to plan, at least 1: an engine begins no request that its own prices forbid."""
-        pays = next((k for k in range(1, self._most + 1) if self.gain(k) < LEAST_GAIN), self._most + 1) - 1
+        pays = next((k for k in range(1, self._most + 1) if self.gain(k) <= 0.0), self._most + 1) - 1
         return max(1, min(self._reach, pays, self._most))
