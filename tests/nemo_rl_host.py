@@ -266,7 +266,9 @@ def turn_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.fixture(scope="session")
 def distillation_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Runs of on-policy distillation."""
-    return run_all(host, "distillation", "distillation.yaml", DISTILLATION_SCENARIOS, tmp_path_factory.mktemp("distillation"))
+    return run_all(
+        host, "distillation", "distillation.yaml", DISTILLATION_SCENARIOS, tmp_path_factory.mktemp("distillation")
+    )
 
 
 @pytest.fixture(scope="session")
