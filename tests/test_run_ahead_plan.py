@@ -73,7 +73,8 @@ def test_steps_ahead_grow_while_every_request_is_begun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share_right", "price", "steps"), [(0.999, 0.01, 4), (0.85, 0.15, 2), (0.3, 0.01, 1), (0.0, 0.5, 1)]
+    ("share_right", "price", "steps"),
+    [(0.999, 0.01, 4), (0.97, 0.02, 3), (0.85, 0.15, 1), (0.3, 0.01, 1), (0.0, 0.5, 1)],
 )
 def test_updates_that_change_much_keep_the_plan_short(share_right: float, price: float, steps: int) -> None:
     depth = StepsAhead()
