@@ -104,6 +104,7 @@ OTHER_TIERS = (
         (
             *_ENGINE,
             "nemo_specrollout/reports/",
+            "nemo_specrollout/run_ahead/",
             "nemo_specrollout/stragglers/",
             "nemo_specrollout/storage/",
             "lab/",
@@ -114,7 +115,7 @@ OTHER_TIERS = (
         "pins",
         "engines of the vLLMs that NeMo-RL pins, in Triton's interpreter",
         ("test_older_vllm.py", "test_older_lossless.py", "test_older_kernels.py", "test_older_families.py"),
-        (*_ENGINE, "nemo_specrollout/nemo_rl/", "nemo_specrollout/audit/"),
+        (*_ENGINE, "nemo_specrollout/nemo_rl/", "nemo_specrollout/run_ahead/", "nemo_specrollout/audit/"),
     ),
 )
 PRODUCT = Tier("product", "the product", (), ("",))
