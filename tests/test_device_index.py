@@ -131,8 +131,9 @@ def test_the_longest_drafts_are_not_looked_up_to_their_end():
     """A text that was made ahead may have 256 drafts, but each position of a lookup takes time and registers."""
     requests = Requests(new_index(), [[*range(1, 150)]], [5], longest=160)
     requests.learn()
-    assert drafts_of(requests.index, [1, 2, 3], num_positions=64) == [*range(4, 68)]
-    assert drafts_of(requests.index, [1, 2, 3], num_positions=256) == [*range(4, 36)]
+    walk = Requests(requests.index, [[1, 2, 3]], [5], longest=160).walk
+    assert walk(num_positions=64) == [[*range(4, 68)]]
+    assert walk(num_positions=256) == [[*range(4, 36)]]
 
 
 def test_an_empty_index_finds_nothing():

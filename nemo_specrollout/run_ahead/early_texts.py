@@ -69,7 +69,6 @@ class _Path:
     runners_up: list[int] = field(default_factory=list)
     num_grown: int = 0
     """Tokens whose near-ties the choice of branches knows."""
-    is_running: bool = True
     is_complete: bool = False
 
 
