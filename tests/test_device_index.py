@@ -130,7 +130,7 @@ def test_learned_continuations_are_found():
 def test_the_longest_drafts_are_not_looked_up_to_their_end():
     """A text that was made ahead may have 256 drafts, but each position of a lookup takes time and registers."""
     requests = Requests(new_index(), [[*range(1, 150)]], [5], longest=160)
-    requests.learn()
+    requests.learn_all()
     walk = Requests(requests.index, [[1, 2, 3]], [5], longest=160).walk
     assert walk(num_positions=64) == [[*range(4, 68)]]
     assert walk(num_positions=256) == [[*range(4, 36)]]
