@@ -44,14 +44,14 @@ class PeekingLoader(StatefulDataLoader):
         super().load_state_dict(state_dict)
 
 
-def prompts_of(batch: Mapping[str, Any]) -> list[NextPrompt]:
+def prompts_of(shown: Mapping[str, Any]) -> list[NextPrompt]:
     """Returns the prompts of a batch of NeMo-RL's data loader, in order."""
-    logs = batch["message_log"]
+    logs = shown["message_log"]
     nothing = [None] * len(logs)
-    tasks = batch.get("task_name") or nothing
-    rows = batch.get("idx")
+    tasks = shown.get("task_name") or nothing
+    rows = shown.get("idx")
     indices = nothing if rows is None else [int(index) for index in rows]
-    media = batch.get("vllm_content") or nothing
+    media = shown.get("vllm_content") or nothing
     return [
         NextPrompt(_token_ids(log), task, index, content is not None)
         for log, task, index, content in zip(logs, tasks, indices, media, strict=True)

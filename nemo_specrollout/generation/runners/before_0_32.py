@@ -84,7 +84,7 @@ class SwappingVerifier(rejection_sampler.RejectionSampler):
             dims = sampler.get_logprobs_dims(input_batch.idx_mapping_np, include_token_ids=False)
             if dims in (None, (0, 0)):
                 return sampler.verify(logits, input_batch, self.num_speculative_steps, dims is not None)
-        self._slots_B = input_batch.idx_mapping_np
+            self._slots_B = input_batch.idx_mapping_np
         vllm_rule = rejection_sampler.rejection_sample
         rejection_sampler.rejection_sample = self._compare
         try:

@@ -7,6 +7,7 @@ kernels do the work (`row_sampling_triton.py`), where vLLM reads the logits four
 Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
 """
 
+import inspect
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -22,6 +23,7 @@ from nemo_specrollout.generation.step.near_ties import NearTies
 from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn, Logits, RowKeys, TieTables
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
+_SAMPLE = inspect.signature(Sampler.sample)
 _RAW = "raw_logprobs"
 _PROCESSED = "processed_logprobs"
 
@@ -186,20 +188,15 @@ class RowSampler(Sampler):
         ties = None if self.near_ties is None else self.near_ties.tables_for(idx_mapping_np)
         return draw_rows(scored, keys, graded, drafts, ties)
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        expanded_idx_mapping: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        pos: torch.Tensor,
-        *rest: Any,
-        **options: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples rows by vLLM's code in a step that it handles, and keeps their near-ties."""
-        rows = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos)
-        sampled, processed = super().sample(logits, *rows, *rest, **options)
-        self.keep_ties(processed, expanded_idx_mapping, idx_mapping_np, pos)
+    def sample(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples rows by vLLM's code in a step that it handles, and keeps their near-ties.
+
+        Takes the arguments of vLLM's method, whose order differs between versions.
+        """
+        sampled, processed = super().sample(*arguments, **options)
+        if self.near_ties is not None:
+            given = _SAMPLE.bind(self, *arguments, **options).arguments
+            self.keep_ties(processed, given["expanded_idx_mapping"], given["idx_mapping_np"], given["pos"])
         return sampled, processed
 
     def keep_ties(self, processed: torch.Tensor, slots_R: torch.Tensor, slots_B: np.ndarray, pos: torch.Tensor) -> None:
