@@ -49,7 +49,6 @@ def _follow_path(  # type: ignore[no-untyped-def]
             run_there = tl.min(tl.where(there_W == latest_W, _WINDOW, w), axis=0)
             current = tl.where(run_there > run, p, current)
             run = tl.maximum(run, run_there)
-    tl.store(t.path_S + slot, current.to(tl.int32))
     path = slot * P + current
     shift = tl.load(t.shift_SP + path)
     offset_O = tl.arange(0, _NUM_OFFSETS) - _FARTHEST
@@ -60,6 +59,8 @@ def _follow_path(  # type: ignore[no-untyped-def]
     best_run = tl.max(tl.where(offset_O == best, run_O, 0), axis=0)
     moved = tl.where(best_run - 2 * run >= _ENOUGH, best, 0)
     shift += moved
+    tl.debug_barrier()  # all lanes have read the path and its shift
+    tl.store(t.path_S + slot, current.to(tl.int32))
     tl.store(t.shift_SP + path, shift)
     agrees_W = _read(t, path, column_W + shift, longest) == latest_W
     level = tl.minimum(tl.maximum(tl.sum(agrees_W.to(tl.int32), axis=0) - 1, 0), _NUM_LEVELS - 1)

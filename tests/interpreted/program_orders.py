@@ -17,7 +17,9 @@ from triton import jit
 from triton import language as tl
 
 import nemo_specrollout
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
+from nemo_specrollout.drafters import ahead_triton
+from nemo_specrollout.drafters.ahead import PathTables
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, Proposals, Texts
 from nemo_specrollout.generation.drafting import draft_sampling_triton
 from nemo_specrollout.generation.step import row_sampling_triton
 from nemo_specrollout.generation.step.sampled_rows import Drafts, Logits, RowKeys
@@ -98,12 +100,24 @@ def align() -> None:
     draft_stream_triton.align(slots(), ints(S, low=1, high=3), ints(S, L), table_SX, *out)
 
 
+def follow_paths() -> None:
+    """Each request has two paths of few tokens, so that some agree with its text and some at other places."""
+    places = (torch.full((S, 2), 0), torch.full((S, 2), L), ints(S, 2, low=-1, dtype=torch.int64))
+    tables = PathTables(ints(S, 2, L), *places, torch.full((S,), 2, dtype=torch.int32), ints(S))
+    found = (
+        torch.empty(B, K, dtype=torch.int32),
+        torch.empty(B, K, dtype=torch.int8),
+        torch.empty(B, dtype=torch.int32),
+    )
+    ahead_triton.propose(tables, Texts(slots(), ints(S, low=1, high=L), ints(S, L)), Proposals(*found))
+
+
 @functools.cache
 def differences() -> dict[str, list[str]]:
     """Returns what differed, and what raced, by kernel."""
     torch.manual_seed(0)
     with compared(SCHEDULES) as found:
-        for launch in (observe_and_choose, accept, sample_drafts, draw_rows, align):
+        for launch in (observe_and_choose, accept, sample_drafts, draw_rows, align, follow_paths):
             launch()
     return found
 
