@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -96,20 +97,22 @@ class Run:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a run has ended early; {self._log} says why")
+            raise RuntimeError(f"a run has ended early; {self._log} says why, if it was not for want of memory")
         return json.loads(line)
 
     def step(self) -> Any:
         """Does the next step and returns its metrics."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # the answer, which is missing then, says so
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
         return self.answer()
 
     def close(self) -> None:
         """Ends the run between two steps and waits for the end of its process."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
 
 
