@@ -22,8 +22,6 @@ from nemo_specrollout.run_ahead.early_texts import EarlyRow
 from nemo_specrollout.run_ahead.text_store import TextStore
 from nemo_specrollout.run_ahead.texts import KeptCounts, compare
 
-_MIB = 1 << 20
-
 
 @dataclass(frozen=True)
 class AheadPlan:
@@ -51,7 +49,7 @@ class TextsInFlight:
         self._prompts = lru_cache(MOST_STEPS_AHEAD + 1)(prompts)  # a step's are asked for again while it comes nearer
         self._fixed = chosen.steps
         self._steps = range(0)
-        self._store = TextStore(chosen.text_mib * _MIB)
+        self._store = TextStore(chosen.text_bytes)
         self._flips = FlipModel()
         self._depth = StepsAhead()
         self._planned: dict[int, list[int]] = {}
@@ -124,11 +122,7 @@ class TextsInFlight:
         return {
             **ahead_figures(counts.num_made, counts.num_kept, counts.num_tokens, effort.alone_s),
             **kept_figures(counts._asdict()),
-            "ahead_begun": float(effort.num_texts),
-            "ahead_branches": float(effort.num_branches),
-            "ahead_made": float(effort.num_tokens),
-            "ahead_steps_beside": float(effort.num_steps_beside),
-            "ahead_steps": float(len(self._planned)),
+            **effort.metrics(len(self._planned)),
         }
 
     def told(self, rollout: StepRollout, **figures: float) -> StepRollout:

@@ -17,8 +17,9 @@ from lab.simulation.event_loop import RolloutResult, StepResult
 from lab.simulation.rolling_engine import EarlyTerms, RollingEngine, TextsInFlight, early_prices
 from lab.simulation.scenario import AheadConfig
 from lab.simulation.setting import Setting
+from nemo_specrollout.config.block import MOST_STEPS_AHEAD
 from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices
-from nemo_specrollout.run_ahead.decisions.steps_ahead import MOST_STEPS, Flight, StepsAhead
+from nemo_specrollout.run_ahead.decisions.steps_ahead import Flight, StepsAhead
 
 NUM_STEPS = 12
 """Simulated steps. The later half counts, because the first ones have no texts."""
@@ -73,7 +74,7 @@ class _Rolling:
         self._setting = setting
         self._policy = StepsAhead()
         self._chooses = steps_ahead == AUTO
-        self._most_ahead = MOST_STEPS if self._chooses else steps_ahead
+        self._most_ahead = MOST_STEPS_AHEAD if self._chooses else steps_ahead
         self._is_exact = is_exact
         self._ahead = scenario.training.run_ahead or _NO_UPDATES
         self._seed = scenario.seed + _SEED_OF_FLIPS

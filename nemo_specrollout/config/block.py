@@ -146,6 +146,11 @@ class RunAheadConfig:
     text_mib: int = bounded(1024, low=1)
     """Most memory of the texts between two rollouts, in MiB on the driver. Texts of the farthest step make room first."""
 
+    @property
+    def text_bytes(self) -> int:
+        """The same in bytes."""
+        return self.text_mib << 20
+
 
 @dataclass(frozen=True)
 class SpecrolloutConfig:

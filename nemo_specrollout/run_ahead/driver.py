@@ -26,7 +26,6 @@ from nemo_specrollout.run_ahead.texts import KeptCounts
 Parameters = ParamSpec("Parameters")
 SLICE_S = 0.1
 """Seconds for which a synchronous engine decodes ahead at a time. Its other calls wait for the end of a slice."""
-MIB = 1 << 20
 
 
 class Engines(Protocol):
@@ -85,7 +84,7 @@ class RunAhead:
     def __init__(self, engines: Engines, config: RunAheadConfig) -> None:
         self._engines = engines
         self._config = config
-        self._store = TextStore(config.text_mib * MIB)
+        self._store = TextStore(config.text_bytes)
         self._flips = FlipModel()
         self._depth = StepsAhead()
         self._rows: dict[int, list[int]] = {}
@@ -203,11 +202,7 @@ class RunAhead:
             **ahead_figures(num_made, kept.num_kept, kept.num_tokens, effort.alone_s / self._engines.num_engines),
             **flight_figures(in_flight),
             **kept_figures(kept._asdict()),
-            "ahead_begun": float(effort.num_texts),
-            "ahead_branches": float(effort.num_branches),
-            "ahead_made": float(effort.num_tokens),
-            "ahead_steps_beside": float(effort.num_steps_beside),
-            "ahead_steps": float(self._num_planned),
+            **effort.metrics(self._num_planned),
         }
         self._figures = None
         alarms = self._alarms + ahead_alarms(num_made, kept.num_right)

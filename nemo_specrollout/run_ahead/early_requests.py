@@ -62,6 +62,16 @@ class EarlyFigures:
         """Returns the sums."""
         return EarlyFigures(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    def metrics(self, num_steps: int) -> dict[str, float]:
+        """Returns the metrics of a step for which engines did this. `num_steps` coming steps were planned."""
+        return {
+            "ahead_begun": float(self.num_texts),
+            "ahead_branches": float(self.num_branches),
+            "ahead_made": float(self.num_tokens),
+            "ahead_steps_beside": float(self.num_steps_beside),
+            "ahead_steps": float(num_steps),
+        }
+
 
 @dataclass(frozen=True)
 class EarlyMade:

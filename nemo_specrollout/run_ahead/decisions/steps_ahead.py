@@ -12,7 +12,8 @@ fall: one more verification of each token, and the tokens that one more update c
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MOST_STEPS = 4
+from nemo_specrollout.config.block import MOST_STEPS_AHEAD
+
 _ASSUMED_KEPT = 0.95
 """Share of a text that an update is taken to leave right before the first one has shown it."""
 _ASSUMED_PRICE = 0.15
@@ -33,7 +34,7 @@ class Flight(NamedTuple):
 class StepsAhead:
     """Chooses how many coming steps are planned. Knows no clock and no engine, so a simulator can use it as well."""
 
-    def __init__(self, most: int = MOST_STEPS) -> None:
+    def __init__(self, most: int = MOST_STEPS_AHEAD) -> None:
         """`most` bounds the number of steps."""
         self._most = most
         self._reach = 1
