@@ -203,7 +203,7 @@ MOST = {
     "resting head": (2, 0, 2.2, 1, 48),
     "text": (2, 1, 15, 2, 75.4),
     "ahead": (2, 1, 15, 2, 78.4),
-    "early requests": (2, 1, 17, 2, 79.4),
+    "early requests": (2, 1, 15, 2, 79.4),
     "head": (2, 2, 21.2, 2, 109),
 }
 """Launches of our kernels, replays of graphs, operations of torch, launches of vLLM's kernels in our place, and calls of our

@@ -185,7 +185,8 @@ class RowSampler(Sampler):
         if has_logprobs:
             graded = scored if self.logprobs_mode == _PROCESSED else Logits(logits, False)
         keys = RowKeys(expanded_idx_mapping, sampling.temperature.gpu, sampling.seeds.gpu, pos)
-        return draw_rows(scored, keys, graded, drafts, self._ties_for(idx_mapping_np))
+        ties = None if self.near_ties is None else self.near_ties.tables_for(idx_mapping_np)
+        return draw_rows(scored, keys, graded, drafts, ties)
 
     def sample(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples rows by vLLM's code in a step that it handles, and keeps their near-ties.
@@ -204,14 +205,11 @@ class RowSampler(Sampler):
         `processed` are the logits after all sampling parameters, and the other arguments are as for `draw`. The rows are
         sampled once more for that, because vLLM's kernel returns nothing but the token.
         """
-        ties = self._ties_for(slots_B)
+        ties = None if self.near_ties is None else self.near_ties.tables_for(slots_B)
         if ties is not None:
             sampling = self.sampling_states
             keys = RowKeys(slots_R, sampling.temperature.gpu, sampling.seeds.gpu, pos)
             draw_rows(Logits(processed, False), keys, None, None, ties)
-
-    def _ties_for(self, slots_B: np.ndarray) -> TieTables | None:
-        return None if self.near_ties is None else self.near_ties.tables_for(slots_B)
 
     def _processed(self, logits: torch.Tensor, **rows: Any) -> torch.Tensor:
         """Returns the logits after all sampling parameters. `rows` are the arguments of vLLM's `apply_sampling_params`."""
