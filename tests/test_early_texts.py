@@ -58,6 +58,21 @@ def test_the_next_step_comes_before_later_ones_and_a_near_tie_before_steps_that_
     assert made[6].runners_up == as_bytes([90, 91, 92])
 
 
+def test_the_worth_of_a_request_follows_what_is_known_of_it() -> None:
+    """A near-tie halves that of a running text. A text that was stopped is worth what its beginning is worth."""
+    texts = early_texts(row(6), row(5), most_branches=0)
+    first, second = texts.next(2)
+    assert [worth.probability for worth in texts.worths(2)] == [1.0, 1.0]
+    texts.grew(second.name, [10, 11])
+    texts.ties(second.name, len(PROMPT), float16(9.0, 0.0), as_bytes([90, 91]))
+    assert [worth.probability for worth in texts.worths(2)] == pytest.approx([1.0, 0.5])
+    assert texts.least(1) == [second.name]
+    texts.stopped(first.name)
+    assert [worth.probability for worth in texts.worths(2)] == pytest.approx([0.9, 0.5])
+    texts.ended(second.name)
+    assert [worth.probability for worth in texts.worths(2)] == pytest.approx([0.9])
+
+
 def test_a_branch_of_a_branch_has_the_tokens_of_both_before_it() -> None:
     texts = early_texts(row(6))
     (text,) = texts.next(1)

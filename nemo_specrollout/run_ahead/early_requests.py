@@ -96,13 +96,18 @@ class EngineSize(NamedTuple):
         """Returns the number of blocks that so many tokens of a request take."""
         return -(-num_tokens // self.block_size)
 
+    def blocks_soon(self, num_tokens: int, num_requests: int = 1) -> int:
+        """Returns the number of blocks that requests of so many tokens together take until the next look, at most."""
+        growth = self.step_tokens * (LOOK_STEPS + 2)  # an engine that schedules ahead reports a step late
+        return self.blocks(num_tokens + num_requests * growth) + max(num_requests - 1, 0)  # no two share a block
+
 
 class OwnLoad(NamedTuple):
     """The requests of the present step in an engine."""
 
     num_requests: int = 0
-    num_blocks: int = 0
-    """Blocks that they take, at most. Requests that share a prefix take fewer."""
+    blocks_left: int = 0
+    """Blocks that they and the early requests beside them leave until the next look, at least. Shared prefixes leave more."""
     is_waiting: bool = False
     """Whether one of them has no token yet."""
     lengths: tuple[int, ...] = ()
@@ -166,12 +171,15 @@ class EarlyRequests:
 
     def own_load(self) -> OwnLoad:
         """Returns the load of the requests that are not early."""
-        growth = self.size.step_tokens * (LOOK_STEPS + 2)  # an engine that schedules ahead reports a step late
-        own = [s for s in list(self.processor.request_states.values()) if not is_early(s.external_req_id)]
-        lengths = tuple(0 if s.detokenizer is None else s.detokenizer.num_output_tokens() for s in own)
-        sizes = [s.prompt_len + length + growth for s, length in zip(own, lengths, strict=True)]
-        is_waiting = any(s.is_prefilling for s in own)
-        return OwnLoad(len(own), sum(map(self.size.blocks, sizes)), is_waiting, lengths)
+        states = list(self.processor.request_states.values())
+        sampled_S = [0 if s.detokenizer is None else s.detokenizer.num_output_tokens() for s in states]
+        num_tokens = sum(sampled_S) + sum(s.prompt_len for s in states)
+        own = [i for i, s in enumerate(states) if not is_early(s.external_req_id)]
+        num_coming = max(self.num_running - (len(states) - len(own)), 0)  # vLLM has not taken them yet
+        num_tokens += num_coming * self.longest
+        num_blocks = self.size.blocks_soon(num_tokens, len(states) + num_coming)
+        is_waiting = any(states[i].is_prefilling for i in own)
+        return OwnLoad(len(own), self.size.num_blocks - num_blocks, is_waiting, tuple(sampled_S[i] for i in own))
 
     def set_prices(self, reply: tuple[Sequence[float], float] | None, lengths: Sequence[int]) -> None:
         """Takes what `specrollout_step_seconds` has replied. `lengths` are those of the responses of a rollout."""
@@ -191,13 +199,14 @@ class EarlyRequests:
             return self.running
         wanted = self._wanted(load, running) if load.num_requests else running  # alone, they are in nobody's way
         surplus = running - min(self.size.slots - load.num_requests, wanted)
-        names = self.early.least(min(max(surplus, 0), running))
-        blocks_left = self.size.num_blocks - load.num_blocks - sum(map(self._blocks, set(self._running) - set(names)))
-        for name in self.early.least(running)[len(names) :]:
-            if blocks_left >= 0:
-                break
-            blocks_left += self._blocks(name)
-            names.append(name)
+        blocks_left = load.blocks_left
+        names: list[int] = []
+        if surplus > 0 or blocks_left < 0:
+            for name in self.early.least(running):
+                if len(names) >= surplus and blocks_left >= 0:
+                    break
+                blocks_left += self._blocks(name)
+                names.append(name)
         return names
 
     def has_slot(self, load: OwnLoad) -> bool:
@@ -212,7 +221,7 @@ class EarlyRequests:
         free = min(self.size.slots - load.num_requests - running, STARTS_AT_ONCE)
         free = min(free, self._wanted(load, running + free) - running)
         starts: list[EarlyStart] = []
-        while len(starts) < free and self._has_room(load):
+        while len(starts) < free and self._has_room(load, starts):
             start = next(iter(self.early.next(1)), None)
             if start is None:
                 break
@@ -286,18 +295,20 @@ class EarlyRequests:
         """Returns the number of blocks that a request takes until the next look, at most."""
         running = self._running[name]
         sampled = max((len(s) for s in self._sampled(name)), default=running.num_told)
-        return self.size.blocks(running.num_given + sampled + self.size.step_tokens * (LOOK_STEPS + 2))
+        return self.size.blocks_soon(running.num_given + sampled)
 
     def _sampled(self, name: int) -> Iterator[Sequence[int]]:
         for internal_id in self.processor.external_req_ids.get(engine_id(name), ()):
             yield self.processor.request_states[internal_id].detokenizer.output_token_ids
 
-    def _has_room(self, load: OwnLoad) -> bool:
-        """Returns whether KV is left for one more request, whatever its length, and for all to grow for a while."""
-        one = self.size.blocks(self.longest + self.size.step_tokens * (LOOK_STEPS + 2))
+    def _has_room(self, load: OwnLoad, starts: Sequence[EarlyStart]) -> bool:
+        """Returns whether KV is left for one more request, whatever its length, and for all to grow for a while.
+
+        `starts` are those that the load does not count yet.
+        """
+        num_blocks = sum(self._blocks(start.name) for start in starts) + self.size.blocks_soon(self.longest)
         num_requests = load.num_requests + self.num_running + 1
-        growth = num_requests * self.size.blocks(GROWTH_STEPS)
-        return load.num_blocks + sum(map(self._blocks, self._running)) + one + growth <= self.size.num_blocks
+        return num_blocks + num_requests * self.size.blocks(GROWTH_STEPS) <= load.blocks_left
 
 
 def engine_id(name: int) -> str:

@@ -6,6 +6,7 @@ Knows no engine and no clock, so a simulated engine can use it as well.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -77,6 +78,8 @@ class _Flight:
     """A request of a coming step, with its paths once it is begun."""
 
     row: EarlyRow
+    worth: Worth
+    """Worth of beginning its text."""
     paths: list[_Path] = field(default_factory=list)
 
 
@@ -95,15 +98,16 @@ class EarlyTexts:
             kept: Share of what was made ahead that the last updates have left, for texts that are not begun.
             names: Gives a new number for each request.
         """
-        self._flights = {i: _Flight(row) for i, row in enumerate(rows)}
         self.most_branches = most_branches
         self._choice = BranchChoice(flips, most_branches + 1)
         self._kept = kept
         self._names = names
-        self._running: dict[int, tuple[int, int]] = {}
-        """Index of the row and number of the path of each running request, by its name."""
+        self._flights = {i: _Flight(row, self._text_worth(row)) for i, row in enumerate(rows)}
         self._by_name: dict[int, tuple[int, int]] = {}
-        self._waiting = sorted(self._flights, key=lambda i: -self._text_worth(self._flights[i]).probability)
+        """Index of the row and number of the path of each request, by its name."""
+        self._running: dict[int, Worth] = {}
+        """Worth of each running request by its name, because it is asked for more often than it changes."""
+        self._waiting = sorted(self._flights, key=lambda i: -self._flights[i].worth.probability)
         """Rows that are not begun, best first. Python's sort keeps the order of equals."""
 
     @property
@@ -121,18 +125,17 @@ class EarlyTexts:
 
         Of the branches that could begin only the likeliest is known without beginning it. So the others count as much as it.
         """
-        found = [self._worth(*self._running[name]) for name in self._running]
-        found += [self._text_worth(self._flights[i]) for i in self._waiting[:most]]
+        found = [*self._running.values(), *(self._flights[i].worth for i in self._waiting[:most])]
         best = self._choice.best()
         if best > 0.0:
             found += [Worth(best, best)] * max(most - len(found), 0)
-        return sorted(found, key=lambda worth: -worth.probability)[:most]
+        return sorted(found, key=_probability, reverse=True)[:most]
 
     def next(self, number: int) -> list[EarlyStart]:
         """Returns the best requests to begin, at most `number`, and counts them as running."""
         starts: list[EarlyStart] = []
         while len(starts) < number:
-            text_worth = self._text_worth(self._flights[self._waiting[0]]).probability if self._waiting else 0.0
+            text_worth = self._flights[self._waiting[0]].worth.probability if self._waiting else 0.0
             if self._waiting and text_worth >= self._choice.best():
                 starts.append(self._begin_text(self._waiting.pop(0)))
                 continue
@@ -168,7 +171,8 @@ class EarlyTexts:
 
     def ended(self, name: int) -> None:
         """Notes that a request has ended by itself. All its tokens are known."""
-        index, number = self._running.pop(name)
+        del self._running[name]
+        index, number = self._by_name[name]
         self._flights[index].paths[number].is_complete = True
 
     def stopped(self, name: int) -> None:
@@ -176,15 +180,15 @@ class EarlyTexts:
 
         A text that has no branches yet may begin again, with these tokens as drafts. A branch does not begin again.
         """
-        if name not in self._running:
+        if self._running.pop(name, None) is None:
             return
-        index, number = self._running.pop(name)
+        index, number = self._by_name[name]
         if number == TEXT and len(self._flights[index].paths) == 1:
             self._waiting.insert(0, index)
 
     def least(self, number: int) -> list[int]:
         """Returns the names of the running requests that are worth least, at most `number`."""
-        return sorted(self._running, key=lambda name: self._worth(*self._running[name]).probability)[:number]
+        return sorted(self._running, key=lambda name: self._running[name].probability)[:number]
 
     def texts(self) -> dict[int, TextAhead]:
         """Returns all that is known, by the seeds of the rows. A row of which nothing is known is left out."""
@@ -195,6 +199,7 @@ class EarlyTexts:
         flight = self._flights[index]
         if flight.paths:  # it was stopped
             flight.row = replace(flight.row, known=self._text(flight))
+            flight.worth = self._text_worth(flight.row)
             del self._by_name[flight.paths.pop().name]
             self._choice.close(index)
         known = flight.row.known
@@ -221,8 +226,9 @@ class EarlyTexts:
 
     def _run(self, index: int, path: _Path) -> None:
         paths = self._flights[index].paths
-        self._running[path.name] = self._by_name[path.name] = (index, len(paths))
+        self._by_name[path.name] = (index, len(paths))
         paths.append(path)
+        self._running[path.name] = self._worth(path.name)
 
     def _tokens_before(self, flight: _Flight, number: int, position: int) -> list[int]:
         """Returns the first `position` tokens of the response along a path."""
@@ -241,16 +247,19 @@ class EarlyTexts:
             gap_P = np.array(path.gaps[first:known])
             self._choice.grow(index, number, gap_P, path.runners_up[first:known])
             path.num_grown = known
+            if path.name in self._running:
+                self._running[path.name] = self._worth(path.name)
 
-    def _text_worth(self, flight: _Flight) -> Worth:
+    def _text_worth(self, row: EarlyRow) -> Worth:
         """Returns the worth of beginning the text of a row. A complete one has tokens to make only where it parts."""
-        k = flight.row.steps_ahead
+        k = row.steps_ahead
         probability = self._kept**k
-        if flight.row.known is not None and flight.row.known.is_complete:
+        if row.known is not None and row.known.is_complete:
             probability *= 1.0 - self._kept
         return Worth(probability, float(k))
 
-    def _worth(self, index: int, number: int) -> Worth:
+    def _worth(self, name: int) -> Worth:
+        index, number = self._by_name[name]
         k = self._flights[index].row.steps_ahead
         survival = self._choice.survival(index, number)
         probability = survival * self._kept ** (k - 1)
@@ -275,6 +284,9 @@ class EarlyTexts:
             if num_kept(known.tokens, path.tokens) == len(path.tokens):
                 branches += _beyond(known.branches, len(path.tokens), len(branches))
         return TextAhead(tokens, gaps, runners_up, branches)
+
+
+_probability = attrgetter("probability")
 
 
 def _ties(path: _Path, length: int) -> tuple[bytes, bytes]:

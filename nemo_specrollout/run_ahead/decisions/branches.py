@@ -65,8 +65,10 @@ class BranchChoice:
         self._flips = flips
         self._most_paths = most_paths
         self._paths: dict[Hashable, list[_Path]] = {}
-        self._candidates: list[tuple[float, int, Hashable, int, int]] = []
-        """A heap of branches not yet begun: negative probability, order of arrival, request, path and index in it."""
+        self._candidates: list[tuple[float, int, Hashable, list[_Path], int, int]] = []
+        """A heap of branches not yet begun: negative probability, order of arrival, request, its paths, path and index in it.
+
+        Those of a request that was closed stay until their turn comes. Its paths are no longer the request's then."""
         self._arrivals = 0
 
     def open(self, request: Hashable) -> None:
@@ -78,7 +80,8 @@ class BranchChoice:
 
         The first token of a branch is the runner-up already, and it cannot flip back. So its gap is not told.
         """
-        grown = self._paths[request][path]
+        paths = self._paths[request]
+        grown = paths[path]
         flip_P = self._flips.probability(gap_P)
         survival_P = grown.survival * np.concatenate([[1.0], np.cumprod(1.0 - flip_P)])
         parts_P = survival_P[:-1] * flip_P
@@ -88,7 +91,7 @@ class BranchChoice:
         grown.survival = float(survival_P[-1])
         for index in np.flatnonzero(parts_P >= LEAST_PROBABILITY).tolist():
             self._arrivals += 1
-            heapq.heappush(self._candidates, (-parts_P[index], self._arrivals, request, path, first + index))
+            heapq.heappush(self._candidates, (-parts_P[index], self._arrivals, request, paths, path, first + index))
 
     def survival(self, request: Hashable, path: int) -> float:
         """Returns the probability that the new weights sample all of a path that is known."""
@@ -97,9 +100,8 @@ class BranchChoice:
     def best(self) -> float:
         """Returns the probability of the likeliest branch that is not begun; 0 if there is none."""
         while self._candidates:
-            negative, _, request, _, _ = self._candidates[0]
-            paths = self._paths.get(request)
-            if paths is not None and len(paths) < self._most_paths:
+            negative, _, request, paths, _, _ = self._candidates[0]
+            if self._may_branch(request, paths):
                 return -negative
             heapq.heappop(self._candidates)
         return 0.0
@@ -108,9 +110,8 @@ class BranchChoice:
         """Returns the likeliest branches for as many free slots, and counts them as begun."""
         chosen: list[Branch] = []
         while self._candidates and len(chosen) < num_free:
-            negative, _, request, parent, index = heapq.heappop(self._candidates)
-            paths = self._paths.get(request)
-            if paths is None or len(paths) >= self._most_paths:
+            negative, _, request, paths, parent, index = heapq.heappop(self._candidates)
+            if not self._may_branch(request, paths):
                 continue
             grown = paths[parent]
             first = grown.first + index + (parent > 0)
@@ -122,5 +123,6 @@ class BranchChoice:
     def close(self, request: Hashable) -> None:
         """Forgets a request, with its branches that were not begun."""
         self._paths.pop(request, None)
-        self._candidates = [candidate for candidate in self._candidates if candidate[2] != request]
-        heapq.heapify(self._candidates)
+
+    def _may_branch(self, request: Hashable, paths: list[_Path]) -> bool:
+        return self._paths.get(request) is paths and len(paths) < self._most_paths

@@ -8,6 +8,7 @@ Shapes: R numbers of requests from 0 on, E early requests, best first, L lengths
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +70,7 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
     if not worths:
         return 0
     most = len(prices.seconds_R) - 1
-    probability_E, verified_E = np.array(worths, np.float64).T
+    probability_E, verified_E = np.fromiter(chain.from_iterable(worths), np.float64).reshape(-1, 2).T
     step_E = prices.seconds_R[np.minimum(num_own + 1 + np.arange(len(worths)), most)]
     if num_own == 0:
         rate_E = probability_E.cumsum() / np.maximum(step_E, 1e-9)
