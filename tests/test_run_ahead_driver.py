@@ -17,6 +17,7 @@ from nemo_specrollout.run_ahead.driver import RunAhead
 from nemo_specrollout.run_ahead.early_requests import EarlyFigures, EarlyMade
 from nemo_specrollout.run_ahead.early_texts import EarlyRow
 from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
+from nemo_specrollout.run_ahead.text_store import TextStore
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, TextsAhead
 
 pytestmark = pytest.mark.integration
@@ -234,7 +235,7 @@ def test_an_engine_that_dies_takes_only_its_drafts_along(planners: Engines, dead
 
 def test_too_little_memory_for_texts_is_an_alarm(planners: Engines) -> None:
     ahead = RunAhead(EngineClient(planners), RunAheadConfig(steps=2))
-    ahead._store = type(ahead._store)(40)  # ten tokens
+    ahead._coming._store = TextStore(40)  # ten tokens
     ahead.plan(0, [rows_of(1), rows_of(2)])
     ahead.work(after=0)
     wait_until_done(ahead)

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from nemo_specrollout.config.block import RunAheadConfig
+from nemo_specrollout.generation.engine.requests import as_bytes
 from nemo_specrollout.nemo_rl.peeked_batches import PeekedBatches
 from nemo_specrollout.nemo_rl.row_seeds import Row
 from nemo_specrollout.nemo_rl.run_facts import changed_seed
 from nemo_specrollout.reports.ahead_records import flight_figures, kept_figures, saved_figures
+from nemo_specrollout.run_ahead.coming_texts import ComingTexts, shares
 from nemo_specrollout.run_ahead.decisions.steps_ahead import Flight, StepsAhead
-from nemo_specrollout.run_ahead.driver import shares
+from nemo_specrollout.run_ahead.early_requests import EarlyFigures, EarlyMade
 from nemo_specrollout.run_ahead.early_texts import EarlyRow
 from nemo_specrollout.run_ahead.text_store import TextStore
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
@@ -110,7 +113,33 @@ def test_every_engine_gets_its_share_of_every_step() -> None:
     steps = [[EarlyRow([k], Row(10 * k + i, 1)) for i in range(4)] for k in (1, 2)]
     dealt = [[row.row.seed for row in rows] for rows in shares(steps, 2)]
     assert dealt == [[10, 11, 20, 21], [12, 13, 22, 23]]
-    assert [len(rows) for rows in shares(steps, 8)] == [0, 2] * 4
+    assert [len(rows) for rows in shares(steps, 8)] == [2, 0] * 4
+
+
+def test_coming_texts_between_two_plans() -> None:
+    """Texts go to their rows in the next plan. Of a step's own texts it is learned what was right."""
+    coming = ComingTexts(RunAheadConfig(steps="auto"))
+    steps = [[EarlyRow([k], Row(10 * k + i, 1)) for i in range(2)] for k in (1, 2)]
+    assert coming.steps == 1
+    _, second = coming.plans(0, steps, 2)
+    assert [(row.row.seed, row.steps_ahead, row.known) for row in second.rows] == [(11, 1, None), (21, 2, None)]
+    text = TextAhead(as_bytes([5, 6, 7, 8]))
+    made = [EarlyMade({seed: text for seed in seeds}, EarlyFigures(alone_s=3.0)) for seeds in ([10], [11, 21])]
+    coming.keep(made, is_interrupted=True)
+    assert coming.steps == 1, "an interrupted plan does not say how far the engines come"
+    (again,) = coming.plans(1, steps[1:], 1)
+    assert [row.known for row in again.rows] == [None, text] and coming.of(1) == {10: text, 11: text}
+    found = coming.learn(1, KeptCounts(num_made=8, num_kept=6, num_right=6, num_tokens=8, num_texts=2))
+    assert (found["ahead_tokens"], found["ahead_tokens_2"], found["ahead_kept"]) == (8.0, 4.0, 0.75)
+    assert (found["ahead_s"], found["ahead_steps"]) == (6.0, 1.0) and coming.plans(1, [], 1)[0].kept != again.kept
+    assert not coming.take_alarms()
+    coming.learn(1, KeptCounts(num_made=8, num_tokens=8, num_texts=2))
+    (alarm,) = coming.take_alarms()
+    assert alarm.startswith("0% of 8 tokens") and not coming.take_alarms()
+    coming.plans(1, steps[1:], 1)
+    coming.keep([EarlyMade({20: text}, EarlyFigures())])
+    coming.forget_before(2)
+    assert not coming.of(1) and set(coming.of(2)) == {20, 21}
 
 
 def test_figures_of_texts_made_ahead() -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lab.local.texts_in_flight import AheadPlan
+from nemo_specrollout.run_ahead.coming_texts import AheadPlan
 from nemo_specrollout.run_ahead.early_requests import EarlyMade
 from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 

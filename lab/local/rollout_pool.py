@@ -26,8 +26,8 @@ from lab.local.early_work import EarlyWork
 from lab.local.engine import RolloutEngine
 from lab.local.run_sections import GenerationConfig
 from lab.local.shared_weights import Packed, opened, packed, wait_for_gpu
-from lab.local.texts_in_flight import AheadPlan
 from lab.local.turn_engine import ReloadingTurnEngine
+from nemo_specrollout.run_ahead.coming_texts import AheadPlan
 from nemo_specrollout.run_ahead.early_requests import EarlyMade
 from nemo_specrollout.stragglers.decisions.speed_table import draft_method
 from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult

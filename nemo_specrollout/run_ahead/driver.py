@@ -7,20 +7,15 @@ the same requests under the same noise. Nothing else ever sees these texts.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 import ray
 
 from nemo_specrollout.config.block import RunAheadConfig
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
-from nemo_specrollout.reports.ahead_records import flight_figures, kept_figures
-from nemo_specrollout.reports.records import PREFIX, ahead_alarms, ahead_figures
-from nemo_specrollout.run_ahead.decisions.flips import FlipModel
-from nemo_specrollout.run_ahead.decisions.steps_ahead import Flight, StepsAhead
-from nemo_specrollout.run_ahead.early_requests import EarlyFigures
+from nemo_specrollout.reports.records import PREFIX
+from nemo_specrollout.run_ahead.coming_texts import ComingTexts
 from nemo_specrollout.run_ahead.early_texts import EarlyRow
-from nemo_specrollout.run_ahead.text_store import TextStore
 from nemo_specrollout.run_ahead.texts import KeptCounts
 
 Parameters = ParamSpec("Parameters")
@@ -72,7 +67,7 @@ def replies_of(calls: Sequence[Any]) -> Iterator[Any]:
 
 
 class RunAhead:
-    """Lets engines decode requests of coming steps. Owns their texts between two rollouts, and the thread of idle engines.
+    """Lets engines decode requests of coming steps. Owns `ComingTexts`, and the thread of idle engines.
 
     The weights of a policy version arrive, and `plan` tells the engines what they may begin in slots that the rollout leaves
     empty. `work` lets engines that have nothing else to do go on with it, in slices. `end` stops all of it before the weights
@@ -83,20 +78,10 @@ class RunAhead:
 
     def __init__(self, engines: Engines, config: RunAheadConfig) -> None:
         self._engines = engines
-        self._config = config
-        self._store = TextStore(config.text_bytes)
-        self._flips = FlipModel()
-        self._depth = StepsAhead()
-        self._rows: dict[int, list[int]] = {}
-        """Seeds of the requests of the latest plan, by the policy version of their step."""
-        self._is_planned = False
-        self._num_planned = 0
-        self._figures: EarlyFigures | None = None
-        """What the engines did for coming steps since the last step, added up. None if they had no plan."""
-        self._version: int | None = None
+        self._coming = ComingTexts(config)
+        self._version = 0
         """Policy version of the latest plan."""
-        self._in_flight: list[int] = []
-        """Tokens in flight when its weights arrived: for its own step, and for each one after it."""
+        self._is_planned = False
         self._alarms: list[str] = []
         self._stop = threading.Event()
         self._after = 0
@@ -105,7 +90,7 @@ class RunAhead:
     @property
     def steps(self) -> int:
         """How many coming steps the next plan should have."""
-        return self._depth.steps if isinstance(self._config.steps, str) else self._config.steps
+        return self._coming.steps
 
     def plan(self, version: int, steps: Sequence[Sequence[EarlyRow]]) -> None:
         """Gives the engines the texts of the step whose weights they have, and their shares of the coming steps' requests.
@@ -115,22 +100,19 @@ class RunAhead:
             steps: Requests of each coming step, of which the first is that of `version` + 1.
         """
         self.end(keeps_cache=True, is_interrupted=True)
-        self._store.forget_before(version)
-        self._note_flights(version)
-        texts_once: Any = ray.put(self._store.of(version))  # stored once for all engines
-        every = range(self._engines.num_engines)
+        self._version = version
+        self._coming.forget_before(version)
+        texts_once: Any = ray.put(self._coming.of(version))  # stored once for all engines
+        num_engines = self._engines.num_engines
         start = self._engines.start
-        calls = [start(engine, EngineActorCalls.specrollout_texts_ahead, texts=texts_once) for engine in every]
-        self._rows = {version + k: [row.row.seed for row in rows] for k, rows in enumerate(steps, 1)}
-        known = [self._with_texts(version + k, k, rows) for k, rows in enumerate(steps, 1)]
+        take = EngineActorCalls.specrollout_texts_ahead
+        calls = [start(engine, take, texts=texts_once) for engine in range(num_engines)]
+        plans = self._coming.plans(version, steps, num_engines)
         self._is_planned = any(steps)
-        self._num_planned = len(steps)
         if self._is_planned:
-            plan = EngineActorCalls.specrollout_plan_ahead
-            scale = self._flips.scale
-            kept = self._depth.kept
-            for engine, rows in enumerate(shares(known, self._engines.num_engines)):
-                calls.append(start(engine, plan, rows=rows, scale=scale, kept=kept))
+            begin = EngineActorCalls.specrollout_plan_ahead
+            for engine, plan in enumerate(plans):
+                calls.append(start(engine, begin, rows=plan.rows, scale=plan.scale, kept=plan.kept))
         list(replies_of(calls))
 
     def work(self, after: int) -> None:
@@ -166,18 +148,7 @@ class RunAhead:
         every = range(self._engines.num_engines)
         end = EngineActorCalls.specrollout_end_ahead
         calls = [self._engines.start(engine, end, keeps_cache=keeps_cache) for engine in every]
-        version_of = {seed: version for version, seeds in self._rows.items() for seed in seeds}
-        for made in replies_of(calls):
-            by_version: dict[int, dict[int, Any]] = {}
-            for seed, text in made.texts.items():
-                by_version.setdefault(version_of[seed], {})[seed] = text
-            for version, texts in by_version.items():
-                self._store.put(version, texts)
-            self._figures = made.figures if self._figures is None else self._figures.plus(made.figures)
-        self._trim()
-        if not is_interrupted:
-            flights = [Flight(len(seeds), len(self._store.of(later))) for later, seeds in sorted(self._rows.items())]
-            self._depth.observe_flights(flights)
+        self._coming.keep(replies_of(calls), is_interrupted=is_interrupted)
 
     def figures(self, token_s: float | None = None) -> tuple[dict[str, float], list[str]]:
         """Returns the metrics and alarms of the step of the latest plan, whose responses have all been made.
@@ -190,22 +161,10 @@ class RunAhead:
         kept = KeptCounts()
         for counts in replies_of(calls):
             kept = kept.plus(counts)
-        if kept.num_texts:
-            self._flips.observe_counts(kept.gaps_G, kept.num_flips)
-            self._depth.observe_kept(kept.num_made, kept.num_right)
-        if token_s is not None and isinstance(self._config.steps, str):
+        metrics = self._coming.learn(self._version, kept)
+        if token_s is not None and self._coming.chooses_steps:
             self._observe_price(token_s)
-        in_flight = self._in_flight
-        num_made = in_flight[0] if in_flight else 0
-        effort = self._figures or EarlyFigures()
-        metrics = {
-            **ahead_figures(num_made, kept.num_kept, kept.num_tokens, effort.alone_s / self._engines.num_engines),
-            **flight_figures(in_flight),
-            **kept_figures(kept._asdict()),
-            **effort.metrics(self._num_planned),
-        }
-        self._figures = None
-        alarms = self._alarms + ahead_alarms(num_made, kept.num_right)
+        alarms = self._alarms + self._coming.take_alarms()
         self._alarms = []
         return {PREFIX + name: value for name, value in metrics.items()}, alarms
 
@@ -215,28 +174,7 @@ class RunAhead:
         call = self._engines.start(0, EngineActorCalls.specrollout_call, method=method, arguments=[])
         for prices in replies_of([call]):
             if prices is not None:
-                self._depth.observe_price(prices[1], token_s)
-
-    def _note_flights(self, version: int) -> None:
-        """Notes what is in flight for the step of a policy version, whose weights have arrived, and for those after it."""
-        if version != self._version:
-            last = max(self._rows, default=version)
-            self._version = version
-            self._in_flight = [self._store.num_tokens(later) for later in range(version, last + 1)]
-
-    def _with_texts(self, version: int, steps_ahead: int, rows: Sequence[EarlyRow]) -> list[EarlyRow]:
-        known = self._store.of(version)
-        return [EarlyRow(row.prompt, row.row, steps_ahead, known.get(row.row.seed)) for row in rows]
-
-    def _trim(self) -> None:
-        """Forgets texts for which there is no room. An alarm says so if even the next step's do not fit."""
-        forgotten = self._store.trim()
-        nearest = min(self._rows, default=0)
-        if lost := forgotten.get(nearest):
-            self._alarms.append(
-                f"{lost} texts of the next step did not fit into run_ahead.text_mib {self._config.text_mib}, so their "
-                "requests begin without drafts: raise it"
-            )
+                self._coming.observe_price(prices[1], token_s)
 
     def _run(self) -> None:
         """Asks each engine for slice after slice, until its requests have ended or `end` is called. Runs in the thread."""
@@ -258,16 +196,3 @@ class RunAhead:
         """Begins a slice of an engine. Returns Ray's reference to the reply."""
         run_ahead = EngineActorCalls.specrollout_run_ahead
         return self._engines.start(engine, run_ahead, seconds=SLICE_S, after=self._after)
-
-
-def shares(steps: Sequence[Sequence[EarlyRow]], num_engines: int) -> list[list[EarlyRow]]:
-    """Deals the requests of each step to the engines. Returns each engine's, the nearest step first.
-
-    Neighbours stay together, because the samples of a prompt share its cached prefix.
-    """
-    dealt: list[list[EarlyRow]] = [[] for _ in range(num_engines)]
-    for rows in steps:
-        ends = [len(rows) * i // num_engines for i in range(num_engines + 1)]
-        for share, (first, last) in zip(dealt, pairwise(ends), strict=True):
-            share.extend(rows[first:last])
-    return dealt

@@ -111,13 +111,8 @@ class EarlyTexts:
         """Rows that are not begun, best first. Python's sort keeps the order of equals."""
 
     @property
-    def num_running(self) -> int:
-        """Early requests that the engine has begun and neither ended nor stopped."""
-        return len(self._running)
-
-    @property
     def running(self) -> list[int]:
-        """Their names."""
+        """Names of the requests that the engine has begun and neither ended nor stopped."""
         return list(self._running)
 
     def worths(self, most: int) -> list[Worth]:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The texts of coming steps between two plans of the engines, and what updates have taught about them (`run_ahead`).
+
+Knows no Ray, no thread and no engine, so the driver of a NeMo-RL run and that of a local run both own one.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from nemo_specrollout.config.block import RunAheadConfig
+from nemo_specrollout.reports.ahead_records import flight_figures, kept_figures
+from nemo_specrollout.reports.records import ahead_alarms, ahead_figures
+from nemo_specrollout.run_ahead.decisions.flips import FlipModel
+from nemo_specrollout.run_ahead.decisions.steps_ahead import Flight, StepsAhead
+from nemo_specrollout.run_ahead.early_requests import EarlyFigures, EarlyMade
+from nemo_specrollout.run_ahead.early_texts import EarlyRow
+from nemo_specrollout.run_ahead.text_store import TextStore
+from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
+
+
+@dataclass(frozen=True)
+class AheadPlan:
+    """What an engine may begin early, and what is known of updates."""
+
+    rows: Sequence[EarlyRow]
+    """Requests of coming steps with what is known of them, the nearest step first."""
+    scale: float
+    """How far updates move differences of scores, in nats (`FlipModel`)."""
+    kept: float
+    """Share of what was made ahead that an update leaves right."""
+
+
+class ComingTexts:
+    """Owns the texts of coming steps, by the policy version of their step, while no engine works on them.
+
+    `plans` says what each engine may begin, `keep` takes what engines have made when they end a plan, and `learn` takes how
+    much of a step's texts was right.
+    """
+
+    def __init__(self, config: RunAheadConfig) -> None:
+        """`config` bounds the steps and the memory of the texts."""
+        self._config = config
+        self._store = TextStore(config.text_bytes)
+        self._flips = FlipModel()
+        self._depth = StepsAhead()
+        self._planned: dict[int, list[int]] = {}
+        """Seeds of the requests of the latest plan, by the policy version of their step."""
+        self._num_engines = 1
+        """Engines of the latest plan."""
+        self._version: int | None = None
+        """Policy version of the latest plan."""
+        self._in_flight: list[int] = []
+        """Tokens in flight when its weights arrived, for its own step and for each one after it."""
+        self._effort = EarlyFigures()
+        """What engines did for coming steps since the last step, added up."""
+        self._alarms: list[str] = []
+
+    @property
+    def chooses_steps(self) -> bool:
+        """Whether the number of coming steps depends on what is measured."""
+        return isinstance(self._config.steps, str)
+
+    @property
+    def steps(self) -> int:
+        """How many coming steps the next plan should have."""
+        return self._depth.steps if isinstance(self._config.steps, str) else self._config.steps
+
+    def of(self, version: int) -> dict[int, TextAhead]:
+        """Returns the texts of the step of a policy version, by the seeds of their requests."""
+        return self._store.of(version)
+
+    def forget_before(self, version: int) -> None:
+        """Forgets the texts of steps before that of a policy version."""
+        self._store.forget_before(version)
+
+    def plans(self, version: int, steps: Sequence[Sequence[EarlyRow]], num_engines: int) -> list[AheadPlan]:
+        """Returns what each engine may begin early, in the order of the engines.
+
+        Args:
+            version: Policy version of the weights that the engines have.
+            steps: Requests of each coming step, of which the first is that of `version` + 1.
+            num_engines: Engines that get a plan.
+        """
+        self._note_flights(version)
+        by_version = dict(enumerate(steps, version + 1))
+        self._planned = {later: [row.row.seed for row in rows] for later, rows in by_version.items()}
+        self._num_engines = num_engines
+        known = [self._with_texts(later, later - version, rows) for later, rows in by_version.items()]
+        return [AheadPlan(rows, self._flips.scale, self._depth.kept) for rows in shares(known, num_engines)]
+
+    def keep(self, made_E: Iterable[EarlyMade], *, is_interrupted: bool = False) -> None:
+        """Takes what engines have made of the latest plan. An alarm says so if even the next step's texts do not fit.
+
+        A plan that `is_interrupted` before the weights change says nothing of how much engines can begin in a step's time.
+        """
+        version_of = {seed: version for version, seeds in self._planned.items() for seed in seeds}
+        for made in made_E:
+            self._effort = self._effort.plus(made.figures)
+            for seed, text in made.texts.items():
+                self._store.put(version_of[seed], {seed: text})
+        if lost := self._store.trim().get(min(self._planned, default=0)):
+            self._alarms.append(
+                f"{lost} texts of the next step did not fit into run_ahead.text_mib {self._config.text_mib}, so their "
+                "requests begin without drafts: raise it"
+            )
+        if not is_interrupted:
+            flights = [Flight(len(seeds), len(self.of(later))) for later, seeds in self._planned.items()]
+            self._depth.observe_flights(flights)
+
+    def learn(self, version: int, kept: KeptCounts) -> dict[str, float]:
+        """Learns from the responses of a policy version's step how much of its texts was right. Returns the step's metrics.
+
+        Its texts must not be forgotten yet.
+        """
+        if kept.num_texts:
+            self._flips.observe_counts(kept.gaps_G, kept.num_flips)
+            self._depth.observe_kept(kept.num_made, kept.num_right)
+            self._alarms += ahead_alarms(kept.num_made, kept.num_right)
+        effort = self._effort
+        self._effort = EarlyFigures()
+        num_made = self._store.num_tokens(version)
+        return {
+            **ahead_figures(num_made, kept.num_kept, kept.num_tokens, effort.alone_s / self._num_engines),
+            **flight_figures(self._in_flight),
+            **kept_figures(kept._asdict()),
+            **effort.metrics(len(self._planned)),
+        }
+
+    def observe_price(self, verify_row_s: float, token_s: float) -> None:
+        """Takes the measured seconds of a verified row, and of a token of a rollout by plain decoding."""
+        self._depth.observe_price(verify_row_s, token_s)
+
+    def take_alarms(self) -> list[str]:
+        """Returns the alarms since the last call."""
+        alarms = self._alarms
+        self._alarms = []
+        return alarms
+
+    def _note_flights(self, version: int) -> None:
+        """Notes what is in flight for the step of a policy version, whose weights have arrived, and for those after it."""
+        if version != self._version:
+            last = max(self._planned, default=version)
+            self._version = version
+            self._in_flight = [self._store.num_tokens(later) for later in range(version, last + 1)]
+
+    def _with_texts(self, version: int, steps_ahead: int, rows: Sequence[EarlyRow]) -> list[EarlyRow]:
+        known = self.of(version)
+        return [replace(row, steps_ahead=steps_ahead, known=known.get(row.row.seed)) for row in rows]
+
+
+def shares(steps: Sequence[Sequence[EarlyRow]], num_engines: int) -> list[list[EarlyRow]]:
+    """Deals the requests of each step to the engines. Returns each engine's, the nearest step first.
+
+    Neighbours stay together, because the samples of a prompt share its cached prefix.
+    """
+    dealt: list[list[EarlyRow]] = [[] for _ in range(num_engines)]
+    for rows in steps:
+        ends = [-(-len(rows) * i // num_engines) for i in range(num_engines + 1)]
+        for share, (first, last) in zip(dealt, pairwise(ends), strict=True):
+            share.extend(rows[first:last])
+    return dealt
