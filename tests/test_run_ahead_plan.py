@@ -133,6 +133,7 @@ def test_coming_texts_between_two_plans() -> None:
     assert (found["ahead_tokens"], found["ahead_tokens_2"], found["ahead_kept"]) == (8.0, 4.0, 0.75)
     assert (found["ahead_s"], found["ahead_steps"]) == (6.0, 1.0) and coming.plans(1, [], 1)[0].kept != again.kept
     assert not coming.take_alarms()
+    assert coming.plans(1, steps, 0) == [], "all engines are dead"
     coming.learn(1, KeptCounts(num_made=8, num_tokens=8, num_texts=2))
     (alarm,) = coming.take_alarms()
     assert alarm.startswith("0% of 8 tokens") and not coming.take_alarms()

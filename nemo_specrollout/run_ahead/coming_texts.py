@@ -47,7 +47,7 @@ class ComingTexts:
         self._planned: dict[int, list[int]] = {}
         """Seeds of the requests of the latest plan, by the policy version of their step."""
         self._num_engines = 1
-        """Engines of the latest plan."""
+        """Engines of the latest plan, at least 1."""
         self._version: int | None = None
         """Policy version of the latest plan."""
         self._in_flight: list[int] = []
@@ -80,12 +80,12 @@ class ComingTexts:
         Args:
             version: Policy version of the weights that the engines have.
             steps: Requests of each coming step, of which the first is that of `version` + 1.
-            num_engines: Engines that get a plan.
+            num_engines: Engines that get a plan; 0 while all are dead.
         """
         self._note_flights(version)
         by_version = dict(enumerate(steps, version + 1))
         self._planned = {later: [row.row.seed for row in rows] for later, rows in by_version.items()}
-        self._num_engines = num_engines
+        self._num_engines = max(num_engines, 1)
         known = [self._with_texts(later, later - version, rows) for later, rows in by_version.items()]
         return [AheadPlan(rows, self._flips.scale, self._depth.kept) for rows in shares(known, num_engines)]
 
@@ -156,7 +156,7 @@ def shares(steps: Sequence[Sequence[EarlyRow]], num_engines: int) -> list[list[E
     """
     dealt: list[list[EarlyRow]] = [[] for _ in range(num_engines)]
     for rows in steps:
-        ends = [-(-len(rows) * i // num_engines) for i in range(num_engines + 1)]
+        ends = [-(-len(rows) * i // max(num_engines, 1)) for i in range(num_engines + 1)]
         for share, (first, last) in zip(dealt, pairwise(ends), strict=True):
             share.extend(rows[first:last])
     return dealt
