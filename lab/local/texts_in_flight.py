@@ -92,6 +92,7 @@ class TextsInFlight:
         step_of = {seed: step for step, seeds in self._planned.items() for seed in seeds}
         for made in made_E:
             self._effort = self._effort.plus(made.figures)
+            self._flips.observe_counts(made.flips.gaps_G, made.flips.num_flips, is_same_update=True)
             for seed, text in made.texts.items():
                 self._store.put(step_of[seed], {seed: text})
         if forgotten := self._store.trim().get(min(self._planned, default=0)):

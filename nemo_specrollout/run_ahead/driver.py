@@ -95,6 +95,8 @@ class RunAhead:
         """What the engines did for coming steps since the last step, added up. None if they had no plan."""
         self._version: int | None = None
         """Policy version of the latest plan."""
+        self._has_new_weights = True
+        """Whether it is the first plan of that version, so that known texts were made by weights before it."""
         self._in_flight: list[int] = []
         """Tokens in flight when its weights arrived: for its own step, and for each one after it."""
         self._alarms: list[str] = []
@@ -116,6 +118,7 @@ class RunAhead:
         """
         self.end(keeps_cache=True, is_interrupted=True)
         self._store.forget_before(version)
+        self._has_new_weights = version != self._version
         self._note_flights(version)
         texts_once: Any = ray.put(self._store.of(version))  # stored once for all engines
         every = range(self._engines.num_engines)
@@ -173,6 +176,8 @@ class RunAhead:
                 by_version.setdefault(version_of[seed], {})[seed] = text
             for version, texts in by_version.items():
                 self._store.put(version, texts)
+            if self._has_new_weights:
+                self._flips.observe_counts(made.flips.gaps_G, made.flips.num_flips, is_same_update=True)
             self._figures = made.figures if self._figures is None else self._figures.plus(made.figures)
         self._trim()
         if not is_interrupted:
@@ -202,7 +207,7 @@ class RunAhead:
             **ahead_figures(num_made, kept.num_kept, kept.num_tokens, effort.alone_s / self._engines.num_engines),
             **flight_figures(in_flight),
             **kept_figures(kept._asdict()),
-            **effort.metrics(self._num_planned),
+            **effort.metrics(self._num_planned, self._engines.num_engines),
         }
         self._figures = None
         alarms = self._alarms + ahead_alarms(num_made, kept.num_right)
