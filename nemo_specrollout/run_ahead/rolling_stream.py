@@ -162,6 +162,7 @@ class RollingStream:
                 self._changed.clear()
                 self._give_way()
                 load = self._load(early)
+                early.note_time(load.num_requests, asyncio.get_running_loop().time())
                 has_slots = load.num_requests + early.num_running < early.size.slots and not load.is_waiting
                 if self._is_due and has_slots and load.num_requests <= num_before:
                     await self._ask_worker(early, load)
