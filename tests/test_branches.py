@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nemo_specrollout.run_ahead.decisions.branches import Branch, BranchChoice
-from nemo_specrollout.run_ahead.decisions.flips import FlipModel
+from nemo_specrollout.run_ahead.decisions.flips import FlipModel, counts_of_gaps
 
 pytestmark = pytest.mark.unit
 LENGTH = 400
@@ -42,6 +42,20 @@ def test_the_scale_of_an_update_is_found_from_flips_and_gaps() -> None:
             gap_P = rng.exponential(1.0, 400_000)
             model.observe(gap_P, int((rng.logistic(0.0, scale, len(gap_P)) > gap_P).sum()))
         assert model.scale == pytest.approx(scale, rel=0.2)
+
+
+def test_texts_that_met_the_same_update_count_as_if_they_had_come_at_once() -> None:
+    """While those of an earlier update count less."""
+    gap_P = np.full(1_000, 0.01)
+    together, in_parts, later = FlipModel(), FlipModel(), FlipModel()
+    for model in (together, in_parts, later):
+        model.observe(gap_P, 100)
+    together.observe_counts(counts_of_gaps(np.tile(gap_P, 2)), 300)
+    in_parts.observe_counts(counts_of_gaps(gap_P), 100)
+    in_parts.observe_counts(counts_of_gaps(gap_P), 200, is_same_update=True)
+    later.observe_counts(counts_of_gaps(gap_P), 100)
+    later.observe_counts(counts_of_gaps(gap_P), 200)
+    assert in_parts.scale == together.scale < later.scale
 
 
 def test_a_run_without_flips_keeps_expecting_a_few() -> None:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts in flight: what is begun first, what is known in the end, how much of it was right, and how many requests pay."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from nemo_specrollout.generation.engine.ahead_branches import AheadBranch, unpack
 from nemo_specrollout.generation.engine.requests import as_bytes
-from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, Worth, mean_token_s, num_early
+from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, PlainRollout, Worth, num_early
 from nemo_specrollout.run_ahead.decisions.flips import FlipModel, counts_of_gaps
+from nemo_specrollout.run_ahead.early_requests import EarlyRequests, EngineSize, OwnLoad
 from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyTexts
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, TextsAhead, compare
 
@@ -129,8 +131,30 @@ def test_a_text_that_gave_way_begins_again_with_what_it_has_made() -> None:
 def test_a_row_that_is_not_begun_keeps_what_is_known_of_it() -> None:
     known = TextAhead(as_bytes([10]), is_complete=True)
     texts = early_texts(row(6, known=known), row(7))
-    assert texts.texts() == {6: known}
+    assert texts.texts() == {6: replace(known, num_older=1)}, "weights before the present ones have made it"
     assert texts.next(1)[0].row.row.seed == 7, "a complete text has tokens to make only if it parts"
+
+
+def test_rows_that_were_known_before_tell_what_the_last_update_has_changed() -> None:
+    """Each of them once, as far as the weights before have made it."""
+    gaps = float16(1.0, 2.0, 3.0, 4.0)
+    known = TextAhead(as_bytes([10, 11, 12, 13]), gaps, as_bytes([90, 91, 92, 93]), num_older=1)
+    texts = early_texts(row(6, known=known), row(7, known=known), row(8, known=known), row(9))
+    same, parted, late, new = texts.next(4)
+    texts.grew(same.name, [10, 11, 12, 13, 14])
+    texts.grew(parted.name, [10, 91])
+    texts.grew(late.name, [10, 11, 12, 93])  # a change of the last token may be of either update
+    texts.grew(new.name, [10])
+    expected = counts_of_gaps(np.array([1.0, 2.0, 3.0, 1.0, 2.0, 1.0, 2.0, 3.0]))
+    for _ in range(2):
+        seen = texts.flips()
+        assert (seen.num_texts, seen.num_flips) == (3, 1)
+        assert np.array_equal(seen.gaps_G, expected)
+    texts.stopped(parted.name)
+    (again,) = texts.next(1)
+    texts.grew(again.name, [10])
+    assert texts.flips().num_flips == 1 and np.array_equal(texts.flips().gaps_G, expected)
+    assert [texts.texts()[seed].num_older for seed in (6, 7, 8, 9)] == [0, 2, 0, 0]
 
 
 def test_what_was_right_counts_the_branches_that_the_response_followed() -> None:
@@ -152,23 +176,65 @@ def test_what_was_right_counts_the_branches_that_the_response_followed() -> None
 
 def test_the_mean_time_of_a_token_counts_the_steps_of_a_draining_batch() -> None:
     seconds_R = np.array([0.0, 1.0, 1.5, 2.0])
-    assert mean_token_s(seconds_R, np.array([1, 3])) == pytest.approx((1.5 + 2 * 1.0) / 4)
-    assert mean_token_s(seconds_R, np.array([2, 2, 2, 2, 2, 2])) == pytest.approx(2 * 2 * 2.0 / 12)
-    assert mean_token_s(seconds_R, np.zeros(0)) == 0.0
+    assert PlainRollout(seconds_R, [1, 3]).token_s == pytest.approx((1.5 + 2 * 1.0) / 4)
+    assert PlainRollout(seconds_R, [2, 2, 2, 2, 2, 2]).token_s == pytest.approx(2 * 2 * 2.0 / 12)
+    assert PlainRollout(seconds_R, []).token_s == 0.0
+
+
+def test_a_phase_spares_the_time_of_the_positions_to_which_it_lets_a_text_get() -> None:
+    """Of four responses three end after 2 tokens and one after 8. A step takes a second, and 0.1 more for each request."""
+    plain = PlainRollout(1.0 + 0.1 * np.arange(9), [2, 2, 2, 8])
+    assert plain.spared_s(8.0, np.zeros(1), np.ones(1)) == pytest.approx(plain.token_s)
+
+    def spared_s(known: float, steps_ahead: int) -> float:
+        return float(plain.spared_s(2.0, np.array([known]), np.array([steps_ahead]))[0])
+
+    assert spared_s(0, 1) == pytest.approx(2 * 1.4 / 8)  # the first two tokens of all responses
+    assert spared_s(2, 1) == pytest.approx(1.1)  # only the longest response has these
+    assert spared_s(0, 3) == pytest.approx(2 * 1.1 / 8)  # it gets from 4 to 6 because all begin now
+    assert spared_s(6, 2) == 0.0  # it will have ended one phase earlier
+    assert [spared_s(8, 1), spared_s(20, 1)] == pytest.approx([1.1, 1.1])  # longer than any response so far
 
 
 def test_early_requests_begin_where_rows_are_nearly_free_and_not_where_they_cost_what_they_spare() -> None:
     texts = [Worth(0.95, 1.0)] * 30
-    free = EarlyPrices(7.0 + 0.01 * np.arange(65), 0.02, 0.3)
+    free = EarlyPrices(7.0 + 0.01 * np.arange(65), 0.02, plain_of(0.3))
     assert num_early(free, 8, texts) == 30
-    dear = EarlyPrices(0.5 * np.arange(65), 0.5, 0.55)
+    dear = EarlyPrices(0.5 * np.arange(65), 0.5, plain_of(0.55))
     assert num_early(dear, 8, texts) == 0
-    eight_at_once = EarlyPrices(np.maximum(np.arange(65.0), 8.0), 1.0, 1.6)
+    eight_at_once = EarlyPrices(np.maximum(np.arange(65.0), 8.0), 1.0, plain_of(1.6))
     assert num_early(eight_at_once, 2, texts) == 6
     assert num_early(eight_at_once, 0, texts) == 30
     unlikely = [Worth(0.02, 4.0)] * 30
     assert num_early(free, 8, unlikely) == 0
     assert num_early(free, 8, []) == 0
+    assert free.delay_s(8, 30) == pytest.approx(0.3) and free.delay_s(60, 30) == pytest.approx(0.04)
+
+
+def test_the_delay_of_own_requests_is_counted_by_prices() -> None:
+    """Samples of one prompt find it cached, and a known text is verified beside the engine's own requests."""
+    texts = early_texts(row(5), row(6, known=TextAhead(as_bytes([10] * 20))))
+    nothing = SimpleNamespace(external_req_ids={}, request_states={})
+    early = EarlyRequests(nothing, EngineSize(8, 1000, 16, 5), texts)
+    early.set_prices(([0.0, *(1.0 + 0.1 * np.arange(8))], 0.01), [100, 100])
+    assert len(early.begin(OwnLoad(2, blocks_left=1000))) == 2
+    assert early.figures.delay_s == pytest.approx((len(PROMPT) + 20) * 0.01)
+    early.note_step(2)
+    assert early.figures.delay_s == pytest.approx(0.23 + 0.2)
+    early.note_time(2, 50.0)
+    known_s = early.figures.delay_s
+    early.note_time(2, 51.3)  # one step, which is 0.2 longer
+    assert early.figures.delay_s - known_s == pytest.approx(0.2)
+    early.note_time(0, 60.0)
+    early.stopped(early.running)
+    early.note_step(2)
+    assert early.figures.delay_s - known_s == pytest.approx(0.2) and early.figures.num_steps_beside == 1
+    assert early.figures.metrics(2, 4)["ahead_delay_s"] == pytest.approx(early.figures.delay_s / 4)
+
+
+def plain_of(token_s: float) -> PlainRollout:
+    """A rollout in which every token takes as long."""
+    return PlainRollout(np.array([0.0, token_s]), [100])
 
 
 def test_a_branch_may_begin_with_the_first_token() -> None:

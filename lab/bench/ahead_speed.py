@@ -64,6 +64,8 @@ class Timed:
     """Engine steps."""
     num_early: int = 0
     """Tokens that were made for coming requests meanwhile."""
+    delay_s: float = 0.0
+    """Seconds that these have cost the rollout by the measured prices."""
 
 
 class AheadSpeed:
@@ -109,7 +111,8 @@ class AheadSpeed:
         """Rolls out while coming requests may use free slots. What they make is dropped."""
         self._rolling[BESIDE].plan(self._early(coming), FlipModel().scale, 1.0)
         timed = self._roll_out(BESIDE, requests)
-        return replace(timed, num_early=self._rolling[BESIDE].end(keeps_cache=True).figures.num_tokens)
+        figures = self._rolling[BESIDE].end(keeps_cache=True).figures
+        return replace(timed, num_early=figures.num_tokens, delay_s=figures.delay_s)
 
     def _requests(self, step: int, batch: int) -> list[RolloutRequest]:
         requests = step_prompts(self._config, step, self._task).requests
@@ -182,6 +185,7 @@ def row_of(batch: int, rounds: Sequence[dict[str, Timed]], possible: Sequence[fl
         "possible": statistics.median(possible) if possible else None,
         "idle": ratio(rounds, TEXT, IDLE),
         "delay": ratio(rounds, BESIDE, IDLE),
+        "priced_delay_s": [sum(timed.delay_s for timed in r.values()) for r in rounds],
         "early_tokens": [sum(timed.num_early for timed in r.values()) for r in rounds],
         "equal": all(t[way] == t[first] for t in texts for way in rounds[0]),
     }

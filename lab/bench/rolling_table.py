@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from math import log
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,12 +28,33 @@ from lab.simulation.setting import PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.strict import build
 
+MEAN_TOKENS = 1_280.0
+"""Mean length of the responses."""
 AHEAD = {"one": 1, "two": 2, "auto": AUTO}
+LEAST_PROBABILITY = 0.2
+"""Probability of a flip from which on the near-tie gets a branch."""
+
+
+def update(tokens_to_flip: float, *, has_branches: bool) -> AheadConfig:
+    """Returns an update, with the branches that `FlipModel` would choose for it.
+
+    A gap of g scales flips with the probability 1 / (1 + exp(g)), and small gaps of all widths are equally frequent. So for
+    each flip there are log(1 / p - 1) / log(2) gaps that flip with a probability of at least p, and of all flips the share
+    1 + log(1 - p) / log(2) is at these.
+    """
+    if not has_branches:
+        return AheadConfig(tokens_to_flip)
+    p = LEAST_PROBABILITY
+    num_flips = MEAN_TOKENS / tokens_to_flip
+    branches = num_flips * log(1.0 / p - 1.0) / log(2.0)
+    return AheadConfig(tokens_to_flip, branches=branches, foreseen=1.0 + log(1.0 - p) / log(2.0))
+
+
 UPDATES = {
-    "small": AheadConfig(tokens_to_flip=30_000),
-    "small, branches": AheadConfig(tokens_to_flip=30_000, branches=2, foreseen=0.95),
-    "larger": AheadConfig(tokens_to_flip=6_000),
-    "larger, branches": AheadConfig(tokens_to_flip=6_000, branches=2, foreseen=0.95),
+    "small": update(30_000, has_branches=False),
+    "small, branches": update(30_000, has_branches=True),
+    "larger": update(6_000, has_branches=False),
+    "larger, branches": update(6_000, has_branches=True),
 }
 """Updates that change a token of 30,000 or of 6,000, with and without branches."""
 

@@ -15,7 +15,7 @@ import numpy as np
 from lab.simulation.event_loop import Span
 from lab.simulation.speculation import DecodeStep, Speculation
 from lab.simulation.workload import Workload
-from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, Worth, mean_token_s, num_early
+from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, PlainRollout, Worth, num_early
 
 VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Possible drafts a step of a request whose text is known."""
@@ -50,8 +50,15 @@ class TextsInFlight:
         return self.done_I < self.known_I - _CLOSE
 
 
-def early_prices(speculation: Speculation, num_slots: int, context: float, length_L: np.ndarray) -> EarlyPrices:
-    """Returns what an engine would have measured after a rollout of responses of these lengths."""
+def early_prices(
+    speculation: Speculation, num_slots: int, prompt_tokens: float, length_L: np.ndarray, num_steps: int
+) -> EarlyPrices:
+    """Returns what an engine would have measured after a rollout of responses of these lengths.
+
+    The texts of `num_steps` coming steps are in flight. A step has the mean context of all tokens, to most of which the long
+    responses belong.
+    """
+    context = prompt_tokens + 0.5 * float((length_L**2).sum() / length_L.sum())
     costs = speculation.costs
     num_R = np.arange(num_slots + 1)
     seconds_R = np.array([float(costs.step_s(n, n, context)) for n in np.maximum(num_R, 1).astype(float).tolist()])
@@ -59,7 +66,7 @@ def early_prices(speculation: Speculation, num_slots: int, context: float, lengt
         float(costs.step_s(num_slots, float(max(n, num_slots)), context)) for n in (_FULL_ROWS, _FULL_ROWS // 2)
     )
     verify_row_s = max(full_s - half_s, 0.0) / (_FULL_ROWS - _FULL_ROWS // 2)
-    return EarlyPrices(seconds_R, verify_row_s, mean_token_s(seconds_R, length_L))
+    return EarlyPrices(seconds_R, verify_row_s, PlainRollout(seconds_R, length_L), num_steps)
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,9 @@ class RollingEngine:
         k_i = texts.steps_ahead_I[candidates]
         p_i = terms.kept**k_i * np.where(seems_complete_i, 1.0 - terms.kept, 1.0)
         order = np.argsort(-p_i, kind="stable")[: max(int(free / (1.0 + terms.rows_of_branches)), 0)]
-        worths = list(map(Worth, p_i[order].tolist(), k_i[order].tolist()))
+        known_i = np.maximum(texts.known_I, texts.done_I)[candidates]
+        fields = (p_i, k_i, k_i, known_i)
+        worths = list(map(Worth, *(values_i[order].tolist() for values_i in fields)))
         return candidates[order][: num_early(_with_branches(terms, num_own), num_own, worths)]
 
     def _prefill(self, running: np.ndarray) -> None:

@@ -154,7 +154,7 @@ class _Rolling:
         if not self._chooses:
             return self._most_ahead
         prices = self._prices(step)
-        self._policy.observe_price(prices.verify_row_s, prices.token_s)
+        self._policy.observe_price(prices.verify_row_s, prices.plain.token_s)
         return self._policy.steps
 
     def _observe(self, step: int, steps_ahead: int) -> None:
@@ -191,15 +191,18 @@ class _Rolling:
             self._speculation,
             self._setting.fleet.num_slots,
             texts,
-            EarlyTerms(self._prices(step), self._policy.kept, self._ahead.branches / 2) if self._is_exact else None,
+            self._terms(step, int(ahead_I.max())) if self._is_exact else None,
         )
 
-    def _prices(self, step: int) -> EarlyPrices:
+    def _terms(self, step: int, num_steps: int) -> EarlyTerms:
+        return EarlyTerms(self._prices(step, num_steps), self._policy.kept, self._ahead.branches / 2)
+
+    def _prices(self, step: int, num_steps: int = 1) -> EarlyPrices:
         """Returns what was measured in the rollout before. The first has none to look back on, and looks at itself."""
         last_r = self._steps[max(step - 1, 0)]
         length_L = self._requests.length_R[last_r][: -(-len(last_r) // self._num_engines)]
-        context = self._requests.prompt_tokens + float(length_L.mean()) / 2
-        return early_prices(self._speculation, self._setting.fleet.num_slots, context, length_L)
+        prompt = self._requests.prompt_tokens
+        return early_prices(self._speculation, self._setting.fleet.num_slots, prompt, length_L, max(num_steps, 1))
 
     def _go_on(self, engines: list[RollingEngine], generated_s: float, parts_s: dict[str, float]) -> None:
         """Lets engines work early while others roll out, and while other GPUs train. Then takes their texts."""

@@ -194,8 +194,8 @@ class AheadConfig:
     """Mean number of tokens of a response until the updated weights sample another token than the weights before."""
     steps: int = bounded(2, low=1, high=4)
     """Most steps whose texts are in flight. Each number up to this is a variant."""
-    branches: int = bounded(0, low=0, high=16)
-    """Branches that are decoded of each text. They begin anywhere in it, so half as many run beside it on average."""
+    branches: float = bounded(0.0, low=0.0, high=16.0)
+    """Branches that are decoded of a text on average. They begin anywhere in it, so half as many run beside it."""
     foreseen: float = bounded(0.0, low=0.0, high=1.0)
     """Share of the places where texts part for which one of these branches is the new text."""
 

@@ -84,7 +84,11 @@ LINE_PANELS = {
     ),
     "ahead_s": LinePanel(
         "Seconds of a step",
-        [("idle engines worked ahead", "ahead_s", GREY), ("saved, by estimate", "ahead_saved_s", BLUE)],
+        [
+            ("idle engines worked ahead", "ahead_s", GREY),
+            ("own requests waited, by prices", "ahead_delay_s", ORANGE),
+            ("saved, by estimate", "ahead_saved_s", BLUE),
+        ],
         is_from_zero=False,
     ),
     "run_ahead": LinePanel("Drafts at hand, per request and step", [("tokens", "draft_supply.run_ahead", BLUE)]),

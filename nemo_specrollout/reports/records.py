@@ -393,6 +393,7 @@ def _ahead_summary(steps: Sequence[Record]) -> dict[str, Any]:
         "ahead_kept": _known(reduced(np.mean, series(made, "ahead_kept"))),
         "ahead_right": _known(reduced(np.mean, series(made, "ahead_right"))),
         "ahead_saved_s": _known(reduced(np.sum, series(made, "ahead_saved_s"))),
+        "ahead_delay_s": _known(reduced(np.sum, series(steps, "ahead_delay_s"))),
     }
 
 

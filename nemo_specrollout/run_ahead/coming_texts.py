@@ -50,6 +50,8 @@ class ComingTexts:
         """Engines of the latest plan, at least 1."""
         self._version: int | None = None
         """Policy version of the latest plan."""
+        self._has_new_weights = True
+        """Whether it is the first plan of that version, so that known texts were made by weights before it."""
         self._in_flight: list[int] = []
         """Tokens in flight when its weights arrived, for its own step and for each one after it."""
         self._effort = EarlyFigures()
@@ -97,6 +99,8 @@ class ComingTexts:
         version_of = {seed: version for version, seeds in self._planned.items() for seed in seeds}
         for made in made_E:
             self._effort = self._effort.plus(made.figures)
+            if self._has_new_weights:
+                self._flips.observe_counts(made.flips.gaps_G, made.flips.num_flips, is_same_update=True)
             for seed, text in made.texts.items():
                 self._store.put(version_of[seed], {seed: text})
         if lost := self._store.trim().get(min(self._planned, default=0)):
@@ -124,7 +128,7 @@ class ComingTexts:
             **ahead_figures(num_made, kept.num_kept, kept.num_tokens, effort.alone_s / self._num_engines),
             **flight_figures(self._in_flight),
             **kept_figures(kept._asdict()),
-            **effort.metrics(len(self._planned)),
+            **effort.metrics(len(self._planned), self._num_engines),
         }
 
     def observe_price(self, verify_row_s: float, token_s: float) -> None:
@@ -139,7 +143,8 @@ class ComingTexts:
 
     def _note_flights(self, version: int) -> None:
         """Notes what is in flight for the step of a policy version, whose weights have arrived, and for those after it."""
-        if version != self._version:
+        self._has_new_weights = version != self._version
+        if self._has_new_weights:
             last = max(self._planned, default=version)
             self._version = version
             self._in_flight = [self._store.num_tokens(later) for later in range(version, last + 1)]

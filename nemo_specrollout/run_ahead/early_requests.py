@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES
-from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, mean_token_s, num_early
+from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, PlainRollout, num_early
 from nemo_specrollout.run_ahead.early_texts import EarlyStart, EarlyTexts
-from nemo_specrollout.run_ahead.texts import TextAhead
+from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 
 LOOK_STEPS = 8
 """Steps after which the engine is looked at again if no request has come or gone."""
@@ -46,18 +46,21 @@ class EarlyFigures:
     """Steps that it made for early requests alone."""
     alone_s: float = 0.0
     """Seconds of these."""
+    delay_s: float = 0.0
+    """Seconds by which early requests made steps of the engine's own longer, by the measured prices of their rows."""
 
     def plus(self, other: "EarlyFigures") -> "EarlyFigures":
         """Returns the sums."""
         return EarlyFigures(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-    def metrics(self, num_steps: int) -> dict[str, float]:
-        """Returns the metrics of a step for which engines did this. `num_steps` coming steps were planned."""
+    def metrics(self, num_steps: int, num_engines: int = 1) -> dict[str, float]:
+        """Returns the metrics of a step for which so many engines did this. `num_steps` coming steps were planned."""
         return {
             "ahead_begun": float(self.num_texts),
             "ahead_branches": float(self.num_branches),
             "ahead_made": float(self.num_tokens),
             "ahead_steps_beside": float(self.num_steps_beside),
+            "ahead_delay_s": self.delay_s / num_engines,
             "ahead_steps": float(num_steps),
         }
 
@@ -69,6 +72,8 @@ class EarlyMade:
     texts: dict[int, TextAhead]
     """All that it knows of the rows of the plan, by their seeds."""
     figures: EarlyFigures
+    flips: KeptCounts = field(default_factory=KeptCounts)
+    """What the engine's weights have changed of the texts of coming steps that it had before."""
 
 
 class EngineSize(NamedTuple):
@@ -145,6 +150,9 @@ class EarlyRequests:
     _untold: set[int] = field(default_factory=set)
     """Names whose near-ties were not all taken from the worker."""
     _num_waits: int = 0
+    _noted_s: float = 0.0
+    _prompts: set[tuple[int, ...]] = field(default_factory=set)
+    """Prompts that were begun, whose further samples find them cached."""
 
     @property
     def num_running(self) -> int:
@@ -185,8 +193,22 @@ class EarlyRequests:
         """Takes what `specrollout_step_seconds` has replied. `lengths` are those of the responses of a rollout."""
         if reply is not None:
             seconds_R = np.array(reply[0], np.float64)
-            token_s = mean_token_s(seconds_R, np.array(lengths or [1], np.int64))
-            self.prices = EarlyPrices(seconds_R, float(reply[1]), token_s)
+            plain = PlainRollout(seconds_R, lengths or [1])
+            self.prices = EarlyPrices(seconds_R, float(reply[1]), plain, self.early.most_steps_ahead)
+
+    def note_step(self, num_own: int) -> None:
+        """Notes that the engine makes a step for requests of its own."""
+        if self._running:
+            self.figures.num_steps_beside += 1
+            if self.prices is not None:
+                self.figures.delay_s += self.prices.delay_s(num_own, self.num_running)
+
+    def note_time(self, num_own: int, now: float) -> None:
+        """Notes the time since the last call of an engine whose steps nobody counts. It had the requests that it has now."""
+        if self._running and num_own and self.prices is not None:
+            delay_s = self.prices.delay_s(num_own, self.num_running)
+            self.figures.delay_s += (now - self._noted_s) * delay_s / max(self.prices.step_s(num_own) + delay_s, 1e-9)
+        self._noted_s = now
 
     def give_way(self, load: OwnLoad) -> list[int]:
         """Returns the names of requests that have to be stopped now, because the engine's own need what they take."""
@@ -228,11 +250,20 @@ class EarlyRequests:
             num_given = len(start.row.prompt) + len(start.prefix)
             self.longest = max(self.longest, num_given)
             self._running[start.name] = _Running(num_given)
+            self._note_start(start, load.num_requests)
             self.figures.num_branches += bool(start.prefix)
             self.figures.num_texts += not start.prefix
             starts.append(start)
         self._untold.update(start.name for start in starts)
         return starts
+
+    def _note_start(self, start: EarlyStart, num_own: int) -> None:
+        """Notes the rows by which a request that begins makes steps of the engine's own longer: its prompt and known text."""
+        prompt = tuple(start.row.prompt)
+        num_rows = len(start.drafts) // TOKEN_BYTES + (0 if prompt in self._prompts else len(prompt))
+        self._prompts.add(prompt)
+        if num_own and self.prices is not None:
+            self.figures.delay_s += num_rows * self.prices.verify_row_s
 
     # What they have made
 
@@ -274,7 +305,7 @@ class EarlyRequests:
 
     def made(self) -> EarlyMade:
         """Returns all that is known of the plan's rows."""
-        return EarlyMade(self.early.texts(), self.figures)
+        return EarlyMade(self.early.texts(), self.figures, self.early.flips())
 
     def _grew(self, name: int, tokens: Sequence[int]) -> None:
         running = self._running[name]

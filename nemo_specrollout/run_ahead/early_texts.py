@@ -11,12 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
-from nemo_specrollout.generation.engine.ahead_branches import AheadBranch, pack, paths_of
+from nemo_specrollout.generation.engine.ahead_branches import TOKEN_BYTES, AheadBranch, pack, paths_of
 from nemo_specrollout.generation.engine.requests import as_bytes, longest_known_text, num_kept
 from nemo_specrollout.run_ahead.decisions.branches import Branch, BranchChoice
 from nemo_specrollout.run_ahead.decisions.early_share import Worth
 from nemo_specrollout.run_ahead.decisions.flips import FlipModel
-from nemo_specrollout.run_ahead.texts import TextAhead
+from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, compare
 
 TEXT = 0
 """Number of the path that is the text itself. Its branches have the numbers from 1 on."""
@@ -81,6 +81,8 @@ class _Flight:
     worth: Worth
     """Worth of beginning its text."""
     paths: list[_Path] = field(default_factory=list)
+    is_known_now: bool = False
+    """Whether the engine's present weights have made what is known of the row, because its text was begun before."""
 
 
 class EarlyTexts:
@@ -103,6 +105,10 @@ class EarlyTexts:
         self._kept = kept
         self._names = names
         self._flights = {i: _Flight(row, self._text_worth(row)) for i, row in enumerate(rows)}
+        self.most_steps_ahead = max((row.steps_ahead for row in rows), default=1)
+        """The most updates for which a row waits."""
+        self._seen = KeptCounts()
+        """What has changed of the known texts of rows that were begun again."""
         self._by_name: dict[int, tuple[int, int]] = {}
         """Index of the row and number of the path of each request, by its name."""
         self._running: dict[int, Worth] = {}
@@ -190,11 +196,22 @@ class EarlyTexts:
         known = {flight.row.row.seed: self._text(flight) for flight in self._flights.values()}
         return {seed: text for seed, text in known.items() if text is not None and text.tokens}
 
+    def flips(self) -> KeptCounts:
+        """Returns what the engine's weights have changed of the texts that the weights before them have made."""
+        seen = self._seen
+        for flight in self._flights.values():
+            if not flight.is_known_now:
+                seen = seen.plus(_changed(flight))
+        return seen
+
     def _begin_text(self, index: int) -> EarlyStart:
         flight = self._flights[index]
         if flight.paths:  # it was stopped
+            if not flight.is_known_now:
+                self._seen = self._seen.plus(_changed(flight))
             flight.row = replace(flight.row, known=self._text(flight))
             flight.worth = self._text_worth(flight.row)
+            flight.is_known_now = True
             del self._by_name[flight.paths.pop().name]
             self._choice.close(index)
         known = flight.row.known
@@ -242,8 +259,8 @@ class EarlyTexts:
             gap_P = np.array(path.gaps[first:known])
             self._choice.grow(index, number, gap_P, path.runners_up[first:known])
             path.num_grown = known
-            if path.name in self._running:
-                self._running[path.name] = self._worth(path.name)
+        if path.name in self._running:
+            self._running[path.name] = self._worth(path.name)
 
     def _text_worth(self, row: EarlyRow) -> Worth:
         """Returns the worth of beginning the text of a row. A complete one has tokens to make only where it parts."""
@@ -251,23 +268,24 @@ class EarlyTexts:
         probability = self._kept**k
         if row.known is not None and row.known.is_complete:
             probability *= 1.0 - self._kept
-        return Worth(probability, float(k))
+        num_known = 0 if row.known is None else row.known.num_tokens
+        return Worth(probability, float(k), k, num_known)
 
     def _worth(self, name: int) -> Worth:
         index, number = self._by_name[name]
         k = self._flights[index].row.steps_ahead
         survival = self._choice.survival(index, number)
         probability = survival * self._kept ** (k - 1)
-        return Worth(probability, float(k) if number == TEXT else survival * k)
+        path = self._flights[index].paths[number]
+        num_known = path.position + len(path.tokens)
+        return Worth(probability, float(k) if number == TEXT else survival * k, k, num_known)
 
     def _text(self, flight: _Flight) -> TextAhead | None:
         """Returns what is known of a row now: what was made, and where that ends or agrees, what was known before."""
         known = flight.row.known
-        if not flight.paths:
-            return known
-        path = flight.paths[TEXT]
-        if not path.tokens and not path.is_complete:
-            return known
+        path = flight.paths[TEXT] if flight.paths else None
+        if path is None or not (path.tokens or path.is_complete):
+            return None if known is None else replace(known, num_older=_num_older(flight, known.num_tokens))
         made = as_bytes(path.tokens)
         branches = tuple(AheadBranch(p.parent, p.position, as_bytes(p.tokens)) for p in flight.paths[1:])
         gaps, runners_up = _ties(path, len(path.tokens))
@@ -278,7 +296,21 @@ class EarlyTexts:
             gaps, runners_up = _with_tail(gaps, known.gaps), _with_tail(runners_up, known.runners_up)
             if num_kept(known.tokens, path.tokens) == len(path.tokens):
                 branches += _beyond(known.branches, len(path.tokens), len(branches))
-        return TextAhead(tokens, gaps, runners_up, branches)
+        num_older = _num_older(flight, len(tokens) // TOKEN_BYTES - len(path.tokens))
+        return TextAhead(tokens, gaps, runners_up, branches, num_older=num_older)
+
+
+def _num_older(flight: _Flight, num_left: int) -> int:
+    """Returns how many of the last `num_left` known tokens weights before the present ones have made."""
+    known = flight.row.known
+    return min(num_left, known.num_older) if known is not None and flight.is_known_now else num_left
+
+
+def _changed(flight: _Flight) -> KeptCounts:
+    """Returns how far the known text of a row and the one that the present weights have made agree."""
+    known = flight.row.known
+    tokens = flight.paths[TEXT].tokens if flight.paths else []
+    return compare(known, tokens) if known is not None and tokens else KeptCounts()
 
 
 _probability = attrgetter("probability")

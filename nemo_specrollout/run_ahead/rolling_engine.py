@@ -93,7 +93,7 @@ class RollingEngine(Rolling):
         if early is None:  # ended by the caller of this very step
             return list(self._engine.step())
         self._look_if_due(early)
-        early.figures.num_steps_beside += bool(early.num_running)
+        early.note_step(self._seen_own)
         return self._advance(early)
 
     def _has_unfinished_requests(self) -> bool:

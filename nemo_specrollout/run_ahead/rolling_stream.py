@@ -124,6 +124,7 @@ class RollingStream(Rolling):
                 self._changed.clear()
                 self._give_way()
                 load = self._load(early)
+                early.note_time(load.num_requests, asyncio.get_running_loop().time())
                 if self._is_due and early.has_slot(load) and load.num_requests <= num_before:
                     for question in self._questions(early, load):
                         await self._ask(question)

@@ -30,6 +30,8 @@ class TextAhead:
     """Texts that go on with the runner-up instead, at some near-ties of this text and of each other."""
     is_complete: bool = False
     """Whether the response has ended."""
+    num_older: int = 0
+    """Tokens at the end to which the latest weights did not get. Weights before them have made them, and their gaps."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +58,7 @@ class KeptCounts(NamedTuple):
     num_texts: int = 0
     """Texts that were compared."""
     num_flips: int = 0
-    """Texts that parted at a token whose gap is known."""
+    """Texts that parted at a token whose gap is known from the latest weights."""
     num_runners_up: int = 0
     """Of these texts, those that parted because the runner-up was sampled instead."""
     num_followed: int = 0
@@ -71,10 +73,14 @@ class KeptCounts(NamedTuple):
 
 
 def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts:
-    """Returns how much of a text was right. `response` has the token ids that the request of the same seed has got."""
+    """Returns how much of a text was right.
+
+    `response` has the token ids that the request of the same seed has got under the next weights. Gaps are counted only of
+    tokens that the latest weights have made, so that what is learned from them is the change by one update.
+    """
     response = np.asarray(response, np.int32)
     kept = num_kept(text.tokens, response)
-    gap_P = np.frombuffer(text.gaps, np.float16)
+    gap_P = np.frombuffer(text.gaps, np.float16)[: text.num_tokens - text.num_older]
     parts = kept < min(text.num_tokens, len(response))
     has_gap = parts and kept < len(gap_P)
     is_runner_up = has_gap and np.frombuffer(text.runners_up, np.int32)[kept] == response[kept]

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many requests of coming steps an engine decodes beside its own: as many as spare more time later than they cost now.
 
-A token that is made early spares one later, if the update leaves it as it is. What it spares is the mean time of a token in a
-rollout. It costs the seconds by which its row makes the present step longer, and a row of verification after each update.
+A row that runs early costs the seconds by which it makes the present step longer, and a row of verification after each update.
+What it spares depends on how far its text will get. Texts of coming steps grow side by side, and a rollout's plain steps are
+the dearer for a token the fewer responses share them. So the beginning of a text, which all responses of a full engine make
+together, spares little, and what lies far behind it spares much.
 
-Shapes: R numbers of requests from 0 on, E early requests, best first, L lengths of responses.
+A text that waits for several updates goes on in each phase until then, and so it would if it began one phase later. What it
+gains by this phase is therefore not the tokens that it makes now, but those that it will have got to because of this phase.
+With phases of P tokens, a text of K tokens that has k phases left gets to K + k P tokens, and without this phase to
+K + (k - 1) P. Most responses end before that. So a text for a farther step spares less: short responses will be ready in
+time anyway.
+
+Shapes: R numbers of requests from 0 on, E early requests, best first, L lengths of responses, J their breakpoints.
 """
 
 from collections.abc import Sequence
@@ -28,6 +36,60 @@ class Worth(NamedTuple):
     """Probability that the weights of the request's step sample it as well."""
     verified: float
     """Expected number of times that it is verified: once after each update, as long as it is right."""
+    steps_ahead: int = 1
+    """Phases that are left to make the text, which are as many as updates."""
+    num_known: int = 0
+    """Tokens of the text so far."""
+
+
+class PlainRollout:
+    """The time of a rollout by plain decoding, by how far its responses have got. They all begin together.
+
+    More responses than the engine has slots take turns.
+    """
+
+    def __init__(self, seconds_R: Array, length_L: Sequence[int] | Array) -> None:
+        """`seconds_R` has the seconds of a plain step by its requests, and `length_L` the tokens of each response."""
+        lengths = np.sort(np.asarray(length_L, np.float64))
+        running_L = np.arange(len(lengths), 0, -1)
+        most = max(len(seconds_R) - 1, 1)
+        step_L = np.asarray(seconds_R)[np.minimum(running_L, most)] * np.maximum(running_L / most, 1.0)
+        positions_L = np.diff(lengths, prepend=0.0)
+        self.longest = float(lengths[-1]) if len(lengths) else 0.0
+        self._last_s = float(seconds_R[min(1, len(seconds_R) - 1)])
+        self._length_J = np.append(0.0, lengths)
+        self._seconds_J = np.append(0.0, (positions_L * step_L).cumsum())
+        self._tokens_J = np.append(0.0, (positions_L * running_L).cumsum())
+
+    @property
+    def token_s(self) -> float:
+        """The mean seconds of a token; 0 without any token."""
+        return float(self._seconds_J[-1]) / max(float(self._tokens_J[-1]), 1.0)
+
+    def spared_s(self, phase: float, known_E: Array, steps_ahead_E: Array) -> Array:
+        """Returns the seconds that a token of each text spares if it is made in this phase.
+
+        Args:
+            phase: Tokens by which a text grows in a phase.
+            known_E: Tokens of each text.
+            steps_ahead_E: Phases that are left for each, of which this is the first.
+        """
+        now_E = known_E + phase
+        end_E = np.maximum(self.longest, now_E)
+        with_E = np.minimum(known_E + phase * steps_ahead_E, end_E)
+        without_E = np.minimum(with_E, known_E + phase * (steps_ahead_E - 1))
+        tokens_E = self._tokens(now_E) - self._tokens(known_E)
+        return (self._seconds(with_E) - self._seconds(without_E)) / np.maximum(tokens_E, 1e-9)
+
+    def _seconds(self, position_E: Array) -> Array:
+        """Returns the seconds in which all responses have got to a position. Beyond the longest there is one response."""
+        beyond_E = np.maximum(position_E - self.longest, 0.0)
+        return np.interp(position_E, self._length_J, self._seconds_J) + beyond_E * self._last_s
+
+    def _tokens(self, position_E: Array) -> Array:
+        """Returns the tokens of all responses up to a position. Beyond the longest there is one response."""
+        beyond_E = np.maximum(position_E - self.longest, 0.0)
+        return np.interp(position_E, self._length_J, self._tokens_J) + beyond_E
 
 
 class EarlyPrices(NamedTuple):
@@ -37,25 +99,31 @@ class EarlyPrices(NamedTuple):
     """Predicted seconds of a plain step by its number of requests. More requests than these take no longer."""
     verify_row_s: float
     """Seconds by which a verified row makes a full step longer."""
-    token_s: float
-    """Mean seconds of a token of a rollout without early requests (`mean_token_s`)."""
+    plain: PlainRollout
+    """The last rollout, as it would have been by plain decoding."""
+    num_steps: int = 1
+    """Coming steps whose texts are in flight."""
 
+    @property
+    def phase(self) -> float:
+        """Tokens by which a text grows until the weights change: the longest response has one phase more than texts' steps."""
+        return self.plain.longest / (self.num_steps + 1)
 
-def mean_token_s(seconds_R: Array, length_L: Array) -> float:
-    """Returns the mean seconds of a token in a rollout by plain decoding whose responses have these lengths.
+    def gain_E(self, worths: Sequence[Worth]) -> Array:
+        """Returns the seconds that a token of each early request spares, less those of its verification."""
+        numbers = np.fromiter(chain.from_iterable(worths), np.float64)  # faster than np.array of tuples
+        probability_E, verified_E, steps_ahead_E, known_E = numbers.reshape(-1, len(Worth._fields)).T
+        spared_E = self.plain.spared_s(self.phase, known_E, steps_ahead_E)
+        gain_E: Array = probability_E * spared_E - verified_E * self.verify_row_s
+        return gain_E
 
-    All responses begin together. More of them than `seconds_R` has numbers for take turns. Returns 0 without any token.
-    """
-    lengths = np.sort(np.asarray(length_L, np.float64))[::-1]
-    total = float(lengths.sum())
-    if total <= 0:
-        return 0.0
-    steps_of_n = lengths - np.append(lengths[1:], 0.0)  # steps in which the n longest responses are under way
-    running = np.arange(1, len(lengths) + 1)
-    most = max(len(seconds_R) - 1, 1)
-    rounds = np.maximum(running / most, 1.0)
-    seconds = np.asarray(seconds_R)[np.minimum(running, most)]
-    return float((steps_of_n * rounds * seconds).sum()) / total
+    def step_s(self, num_requests: int) -> float:
+        """Returns the seconds of a plain step."""
+        return float(self.seconds_R[min(num_requests, len(self.seconds_R) - 1)])
+
+    def delay_s(self, num_own: int, num_early: int) -> float:
+        """Returns the seconds by which early requests make a step of `num_own` other requests longer."""
+        return self.step_s(num_own + num_early) - self.step_s(num_own)
 
 
 def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int:
@@ -70,12 +138,11 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
     if not worths:
         return 0
     most = len(prices.seconds_R) - 1
-    probability_E, verified_E = np.fromiter(chain.from_iterable(worths), np.float64).reshape(-1, 2).T
     step_E = prices.seconds_R[np.minimum(num_own + 1 + np.arange(len(worths)), most)]
     if num_own == 0:
-        rate_E = probability_E.cumsum() / np.maximum(step_E, 1e-9)
+        rate_E = np.array([worth.probability for worth in worths]).cumsum() / np.maximum(step_E, 1e-9)
         return int(np.flatnonzero(rate_E >= (1.0 - UNCERTAIN) * rate_E.max())[-1]) + 1
-    gain_E = (probability_E * prices.token_s - verified_E * prices.verify_row_s).cumsum()
+    gain_E = prices.gain_E(worths).cumsum()
     cost_E = step_E - prices.seconds_R[min(num_own, most)]
     best = int((gain_E - cost_E).argmax())
     return best + 1 if gain_E[best] > cost_E[best] else 0

@@ -54,10 +54,14 @@ class FlipModel:
         """
         self.observe_counts(counts_of_gaps(gap_P), num_flips)
 
-    def observe_counts(self, counts_G: Array, num_flips: int) -> None:
-        """Learns from one update, of whose gaps `counts_of_gaps` has made counts. Counts of several engines may be added."""
-        self._gaps_G = _KEPT * self._gaps_G + counts_G
-        self._num_flips = _KEPT * self._num_flips + num_flips
+    def observe_counts(self, counts_G: Array, num_flips: int, *, is_same_update: bool = False) -> None:
+        """Learns from one update, of whose gaps `counts_of_gaps` has made counts. Counts of several engines may be added.
+
+        Further texts that the same update has met may follow with `is_same_update`.
+        """
+        weight = 1.0 if is_same_update else _KEPT
+        self._gaps_G = weight * self._gaps_G + counts_G
+        self._num_flips = weight * self._num_flips + num_flips
         if self._gaps_G.any():
             self.scale = self._fitted()
 

@@ -7,6 +7,9 @@ use if all k updates leave it right.
 With k steps in flight a text is made in k + 1 phases, so a phase takes about 1 / (k + 1) of the decode steps of the longest
 text. The k-th step therefore spares 1/k - 1/(k + 1) of the plain time, and each further one spares less. Its price does not
 fall: one more verification of each token, and the tokens that one more update changes.
+
+This is the plan only. An engine weighs each request of the plan against the delay of its own (`early_share.py`), so a step too
+many costs little: most of its rows are not begun, and then the next plan has one step less.
 """
 
 from collections.abc import Sequence
