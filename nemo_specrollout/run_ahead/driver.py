@@ -97,6 +97,10 @@ class RunAhead:
         """Policy version of the latest plan."""
         self._in_flight: list[int] = []
         """Tokens in flight when its weights arrived: for its own step, and for each one after it."""
+        self.num_texts = 0
+        """Texts that were there for the requests of the steps up to now."""
+        self.num_brought = 0
+        """Requests that have brought one along."""
         self._alarms: list[str] = []
         self._stop = threading.Event()
         self._after = 0
@@ -205,7 +209,9 @@ class RunAhead:
             **effort.metrics(self._num_planned),
         }
         self._figures = None
-        alarms = self._alarms + ahead_alarms(num_made, kept.num_right)
+        self.num_texts += 0 if self._version is None else self._store.num_texts(self._version)
+        self.num_brought += kept.num_brought
+        alarms = self._alarms + ahead_alarms(kept.num_made, kept.num_right)
         self._alarms = []
         return {PREFIX + name: value for name, value in metrics.items()}, alarms
 
