@@ -165,7 +165,8 @@ async def chat_prompts(base_url: str, requests: Sequence[Mapping[str, Any]]) -> 
     """Returns the token ids of the prompt of each chat request, as the engine's HTTP server at `base_url` renders it.
 
     NeMo-RL's route `/tokenize` has the renderer of its chat route, and NeMo-Gym takes the token ids of its prompts from it.
-    Asked by HTTP, the renderer stays in the event loop of the server. None for a request that the server refuses.
+    Asked by HTTP, the renderer stays in the event loop of the server. None for a request that the server refuses, and for a
+    prompt that leaves no room for a response.
     """
     url = base_url.removesuffix("/v1") + "/tokenize"
     async with ClientSession(connector=TCPConnector(limit=_RENDERED_AT_ONCE)) as client:
@@ -174,8 +175,9 @@ async def chat_prompts(base_url: str, requests: Sequence[Mapping[str, Any]]) -> 
             async with client.post(url, json=request) as answer:
                 if answer.status != HTTPStatus.OK:
                     return None
-                token_ids: list[int] = (await answer.json())["tokens"]
-                return token_ids
+                found = await answer.json()
+                token_ids: list[int] = found["tokens"]
+                return token_ids if len(token_ids) < found["max_model_len"] else None
 
         return list(await asyncio.gather(*map(prompt_of, requests)))
 

@@ -67,6 +67,25 @@ def test_concurrent_agents_get_what_they_get_one_by_one(drafted: dict[str, Any])
     assert tokens(drafted["concurrent"]) == tokens(drafted["one_by_one"])
 
 
+@pytest.fixture(scope="module")
+def ahead(host: Host) -> dict[str, Any]:
+    return asked(host, "ahead")
+
+
+@pytest.mark.parametrize("temperature", ["1.0", "0.0"])
+def test_first_requests_of_coming_rows_bring_their_texts_and_get_the_same_tokens(
+    ahead: dict[str, Any], temperature: str
+) -> None:
+    """As NeMo-Gym's agents send them. Another prompt brings no text, and a prompt that is refused is not known early."""
+    found = ahead[temperature]
+    assert found["unknown"] == [None, None] and all(found["made"])
+    assert tokens(found["ahead"]) == tokens(found["plain"])
+    num_tokens = sum(len(choice["tokens"]) for (choice,) in found["plain"])
+    assert found["kept"] == {"brought": 4, "texts": 4, "right": num_tokens}
+    assert tokens(found["other_prompt"]) == tokens(found["other_prompt_plain"]) != tokens(found["plain"][0])
+    assert found["brought_by_other_prompt"] == 0
+
+
 def test_bad_headers_and_missing_seeds_are_refused(host: Host, drafted: dict[str, Any]) -> None:
     assert drafted["bad_header"].startswith("400") and "2^63" in drafted["bad_header"]
     strict = asked(host, "strict")
