@@ -261,6 +261,16 @@ class GymWithoutServers:
     async def health_check(self) -> None: ...
 
 
+class GymWithoutAgents:
+    """NeMo-Gym's actor with servers of which none is the agent of a row."""
+
+    def __init__(self) -> None:
+        self.head_server_config = "head"
+        self.rch = SimpleNamespace(setup_server_client=lambda head: SimpleNamespace(global_config_dict={"head": head}))
+
+    async def health_check(self) -> None: ...
+
+
 @pytest.fixture
 def renderers(cluster: None) -> Iterator[Engines]:
     engines = Engines(2, Renderer)
@@ -290,8 +300,19 @@ def test_a_nemo_gym_that_cannot_be_asked_is_an_alarm_and_no_error(
     monkeypatch.setattr(GymPrompts, "gym", gym)
     assert prompts.prompts([row, row]) == [None, None]
     (alarm,) = prompts.take_alarms()
-    assert alarm.startswith("the prompts of NeMo-Gym's rows cannot be known early (AttributeError: ")
+    assert alarm.startswith("the prompts of NeMo-Gym's rows cannot be known early: AttributeError: ")
     assert prompts.prompts([row]) == [None] and not prompts.take_alarms()
+    ray.kill(gym)
+
+
+def test_rows_whose_prompts_are_not_known_are_an_alarm(renderers: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = GymPrompts(EngineClient(renderers))
+    gym = ray.remote(GymWithoutAgents).options(num_cpus=0).remote()
+    monkeypatch.setattr(GymPrompts, "gym", gym)
+    rows = [{"agent_ref": {"name": "agent"}, "responses_create_params": {"input": text}} for text in "ab"]
+    for is_new in (True, False):
+        assert prompts.prompts(rows) == [None, None]
+        assert [alarm.startswith("of a step's rows of NeMo-Gym") for alarm in prompts.take_alarms()] == [True] * is_new
     ray.kill(gym)
 
 
@@ -306,4 +327,4 @@ def test_texts_for_prompts_that_agents_do_not_send_are_an_alarm(
     prompts.prompts([{"responses_create_params": {"input": "a"}}])
     for told in (is_told, False):
         prompts.observe_brought(num_brought, num_texts)
-        assert [alarm.startswith("only 7 of 16 texts") for alarm in prompts.take_alarms()] == [True] * told
+        assert ["only 7 of 16 texts" in alarm for alarm in prompts.take_alarms()] == [True] * told

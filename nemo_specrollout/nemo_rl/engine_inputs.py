@@ -2,14 +2,15 @@
 """Inputs of an engine under NeMo-RL: its arguments, with the block put into effect, and the seeds of its requests."""
 
 import asyncio
+import json
 import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
-from http import HTTPStatus
 from threading import Lock
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
-from aiohttp import ClientSession, TCPConnector
 from starlette.responses import JSONResponse
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
@@ -169,17 +170,25 @@ async def chat_prompts(base_url: str, requests: Sequence[Mapping[str, Any]]) -> 
     prompt that leaves no room for a response.
     """
     url = base_url.removesuffix("/v1") + "/tokenize"
-    async with ClientSession(connector=TCPConnector(limit=_RENDERED_AT_ONCE)) as client:
+    limit = asyncio.Semaphore(_RENDERED_AT_ONCE)
 
-        async def prompt_of(request: Mapping[str, Any]) -> list[int] | None:
-            async with client.post(url, json=request) as answer:
-                if answer.status != HTTPStatus.OK:
-                    return None
-                found = await answer.json()
-                token_ids: list[int] = found["tokens"]
-                return token_ids if len(token_ids) < found["max_model_len"] else None
+    async def prompt_of(request: Mapping[str, Any]) -> list[int] | None:
+        async with limit:
+            return await asyncio.to_thread(_chat_prompt, url, request)
 
-        return list(await asyncio.gather(*map(prompt_of, requests)))
+    return list(await asyncio.gather(*map(prompt_of, requests)))
+
+
+def _chat_prompt(url: str, request: Mapping[str, Any]) -> list[int] | None:
+    """Waits for the token ids of a prompt. No proxy is asked, because the server is in this process."""
+    asked = Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
+    try:
+        with build_opener(ProxyHandler({})).open(asked) as answer:
+            found = json.load(answer)
+    except HTTPError:
+        return None
+    token_ids: list[int] = found["tokens"]
+    return token_ids if len(token_ids) < found["max_model_len"] else None
 
 
 class SeedHeader:

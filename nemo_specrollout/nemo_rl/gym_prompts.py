@@ -42,7 +42,8 @@ class GymPrompts:
         self._known: dict[str, list[int] | None] = {}
         self._is_off = False
         self._has_rows = False
-        self._has_told = False
+        self._told = set[str]()
+        """Alarms that have been raised, by the beginning of their sentences."""
         self._alarms: list[str] = []
 
     def prompts(self, rows: Sequence[GymRow]) -> list[list[int] | None]:
@@ -59,20 +60,23 @@ class GymPrompts:
 
         Up to now requests have brought along `num_brought` of `num_texts` texts.
         """
-        if not self._has_rows or self._has_told or num_texts < LEAST_TEXTS or num_brought >= LEAST_BROUGHT * num_texts:
-            return
-        self._has_told = True
-        self._alarms.append(
-            f"only {num_brought} of {num_texts} texts that were made ahead were for a request that came: NeMo-Gym's agents "
-            "begin with other prompts than their rows have, and run_ahead makes texts in vain; remove run_ahead, or name such "
-            "agents in tasks_without_drafts"
-        )
+        if self._has_rows and num_texts >= LEAST_TEXTS and num_brought < LEAST_BROUGHT * num_texts:
+            self._tell_once(
+                "NeMo-Gym's agents begin with other prompts than their rows have",
+                f"only {num_brought} of {num_texts} texts that were made ahead were for a request that came, and run_ahead "
+                "makes texts in vain: remove run_ahead, or name such agents in tasks_without_drafts",
+            )
 
     def take_alarms(self) -> list[str]:
         """Returns the sentences for the user that are new."""
         alarms = self._alarms
         self._alarms = []
         return alarms
+
+    def _tell_once(self, what: str, rest: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._alarms.append(f"{what}: {rest}")
 
     def _learn(self, rows: Mapping[str, GymRow]) -> None:
         """Asks for the prompts of rows. After a failure nothing is asked any more, and an alarm says so."""
@@ -82,11 +86,17 @@ class GymPrompts:
             found = self._rendered(dict(zip(rows, requests, strict=True)))
         except ray.exceptions.RayError as error:
             self._is_off = True
-            self._alarms.append(
-                f"the prompts of NeMo-Gym's rows cannot be known early ({failure_text(error)}), so run_ahead makes no texts "
-                "for them in this run: remove run_ahead if this comes again"
+            self._tell_once(
+                "the prompts of NeMo-Gym's rows cannot be known early",
+                f"{failure_text(error)}; run_ahead makes no texts for them in this run: remove it if this comes again",
             )
             return
+        if not any(found.values()):
+            self._tell_once(
+                "of a step's rows of NeMo-Gym no prompt is known early",
+                "their agents have no model server of the kind vllm_model, or they bring images, video or audio; if so do all "
+                "rows, remove run_ahead",
+            )
         self._known |= found
         if len(self._known) > _MAX_PROMPTS:
             for oldest in list(self._known)[: _MAX_PROMPTS // 2]:
@@ -139,14 +149,16 @@ def _request_maker() -> Callable[[Any, list[dict[str, Any]]], list[dict[str, Any
 
     def chat_request(servers: Any, row: dict[str, Any]) -> dict[str, Any] | None:
         """Returns what decides about the prompt in the chat request that Gym makes of a row; None if it is not known."""
+        (agents,) = servers[row["agent_ref"]["name"]].values()
+        (agent,) = agents.values()
+        (models,) = servers[agent["model_server"]["name"]].values()
+        served = models["vllm_model"]
+
         from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
         from nemo_gym.responses_converter import VLLMConverter
         from omegaconf import OmegaConf
 
-        (agents,) = servers[row["agent_ref"]["name"]].values()
-        (agent,) = agents.values()
-        (models,) = servers[agent["model_server"]["name"]].values()
-        model: Any = OmegaConf.to_container(models["vllm_model"], resolve=True)
+        model: Any = OmegaConf.to_container(served, resolve=True)
         if model.get("is_responses_native") or model.get("use_completions_api"):
             return None
         params = dict(row["responses_create_params"])
@@ -174,16 +186,12 @@ def _request_maker() -> Callable[[Any, list[dict[str, Any]]], list[dict[str, Any
 
     def chat_requests(gym: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
         servers = gym.rch.setup_server_client(gym.head_server_config).global_config_dict
+        not_for_a_chat = (KeyError, TypeError, ValueError, NotImplementedError)  # or no agent of that name
         found = []
         for row in rows:
             try:
                 found.append(chat_request(servers, row))
-            except (
-                KeyError,
-                TypeError,
-                ValueError,
-                NotImplementedError,
-            ):  # no such agent or server, or nothing for a chat
+            except not_for_a_chat:
                 found.append(None)
         return found
 
