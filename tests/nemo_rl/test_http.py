@@ -91,3 +91,23 @@ def test_bad_headers_and_missing_seeds_are_refused(host: Host, drafted: dict[str
     strict = asked(host, "strict")
     assert all(answer.startswith("400") and "http_seeds: required" in answer for answer in strict["unseeded"])
     assert tokens(strict["seeded"]) == tokens(drafted["seeded"])
+
+
+@pytest.fixture(scope="module")
+def rows_of_gym(gym_host: Host) -> dict[str, Any]:
+    found: dict[str, Any] = answer_in(gym_host.run(HERE / "gym_cases.py", HERE / "gym.yaml"), "FOUND")
+    return found
+
+
+def test_agents_of_nemo_gym_begin_with_the_prompts_that_were_known_early(rows_of_gym: dict[str, Any]) -> None:
+    known = [prompt for prompt in rows_of_gym["prompts"] for _ in range(2)]
+    assert not rows_of_gym["alarms"] and all(known)
+    assert [messages[0] for messages in rows_of_gym["plain"]] == known
+
+
+def test_first_turns_of_nemo_gym_that_were_made_early_are_the_same(rows_of_gym: dict[str, Any]) -> None:
+    """Every text is right, because the weights have not changed, and later turns bring none."""
+    assert rows_of_gym["ahead"] == rows_of_gym["plain"]
+    assert max(map(len, rows_of_gym["plain"])) == 6, "three turns"
+    num_tokens = sum(len(messages[1]) for messages in rows_of_gym["plain"])
+    assert rows_of_gym["kept"] == {"brought": 4, "texts": 4, "right": num_tokens}
