@@ -11,6 +11,7 @@ from own_ray import ray_for_actors_of
 from lab.local.rollout_pool import ray
 from nemo_specrollout.config.block import RunAheadConfig
 from nemo_specrollout.generation.engine.requests import as_bytes
+from nemo_specrollout.nemo_rl import gym_prompts
 from nemo_specrollout.nemo_rl.gym_prompts import GymPrompts
 from nemo_specrollout.nemo_rl.ray_calls import EngineClient
 from nemo_specrollout.nemo_rl.row_seeds import Row
@@ -261,16 +262,6 @@ class GymWithoutServers:
     async def health_check(self) -> None: ...
 
 
-class GymWithoutAgents:
-    """NeMo-Gym's actor with servers of which none is the agent of a row."""
-
-    def __init__(self) -> None:
-        self.head_server_config = "head"
-        self.rch = SimpleNamespace(setup_server_client=lambda head: SimpleNamespace(global_config_dict={"head": head}))
-
-    async def health_check(self) -> None: ...
-
-
 @pytest.fixture
 def renderers(cluster: None) -> Iterator[Engines]:
     engines = Engines(2, Renderer)
@@ -300,15 +291,16 @@ def test_a_nemo_gym_that_cannot_be_asked_is_an_alarm_and_no_error(
     monkeypatch.setattr(GymPrompts, "gym", gym)
     assert prompts.prompts([row, row]) == [None, None]
     (alarm,) = prompts.take_alarms()
-    assert alarm.startswith("the prompts of NeMo-Gym's rows cannot be known early: AttributeError: ")
+    assert alarm.startswith("the prompts of NeMo-Gym's rows cannot be known early: ModuleNotFoundError: ")
     assert prompts.prompts([row]) == [None] and not prompts.take_alarms()
     ray.kill(gym)
 
 
 def test_rows_whose_prompts_are_not_known_are_an_alarm(renderers: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = GymPrompts(EngineClient(renderers))
-    gym = ray.remote(GymWithoutAgents).options(num_cpus=0).remote()
+    gym = ray.remote(GymWithoutServers).options(num_cpus=0).remote()
     monkeypatch.setattr(GymPrompts, "gym", gym)
+    monkeypatch.setattr(gym_prompts, "_request_maker", lambda: lambda gym, rows: [None] * len(rows))
     rows = [{"agent_ref": {"name": "agent"}, "responses_create_params": {"input": text}} for text in "ab"]
     for is_new in (True, False):
         assert prompts.prompts(rows) == [None, None]

@@ -149,16 +149,14 @@ def _request_maker() -> Callable[[Any, list[dict[str, Any]]], list[dict[str, Any
 
     def chat_request(servers: Any, row: dict[str, Any]) -> dict[str, Any] | None:
         """Returns what decides about the prompt in the chat request that Gym makes of a row; None if it is not known."""
-        (agents,) = servers[row["agent_ref"]["name"]].values()
-        (agent,) = agents.values()
-        (models,) = servers[agent["model_server"]["name"]].values()
-        served = models["vllm_model"]
-
         from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
         from nemo_gym.responses_converter import VLLMConverter
         from omegaconf import OmegaConf
 
-        model: Any = OmegaConf.to_container(served, resolve=True)
+        (agents,) = servers[row["agent_ref"]["name"]].values()
+        (agent,) = agents.values()
+        (models,) = servers[agent["model_server"]["name"]].values()
+        model: Any = OmegaConf.to_container(models["vllm_model"], resolve=True)
         if model.get("is_responses_native") or model.get("use_completions_api"):
             return None
         params = dict(row["responses_create_params"])
@@ -185,7 +183,9 @@ def _request_maker() -> Callable[[Any, list[dict[str, Any]]], list[dict[str, Any
         return {**asked, "chat_template_kwargs": template} if template else asked
 
     def chat_requests(gym: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        servers = gym.rch.setup_server_client(gym.head_server_config).global_config_dict
+        from nemo_gym.server_utils import ServerClient
+
+        servers = ServerClient.load_from_global_config(gym.head_server_config).global_config_dict
         not_for_a_chat = (KeyError, TypeError, ValueError, NotImplementedError)  # or no agent of that name
         found = []
         for row in rows:

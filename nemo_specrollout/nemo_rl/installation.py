@@ -231,9 +231,10 @@ def _replace_names(config: Any, logger: Any, points: Sequence[PatchPoint]) -> No
     from nemo_rl.models.generation.vllm import vllm_generation
 
     from nemo_specrollout.nemo_rl import generation as ours
-    from nemo_specrollout.nemo_rl.gym_prompts import with_new_gym
+    from nemo_specrollout.nemo_rl.gym_prompts import GymPrompts, with_new_gym
     from nemo_specrollout.nemo_rl.next_prompts import PeekingLoader
 
+    GymPrompts.gym = None  # an earlier run of this process may have had one
     resolve = vllm_generation.resolve_generation_worker_cls
     _replace(vllm_generation, "resolve_generation_worker_cls", partial(_our_engine_actor, resolve))
     if _is_controlled(config):
