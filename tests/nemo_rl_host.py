@@ -16,10 +16,11 @@ from nemo_rl_scenarios import (
     CONTROLLER_SCENARIOS,
     DATA_PLANE_SCENARIOS,
     DISTILLATION_SCENARIOS,
+    GYM_CONTROLLER_SCENARIOS,
+    GYM_SCENARIOS,
     PAIR,
     PIN_SCENARIOS,
     PPO_SCENARIOS,
-    RECORDED_PAIR,
     SCENARIOS,
 )
 
@@ -280,14 +281,14 @@ def ppo_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 @pytest.fixture(scope="session")
 def gym_runs(gym_host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Runs of three turns with NeMo-Gym."""
-    return run_all(gym_host, "gym", "gym.yaml", PAIR, tmp_path_factory.mktemp("gym"))
+    return run_all(gym_host, "gym", "gym.yaml", GYM_SCENARIOS, tmp_path_factory.mktemp("gym"))
 
 
 @pytest.fixture(scope="session")
 def gym_controller_runs(gym_host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Runs of three turns with NeMo-Gym, under the SingleController."""
     scratch = tmp_path_factory.mktemp("gym_controller")
-    return run_all(gym_host, "gym_controller", "gym_controller.yaml", RECORDED_PAIR, scratch)
+    return run_all(gym_host, "gym_controller", "gym_controller.yaml", GYM_CONTROLLER_SCENARIOS, scratch)
 
 
 @pytest.fixture(scope="session")

@@ -255,6 +255,8 @@ def _recorded(name: str, *overrides: str) -> dict[str, Any]:
 
 RECORDED_PAIR: dict[str, Any] = {"plain": _recorded("plain", *PLAIN), "drafted": _recorded("drafted", *DRAFTED)}
 PPO_SCENARIOS: dict[str, Any] = {**RECORDED_PAIR, "rolling": _recorded("rolling", *ROLLING)}
+GYM_SCENARIOS: dict[str, Any] = {**PAIR, "rolling": {"overrides": ROLLING}}
+GYM_CONTROLLER_SCENARIOS: dict[str, Any] = {**RECORDED_PAIR, "ahead": _recorded("ahead", *ROLLING)}
 DISTILLATION_SCENARIOS: dict[str, Any] = {**PAIR, "rolling": {"overrides": ROLLING}}
 CONTROLLER_SCENARIOS: dict[str, Any] = {
     "native": _recorded("native", *OFF),

@@ -16,7 +16,15 @@ from typing import Any
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.nemo_rl import engine_actors, generation, installation, row_tasks, single_controller, vllm_workers
+from nemo_specrollout.nemo_rl import (
+    engine_actors,
+    generation,
+    gym_prompts,
+    installation,
+    row_tasks,
+    single_controller,
+    vllm_workers,
+)
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, put_run
 
 PASSED = "passed on"
@@ -139,7 +147,7 @@ def check_controller() -> None:
     judge("_run_single_rollout", asyncio.run(bare(ours)._run_single_rollout(prompt, 0, added=1)), native_calls(ours))
     gym = single_controller.SeededGymRollouts
     single_controller.gym_row_with_seed = lambda row, seed, draftless: row
-    rows = bare(gym, _generation_config=CONFIG)._build_inputs(prompt, added=1)
+    rows = bare(gym, _generation_config=CONFIG, _task_to_env={"nemo_gym": None})._build_inputs(prompt, added=1)
     judge("_build_inputs", "".join(rows), native_calls(gym))
     native = SimpleNamespace(sync_weights=lambda added=None: ("sync_weights", added))
     generation_ = SimpleNamespace(
@@ -202,6 +210,8 @@ def check_wrappers() -> None:
         "validate": partial(installation._validate_apart, echo, generation_),
         "resolve_generation_worker_cls": partial(installation._our_engine_actor, echo, "default", {}),
         "_prepare_nemo_gym_rows": partial(generation.prepare_with_seeds, echo, []),
+        "spinup_nemo_gym_actor": partial(gym_prompts.with_new_gym, echo),
+        "run_async_nemo_gym_rollout": partial(gym_prompts.with_gym, echo),
         "generate_responses": partial(row_tasks.with_tasks, echo, "policy", "data", {}),
         "run_sample_multi_turn_rollout": lambda **more: asyncio.run(
             row_tasks.with_task(later, 0, {"task_name": "t"}, **more)

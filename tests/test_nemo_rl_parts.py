@@ -5,6 +5,7 @@ import asyncio
 import json
 import pickle
 import re
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from conftest import ROOT
 from nemo_rl_records import watching_logger
 from torch import nn
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from nemo_specrollout.generation.engine.admission import check_params
@@ -26,7 +28,7 @@ from nemo_specrollout.generation.engine.identity import resolve_identity
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, RequestIdentity, as_bytes
 from nemo_specrollout.generation.engine.vllm_requests import REFUSAL, shard_request, text_and_params
 from nemo_specrollout.heads.serving.head_loading import part_from_policy, shared_modules
-from nemo_specrollout.nemo_rl.early_rows import NextPrompt, early_rows, early_rows_of_samples
+from nemo_specrollout.nemo_rl.early_rows import NextPrompt, early_gym_rows, early_rows, early_rows_of_samples
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, header_seed
 from nemo_specrollout.nemo_rl.logger import in_a_line
 from nemo_specrollout.nemo_rl.logprob_gap import gap_causes, logprob_gap
@@ -141,6 +143,51 @@ def test_early_rows_under_the_controller_have_the_seeds_of_their_samples() -> No
     prompts = [NextPrompt([1, 2], "math", 7), NextPrompt([3], "squad", 8), NextPrompt([4], "math")]
     rows = early_rows_of_samples(prompts, 2, 42, 3, TaskOptOut(["squad"]))
     assert [row.row for row in rows] == [Row(sample_seed(42, Sample(7, i, 3), [1, 2]), 2) for i in range(2)]
+
+
+def test_the_first_request_of_a_gym_row_brings_the_text_that_was_made_for_it() -> None:
+    """The row's seed and the prompt's tokens decide. Another prompt, several samples or no drafts bring no text."""
+    rows = [
+        {"responses_create_params": {"input": "a"}},
+        {"responses_create_params": {"input": "b"}, "agent_ref": {"name": "judge"}},
+        {"responses_create_params": {"input": "c", "metadata": {"extra_body": '{"seed": 9}'}}},
+        {"responses_create_params": {"input": "d"}},
+    ]
+    seeds = [[2 * i, 2 * i + 1] for i in range(len(rows))]
+    early = early_gym_rows(rows, [[1, 2], [3], [4, 5], None], seeds, 5, ["judge"])
+    assert [row.prompt for row in early] == [[1, 2], [1, 2], [4, 5], [4, 5]]
+    assert early[2].row == early[3].row, "a row's own seed is kept"
+
+    requests = RequestSeeds(5)
+    requests.texts.replace(
+        {early[1].row.seed: TextAhead(as_bytes([7, 8])), early[2].row.seed: TextAhead(as_bytes([6]))}
+    )
+    asked = [
+        ({"seed": 1}, [1, 2]),
+        ({"seed": 9}, [4, 5]),
+        ({"seed": 0}, [1, 2]),
+        ({"seed": 1}, [1, 2, 3]),
+        ({"seed": 1, "n": 2}, [1, 2]),
+        ({"seed": 1, "extra_args": {DRAFTS_KEY: 0}}, [1, 2]),
+    ]
+    made = [requests.of_requests(SamplingParams(**given), [prompt])[0] for given, prompt in asked]
+    assert [params.extra_args[EXTRA_ARGS_KEY].get("ahead") for params in made] == [as_bytes([7, 8]), as_bytes([6])] + [
+        None
+    ] * 4
+    assert made[0].extra_args[EXTRA_ARGS_KEY]["seed"] == early[1].row.seed
+
+    async def decode(*parts: tuple[int, ...]) -> AsyncGenerator[Any, None]:
+        for i, part in enumerate(parts, 1):
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=part)], finished=i == len(parts))
+
+    async def follow(params: SamplingParams, *parts: tuple[int, ...]) -> int:
+        return len([output async for output in requests.texts.followed(decode(*parts), params)])
+
+    streams = SamplingParams(extra_args=made[1].extra_args, output_kind=RequestOutputKind.DELTA)
+    for params, parts in ((made[0], [(7,), (7, 3)]), (streams, [(6,), (2,)]), (made[2], [(7,)])):
+        assert asyncio.run(follow(params, *parts)) == len(parts)
+    kept = requests.texts.take_kept()
+    assert (kept.num_brought, kept.num_texts, kept.num_right, kept.num_made) == (2, 2, 2, 3)
 
 
 def test_a_request_that_moves_brings_what_lies_beyond_its_prefix() -> None:

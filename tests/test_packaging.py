@@ -32,8 +32,8 @@ DISTRIBUTIONS = {
     "reasoning_gym": "reasoning-gym",
 }  # fmt: skip
 """Distributions whose names differ from their modules' names."""
-NEVER_INSTALLED = {"nemo_rl"}
-"""NeMo-RL is no distribution."""
+NEVER_INSTALLED = {"nemo_rl", "nemo_gym"}
+"""NeMo-RL is no distribution. NeMo-Gym is imported by a function that runs in the process of its own actor."""
 EXTRAS = {
     "config": set(),
     "installed": set(),

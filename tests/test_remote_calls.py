@@ -44,7 +44,10 @@ def test_the_vllm_worker_answers_every_call_and_no_other() -> None:
 def test_the_engine_actors_answer_every_call_and_no_other() -> None:
     shared = answers(SEEDED)
     assert shared | answers(ASYNCHRONOUS) == calls(EngineActorCalls)
-    only_asynchronous = {EngineActorCalls.specrollout_leave_exchange.__name__}
+    only_asynchronous = {
+        EngineActorCalls.specrollout_leave_exchange.__name__,
+        EngineActorCalls.specrollout_chat_prompts.__name__,
+    }
     assert shared | answers(SYNCHRONOUS) == calls(EngineActorCalls) - only_asynchronous
 
 

@@ -30,7 +30,8 @@ IN_FLIGHT = "in_flight_weight_updates: true, recompute_kv_cache_after_weight_upd
 
 
 def test_loops_whose_next_prompts_are_known_have_no_findings() -> None:
-    """Engines apart or on the trainer's GPUs, one or several, synchronous or not, with the data plane, PPO, distillation."""
+    """Engines apart or on the trainer's GPUs, one or several, synchronous or not, with the data plane, PPO, distillation,
+    and first turns of NeMo-Gym."""
     one_gpu = "cluster={gpus_per_node: 1, num_nodes: 1}"
     for overrides in (
         APART,
@@ -41,6 +42,9 @@ def test_loops_whose_next_prompts_are_known_have_no_findings() -> None:
         (one_gpu, "grpo=null", "ppo={seed: 1}"),
         (one_gpu, "grpo=null", "distillation={seed: 1}"),
         CONTROLLER,
+        (one_gpu, "env.should_use_nemo_gym=true"),
+        (*APART, "env.should_use_nemo_gym=true"),
+        (*CONTROLLER, "env.should_use_nemo_gym=true"),
     ):
         assert not [s for s in found(AHEAD, *overrides)["error"] if "run_ahead" in s]
     described = dict(describe_nemo_rl(tree(*APART, AHEAD)))["run_ahead"]
@@ -59,7 +63,8 @@ def test_loops_whose_next_prompts_are_known_have_no_findings() -> None:
          "ppo.async_ppo.recompute_kv_cache_after_weight_updates: false with run_ahead"),
         ((*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}", f"{BLOCK_PATH}.fastest_of_n={{}}"),
          f"{BLOCK_PATH}.fastest_of_n: with run_ahead and grpo.async_grpo; requests that begin again do not move"),
-        ((*APART, "env.should_use_nemo_gym=true"), "env.should_use_nemo_gym: true with run_ahead; NeMo-Gym's agents write"),
+        ((*APART, "env.should_use_nemo_gym=true", f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}"),
+         "env.should_use_nemo_gym: true with run_ahead and grpo.async_grpo; requests of NeMo-Gym's agents do not begin again"),
         ((*APART, "data.use_multiple_dataloader=true"), "data.use_multiple_dataloader: true with run_ahead; a function of"),
         (("grpo.use_dynamic_sampling=true",), "grpo.use_dynamic_sampling: true with run_ahead; rewards decide"),
         ((*APART, "grpo.use_dynamic_sampling=true", f"{BLOCK_PATH}.run_ahead.steps=2"),

@@ -11,6 +11,8 @@ from own_ray import ray_for_actors_of
 from lab.local.rollout_pool import ray
 from nemo_specrollout.config.block import RunAheadConfig
 from nemo_specrollout.generation.engine.requests import as_bytes
+from nemo_specrollout.nemo_rl import gym_prompts
+from nemo_specrollout.nemo_rl.gym_prompts import GymPrompts
 from nemo_specrollout.nemo_rl.ray_calls import EngineClient
 from nemo_specrollout.nemo_rl.row_seeds import Row
 from nemo_specrollout.run_ahead.driver import RunAhead
@@ -79,6 +81,7 @@ class Planner:
         return calls
 
     def respond(self, seed: int, num_tokens: int) -> None:
+        self._texts.bring(seed)
         self._texts.compare(seed, [seed + i for i in range(num_tokens)])
 
     def specrollout_texts_ahead(self, texts: dict[int, TextAhead]) -> None:
@@ -207,6 +210,7 @@ def test_texts_of_several_steps_pass_from_engines_to_their_steps(planners: Engin
     found = {name.rpartition("/")[2]: value for name, value in figures.items()}
     assert not alarms and found["ahead_tokens"] == 12 and found["ahead_tokens_2"] == 24
     assert found["ahead_kept"] == found["ahead_right"] == 12 / 16 and found["ahead_texts"] == 2
+    assert (ahead.num_texts, ahead.num_brought) == (2, 2)
     assert (found["ahead_begun"], found["ahead_s"], found["ahead_steps"]) == (4, 2.0, 2)
     ahead.end(keeps_cache=True)  # a validation comes, and the weights stay
     assert calls_of(planners, 0)[-1] == ("end", True)
@@ -244,3 +248,76 @@ def test_too_little_memory_for_texts_is_an_alarm(planners: Engines) -> None:
     assert calls_of(planners, 0)[-1] == ("texts", {1000: 6}), "the farther step made room first"
     _, alarms = ahead.figures()
     assert alarms[0].startswith("1 texts of the next step did not fit into run_ahead.text_mib")
+
+
+class Renderer:
+    """An engine's actor whose server renders each word as its length, and refuses what has none."""
+
+    async def specrollout_chat_prompts(self, requests: list[dict[str, Any]]) -> list[list[int] | None]:
+        return [list(map(len, request["messages"].split())) or None for request in requests]
+
+
+class GymWithoutServers:
+    """NeMo-Gym's actor of a version whose servers cannot be asked as this package does."""
+
+    async def health_check(self) -> None: ...
+
+
+@pytest.fixture
+def renderers(cluster: None) -> Iterator[Engines]:
+    engines = Engines(2, Renderer)
+    yield engines
+    for actor in engines.actors:
+        ray.kill(actor)
+
+
+def test_all_engines_render_prompts_of_nemo_gym_and_a_dead_one_leaves_its_own_unknown(renderers: Engines) -> None:
+    prompts = GymPrompts(EngineClient(renderers))
+    requests: dict[str, dict[str, Any] | None] = {"a": {"messages": "one two"}, "b": None, "c": {"messages": "three"}}
+    requests["d"] = {"messages": ""}
+    assert prompts._rendered(requests) == {"a": [3, 3], "b": None, "c": [5], "d": None}
+    ray.kill(renderers.actors[1])
+    assert prompts._rendered(requests) == {"a": [3, 3], "b": None, "d": None}
+
+
+def test_a_nemo_gym_that_cannot_be_asked_is_an_alarm_and_no_error(
+    renderers: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked once. Rows before it is known, and rows after the failure, have no prompt."""
+    prompts = GymPrompts(EngineClient(renderers))
+    row = {"agent_ref": {"name": "agent"}, "responses_create_params": {"input": "a"}}
+    monkeypatch.setattr(GymPrompts, "gym", None)
+    assert prompts.prompts([row]) == [None] and not prompts.take_alarms()
+    gym = ray.remote(GymWithoutServers).options(num_cpus=0).remote()
+    monkeypatch.setattr(GymPrompts, "gym", gym)
+    assert prompts.prompts([row, row]) == [None, None]
+    (alarm,) = prompts.take_alarms()
+    assert alarm.startswith("the prompts of NeMo-Gym's rows cannot be known early: ModuleNotFoundError: ")
+    assert prompts.prompts([row]) == [None] and not prompts.take_alarms()
+    ray.kill(gym)
+
+
+def test_rows_whose_prompts_are_not_known_are_an_alarm(renderers: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = GymPrompts(EngineClient(renderers))
+    gym = ray.remote(GymWithoutServers).options(num_cpus=0).remote()
+    monkeypatch.setattr(GymPrompts, "gym", gym)
+    monkeypatch.setattr(gym_prompts, "_request_maker", lambda: lambda gym, rows: [None] * len(rows))
+    rows = [{"agent_ref": {"name": "agent"}, "responses_create_params": {"input": text}} for text in "ab"]
+    for is_new in (True, False):
+        assert prompts.prompts(rows) == [None, None]
+        assert [alarm.startswith("of a step's rows of NeMo-Gym") for alarm in prompts.take_alarms()] == [True] * is_new
+    ray.kill(gym)
+
+
+@pytest.mark.parametrize(("num_brought", "num_texts", "is_told"), [(8, 16, False), (7, 16, True), (0, 15, False)])
+def test_texts_for_prompts_that_agents_do_not_send_are_an_alarm(
+    renderers: Engines, monkeypatch: pytest.MonkeyPatch, num_brought: int, num_texts: int, is_told: bool
+) -> None:
+    monkeypatch.setattr(GymPrompts, "gym", None)
+    prompts = GymPrompts(EngineClient(renderers))
+    prompts.observe_brought(num_brought, num_texts)
+    assert not prompts.take_alarms(), "the run has no rows of NeMo-Gym"
+    prompts.prompts([{"responses_create_params": {"input": "a"}}])
+    for told in (is_told, False):
+        prompts.observe_brought(num_brought, num_texts)
+        assert ["only 7 of 16 texts" in alarm for alarm in prompts.take_alarms()] == [True] * told

@@ -48,20 +48,18 @@ def _about_asynchronous(tree: Tree, block: str) -> Iterator[Finding]:
     if at(tree, f"{BLOCK_PATH}.fastest_of_n") is not None:
         text = f"with run_ahead and {block}; requests that begin again do not move: remove one of them"
         yield Finding(f"{BLOCK_PATH}.fastest_of_n", text, "error")
+    if at(tree, "env.should_use_nemo_gym"):
+        text = f"true with run_ahead and {block}; requests of NeMo-Gym's agents do not begin again when weights change"
+        yield Finding("env.should_use_nemo_gym", f"{text}: set {block}.enabled to false, {_FIX}", "error")
 
 
 def _unknown_prompts(tree: Tree) -> Iterator[Finding]:
     """Yields the loops of NeMo-RL in which nobody knows a coming step's prompts early."""
-    for path, text in (
-        (
-            "data.use_multiple_dataloader",
-            "a function of yours chooses each step's prompts when it begins: set it to false",
-        ),
-        ("env.should_use_nemo_gym", "NeMo-Gym's agents write the prompts when a step begins: set it to false"),
-    ):
-        if (value := at(tree, path)) not in (None, False):
-            shown = "a block" if isinstance(value, Mapping) else json.dumps(value)
-            yield Finding(path, f"{shown} with run_ahead; {text}, {_FIX}", "error")
+    path = "data.use_multiple_dataloader"
+    if (value := at(tree, path)) not in (None, False):
+        shown = "a block" if isinstance(value, Mapping) else json.dumps(value)
+        text = "a function of yours chooses each step's prompts when it begins: set it to false"
+        yield Finding(path, f"{shown} with run_ahead; {text}, {_FIX}", "error")
 
 
 def _about_filter(tree: Tree, ahead: RunAheadConfig, algorithm: str) -> Iterator[Finding]:

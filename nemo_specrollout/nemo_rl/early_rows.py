@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows of a coming step are decoded early (`run_ahead`), and with which seeds."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from nemo_specrollout.nemo_rl.row_seeds import Row, RowSeeds, Sample, sample_seed
+from nemo_specrollout.nemo_rl.row_seeds import (
+    Row,
+    RowSeeds,
+    Sample,
+    given_seed,
+    gym_request_fields,
+    gym_row_with_seed,
+    may_draft,
+    sample_seed,
+)
 from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut
 from nemo_specrollout.run_ahead.early_texts import EarlyRow
 
@@ -20,6 +30,8 @@ class NextPrompt:
     """Its row of the dataset, or None if the data loader does not number them."""
     has_media: bool = False
     """True if images, videos or audio belong to it. Its tokens alone do not bring them to the engine."""
+    gym_row: Mapping[str, Any] | None = None
+    """NeMo-Gym's row, whose agent writes the prompt. The data loader has no tokens of it."""
 
 
 def early_rows(
@@ -46,6 +58,32 @@ def early_rows_of_samples(
         if prompt.index is not None
     ]
     return _worth_decoding([prompt for prompt, _ in samples], seeds, opt_out)
+
+
+def early_gym_rows(
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Sequence[int] | None],
+    seeds: Sequence[Sequence[int]],
+    run_seed: int,
+    draftless: Collection[str],
+) -> list[EarlyRow]:
+    """Returns the same for rows of NeMo-Gym: the first request of each of their samples, as far as its prompt is known.
+
+    Args:
+        rows: One for each prompt of the step.
+        prompts: Token ids with which an agent begins each row; None where they are not known.
+        seeds: For each row the seeds of its samples, as `gym_row_with_seed` gets them in the step.
+        run_seed: Seed of the run.
+        draftless: Names of the agents whose rows are decoded without drafts.
+    """
+    found = []
+    for row, prompt, of_samples in zip(rows, prompts, seeds, strict=True):
+        for seed in of_samples if prompt is not None else ():
+            fields = gym_request_fields(gym_row_with_seed(dict(row), seed, draftless))
+            given = fields["seed"]
+            if prompt is not None and isinstance(given, int) and may_draft(fields):
+                found.append(EarlyRow(prompt, Row(given_seed(run_seed, given, prompt), len(prompt))))
+    return found
 
 
 def _worth_decoding(samples: Sequence[NextPrompt], seed_of_each: Sequence[int], opt_out: TaskOptOut) -> list[EarlyRow]:

@@ -24,7 +24,13 @@ from nemo_specrollout.generation.engine.recorded_requests import RequestRecorder
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
 from nemo_specrollout.generation.engine.vllm_requests import reason_to_stay
 from nemo_specrollout.installed.versions import vllm_version
-from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
+from nemo_specrollout.nemo_rl.engine_inputs import (
+    RequestSeeds,
+    SeedHeader,
+    chat_prompts,
+    engine_arguments,
+    engine_number,
+)
 from nemo_specrollout.nemo_rl.moved_modules import lend_old_names
 from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
 from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, RECORD_KEY, ROOTS_KEY, SEEDS_KEY, Row
@@ -289,7 +295,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         rows = _rows.get()
         if rows is None:
             (params,) = self._request_seeds.of_requests(sampling_params, [prompt])
-            outputs = self._generate(prompt, params, *args, **kwargs)
+            outputs = self._request_seeds.texts.followed(self._generate(prompt, params, *args, **kwargs), params)
             return outputs if self._recorder is None else self._recorder.followed(outputs, prompt, params)
         (params,) = self._request_seeds.of_rows(sampling_params, rows)
         if self._recorder is not None:
@@ -329,6 +335,10 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         lend_old_names()
         app.add_middleware(SeedHeader)
         return super()._setup_vllm_openai_api_server(app, *args, **kwargs)
+
+    async def specrollout_chat_prompts(self, requests: list[dict[str, Any]]) -> list[list[int] | None]:
+        """Returns the token ids of the prompt of each chat request; None for one that the HTTP server refuses."""
+        return await chat_prompts(str(self.base_url), requests)
 
     async def reset_prefix_cache_async(self) -> bool:
         """Replaces NeMo-RL's method, which asks vLLM to drop cached prefixes. vLLM refuses that while requests run.

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of an engine under NeMo-RL: its arguments, with the block put into effect, and the seeds of its requests."""
 
+import asyncio
+import json
 import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from threading import Lock
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 from starlette.responses import JSONResponse
 
@@ -17,9 +21,8 @@ from nemo_specrollout.generation.engine.identity import check_seed
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.engine.text_method import allow_text_drafters
 from nemo_specrollout.generation.engine.vllm_requests import REFUSAL, RolloutSamplingParams, refused_as_by_vllm
-from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, Conversations, Row, RowSeeds, SeedKind
+from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, Conversations, Row, RowSeeds, SeedKind, given_seed
 from nemo_specrollout.run_ahead.texts import TextAhead, TextsAhead
-from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 _WORKERS = {
     "VllmInternalWorkerExtension": "nemo_specrollout.nemo_rl.vllm_workers.NemoRlWorker",
@@ -29,6 +32,8 @@ MTP_FROM_FOLDER = "specrollout_mtp_from_folder"
 """Key of vLLM's `additional_config`: true if the trainer does not train the native heads, so no refit brings them."""
 HEADER = b"x-specrollout-seed"
 """HTTP header in which a client sends a seed if it cannot send one in the body."""
+_RENDERED_AT_ONCE = 16
+"""Prompts that the server is asked for at a time, so that requests of the step do not wait long behind them."""
 _MOST_DIGITS = len(str(2**63))
 """Digits of a seed. Python raises an error for a number of some thousands."""
 
@@ -77,7 +82,7 @@ class RequestSeeds(RowSeeds):
     def of_rows(self, params: Any, rows: Sequence[Row]) -> list[Any]:
         """Returns sampling parameters for each row. `params` is one object for all rows, or a sequence with one for each."""
         pairs = zip(_each(params, len(rows)), rows, strict=True)
-        return [_with_row(p, row, self.texts.of(row.seed)) for p, row in pairs]
+        return [_with_row(p, row, self.texts.bring(row.seed)) for p, row in pairs]
 
     def of_requests(self, params: Any, prompts: Sequence[Any]) -> list[Any]:
         """Returns sampling parameters for each of vLLM's `prompts` that do not come from rows. `params` as in `of_rows`.
@@ -95,12 +100,11 @@ class RequestSeeds(RowSeeds):
         with refused_as_by_vllm():
             check_seed(params)
         given = header_seed.get() if params.seed is None else params.seed
-        if given is None:
-            seed = self._derived(tokens)
-        else:
-            seed = request_seed(combine(self._run_seed, SeedKind.GIVEN), content_hash(tokens), 0, given)
+        seed = self._derived(tokens) if given is None else given_seed(self._run_seed, given, tokens)
         length = self._conversations.root_lengths([tokens])[0]
-        return _with_row(params, Row(seed, length, speculate=_may_speculate(params)))
+        row = Row(seed, length, speculate=_may_speculate(params))
+        brings_text = row.speculate and params.n == 1 and given is not None
+        return _with_row(params, row, self.texts.bring(seed) if brings_text else None)
 
     def _derived(self, tokens: Sequence[int]) -> int:
         if self._required:
@@ -156,6 +160,35 @@ def _with_row(params: Any, row: Row, text: TextAhead | None = None) -> Any:
     others = {key: value for key, value in (params.extra_args or {}).items() if key != DRAFTS_KEY}
     seeded.extra_args = {**others, EXTRA_ARGS_KEY: identity}
     return seeded
+
+
+async def chat_prompts(base_url: str, requests: Sequence[Mapping[str, Any]]) -> list[list[int] | None]:
+    """Returns the token ids of the prompt of each chat request, as the engine's HTTP server at `base_url` renders it.
+
+    NeMo-RL's route `/tokenize` has the renderer of its chat route, and NeMo-Gym takes the token ids of its prompts from it.
+    Asked by HTTP, the renderer stays in the event loop of the server. None for a request that the server refuses, and for a
+    prompt that leaves no room for a response.
+    """
+    url = base_url.removesuffix("/v1") + "/tokenize"
+    limit = asyncio.Semaphore(_RENDERED_AT_ONCE)
+
+    async def prompt_of(request: Mapping[str, Any]) -> list[int] | None:
+        async with limit:
+            return await asyncio.to_thread(_chat_prompt, url, request)
+
+    return list(await asyncio.gather(*map(prompt_of, requests)))
+
+
+def _chat_prompt(url: str, request: Mapping[str, Any]) -> list[int] | None:
+    """Waits for the token ids of a prompt. No proxy is asked, because the server is in this process."""
+    asked = Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
+    try:
+        with build_opener(ProxyHandler({})).open(asked) as answer:
+            found = json.load(answer)
+    except HTTPError:
+        return None
+    token_ids: list[int] = found["tokens"]
+    return token_ids if len(token_ids) < found["max_model_len"] else None
 
 
 class SeedHeader:

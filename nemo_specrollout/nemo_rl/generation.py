@@ -4,8 +4,7 @@
 Ray copies the generation to the actors that roll out. A copy gets its policy version from its actor.
 """
 
-import json
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,7 +21,8 @@ from nemo_rl.models.generation.vllm import VllmGeneration
 from nemo_rl.utils.logger import Logger
 
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
-from nemo_specrollout.nemo_rl.early_rows import NextPrompt, early_rows
+from nemo_specrollout.nemo_rl.early_rows import NextPrompt, early_gym_rows, early_rows
+from nemo_specrollout.nemo_rl.gym_prompts import GymPrompts, GymRow, with_gym
 from nemo_specrollout.nemo_rl.logger import WatchingLogger
 from nemo_specrollout.nemo_rl.next_prompts import PeekingLoader
 from nemo_specrollout.nemo_rl.ray_calls import EngineClient
@@ -35,6 +35,7 @@ from nemo_specrollout.nemo_rl.row_seeds import (
     RowSeeds,
     SeedKind,
     current_sample,
+    gym_contents,
     gym_row_with_seed,
 )
 from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut, with_task, with_tasks
@@ -48,6 +49,8 @@ from nemo_specrollout.run_ahead.early_texts import EarlyRow
 
 _NativeCollector: Any = AsyncTrajectoryCollector.__ray_metadata__.modified_class
 _NativeActor: Any = SyncRolloutActor.__ray_metadata__.modified_class
+_OF_ONE_PROCESS = ("_supervisor", "_ahead", "_gym_prompts")
+"""Attributes that no copy of the generation has."""
 _TIMES = ("plain_estimate_s", "rollout_s")
 """Metrics from which the time that texts made ahead have saved is estimated."""
 
@@ -62,6 +65,8 @@ class SpecrolloutGeneration(VllmGeneration):
     _supervisor: Supervisor | None = None
     _ahead: RunAhead | None = None
     """None without `run_ahead`, and in a copy."""
+    _gym_prompts: GymPrompts | None = None
+    """None without `run_ahead`, and in a copy. Asks nobody without NeMo-Gym."""
     _num_generated = 0
     """Calls of `generate`."""
     _is_refitting = False
@@ -104,19 +109,21 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def _new_ahead(self) -> RunAhead | None:
         config = self.block.run_ahead
-        return (
-            None if config is None or not self.block.runs_ahead else RunAhead(EngineClient(self.worker_group), config)
-        )
+        if config is None or not self.block.runs_ahead:
+            return None
+        engines = EngineClient(self.worker_group)
+        self._gym_prompts = GymPrompts(engines)
+        return RunAhead(engines, config)
 
     def end_supervision(self) -> None:
         supervisor = self._supervisor
-        self._supervisor = self._ahead = None
+        self._supervisor = self._ahead = self._gym_prompts = None
         if supervisor is not None:
             supervisor.close()
             supervisor.close_exchange()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_supervisor", "_ahead")}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_ONE_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -170,9 +177,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def gym_seeds(self, rows: list[dict[str, Any]]) -> list[int]:
         """Returns seeds for rows of NeMo-Gym, whose agents request responses over HTTP."""
-        questions = [row["responses_create_params"].get("input") for row in rows]  # which siblings share
-        contents = [json.dumps(question, sort_keys=True, default=str).encode() for question in questions]
-        return self.row_seeds.seeds(map(list, contents), self._kind)
+        return self.row_seeds.seeds(gym_contents(rows), self._kind)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """Wakes engines that sleep. NeMo-RL calls it before a rollout, and also amid a refit, after which more is to come."""
@@ -259,6 +264,9 @@ class SpecrolloutGeneration(VllmGeneration):
             saved = saved_figures(plain, STEP_LOG.entries.get("acceptance", {}))
             metrics |= figures | {PREFIX + name: value for name, value in saved.items()}
             STEP_LOG.alarms += alarms
+        if self._ahead is not None and self._gym_prompts is not None:
+            self._gym_prompts.observe_brought(self._ahead.num_brought, self._ahead.num_texts)
+            STEP_LOG.alarms += self._gym_prompts.take_alarms()
         return metrics
 
     def _plan_ahead(self) -> None:
@@ -313,7 +321,21 @@ class SpecrolloutGeneration(VllmGeneration):
         self._has_checked_epoch = True
 
     def _rows_of(self, version: int, prompts: list[NextPrompt]) -> list[EarlyRow]:
-        return early_rows(prompts, self.facts.samples_per_prompt, RowSeeds(self.facts.seed, version), self.opt_out)
+        """Returns the rows of the step after the training step number `version` whose prompts these are."""
+        samples = self.facts.samples_per_prompt
+        seeds = RowSeeds(self.facts.seed, version)
+        gym_rows = [prompt.gym_row for prompt in prompts if prompt.gym_row is not None]
+        if not gym_rows:
+            return early_rows(prompts, samples, seeds, self.opt_out)
+        given = seeds.seeds(gym_contents(row for row in gym_rows for _ in range(samples)))
+        return self._early_gym_rows(gym_rows, [given[i : i + samples] for i in range(0, len(given), samples)])
+
+    def _early_gym_rows(self, rows: Sequence[GymRow], seeds: Sequence[Sequence[int]]) -> list[EarlyRow]:
+        """Returns the rows of NeMo-Gym whose first prompts are known, `seeds` being those of each one's samples."""
+        if self._gym_prompts is None:
+            return []
+        prompts = self._gym_prompts.prompts(rows)
+        return early_gym_rows(rows, prompts, seeds, self.facts.seed, self.block.tasks_without_drafts)
 
     def _end_ahead(self, *, keeps_cache: bool = False, is_interrupted: bool = False) -> None:
         if self._ahead is not None:
@@ -351,6 +373,7 @@ def prepare_with_seeds(prepare: Callable[..., Any], rows: list[dict[str, Any]], 
 def extended_rollouts() -> dict[str, Any]:
     """Returns the functions of NeMo-RL's module `rollouts` that this process needs extended, by name."""
     return {
+        "run_async_nemo_gym_rollout": partial(with_gym, rollouts.run_async_nemo_gym_rollout),
         "_prepare_nemo_gym_rows": partial(prepare_with_seeds, rollouts._prepare_nemo_gym_rows),
         "generate_responses": partial(with_tasks, rollouts.generate_responses),
         "run_sample_multi_turn_rollout": partial(with_task, rollouts.run_sample_multi_turn_rollout),

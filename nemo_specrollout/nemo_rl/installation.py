@@ -25,6 +25,7 @@ from nemo_specrollout.nemo_rl.code_folder import PYTHONPATH, code_folder, is_on_
 from nemo_specrollout.nemo_rl.patch_point_table import (
     POINTS_OF_ALL_RUNS,
     POINTS_OF_CONTROLLER,
+    POINTS_OF_GYM,
     POINTS_OF_LOADERS,
     POINTS_OF_ROLLOUTS,
     POINTS_OF_RUN_AHEAD,
@@ -111,7 +112,8 @@ def _patch_points_of(config: Any, *, runs_ahead: bool) -> tuple[PatchPoint, ...]
     trainers = _trainers(config)
     own = (point for point in POINTS_OF_TRAINERS if point.module in trainers)
     loaders = (point for point in POINTS_OF_LOADERS if point.module in trainers)
-    ahead = (*loaders, *POINTS_OF_RUN_AHEAD) if runs_ahead else ()
+    gym = POINTS_OF_GYM if (getattr(config, "env", None) or {}).get("should_use_nemo_gym") else ()
+    ahead = (*loaders, *gym, *POINTS_OF_RUN_AHEAD) if runs_ahead else ()
     return (*POINTS_OF_ALL_RUNS, *own, *POINTS_OF_ROLLOUTS, *ahead)
 
 
@@ -229,8 +231,10 @@ def _replace_names(config: Any, logger: Any, points: Sequence[PatchPoint]) -> No
     from nemo_rl.models.generation.vllm import vllm_generation
 
     from nemo_specrollout.nemo_rl import generation as ours
+    from nemo_specrollout.nemo_rl.gym_prompts import GymPrompts, with_new_gym
     from nemo_specrollout.nemo_rl.next_prompts import PeekingLoader
 
+    GymPrompts.gym = None  # an earlier run of this process may have had one
     resolve = vllm_generation.resolve_generation_worker_cls
     _replace(vllm_generation, "resolve_generation_worker_cls", partial(_our_engine_actor, resolve))
     if _is_controlled(config):
@@ -252,6 +256,7 @@ def _replace_names(config: Any, logger: Any, points: Sequence[PatchPoint]) -> No
                 "Logger": logger,
                 "SyncRolloutActor": ours.SpecrolloutRolloutActor,
                 "StatefulDataLoader": PeekingLoader,
+                "spinup_nemo_gym_actor": partial(with_new_gym, native),
             }
             _replace(trainer, point.name, replacements[point.name])
 

@@ -52,10 +52,16 @@ def prompts_of(shown: Mapping[str, Any]) -> list[NextPrompt]:
     rows = shown.get("idx")
     indices = nothing if rows is None else [int(index) for index in rows]
     media = shown.get("vllm_content") or nothing
+    gym_rows = map(_gym_row, shown.get("extra_env_info") or nothing)
     return [
-        NextPrompt(_token_ids(log), task, index, content is not None)
-        for log, task, index, content in zip(logs, tasks, indices, media, strict=True)
+        NextPrompt(_token_ids(log), task, index, content is not None, gym_row)
+        for log, task, index, content, gym_row in zip(logs, tasks, indices, media, gym_rows, strict=True)
     ]
+
+
+def _gym_row(info: Any) -> Mapping[str, Any] | None:
+    """Returns what the environment gets of a prompt if that is a row of NeMo-Gym, else None."""
+    return info if isinstance(info, Mapping) and "responses_create_params" in info else None
 
 
 def _token_ids(message_log: Iterable[Mapping[str, Any]]) -> list[int]:

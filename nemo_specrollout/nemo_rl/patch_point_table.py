@@ -205,6 +205,31 @@ POINTS_OF_TRAINERS = (
 )
 """Patch points of the trainers beside GRPO's own. A run uses the points of its trainer's module."""
 POINTS_OF_ROLLOUTS = (
+    PatchPoint(
+        ROLLOUTS,
+        "run_async_nemo_gym_rollout",
+        needed=("task_to_env",),
+        known=(
+            "policy_generation",
+            "input_batch",
+            "tokenizer",
+            "generation_config",
+            "num_generations",
+            "log_full_result_tables",
+            "max_seq_len",
+            "max_rollout_turns",
+            "greedy",
+            "effort_config",
+            "reward_penalty_config",
+            "thinking_tags",
+            "mask_env_flagged_samples",
+            "returns_entire_batch",
+            "sampling_params",
+            "deduplicate_multimodal_data",
+            "debug_payload_metrics",
+        ),
+        result="async stream",
+    ),
     PatchPoint(ROLLOUTS, "_prepare_nemo_gym_rows", needed=("rows",), known=("generation_config", "sampling_params")),
     PatchPoint(
         ROLLOUTS,
@@ -232,6 +257,23 @@ POINTS_OF_ROLLOUTS = (
 """Patch points of runs without the SingleController."""
 POINTS_OF_LOADERS = tuple(PatchPoint(module, "StatefulDataLoader") for module in (GRPO, DISTILLATION, PPO))
 """Patch points of runs with `run_ahead`: the data loader, in the module of the run's trainer."""
+POINTS_OF_GYM = (
+    PatchPoint(
+        GRPO,
+        "spinup_nemo_gym_actor",
+        known=(
+            "env_configs",
+            "base_urls",
+            "model_name",
+            "tokenizer",
+            "enable_router_replay",
+            "routed_experts_dtype",
+            "use_fastokens",
+        ),
+        result="value",
+    ),
+)
+"""Patch points of runs with `run_ahead` and NeMo-Gym, without the SingleController."""
 POINTS_OF_RUN_AHEAD = (
     PatchPoint(VLLM_GENERATION, "VllmGeneration.prepare_for_generation", result="value"),
     PatchPoint(VLLM_WORKER, "VllmGenerationWorkerImpl.sleep"),
@@ -261,6 +303,7 @@ DRIVER_POINTS = (
     *POINTS_OF_TRAINERS,
     *POINTS_OF_ROLLOUTS,
     *POINTS_OF_LOADERS,
+    *POINTS_OF_GYM,
     *POINTS_OF_RUN_AHEAD,
 )
 """Patch points in the driver and in NeMo-RL's actors, for all kinds of run."""

@@ -9,7 +9,7 @@ content under the same weights: the siblings of a GRPO group arrive in order.
 import json
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
@@ -163,6 +163,17 @@ def prefix_hashes(tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]
     return sums_T ^ (sums_T >> np.uint64(29))
 
 
+def gym_contents(rows: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    """Returns the content by which each row of NeMo-Gym gets its seed, as bytes: its question, which siblings share."""
+    questions = [row["responses_create_params"].get("input") for row in rows]
+    return [list(json.dumps(question, sort_keys=True, default=str).encode()) for question in questions]
+
+
+def given_seed(run_seed: int, given: int, prompt: Sequence[int]) -> int:
+    """Returns the seed of an HTTP request that brings the seed `given`, an integer in [0, 2^63)."""
+    return request_seed(combine(run_seed, SeedKind.GIVEN), content_hash(prompt), 0, given)
+
+
 def gym_row_with_seed(row: dict[str, Any], seed: int, draftless: Collection[str] = ()) -> dict[str, Any]:
     """Returns NeMo-Gym's `row` with the OpenAI field `seed` for each of its requests. A row's own seed is kept.
 
@@ -175,3 +186,14 @@ def gym_row_with_seed(row: dict[str, Any], seed: int, draftless: Collection[str]
         body["vllm_xargs"] = {DRAFTS_KEY: 0, **body.get("vllm_xargs", {})}
     metadata[_EXTRA_BODY] = json.dumps(body)
     return {**row, "responses_create_params": {**params, "metadata": metadata}}
+
+
+def gym_request_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that each request of NeMo-Gym's `row` has from `gym_row_with_seed`, `seed` among them."""
+    fields: dict[str, Any] = json.loads(row["responses_create_params"]["metadata"][_EXTRA_BODY])
+    return fields
+
+
+def may_draft(fields: Mapping[str, Any]) -> bool:
+    """Returns whether a request with these fields may have drafts."""
+    return (fields.get("vllm_xargs") or {}).get(DRAFTS_KEY, 1) == 1

@@ -12,8 +12,9 @@ from typing import Any
 import ray
 from nemo_rl.experience.rollout_manager import AsyncNemoGymRolloutImpl, AsyncRolloutImpl
 
-from nemo_specrollout.nemo_rl.early_rows import early_rows_of_samples
+from nemo_specrollout.nemo_rl.early_rows import NextPrompt, early_rows_of_samples
 from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
+from nemo_specrollout.nemo_rl.gym_prompts import GymPrompts
 from nemo_specrollout.nemo_rl.next_prompts import PeekingLoader
 from nemo_specrollout.nemo_rl.row_seeds import Sample, current_sample, gym_row_with_seed, sample_seed
 from nemo_specrollout.nemo_rl.row_tasks import current_tasks
@@ -44,10 +45,18 @@ class ControlledGeneration(SpecrolloutGeneration):
         self._check_epoch(len(loader))
         facts = self.facts
         left = max(facts.last_version - self._version - 1, 0)
-        return [
-            early_rows_of_samples(prompts, facts.samples_per_prompt, facts.seed, loader.epoch, self.opt_out)
-            for prompts in loader.next_prompts(min(num_steps, left))
-        ]
+        return [self._rows_of_epoch(prompts, loader.epoch) for prompts in loader.next_prompts(min(num_steps, left))]
+
+    def _rows_of_epoch(self, prompts: list[NextPrompt], epoch: int) -> list[EarlyRow]:
+        facts = self.facts
+        gym = [prompt for prompt in prompts if prompt.gym_row is not None and prompt.index is not None]
+        if not gym:
+            return early_rows_of_samples(prompts, facts.samples_per_prompt, facts.seed, epoch, self.opt_out)
+        every = range(facts.samples_per_prompt)
+        rows = [prompt.gym_row for prompt in gym if prompt.gym_row is not None]
+        indices = [prompt.index for prompt in gym if prompt.index is not None]
+        seeds = [[sample_seed(facts.seed, Sample(index, i, epoch)) for i in every] for index in indices]
+        return self._early_gym_rows(rows, seeds)
 
     def _end_ahead(self, *, keeps_cache: bool = False, is_interrupted: bool = False) -> None:
         """Ends what is made ahead. Other requests are under way, so vLLM would refuse to drop cached prefixes."""
@@ -68,6 +77,7 @@ class SeededGymRollouts(AsyncNemoGymRolloutImpl):
     """NeMo-Gym's rollouts of one prompt. Each of its rows brings a seed to the engines' HTTP server."""
 
     def _build_inputs(self, input_sample: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        GymPrompts.gym = self._task_to_env["nemo_gym"]
         rows = super()._build_inputs(input_sample, *args, **kwargs)
         run_seed = RunFacts.of(self._generation_config).seed
         draftless = block_of(self._generation_config).tasks_without_drafts

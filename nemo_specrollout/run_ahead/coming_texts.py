@@ -72,6 +72,10 @@ class ComingTexts:
         """Returns the texts of the step of a policy version, by the seeds of their requests."""
         return self._store.of(version)
 
+    def num_texts(self, version: int) -> int:
+        """Returns how many requests of the step of a policy version have a text."""
+        return self._store.num_texts(version)
+
     def forget_before(self, version: int) -> None:
         """Forgets the texts of steps before that of a policy version."""
         self._store.forget_before(version)

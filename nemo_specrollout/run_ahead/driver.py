@@ -81,6 +81,10 @@ class RunAhead:
         self._coming = ComingTexts(config)
         self._version = 0
         """Policy version of the latest plan."""
+        self.num_texts = 0
+        """Texts that were there for the requests of the steps up to now."""
+        self.num_brought = 0
+        """Requests that have brought one along."""
         self._is_planned = False
         self._alarms: list[str] = []
         self._stop = threading.Event()
@@ -164,6 +168,8 @@ class RunAhead:
         metrics = self._coming.learn(self._version, kept)
         if token_s is not None and self._coming.chooses_steps:
             self._observe_price(token_s)
+        self.num_texts += self._coming.num_texts(self._version)
+        self.num_brought += kept.num_brought
         alarms = self._alarms + self._coming.take_alarms()
         self._alarms = []
         return {PREFIX + name: value for name, value in metrics.items()}, alarms

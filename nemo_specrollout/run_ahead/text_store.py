@@ -34,6 +34,10 @@ class TextStore:
         """Returns how many tokens are in flight for a step, without branches."""
         return sum(text.num_tokens for text in self._texts.get(version, {}).values())
 
+    def num_texts(self, version: int) -> int:
+        """Returns how many requests of a step have a text with any token."""
+        return sum(text.num_tokens > 0 for text in self._texts.get(version, {}).values())
+
     def put(self, version: int, texts: Mapping[int, TextAhead]) -> None:
         """Takes the newest texts of a step's requests. The others of that step stay."""
         known = self._texts.setdefault(version, {})

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The texts that were made ahead, as an engine has them: which one a request brings along, and how much of it was right."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from nemo_specrollout.generation.engine.ahead_branches import TOKEN_BYTES, AheadBranch
-from nemo_specrollout.generation.engine.requests import num_kept
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, num_kept
 from nemo_specrollout.run_ahead.decisions.flips import Array, counts_of_gaps
 
 NO_GAPS = counts_of_gaps(np.zeros(0))
@@ -63,6 +65,8 @@ class KeptCounts(NamedTuple):
     """Of these texts, those that parted because the runner-up was sampled instead."""
     num_followed: int = 0
     """Branches that turned out to be the text."""
+    num_brought: int = 0
+    """Requests that have brought a text along, also those that have not ended."""
     gaps_G: Array = NO_GAPS
     """Counts of the gaps of the tokens that were compared up to the first change, as `counts_of_gaps` makes them."""
 
@@ -120,11 +124,13 @@ class TextsAhead:
     """Owns an engine's texts by the seeds of their requests, and the counts of what was right of them.
 
     A request and its text have the same seed, so they had the same noise. They differ where the new weights changed a token.
+    Requests may come and end in several threads, because NeMo-RL's HTTP server has one of its own.
     """
 
     def __init__(self) -> None:
         self._texts: Mapping[int, TextAhead] = {}
         self._kept = KeptCounts()
+        self._lock = Lock()
 
     def replace(self, texts: Mapping[int, TextAhead]) -> None:
         """Takes the texts for the requests to come, by seed."""
@@ -133,6 +139,34 @@ class TextsAhead:
     def of(self, seed: int) -> TextAhead | None:
         """Returns the text that was made ahead under this seed; None if there is none."""
         return self._texts.get(seed)
+
+    def bring(self, seed: int) -> TextAhead | None:
+        """Returns the text that a request of this seed brings along; None if there is none. Counts it as brought."""
+        text = self.of(seed)
+        if text is not None and text.tokens:
+            self._count(KeptCounts(num_brought=1))
+        return text
+
+    def followed(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
+        """Returns the outputs of a vLLM request with sampling parameters `params`, at whose end its text is compared."""
+        identity = (params.extra_args or {}).get(EXTRA_ARGS_KEY) or {}
+        text = self.of(identity["seed"]) if "ahead" in identity else None
+        return outputs if text is None else self._compared_at_end(outputs, params, text)
+
+    async def _compared_at_end(
+        self, outputs: AsyncGenerator[Any, None], params: Any, text: TextAhead
+    ) -> AsyncGenerator[Any, None]:
+        comes_in_parts = params.output_kind.name == "DELTA"
+        response: list[int] = []
+        async with aclosing(outputs):
+            async for output in outputs:
+                (sample,) = output.outputs
+                if not comes_in_parts:
+                    response.clear()
+                response.extend(sample.token_ids)
+                if output.finished:
+                    self._count(compare(text, response))
+                yield output
 
     def longest_first(self, seeds: Sequence[int]) -> list[int]:
         """Returns the order in which requests should begin, the longest expected response first, as places in `seeds`.
@@ -153,10 +187,15 @@ class TextsAhead:
         """
         text = self.of(seed)
         if text is not None and text.tokens:
-            self._kept = self._kept.plus(compare(text, response))
+            self._count(compare(text, response))
+
+    def _count(self, counts: KeptCounts) -> None:
+        with self._lock:
+            self._kept = self._kept.plus(counts)
 
     def take_kept(self) -> KeptCounts:
         """Returns the counts since the last call."""
-        counts = self._kept
-        self._kept = KeptCounts()
+        with self._lock:
+            counts = self._kept
+            self._kept = KeptCounts()
         return counts

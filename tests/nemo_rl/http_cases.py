@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""http_cases.py plain|drafted|strict BASE.yaml: NeMo-RL's asynchronous worker with ours, asked by the real `openai` client.
+"""http_cases.py plain|drafted|strict|ahead BASE.yaml: NeMo-RL's asynchronous worker with ours, asked by the `openai` client.
 
 Prints a JSON object: for each case the texts, token ids and log-probs of the answers, or the error.
 """
@@ -19,11 +19,15 @@ from nemo_rl.models.generation.vllm import vllm_worker_async
 
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.nemo_rl.engine_actors import AsyncEngineActor
+from nemo_specrollout.nemo_rl.row_seeds import Row, given_seed
+from nemo_specrollout.nemo_rl.run_facts import RunFacts
+from nemo_specrollout.run_ahead.early_texts import EarlyRow
 
 BLOCKS = {
     "plain": {"enabled": True, "drafters": []},
     "drafted": {"enabled": True, "budget": {"policy": "fixed", "k": 8}},
     "strict": {"enabled": True, "http_seeds": "required"},
+    "ahead": {"enabled": True, "drafters": [], "run_ahead": {}},
 }
 WORDS = "1 2 3 1 2 3 1 2 3"
 
@@ -92,11 +96,53 @@ async def ask_all(worker: Any) -> dict[str, Any]:
     return found
 
 
+async def ask_with_texts_ahead(worker: Any, temperature: float) -> dict[str, Any]:
+    """Answers to the first requests of coming rows, before and after their texts were made early as `run_ahead` makes them."""
+    worker.cfg["temperature"] = temperature  # which the server asks of every request
+    client = openai.AsyncOpenAI(base_url=worker.base_url, api_key="none", max_retries=0, timeout=120)
+    contents = [f"{WORDS} {agent} " * 3 for agent in range(4)]
+
+    async def ask(content: str, seed: int) -> Any:
+        return await answer(client, worker.cfg["model_name"], content, seed=seed, temperature=temperature)
+
+    async def ask_rows() -> list[Any]:
+        return list(await asyncio.gather(*(ask(content, seed) for seed, content in enumerate(contents))))
+
+    requests = [{"messages": [{"role": "user", "content": content}]} for content in contents]
+    too_long = {"messages": [{"role": "user", "content": WORDS * 4000}]}
+    prompts = await worker.specrollout_chat_prompts([*requests, too_long, {"messages": "none"}])
+    run_seed = RunFacts.of(worker.cfg).seed
+    rows = [
+        EarlyRow(prompt, Row(given_seed(run_seed, seed, prompt), len(prompt)))
+        for seed, prompt in enumerate(prompts[:4])
+    ]
+    found: dict[str, Any] = {"plain": await ask_rows(), "unknown": prompts[4:]}
+    await worker.specrollout_plan_ahead(rows, 0.1, 1.0)
+    while await worker.specrollout_run_ahead(1.0, 0):
+        pass
+    made = await worker.specrollout_end_ahead(keeps_cache=False)
+    worker.specrollout_texts_ahead(made.texts)
+    worker.specrollout_take_kept()
+    found["made"] = [made.texts[row.row.seed].num_tokens for row in rows]
+    found["ahead"] = await ask_rows()
+    kept = worker.specrollout_take_kept()
+    found["kept"] = {"brought": kept.num_brought, "texts": kept.num_texts, "right": kept.num_right}
+    found["other_prompt"] = await ask(contents[0] + "more", 0)
+    worker.specrollout_texts_ahead({})
+    found["other_prompt_plain"] = await ask(contents[0] + "more", 0)
+    found["brought_by_other_prompt"] = worker.specrollout_take_kept().num_brought
+    return found
+
+
 async def main(which: str, base: Path) -> None:
     assert AsyncEngineActor.__mro__.index(vllm_worker_async.VllmAsyncGenerationWorkerImpl)
     worker = AsyncEngineActor(config_of(base, which), bundle_indices=[0], seed=0)
     await worker.post_init_async()
-    print("ANSWERS " + json.dumps(await ask_all(worker)))
+    if which == "ahead":
+        found = {str(temperature): await ask_with_texts_ahead(worker, temperature) for temperature in (1.0, 0.0)}
+    else:
+        found = await ask_all(worker)
+    print("ANSWERS " + json.dumps(found))
     sys.stdout.flush()
     worker.shutdown()
 

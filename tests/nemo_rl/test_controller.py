@@ -129,7 +129,14 @@ def test_groups_of_nemo_gym_do_not_depend_on_drafts(gym_controller_runs: dict[st
     assert [plain[key] for key in sorted(common)] == [drafted[key] for key in sorted(common)]
 
 
-@pytest.mark.parametrize("name", ["plain", "drafted"])
+def test_groups_of_nemo_gym_do_not_depend_on_texts_made_ahead(gym_controller_runs: dict[str, Run]) -> None:
+    plain, ahead = (groups(gym_controller_runs[name]) for name in ("plain", "ahead"))
+    common = plain.keys() & ahead.keys()
+    assert len(common) >= 4 and [plain[key] for key in sorted(common)] == [ahead[key] for key in sorted(common)]
+    assert sum(step["ahead_made"] for step in gym_controller_runs["ahead"].metrics) > 0
+
+
+@pytest.mark.parametrize("name", ["plain", "drafted", "ahead"])
 def test_rows_of_nemo_gym_bring_seeds(gym_controller_runs: dict[str, Run], name: str) -> None:
     run = gym_controller_runs[name]
     assert run.result["error"] is None and run.result["actors"] == []

@@ -67,8 +67,47 @@ def test_concurrent_agents_get_what_they_get_one_by_one(drafted: dict[str, Any])
     assert tokens(drafted["concurrent"]) == tokens(drafted["one_by_one"])
 
 
+@pytest.fixture(scope="module")
+def ahead(host: Host) -> dict[str, Any]:
+    return asked(host, "ahead")
+
+
+@pytest.mark.parametrize("temperature", ["1.0", "0.0"])
+def test_first_requests_of_coming_rows_bring_their_texts_and_get_the_same_tokens(
+    ahead: dict[str, Any], temperature: str
+) -> None:
+    """As NeMo-Gym's agents send them. Another prompt brings no text, and a prompt that is refused is not known early."""
+    found = ahead[temperature]
+    assert found["unknown"] == [None, None] and all(found["made"])
+    assert tokens(found["ahead"]) == tokens(found["plain"])
+    num_tokens = sum(len(choice["tokens"]) for (choice,) in found["plain"])
+    assert found["kept"] == {"brought": 4, "texts": 4, "right": num_tokens}
+    assert tokens(found["other_prompt"]) == tokens(found["other_prompt_plain"]) != tokens(found["plain"][0])
+    assert found["brought_by_other_prompt"] == 0
+
+
 def test_bad_headers_and_missing_seeds_are_refused(host: Host, drafted: dict[str, Any]) -> None:
     assert drafted["bad_header"].startswith("400") and "2^63" in drafted["bad_header"]
     strict = asked(host, "strict")
     assert all(answer.startswith("400") and "http_seeds: required" in answer for answer in strict["unseeded"])
     assert tokens(strict["seeded"]) == tokens(drafted["seeded"])
+
+
+@pytest.fixture(scope="module")
+def rows_of_gym(gym_host: Host) -> dict[str, Any]:
+    found: dict[str, Any] = answer_in(gym_host.run(HERE / "gym_cases.py", HERE / "gym.yaml"), "FOUND")
+    return found
+
+
+def test_agents_of_nemo_gym_begin_with_the_prompts_that_were_known_early(rows_of_gym: dict[str, Any]) -> None:
+    known = [prompt for prompt in rows_of_gym["prompts"] for _ in range(2)]
+    assert not rows_of_gym["alarms"] and all(known)
+    assert [messages[0] for messages in rows_of_gym["plain"]] == known
+
+
+def test_first_turns_of_nemo_gym_that_were_made_early_are_the_same(rows_of_gym: dict[str, Any]) -> None:
+    """Every text is right, because the weights have not changed, and later turns bring none."""
+    assert rows_of_gym["ahead"] == rows_of_gym["plain"]
+    assert max(map(len, rows_of_gym["plain"])) == 6, "three turns"
+    num_tokens = sum(len(messages[1]) for messages in rows_of_gym["plain"])
+    assert rows_of_gym["kept"] == {"brought": 4, "texts": 4, "right": num_tokens}

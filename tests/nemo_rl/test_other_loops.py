@@ -2,6 +2,9 @@
 """NeMo-RL's other loops that roll out: three turns with an environment and with NeMo-Gym, on-policy distillation, the
 TransferQueue trainer."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 from nemo_rl_host import ROUNDING, Run, num_drafts
 
@@ -77,7 +80,7 @@ def test_the_data_plane_has_texts_made_ahead(data_plane_runs: dict[str, Run]) ->
     assert ahead.metrics[1]["ahead_kept"] > 0.5
 
 
-@pytest.mark.parametrize("loop", ["ppo_runs", "distillation_runs", "data_plane_runs"])
+@pytest.mark.parametrize("loop", ["ppo_runs", "distillation_runs", "data_plane_runs", "gym_runs"])
 def test_texts_made_in_free_slots_change_no_loss(request: pytest.FixtureRequest, loop: str) -> None:
     """Each run has one engine on the trainer's GPU, so its texts are made in slots that rollouts leave empty."""
     found: dict[str, Run] = request.getfixturevalue(loop)
@@ -88,6 +91,20 @@ def test_texts_made_in_free_slots_change_no_loss(request: pytest.FixtureRequest,
     assert plain.movement == pytest.approx(rolling.movement, rel=1e-3)
     assert sum(step["ahead_made"] for step in rolling.metrics) > 0
     assert any(step["ahead_tokens"] for step in rolling.metrics)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_first_turns_of_nemo_gym_that_were_made_early_change_no_row(gym_runs: dict[str, Run], step: int) -> None:
+    """The agent sends what its row says, so every text is for a request that comes, and only first turns have one."""
+    plain, rolling = gym_runs["plain"], gym_runs["rolling"]
+    assert plain.samples(step) == rolling.samples(step)
+    metrics = rolling.metrics[step - 1]
+    assert metrics["seeds_derived"] == 0 and not any("texts that were made ahead" in said for said in alarms(metrics))
+    assert metrics.get("ahead_texts", 0) <= 16 and bool(metrics.get("ahead_texts")) == (step > 1)
+
+
+def alarms(step: Mapping[str, Any]) -> list[str]:
+    return [alarm["sentence"] for alarm in step.get("alarms") or ()]
 
 
 @pytest.mark.parametrize("step", STEPS)

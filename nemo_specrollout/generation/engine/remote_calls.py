@@ -159,6 +159,14 @@ class EngineActorCalls:
         """Returns how much of such texts was right since the last call: `KeptCounts` (run_ahead/texts.py)."""
         raise NotImplementedError
 
+    def specrollout_chat_prompts(self, *, requests: list[dict[str, Any]]) -> Awaitable[list[list[int] | None]]:
+        """Returns the token ids of the prompt of each chat request, as the engine's HTTP server renders it.
+
+        A request has the fields `messages`, `tools` and `chat_template_kwargs` of OpenAI's chat requests, the latter two if
+        needed. None for one that the server refuses. Only asynchronous engines have this call.
+        """
+        raise NotImplementedError
+
     def specrollout_weights_change_begins(self) -> Awaitable[None] | None:
         """Notes that a change of the weights begins. No request begins until it has ended."""
         raise NotImplementedError
