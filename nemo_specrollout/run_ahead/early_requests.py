@@ -347,7 +347,7 @@ def early_params(params: Any, start: EarlyStart) -> Any | None:
         return None
     identity = {key: v for key, v in params.extra_args[EXTRA_ARGS_KEY].items() if key not in ("ahead", "branches")}
     identity.setdefault("prompt_length", len(start.row.prompt))
-    identity["ties"] = start.name
+    identity |= {"ties": start.name, "early": True}
     if start.drafts:
         identity["ahead"] = start.drafts
     if start.branches:
