@@ -21,8 +21,9 @@ from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, Specroll
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, as_bytes
-from nemo_specrollout.run_ahead.early_requests import EarlyMade, EarlyRequests, StaleCache, early_params
+from nemo_specrollout.run_ahead.early_requests import EarlyMade, EarlyRequests, early_params
 from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart
+from nemo_specrollout.run_ahead.rolling import StaleCache
 from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 from nemo_specrollout.run_ahead.rolling_stream import RollingStream
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, compare

@@ -5,7 +5,6 @@
 `EarlyRequests` which requests to begin and which to stop. vLLM is not imported, but its output processor is read.
 """
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -17,10 +16,6 @@ from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, mean_t
 from nemo_specrollout.run_ahead.early_texts import EarlyStart, EarlyTexts
 from nemo_specrollout.run_ahead.texts import TextAhead
 
-MAX_TRIES = 50
-"""Attempts to make vLLM drop its cached prefixes, which the next weights must not read. It refuses amid a step."""
-RETRY_S = 0.02
-"""Seconds between two such attempts."""
 LOOK_STEPS = 8
 """Steps after which the engine is looked at again if no request has come or gone."""
 STARTS_AT_ONCE = 8
@@ -31,12 +26,6 @@ PATIENCE_STEPS = 8
 """Looks at which a request of the engine's own may wait for its first token before all early ones give way."""
 _PREFIX = "ahead-"
 """Beginning of the ids of early requests in vLLM."""
-_TIME_SHARE = 0.01
-"""Most of the time that questions to the vLLM worker may take."""
-
-
-class StaleCache(RuntimeError):
-    """vLLM keeps prefixes that older weights have cached, so the run must not go on."""
 
 
 @dataclass
@@ -118,24 +107,6 @@ class OwnLoad(NamedTuple):
     """Whether one of them has no token yet."""
     lengths: tuple[int, ...] = ()
     """Tokens that each has sampled."""
-
-
-class Seldom:
-    """Says when a question may be asked again, so that the answers take a hundredth of the time at most."""
-
-    def __init__(self) -> None:
-        self._due_s = self._began_s = 0.0
-
-    def is_due(self) -> bool:
-        """Returns whether the question may be asked now."""
-        return time.perf_counter() >= self._due_s
-
-    def __enter__(self) -> None:
-        self._began_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        now = time.perf_counter()
-        self._due_s = now + (now - self._began_s) / _TIME_SHARE
 
 
 @dataclass
@@ -229,12 +200,16 @@ class EarlyRequests:
             names.append(name)
         return names
 
+    def has_slot(self, load: OwnLoad) -> bool:
+        """Returns whether a slot is left for an early request, while none of the engine's own waits for its first token."""
+        return load.num_requests + self.num_running < self.size.slots and not load.is_waiting
+
     def begin(self, load: OwnLoad) -> list[EarlyStart]:
         """Returns the early requests that begin now, and counts them as running."""
+        if not self.has_slot(load):
+            return []
         running = self.num_running
         free = min(self.size.slots - load.num_requests - running, STARTS_AT_ONCE)
-        if load.is_waiting or free <= 0:
-            return []
         free = min(free, self._wanted(load, running + free) - running)
         starts: list[EarlyStart] = []
         while len(starts) < free and self._has_room(load):

@@ -5,41 +5,17 @@ Whoever drives the engine sees its own requests only. vLLM's `LLM.generate`, `Ho
 `llm.llm_engine`, and three methods of that object are wrapped while there is a plan.
 """
 
-import itertools
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.vllm_requests import REFUSALS
-from nemo_specrollout.run_ahead.decisions.flips import FlipModel
-from nemo_specrollout.run_ahead.early_requests import (
-    LOOK_STEPS,
-    MAX_TRIES,
-    RETRY_S,
-    EarlyFigures,
-    EarlyMade,
-    EarlyRequests,
-    EngineSize,
-    OwnLoad,
-    Seldom,
-    StaleCache,
-    engine_id,
-    is_early,
-    longest_of,
-)
-from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart, EarlyTexts
-
-logger = logging.getLogger(__name__)
-
-RequestOf = Callable[[EarlyStart], tuple[Any, Any]]
-"""Returns vLLM's prompt and sampling parameters of an early request, or None for the parameters if there is nothing to decode.
-
-`early_requests.early_params` makes them of the row's own parameters."""
+from nemo_specrollout.run_ahead.early_requests import LOOK_STEPS, EarlyMade, EarlyRequests, engine_id, is_early
+from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart
+from nemo_specrollout.run_ahead.rolling import MAX_TRIES, RETRY_S, Question, RequestOf, Rolling, StaleCache
 
 
-class RollingEngine:
+class RollingEngine(Rolling):
     """Decodes early requests beside the requests of whoever drives a `vllm.LLM`.
 
     States: idle; with a plan, from `plan` to `end`. Owns the early requests of the plan. The engine is as it was without a
@@ -51,29 +27,14 @@ class RollingEngine:
 
     def __init__(self, llm: Any, request_of: RequestOf, most_branches: int) -> None:
         """`most_branches` bounds the branches of a request; 0 for none."""
+        super().__init__(request_of, most_branches)
         self._llm = llm
         self._engine = llm.llm_engine
-        self._request_of = request_of
-        self._most_branches = most_branches
-        self._names = itertools.count()
         self._native: dict[str, Any] = {}
         """The engine's own methods while they are wrapped."""
-        self._early: EarlyRequests | None = None
-        self._known_lengths: list[int] = []
-        """Lengths of the responses of the last rollout during a plan."""
-        self._lengths: list[int] = []
-        """Lengths of the responses that have ended since the plan began."""
-        self._asks_prices = Seldom()
-        self._asks_ties = Seldom()
         self._seen_own = 0
         self._steps_left = 0
         """Steps until the next look."""
-        self._has_warned = False
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether the engine has rows of coming steps to decode."""
-        return self._early is not None
 
     def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
         """Takes rows of coming steps, the most urgent ones first. An earlier plan must have ended.
@@ -81,11 +42,7 @@ class RollingEngine:
         `scale` is what the next update is expected to move the difference of two scores by, in nats (`FlipModel`), and `kept`
         the share of what was made ahead that an update has left.
         """
-        assert self._early is None, "the plan before has not ended"
-        texts = EarlyTexts(rows, FlipModel(scale), self._most_branches, kept, self._names)
-        size = EngineSize.of(self._engine.vllm_config)
-        self._early = EarlyRequests(self._engine.output_processor, size, texts, longest_of(rows))
-        self._lengths = []
+        self._open(self._engine, rows, scale, kept)
         self._steps_left = 0
         self._wrap("step", self._step)
         self._wrap("has_unfinished_requests", self._has_unfinished_requests)
@@ -121,17 +78,13 @@ class RollingEngine:
         self._early = None
         for name in list(self._native):
             self._unwrap(name)
-        made = EarlyMade({}, EarlyFigures())
         if early is not None:
             self._abort(early, early.running)
-            if self._most_branches and early.untold:
-                early.take_ties(self._ask(WorkerCalls.specrollout_take_ties, early.untold))
-            self._ask(WorkerCalls.specrollout_forget_ties)
-            made = early.made()
-            self._known_lengths = self._lengths or self._known_lengths
+            for question in self._last_questions(early):
+                self._ask(question)
         if not keeps_cache:
             self._drop_cache()
-        return made
+        return self._made(early)
 
     # What stands in for the engine's methods
 
@@ -176,39 +129,22 @@ class RollingEngine:
         names = early.give_way(load)
         self._abort(early, names)
         early.figures.num_stopped += len(names)
-        has_slots = num_own + early.num_running < early.size.slots and not load.is_waiting
-        if has_slots:
-            self._ask_worker(early, load)
+        for question in self._questions(early, load):
+            self._ask(question)
         starts = early.begin(load)
         for start in starts:
             self._begin(early, start)
         self._steps_left = 0 if starts or (load.is_waiting and early.num_running) else LOOK_STEPS
 
-    def _ask_worker(self, early: EarlyRequests, load: OwnLoad) -> None:
-        """Asks for prices, once for each plan, and for the near-ties from which branches can begin."""
-        if early.prices is None and self._asks_prices.is_due():
-            with self._asks_prices:
-                reply = self._ask(WorkerCalls.specrollout_step_seconds)
-            early.set_prices(reply, self._known_lengths or [*self._lengths, *load.lengths])
-        is_due = not early.num_running or self._asks_ties.is_due()  # without any at work, branches are all that is left
-        if self._most_branches and early.untold and is_due:
-            with self._asks_ties:
-                early.take_ties(self._ask(WorkerCalls.specrollout_take_ties, early.untold))
-
     def _begin(self, early: EarlyRequests, start: EarlyStart) -> None:
         prompt, params = self._request_of(start)
         if params is None:
-            early.finished(engine_id(start.name), (), "stop")
+            self._leave(early, start.name)
             return
         try:
             self._engine.add_request(engine_id(start.name), prompt, params)
         except REFUSALS as error:
-            early.finished(engine_id(start.name), (), "stop")  # it would be refused again
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "specrollout: vLLM refuses a request of a coming step, which is left for its step: %s", error
-                )
+            self._refused(early, start.name, error)
 
     def _abort(self, early: EarlyRequests, names: Sequence[int]) -> None:
         if names:
@@ -240,10 +176,9 @@ class RollingEngine:
                 self._lengths.extend(len(sample.token_ids) for sample in output.outputs)
         return own
 
-    def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the reply of the only vLLM worker that does not reply None."""
-        replies = self._llm.collective_rpc(method.__name__, args=arguments)
-        return next((reply for reply in replies if reply is not None), None)
+    def _ask(self, question: Question) -> None:
+        with question.pace:
+            question.answered(self._llm.collective_rpc(question.method.__name__, args=question.arguments))
 
     def _drop_cache(self) -> None:
         for _ in range(MAX_TRIES):

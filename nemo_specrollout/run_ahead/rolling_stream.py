@@ -6,30 +6,15 @@ of the engine's own comes that needs a slot.
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
-from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.vllm_requests import REFUSALS
-from nemo_specrollout.run_ahead.decisions.flips import FlipModel
-from nemo_specrollout.run_ahead.early_requests import (
-    MAX_TRIES,
-    RETRY_S,
-    EarlyFigures,
-    EarlyMade,
-    EarlyRequests,
-    EngineSize,
-    OwnLoad,
-    Seldom,
-    StaleCache,
-    engine_id,
-    longest_of,
-)
-from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart, EarlyTexts
-from nemo_specrollout.run_ahead.rolling_engine import RequestOf
+from nemo_specrollout.run_ahead.early_requests import EarlyMade, EarlyRequests, OwnLoad, engine_id
+from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart
+from nemo_specrollout.run_ahead.rolling import MAX_TRIES, RETRY_S, Question, RequestOf, Rolling, StaleCache
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +22,7 @@ LOOK_S = 0.02
 """Seconds after which the engine is looked at again if no request has come or gone."""
 
 
-class RollingStream:
+class RollingStream(Rolling):
     """Decodes early requests beside the requests of an `AsyncLLM`.
 
     States: idle; with a plan, from `plan` to `end`. Owns the early requests of the plan with a task for each, and the task
@@ -57,48 +42,29 @@ class RollingStream:
         most_branches: int,
     ) -> None:
         """`generate` is vLLM's own method of `llm`. `most_branches` bounds the branches of a request; 0 for none."""
+        super().__init__(request_of, most_branches)
         self._llm = llm
         self._generate = generate
-        self._request_of = request_of
-        self._most_branches = most_branches
-        self._names = itertools.count()
         self._own: set[object] = set()
         """A token for each request of the engine's own. Adding and discarding are safe in all threads."""
-        self._early: EarlyRequests | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Tasks of early requests by name, also of those that vLLM has not let go yet."""
         self._changed = asyncio.Event()
-        self._known_lengths: list[int] = []
-        """Lengths of the responses of the last rollout during a plan."""
-        self._lengths: list[int] = []
-        """Lengths of the responses that have ended since the plan began."""
         self._is_due = False
         """Whether the engine's own requests have begun to come since the plan, or `wait` says that it has nothing to do."""
-        self._asks_prices = Seldom()
-        self._asks_ties = Seldom()
-        self._has_warned = False
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether the engine has rows of coming steps to decode."""
-        return self._early is not None
 
     async def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
         """Takes rows of coming steps, which are decoded in free slots once requests of the engine's own have come.
 
         For the arguments see `RollingEngine.plan`.
         """
-        assert self._early is None, "the plan before has not ended"
-        texts = EarlyTexts(rows, FlipModel(scale), self._most_branches, kept, self._names)
-        size = EngineSize.of(self._llm.vllm_config)
-        self._early = EarlyRequests(self._llm.output_processor, size, texts, longest_of(rows))
-        self._lengths = []
+        early = self._open(self._llm, rows, scale, kept)
         self._is_due = bool(self._own)
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._keeper = asyncio.create_task(self._keep(self._early))
+        self._keeper = asyncio.create_task(self._keep(early))
 
     async def own(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
         """Passes on the outputs of a request of the engine's own, for which early ones give way."""
@@ -138,19 +104,15 @@ class RollingStream:
         early = self._early
         keeper = self._keeper
         self._early = self._keeper = None
-        made = EarlyMade({}, EarlyFigures())
         if early is not None and keeper is not None:
             keeper.cancel()
             self._stop(early, early.running)
             await asyncio.gather(keeper, *self._tasks.values(), return_exceptions=True)
-            if self._most_branches and early.untold:
-                early.take_ties(await self._ask(WorkerCalls.specrollout_take_ties, early.untold))
-            await self._ask(WorkerCalls.specrollout_forget_ties)
-            made = early.made()
-            self._known_lengths = self._lengths or self._known_lengths
+            for question in self._last_questions(early):
+                await self._ask(question)
         if not keeps_cache:
             await self._drop_cache()
-        return made
+        return self._made(early)
 
     # Early requests
 
@@ -162,9 +124,9 @@ class RollingStream:
                 self._changed.clear()
                 self._give_way()
                 load = self._load(early)
-                has_slots = load.num_requests + early.num_running < early.size.slots and not load.is_waiting
-                if self._is_due and has_slots and load.num_requests <= num_before:
-                    await self._ask_worker(early, load)
+                if self._is_due and early.has_slot(load) and load.num_requests <= num_before:
+                    for question in self._questions(early, load):
+                        await self._ask(question)
                     for start in early.begin(self._load(early)):  # requests may have come in the meantime
                         self._begin(early, start)
                 num_before = load.num_requests  # while requests arrive one by one, more of them will
@@ -176,17 +138,6 @@ class RollingStream:
                 "specrollout: the engine decodes no further requests of coming steps until new weights come"
             )
             raise
-
-    async def _ask_worker(self, early: EarlyRequests, load: OwnLoad) -> None:
-        """Asks for prices, once for each plan, and for the near-ties from which branches can begin."""
-        if early.prices is None and self._asks_prices.is_due():
-            with self._asks_prices:
-                reply = await self._ask(WorkerCalls.specrollout_step_seconds)
-            early.set_prices(reply, self._known_lengths or [*self._lengths, *load.lengths])
-        is_due = not early.num_running or self._asks_ties.is_due()  # without any at work, branches are all that is left
-        if self._most_branches and early.untold and is_due:
-            with self._asks_ties:
-                early.take_ties(await self._ask(WorkerCalls.specrollout_take_ties, early.untold))
 
     def _load(self, early: EarlyRequests) -> OwnLoad:
         """Returns the load of the engine's own requests, with those that vLLM has not taken yet."""
@@ -205,7 +156,7 @@ class RollingStream:
     def _begin(self, early: EarlyRequests, start: EarlyStart) -> None:
         prompt, params = self._request_of(start)
         if params is None:
-            early.finished(engine_id(start.name), (), "stop")
+            self._leave(early, start.name)
             return
         task = asyncio.create_task(self._decode(early, start.name, prompt, params))
         self._tasks[start.name] = task
@@ -219,12 +170,7 @@ class RollingStream:
                         (made,) = output.outputs
                         early.finished(output.request_id, made.token_ids, made.finish_reason)
         except REFUSALS as error:
-            early.finished(engine_id(name), (), "stop")  # it would be refused again
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "specrollout: vLLM refuses a request of a coming step, which is left for its step: %s", error
-                )
+            self._refused(early, name, error)
         finally:
             early.stopped([name])
 
@@ -254,10 +200,9 @@ class RollingStream:
         else:
             self._loop.call_soon_threadsafe(what)
 
-    async def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the reply of the only vLLM worker that does not reply None."""
-        replies = await self._llm.collective_rpc(method.__name__, args=arguments)
-        return next((reply for reply in replies if reply is not None), None)
+    async def _ask(self, question: Question) -> None:
+        with question.pace:
+            question.answered(await self._llm.collective_rpc(question.method.__name__, args=question.arguments))
 
     async def _drop_cache(self) -> None:
         for _ in range(MAX_TRIES):

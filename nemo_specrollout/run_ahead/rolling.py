@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rolling engine does for a plan of early requests, whether its engine is synchronous or not (`run_ahead`).
+
+`rolling_engine.py` and `rolling_stream.py` have what differs: how the engine steps, is asked and waited for, and how its
+requests begin and are stopped.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
+from nemo_specrollout.run_ahead.decisions.flips import FlipModel
+from nemo_specrollout.run_ahead.early_requests import (
+    EarlyFigures,
+    EarlyMade,
+    EarlyRequests,
+    EngineSize,
+    OwnLoad,
+    engine_id,
+    longest_of,
+)
+from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart, EarlyTexts
+
+logger = logging.getLogger(__name__)
+
+MAX_TRIES = 50
+"""Attempts to make vLLM drop its cached prefixes, which the next weights must not read. It refuses amid a step."""
+RETRY_S = 0.02
+"""Seconds between two such attempts."""
+_TIME_SHARE = 0.01
+"""Most of the time that questions to the vLLM worker may take."""
+
+RequestOf = Callable[[EarlyStart], tuple[Any, Any]]
+"""Returns vLLM's prompt and sampling parameters of an early request, or None for the parameters if there is nothing to decode.
+
+`early_requests.early_params` makes them of the row's own parameters."""
+
+
+class StaleCache(RuntimeError):
+    """vLLM keeps prefixes that older weights have cached, so the run must not go on."""
+
+
+class Seldom:
+    """Says when a question may be asked again, so that the answers take a hundredth of the time at most."""
+
+    def __init__(self) -> None:
+        self._due_s = self._began_s = 0.0
+
+    def is_due(self) -> bool:
+        """Returns whether the question may be asked now."""
+        return time.perf_counter() >= self._due_s
+
+    def __enter__(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        now = time.perf_counter()
+        self._due_s = now + (now - self._began_s) / _TIME_SHARE
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to the vLLM workers. Whoever asks it does so within `pace`, and gives all replies to `answered`."""
+
+    method: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    take: Callable[[Any], None] | None = None
+    """Takes the reply, if it matters."""
+    pace: Seldom = field(default_factory=Seldom)
+
+    def answered(self, replies: Sequence[Any]) -> None:
+        """Takes the reply of the only worker that does not reply None."""
+        if self.take is not None:
+            self.take(next((reply for reply in replies if reply is not None), None))
+
+
+class Rolling:
+    """Owns the early requests of the plan of an engine, if it has one, and what it has learned in its plans. Never waits.
+
+    States: idle; with a plan, from `plan` to `end` of the subclass.
+    """
+
+    def __init__(self, request_of: RequestOf, most_branches: int) -> None:
+        """`most_branches` bounds the branches of a request; 0 for none."""
+        self._request_of = request_of
+        self._most_branches = most_branches
+        self._names = itertools.count()
+        self._early: EarlyRequests | None = None
+        self._known_lengths: list[int] = []
+        """Lengths of the responses of the last rollout during a plan."""
+        self._lengths: list[int] = []
+        """Lengths of the responses that have ended since the plan began."""
+        self._asks_prices = Seldom()
+        self._asks_ties = Seldom()
+        self._has_warned = False
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the engine has rows of coming steps to decode."""
+        return self._early is not None
+
+    def _open(self, engine: Any, rows: Sequence[EarlyRow], scale: float, kept: float) -> EarlyRequests:
+        """Returns the early requests of a new plan. `engine` is vLLM's object that knows its config and its requests.
+
+        `scale` is what the next update is expected to move the difference of two scores by, in nats (`FlipModel`), and `kept`
+        the share of what was made ahead that an update has left.
+        """
+        assert self._early is None, "the plan before has not ended"
+        texts = EarlyTexts(rows, FlipModel(scale), self._most_branches, kept, self._names)
+        size = EngineSize.of(engine.vllm_config)
+        self._early = EarlyRequests(engine.output_processor, size, texts, longest_of(rows))
+        self._lengths = []
+        return self._early
+
+    def _questions(self, early: EarlyRequests, load: OwnLoad) -> list[Question]:
+        """Returns what to ask before requests begin: prices, once for each plan, and near-ties at which branches can begin.
+
+        Nothing is asked while no request could begin, or soon after the same question.
+        """
+        if not early.has_slot(load):
+            return []
+        questions = []
+        if early.prices is None and self._asks_prices.is_due():
+            take = partial(early.set_prices, lengths=self._known_lengths or [*self._lengths, *load.lengths])
+            questions.append(Question(WorkerCalls.specrollout_step_seconds, take=take, pace=self._asks_prices))
+        if not early.num_running or self._asks_ties.is_due():  # without any at work, branches are all that is left
+            questions += self._asks_for_ties(early, self._asks_ties)
+        return questions
+
+    def _last_questions(self, early: EarlyRequests) -> list[Question]:
+        """Returns what to ask when a plan has ended and no request of it is left in the engine."""
+        return [*self._asks_for_ties(early, Seldom()), Question(WorkerCalls.specrollout_forget_ties)]
+
+    def _asks_for_ties(self, early: EarlyRequests, pace: Seldom) -> list[Question]:
+        if not self._most_branches or not early.untold:
+            return []
+        return [Question(WorkerCalls.specrollout_take_ties, (early.untold,), early.take_ties, pace)]
+
+    def _made(self, early: EarlyRequests | None) -> EarlyMade:
+        """Returns what was made in a plan that has ended; nothing if there was none."""
+        if early is None:
+            return EarlyMade({}, EarlyFigures())
+        self._known_lengths = self._lengths or self._known_lengths
+        return early.made()
+
+    def _refused(self, early: EarlyRequests, name: int, error: BaseException) -> None:
+        """Leaves a request that vLLM refuses for its step, and warns of the first one."""
+        self._leave(early, name)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "specrollout: vLLM refuses a request of a coming step, which is left for its step: %s", error
+            )
+
+    def _leave(self, early: EarlyRequests, name: int) -> None:
+        """Notes that nothing can be decoded of a request, now or later."""
+        early.finished(engine_id(name), (), "stop")
