@@ -104,9 +104,9 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def _new_ahead(self) -> RunAhead | None:
         config = self.block.run_ahead
-        return (
-            None if config is None or not self.block.runs_ahead else RunAhead(EngineClient(self.worker_group), config)
-        )
+        if config is None or not self.block.runs_ahead:
+            return None
+        return RunAhead(EngineClient(self.worker_group), config, begins_again=self.facts.in_flight)
 
     def end_supervision(self) -> None:
         supervisor = self._supervisor
@@ -263,11 +263,10 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def _plan_ahead(self) -> None:
         """Tells the engines which rows of coming steps they may begin until the next refit, in slots that are left empty."""
-        if self._ahead is None or self.facts.in_flight:
+        if self._ahead is None or self._num_refits == 0 or self._kind is SeedKind.VALIDATION:
             return
-        if self._num_refits == 0 or self._kind is SeedKind.VALIDATION:
-            return
-        known = [] if self.facts.filters_by_reward else self._coming_rows(self._ahead.steps)
+        has_no_rows = self.facts.filters_by_reward or self.facts.in_flight
+        known = [] if has_no_rows else self._coming_rows(self._ahead.steps)
         self._ahead.plan(self._planned_step, known)
 
     def _plan_after_filter(self) -> None:

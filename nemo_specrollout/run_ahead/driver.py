@@ -81,8 +81,14 @@ class RunAhead:
     Invariant: no early request is in an engine after `end`, and none begins before the next `plan`.
     """
 
-    def __init__(self, engines: Engines, config: RunAheadConfig) -> None:
+    def __init__(self, engines: Engines, config: RunAheadConfig, *, begins_again: bool = False) -> None:
+        """`begins_again` says that engines' own requests begin again when weights change amid them.
+
+        Such engines get no rows of coming steps, because they are never idle. A plan only tells them how far the next update
+        will probably move scores. They decode branches of their own requests by it.
+        """
         self._engines = engines
+        self._begins_again = begins_again
         self._config = config
         self._store = TextStore(config.text_bytes)
         self._flips = FlipModel()
@@ -123,7 +129,7 @@ class RunAhead:
         calls = [start(engine, EngineActorCalls.specrollout_texts_ahead, texts=texts_once) for engine in every]
         self._rows = {version + k: [row.row.seed for row in rows] for k, rows in enumerate(steps, 1)}
         known = [self._with_texts(version + k, k, rows) for k, rows in enumerate(steps, 1)]
-        self._is_planned = any(steps)
+        self._is_planned = any(steps) or self._begins_again
         self._num_planned = len(steps)
         if self._is_planned:
             plan = EngineActorCalls.specrollout_plan_ahead
@@ -140,7 +146,7 @@ class RunAhead:
         not decode ahead before its part of the present rollout.
         """
         self._after = after
-        if self._thread is None and self._is_planned:
+        if self._thread is None and self._is_planned and not self._begins_again:
             self._stop.clear()
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -195,7 +201,7 @@ class RunAhead:
             self._depth.observe_kept(kept.num_made, kept.num_right)
         if token_s is not None and isinstance(self._config.steps, str):
             self._observe_price(token_s)
-        in_flight = self._in_flight
+        in_flight = [kept.num_made] if self._begins_again else self._in_flight
         num_made = in_flight[0] if in_flight else 0
         effort = self._figures or EarlyFigures()
         metrics = {
