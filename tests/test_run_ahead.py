@@ -228,7 +228,7 @@ def asks_often(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_follows_its_branch_when_an_update_flips_a_near_tie(
     engine: RolloutEngine, plain: RolloutEngine, most_branches: int
 ) -> None:
-    """The update is small. Where it changes a text first, the runner-up had been decoded onward before, if there are branches."""
+    """Where the small update first changes a text, the text with the runner-up is there already, unless branches are off."""
     sampling = {**SAMPLINGS["T=1"], **LONG}
     new = noisy(OLD, 1, 0.015)
     expected = []

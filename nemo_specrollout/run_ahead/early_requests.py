@@ -166,7 +166,7 @@ class EarlyRequests:
 
     @property
     def has_leftovers(self) -> bool:
-        """Whether the worker keeps near-ties of so many requests that have ended that it should be asked, only to forget them."""
+        """Whether the worker keeps near-ties of so many ended requests that it should be asked, so that it forgets them."""
         return len(self._untold) - len(self._running) - len(self._followed) > MOST_LEFTOVERS
 
     @property
