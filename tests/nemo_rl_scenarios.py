@@ -112,6 +112,8 @@ MOVING = [
     AT_RANDOM,
 ]
 WILD = {"NEMO_RL_CPU_WILD_TAIL": "1"}
+# For branches of the requests.
+FREE_SLOTS = ["policy.generation.vllm_kwargs.max_num_seqs=24"]
 IN_FLIGHT = ["grpo.async_grpo.in_flight_weight_updates=true"]
 RECOMPUTING = ["grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"]
 # Two generate, one trains.
@@ -177,7 +179,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "overrides": SHORT + APART + VALIDATION + checkpointed("apart_ahead_interrupted") + AHEAD + SIX_STEPS
     },
     "apart_ahead_draftless": {"overrides": SHORT + APART + AHEAD + TASK_WITHOUT_DRAFTS},
-    "async_ahead": {"overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS},
+    "async_ahead": {"overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FREE_SLOTS + FIVE_STEPS},
     "async_shared_prompt": {"overrides": LONG + ASYNC + IN_FLIGHT + RECOMPUTING + AHEAD + FIVE_STEPS + SHARED_PROMPT},
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},

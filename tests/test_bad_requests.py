@@ -37,6 +37,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a negative seed": (identity(seed=-1), '["seed"]: -1 is not a whole number from 0'),
     "a sample without a prompt": (identity(sample_index=2), '["sample_index"]: 2 without prompt_index'),
     "near-ties by text": (identity(seed=1, ties="a"), """["ties"]: 'a' is not a whole number from 0"""),
+    "early by number": (identity(seed=1, early=1), """["early"]: 1 is not true or false"""),
     "drafts by text": (identity(seed=1, speculate="no"), """["speculate"]: 'no' is not true or false"""),
     "ids ahead": (identity(seed=1, ahead=[300, 5]), '["ahead"]: [300, 5] is not bytes'),
     "half a token ahead": (identity(seed=1, ahead=b"abc"), """["ahead"]: b'abc' is not bytes"""),

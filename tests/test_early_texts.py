@@ -104,9 +104,48 @@ def test_what_is_verified_again_keeps_the_known_tail_and_its_branches_until_it_p
     made = texts.texts()[6]
     assert made.tokens == known.tokens
     assert made.gaps == float16(5.0, 6.0, 3.0, 4.0)
-    assert made.branches == (AheadBranch(0, 3, as_bytes([93, 1])), AheadBranch(1, 4, as_bytes([7])))
+    assert made.branches == (AheadBranch(0, 3, as_bytes([93, 1])), AheadBranch(0, 3, as_bytes([93, 7])))
     texts.grew(text.name, [55])
     assert texts.texts()[6].branches == ()
+
+
+def test_what_follows_a_known_branch_goes_on_as_the_branch_does() -> None:
+    known = TextAhead(
+        as_bytes([10, 11, 12]),
+        float16(1.0, 2.0, 3.0),
+        as_bytes([90, 91, 92]),
+        (AheadBranch(0, 1, as_bytes([91, 50, 51])),),
+    )
+    texts = early_texts(row(6, known=known))
+    (text,) = texts.next(1)
+    texts.grew(text.name, [10, 91])
+    texts.ties(text.name, len(PROMPT), float16(5.0, 6.0), as_bytes([80, 81]))
+    made = texts.texts()[6]
+    assert made.tokens == as_bytes([10, 91, 50, 51])
+    assert made.gaps == float16(5.0, 6.0) and not made.branches, "nothing is known of the gaps beyond"
+
+
+def test_branches_of_a_request_that_the_engine_decodes_as_its_own() -> None:
+    """It is not begun or stopped here, and it is no text of a coming step. Its branches end with it."""
+    texts = early_texts(row(5, 30))
+    name = texts.follow(EarlyRow(PROMPT, Row(6), probability=0.5))
+    other = texts.follow(EarlyRow(PROMPT, Row(7)))
+    assert not texts.running
+    texts.grew(name, [10, 11])
+    texts.ties(name, len(PROMPT), float16(9.0, 0.0), as_bytes([90, 91]))
+    assert texts.worths(2)[0] == Worth(0.25, 0.25), "half of such requests end before weights change"
+    branch, text = texts.next(2)
+    assert (branch.prefix, text.row.row.seed) == ((10, 91), 5)
+    texts.grew(branch.name, [50])
+    assert texts.branches_of(name) == [branch.name] and texts.branches_of(other) == []
+    made = texts.followed()
+    assert made[name].branches == (AheadBranch(0, 1, as_bytes([91, 50])),) and made[name].gaps == float16(9.0, 0.0)
+    assert set(made) == {name, other} and not texts.texts()
+    texts.stopped(branch.name)
+    texts.forget(name)
+    assert set(texts.followed()) == {other} and texts.running == [text.name]
+    texts.ties(name, len(PROMPT) + 2, float16(0.0), as_bytes([7]))
+    assert not texts.next(1)
 
 
 def test_a_text_that_gave_way_begins_again_with_what_it_has_made() -> None:

@@ -281,14 +281,18 @@ def test_an_early_request_is_no_sample_and_may_share_its_seed(start_engine: Call
     assert engine.take_sample_stats([REQUESTS[0]])[0] is not None
     counts, num_captured = engine.run_in_worker(of_head)
     assert np.array(counts).sum() > 0 and num_captured == 1
-    branch = replace(REQUESTS[0], prefix_token_ids=[*text[:6], 7], ties=1)
-    responses = engine.generate(
-        [replace(REQUESTS[0], ties=0), branch, replace(REQUESTS[0], ahead=as_bytes(text), ties=2)]
-    )
+    early = replace(REQUESTS[0], ties=0, is_early=True)
+    branch = replace(early, prefix_token_ids=[*text[:6], 7], ties=1)
+    responses = engine.generate([early, branch, replace(early, ahead=as_bytes(text), ties=2)])
     assert responses[0].token_ids == responses[2].token_ids == text
     assert engine.take_sample_stats([REQUESTS[0]]) == [None]
     assert engine.run_in_worker(of_head) == (counts, 1)
     assert sorted(take(engine, range(3))) == [0, 1, 2]
+    own = replace(REQUESTS[0], ties=3)
+    assert engine.generate([own])[0].token_ids == text
+    assert engine.take_sample_stats([own])[0] is not None, "it asks for its near-ties, and is a sample all the same"
+    assert engine.run_in_worker(of_head)[1] == 2, "a head learns from it"
+    assert sorted(take(engine, [3])) == [3]
 
 
 def capture_regardless_of_time(worker: Any) -> None:

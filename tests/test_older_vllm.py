@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exactness on an older vLLM, with its own V2 model runner. Triton's interpreter runs its kernels, so requests are few."""
 
+import asyncio
 import copy
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ from block_policy import save_block_policy, save_dflash, save_dspark
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
 from test_near_ties import assert_kept, assert_kept_beside_log_probs
+from test_racing import noisy
 from test_rolling import Rolling, charge
+from test_run_ahead import LONG, OLD, WORK, Branching
 from vllm.config import CUDAGraphMode
 
 from lab.bench.host_decisions import prepare
@@ -45,6 +48,7 @@ from nemo_specrollout.installed.versions import vllm_version
 from nemo_specrollout.remote.drafter.drafter_service import DrafterService
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterSpec
 from nemo_specrollout.remote.protocol.draft_buffers import TOKENS
+from nemo_specrollout.run_ahead import rolling
 
 pytestmark = [
     pytest.mark.older_vllm,
@@ -322,15 +326,42 @@ def test_requests_of_coming_steps_change_no_token(
     sampling = SAMPLINGS["T=1"]
     alone = engine.generate(own, **sampling)
     charge(engine, ([0.01] * (SMALL["max_num_seqs"] + 1), 0.0), monkeypatch)
-    rolling = Rolling(engine, **sampling)
+    early = Rolling(engine, **sampling)
     coming = [replace(request, policy_version=1) for request in own]
-    rolling.rolling.plan([rolling.row(request, 1) for request in coming], scale=1e-3, kept=0.9)
+    early.rolling.plan([early.row(request, 1) for request in coming], scale=1e-3, kept=0.9)
     assert_equal(engine.generate(own, **sampling), alone)
-    made = rolling.end()
+    made = early.end()
     assert made.figures.num_steps_beside > 2
     for request, rollout in zip(coming, engine.generate(coming, **sampling), strict=True):
         text = made.texts[request.noise_seed(engine._seed)]
         assert as_bytes(rollout.token_ids).startswith(text.tokens) and len(text.gaps) * 2 == len(text.tokens) > 8
+
+
+def test_requests_that_begin_again_bring_their_branches(
+    start: Callable[..., RolloutEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights change amid two requests, which ask for their near-ties. Their tokens are those of the new weights."""
+    engine = start(SpecrolloutConfig(drafters=(SUFFIX,), budget=FIXED, run_ahead=RunAheadConfig(most_drafts=4)))
+    charge(engine, ([0.01] * (SMALL["max_num_seqs"] + 1), 0.0), monkeypatch)
+    monkeypatch.setattr(rolling, "_TIME_SHARE", 1.0)
+    sampling = {**SAMPLINGS["T=1"], **LONG, "max_tokens": 40}
+    new = noisy(OLD, 1, 0.03)
+
+    async def work() -> list[Any]:
+        branching = Branching(engine, **sampling)
+        branching.one.expect(1.0)
+        asked = [asyncio.create_task(branching.ask(i)) for i in range(2)]
+        while branching.num_tokens < 40 or not branching.branches():
+            await asyncio.sleep(0.001)
+        await branching.change(new)
+        found = list(await asyncio.gather(*asked))
+        kept = branching.one.take_kept()
+        assert kept.num_texts == 2 and kept.num_made > 0 and kept.gaps_G.sum() > 0
+        return found
+
+    found = asyncio.run(work())
+    assert found == [(1, r.token_ids) for r in engine.generate(WORK[:2], **sampling)]
+    engine.load_weights(OLD.items())
 
 
 def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]) -> None:

@@ -202,7 +202,7 @@ def test_own_requests_come_at_any_moment_and_early_ones_are_stopped_at_any(
             rolling.plan(0, 2)
         early = rolling.early
         if early.running and rng.random() < 0.1:
-            rolling.rolling._abort(early, [int(rng.choice(early.running))])
+            rolling.rolling._stop(early, [int(rng.choice(early.running))])
         if engine._llm.llm_engine.has_unfinished_requests():
             done |= {names[name]: rollout for name, rollout in engine.step().items()}
     assert_equal([done[i] for i in range(len(done))], plain.generate(of_step(0)))

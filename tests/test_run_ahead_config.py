@@ -95,6 +95,19 @@ def test_numbers_that_cannot_take_effect_are_a_warning() -> None:
     assert not found(AHEAD, f"{BLOCK_PATH}.run_ahead.steps=2")["warning"]
 
 
+def test_steps_have_no_effect_on_asynchronous_requests() -> None:
+    asynchronous = (*APART, f"grpo.async_grpo={{enabled: true, {IN_FLIGHT}: true}}", AHEAD)
+    (said,) = found(*asynchronous, f"{BLOCK_PATH}.run_ahead={{steps: 3, text_mib: 1}}")["warning"]
+    assert said.startswith(f"{BLOCK_PATH}.run_ahead.steps: 3 with grpo.async_grpo, whose engines are never idle")
+    assert not found(*asynchronous)["warning"]
+    described = dict(describe_nemo_rl(tree(*asynchronous)))["run_ahead"]
+    assert (
+        described
+        == "requests that are under way begin again when weights change; their texts are drafts, up to 256 a step, "
+        "with up to 3 branches"
+    )
+
+
 def test_greedy_sampling_is_told_what_it_means() -> None:
     (said,) = [s for s in found(AHEAD, "policy.generation.temperature=0")["note"] if "run_ahead" in s]
     assert "greedy sampling has no noise" in said and "branches help all the same" in said

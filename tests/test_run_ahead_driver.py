@@ -2,15 +2,16 @@
 """What the driver tells engines in Ray actors: changes of weights, also such that fail, and plans of coming steps."""
 
 from collections.abc import AsyncGenerator, Iterator
+from copy import copy
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from own_ray import ray_for_actors_of
 
 from lab.local.rollout_pool import ray
 from nemo_specrollout.config.block import RunAheadConfig
-from nemo_specrollout.generation.engine.requests import as_bytes
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, as_bytes
 from nemo_specrollout.nemo_rl import gym_prompts
 from nemo_specrollout.nemo_rl.gym_prompts import GymPrompts
 from nemo_specrollout.nemo_rl.ray_calls import EngineClient
@@ -31,6 +32,15 @@ def cluster() -> Iterator[None]:
         yield
 
 
+class Params:
+    """vLLM's sampling parameters of a request that brings no text."""
+
+    extra_args: ClassVar[dict[str, Any]] = {EXTRA_ARGS_KEY: {}}
+
+    def clone(self) -> "Params":
+        return copy(self)
+
+
 class Engine:
     """An asynchronous engine's actor. Its texts name the weights that they are from."""
 
@@ -41,13 +51,13 @@ class Engine:
 
     async def _decode(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
         self._num_begun += 1
-        yield SimpleNamespace(weights=self._weights)
+        yield SimpleNamespace(weights=self._weights, outputs=[SimpleNamespace(token_ids=[5])])
 
     async def generate(self) -> list[int]:
-        return [output.weights async for output in self._one_policy.generate(None, None, "r")]
+        return [output.weights async for output in self._one_policy.generate(None, Params(), "r")]
 
     async def specrollout_weights_change_begins(self) -> None:
-        self._one_policy.change_begins()
+        await self._one_policy.change_begins()
 
     async def specrollout_weights_change_ends(self) -> None:
         self._one_policy.change_ends()

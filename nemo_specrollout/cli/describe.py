@@ -71,10 +71,13 @@ def _in_words(drafter: DrafterConfig) -> str:
     return drafter.type
 
 
-def describe_speculation(block: SpecrolloutConfig, native: Any, workers_place: str) -> list[tuple[str, str]]:
+def describe_speculation(
+    block: SpecrolloutConfig, native: Any, workers_place: str, *, begins_again: bool = False
+) -> list[tuple[str, str]]:
     """Returns names and sentences on drafters, budget and exactness.
 
-    `native` is the user's `speculative_config`, if any; the run starts remote drafters at `workers_place`.
+    `native` is the user's `speculative_config`, if any; the run starts remote drafters at `workers_place`. With
+    `begins_again`, `run_ahead` is for requests that begin again when weights change amid them, and for nothing else.
     """
     if not block.enabled:
         return [("speculation", "off: exactly vLLM's own sampler and no drafts")]
@@ -93,15 +96,8 @@ def describe_speculation(block: SpecrolloutConfig, native: Any, workers_place: s
         *([] if block.remote is None else [("placement", _remote_in_words(block.remote, workers_place))]),
         ("budget", f"{block.budget.policy}: {budget}; at most {block.num_speculative_tokens}"),
         *(
-            [
-                (
-                    "run_ahead",
-                    f"engines decode requests of {_steps_in_words(block.run_ahead)} in free slots and while the policy "
-                    f"trains; those texts are drafts, up to {block.most_drafts} a step, with up to "
-                    f"{block.run_ahead.branches} branches",
-                )
-            ]
-            if block.runs_ahead and block.run_ahead is not None
+            [("run_ahead", _ahead_in_words(block, block.run_ahead, begins_again))]
+            if block.run_ahead and block.runs_ahead
             else []
         ),
         (
@@ -110,6 +106,15 @@ def describe_speculation(block: SpecrolloutConfig, native: Any, workers_place: s
             + checked,
         ),
     ]
+
+
+def _ahead_in_words(block: SpecrolloutConfig, ahead: RunAheadConfig, begins_again: bool) -> str:
+    what = (
+        "requests that are under way begin again when weights change; their texts"
+        if begins_again
+        else f"engines decode requests of {_steps_in_words(ahead)} in free slots and while the policy trains; those texts"
+    )
+    return f"{what} are drafts, up to {block.most_drafts} a step, with up to {ahead.branches} branches"
 
 
 def _steps_in_words(ahead: RunAheadConfig) -> str:
@@ -211,7 +216,7 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
     device = f"{config.remote.gpus:g} GPU" if config.remote is not None and config.remote.gpus else "no GPU"
     place = f"in Ray actors of 1 CPU and {device} each, which Ray places and the run watches"
     lines = [
-        *describe_speculation(config, native, place),
+        *describe_speculation(config, native, place, begins_again=asynchronous_block(tree) is not None),
         *_describe_family(tree, vllm.version, abilities),
         ("engine", engine),
     ]

@@ -25,12 +25,13 @@ def run_ahead_findings(tree: Tree, ahead: RunAheadConfig) -> Iterator[Finding]:
     """Yields the findings about the block `run_ahead`, which is on."""
     asynchronous = asynchronous_block(tree)
     if asynchronous is not None:
-        yield from _about_asynchronous(tree, asynchronous)
+        yield from _about_asynchronous(tree, ahead, asynchronous)
     yield from _unknown_prompts(tree)
     algorithm = next((name for name in ("grpo", "ppo", "distillation") if at(tree, name) is not None), "grpo")
     if at(tree, f"{algorithm}.use_dynamic_sampling"):
         yield from _about_filter(tree, ahead, algorithm)
-    yield from _about_numbers(tree, ahead, algorithm)
+    if asynchronous is None:
+        yield from _about_numbers(tree, ahead, algorithm)
     if at(tree, f"{GENERATION}.temperature") == 0:
         text = (
             "0 with run_ahead; greedy sampling has no noise, so an update changes a token only where two scores are almost "
@@ -39,8 +40,8 @@ def run_ahead_findings(tree: Tree, ahead: RunAheadConfig) -> Iterator[Finding]:
         yield Finding(f"{GENERATION}.temperature", text, "note")
 
 
-def _about_asynchronous(tree: Tree, block: str) -> Iterator[Finding]:
-    """Yields what asynchronous requests need so that they can begin again when weights change."""
+def _about_asynchronous(tree: Tree, ahead: RunAheadConfig, block: str) -> Iterator[Finding]:
+    """Yields what asynchronous requests need so that they can begin again when weights change, and what has no effect."""
     for name in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
         if not at(tree, f"{block}.{name}"):
             text = "false with run_ahead; asynchronous requests begin again when weights change, which needs it"
@@ -51,6 +52,9 @@ def _about_asynchronous(tree: Tree, block: str) -> Iterator[Finding]:
     if at(tree, "env.should_use_nemo_gym"):
         text = f"true with run_ahead and {block}; requests of NeMo-Gym's agents do not begin again when weights change"
         yield Finding("env.should_use_nemo_gym", f"{text}: set {block}.enabled to false, {_FIX}", "error")
+    if isinstance(ahead.steps, int):
+        text = f"{ahead.steps} with {block}, whose engines are never idle; they begin no coming step early, but decode "
+        yield Finding(f"{_PATH}.steps", f"{text}branches of the requests that they have: remove it", "warning")
 
 
 def _unknown_prompts(tree: Tree) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ from nemo_specrollout.nemo_rl.row_seeds import DRAFTS_KEY, RECORD_KEY, ROOTS_KEY
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of
 from nemo_specrollout.run_ahead.early_requests import EarlyFigures, EarlyMade, early_params
 from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart
-from nemo_specrollout.run_ahead.one_policy import OnePolicyStream
+from nemo_specrollout.run_ahead.one_policy import OnePolicyStream, branch_request
 from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 from nemo_specrollout.run_ahead.rolling_stream import RollingStream
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
@@ -278,10 +278,10 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         self._prefixes = FreshPrefixes(self.llm, native, self._salt)
         facts = RunFacts.of(self.cfg)
         begins_again = facts.in_flight and block_of(self.cfg).runs_ahead
+        if begins_again and self._most_branches:
+            self._rolling = RollingStream(self.llm, self._prefixes.generate, branch_request, self._most_branches)
         if begins_again:
-            self._one_policy = OnePolicyStream(
-                lambda prompt, params, request_id: native(self._salt.of(prompt), params, request_id=request_id)
-            )
+            self._one_policy = OnePolicyStream(self._generate_as_row, self._rolling)
         if facts.recomputes_kv and not begins_again:
             self._new_kv = NewKv(self.llm, LAST_WEIGHT_CALLS)
         return result
@@ -289,6 +289,11 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     def _generate(self, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's own method. The request reads no prefix that older weights have cached."""
         outputs = self._prefixes.generate(prompt, params, *args, **kwargs)
+        return outputs if self._rolling is None else self._rolling.own(outputs, params)
+
+    def _generate_as_row(self, prompt: Any, params: Any, request_id: str) -> Any:
+        """Calls vLLM's own method for a row that begins between two changes of the weights (`OnePolicyStream`)."""
+        outputs = super()._generate(self._salt.of(prompt), params, request_id=request_id)
         return outputs if self._rolling is None else self._rolling.own(outputs, params)
 
     def _generate_with_seeds(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -318,6 +323,11 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         async for result in super().generate_async(data, *args, **kwargs):
             self._rows_ended(rows, data, result[1])
             yield result
+
+    def specrollout_take_kept(self) -> KeptCounts:
+        """Returns how much of texts that were made before an update was right since the last call."""
+        kept = super().specrollout_take_kept()
+        return kept if self._one_policy is None else kept.plus(self._one_policy.take_kept())
 
     async def shutdown(self) -> bool:
         """Ends the engine, when all rows are on disk."""
@@ -353,7 +363,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         if self._new_kv is not None:
             self._new_kv.change_begins()
         if self._one_policy is not None:
-            self._one_policy.change_begins()
+            await self._one_policy.change_begins()
         await self._prefixes.change_begins()
 
     async def specrollout_weights_change_ends(self) -> None:
@@ -378,7 +388,13 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         await self._racing.leave("it ended no turn before new weights came")
 
     async def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
-        """Gets rows of coming steps, which it begins to decode in slots that are free."""
+        """Gets rows of coming steps, which it begins to decode in slots that are free.
+
+        Where requests begin again with new weights there are none, and branches of these requests take the slots.
+        """
+        if self._one_policy is not None:
+            self._one_policy.expect(scale)
+            return
         if self._rolling is None:
             self._rolling = RollingStream(self.llm, self._prefixes.generate, self._early_request, self._most_branches)
         await self._rolling.plan(rows, scale, kept)
@@ -388,7 +404,12 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return self._rolling is not None and await self._rolling.wait(seconds)
 
     async def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Leaves no such row in the engine. Returns what was made of them, also if the engine sleeps by now."""
+        """Leaves no such row in the engine. Returns what was made of them, also if the engine sleeps by now.
+
+        Where requests begin again, their branches go on until the weights change.
+        """
+        if self._one_policy is not None:
+            return EarlyMade({}, self._one_policy.take_figures())
         made = self._made_awake
         self._made_awake = None
         if made is not None:

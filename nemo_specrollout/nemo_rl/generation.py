@@ -113,7 +113,7 @@ class SpecrolloutGeneration(VllmGeneration):
             return None
         engines = EngineClient(self.worker_group)
         self._gym_prompts = GymPrompts(engines)
-        return RunAhead(engines, config)
+        return RunAhead(engines, config, begins_again=self.facts.in_flight)
 
     def end_supervision(self) -> None:
         supervisor = self._supervisor
@@ -271,11 +271,10 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def _plan_ahead(self) -> None:
         """Tells the engines which rows of coming steps they may begin until the next refit, in slots that are left empty."""
-        if self._ahead is None or self.facts.in_flight:
+        if self._ahead is None or self._num_refits == 0 or self._kind is SeedKind.VALIDATION:
             return
-        if self._num_refits == 0 or self._kind is SeedKind.VALIDATION:
-            return
-        known = [] if self.facts.filters_by_reward else self._coming_rows(self._ahead.steps)
+        has_no_rows = self.facts.filters_by_reward or self.facts.in_flight
+        known = [] if has_no_rows else self._coming_rows(self._ahead.steps)
         self._ahead.plan(self._planned_step, known)
 
     def _plan_after_filter(self) -> None:

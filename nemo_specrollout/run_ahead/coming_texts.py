@@ -38,9 +38,14 @@ class ComingTexts:
     much of a step's texts was right.
     """
 
-    def __init__(self, config: RunAheadConfig) -> None:
-        """`config` bounds the steps and the memory of the texts."""
+    def __init__(self, config: RunAheadConfig, *, begins_again: bool = False) -> None:
+        """`config` bounds the steps and the memory of the texts.
+
+        `begins_again` says that the texts are those of engines' own requests that begin again when weights change. The engines
+        keep such texts themselves, so only what was right of them is known here.
+        """
         self._config = config
+        self._begins_again = begins_again
         self._store = TextStore(config.text_bytes)
         self._flips = FlipModel()
         self._depth = StepsAhead()
@@ -127,10 +132,10 @@ class ComingTexts:
             self._alarms += ahead_alarms(kept.num_made, kept.num_right)
         effort = self._effort
         self._effort = EarlyFigures()
-        num_made = self._store.num_tokens(version)
+        num_made = kept.num_made if self._begins_again else self._store.num_tokens(version)
         return {
             **ahead_figures(num_made, kept.num_kept, kept.num_tokens, effort.alone_s / self._num_engines),
-            **flight_figures(self._in_flight),
+            **flight_figures([num_made] if self._begins_again else self._in_flight),
             **kept_figures(kept._asdict()),
             **effort.metrics(len(self._planned), self._num_engines),
         }

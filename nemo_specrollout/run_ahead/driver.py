@@ -76,9 +76,15 @@ class RunAhead:
     Invariant: no early request is in an engine after `end`, and none begins before the next `plan`.
     """
 
-    def __init__(self, engines: Engines, config: RunAheadConfig) -> None:
+    def __init__(self, engines: Engines, config: RunAheadConfig, *, begins_again: bool = False) -> None:
+        """`begins_again` says that engines' own requests begin again when weights change amid them.
+
+        Such engines get no rows of coming steps, because they are never idle. A plan only tells them how far the next update
+        will probably move scores. They decode branches of their own requests by it.
+        """
         self._engines = engines
-        self._coming = ComingTexts(config)
+        self._begins_again = begins_again
+        self._coming = ComingTexts(config, begins_again=begins_again)
         self._version = 0
         """Policy version of the latest plan."""
         self.num_texts = 0
@@ -112,7 +118,7 @@ class RunAhead:
         take = EngineActorCalls.specrollout_texts_ahead
         calls = [start(engine, take, texts=texts_once) for engine in range(num_engines)]
         plans = self._coming.plans(version, steps, num_engines)
-        self._is_planned = any(steps)
+        self._is_planned = any(steps) or self._begins_again
         if self._is_planned:
             begin = EngineActorCalls.specrollout_plan_ahead
             for engine, plan in enumerate(plans):
@@ -126,7 +132,7 @@ class RunAhead:
         not decode ahead before its part of the present rollout.
         """
         self._after = after
-        if self._thread is None and self._is_planned:
+        if self._thread is None and self._is_planned and not self._begins_again:
             self._stop.clear()
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()

@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES
 from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, PlainRollout, num_early
-from nemo_specrollout.run_ahead.early_texts import EarlyStart, EarlyTexts
+from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart, EarlyTexts
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 
 LOOK_STEPS = 8
@@ -22,6 +22,8 @@ STARTS_AT_ONCE = 8
 """Early requests that begin with one step. More of them would make that step long, because each is a call of vLLM's."""
 GROWTH_STEPS = 64
 """Steps for which an engine's KV must have room for all its requests before it gets an early one."""
+MOST_LEFTOVERS = 64
+"""Ended requests of which the worker may keep near-ties before it is asked for them."""
 PATIENCE_STEPS = 8
 """Looks at which a request of the engine's own may wait for its first token before all early ones give way."""
 _PREFIX = "ahead-"
@@ -74,6 +76,8 @@ class EarlyMade:
     figures: EarlyFigures
     flips: KeptCounts = field(default_factory=KeptCounts)
     """What the engine's weights have changed of the texts of coming steps that it had before."""
+    followed: dict[int, TextAhead] = field(default_factory=dict)
+    """All that it knows of the engine's own requests that were followed, by their names."""
 
 
 class EngineSize(NamedTuple):
@@ -121,8 +125,10 @@ class OwnLoad(NamedTuple):
 
 @dataclass
 class _Running:
-    """An early request in the engine."""
+    """An early request in the engine, or a followed one of its own."""
 
+    request_id: str
+    """vLLM's id of it."""
     num_given: int
     """Tokens of its prompt and prefix."""
     num_told: int = 0
@@ -147,6 +153,8 @@ class EarlyRequests:
     """None before anything is measured. Then early requests run only while the engine has no others."""
     figures: EarlyFigures = field(default_factory=EarlyFigures)
     _running: dict[int, _Running] = field(default_factory=dict)
+    _followed: dict[int, _Running] = field(default_factory=dict)
+    """Requests of the engine's own of which branches are begun."""
     _untold: set[int] = field(default_factory=set)
     """Names whose near-ties were not all taken from the worker."""
     _num_waits: int = 0
@@ -168,6 +176,11 @@ class EarlyRequests:
     def untold(self) -> list[int]:
         """Names whose near-ties the worker may still have."""
         return sorted(self._untold)
+
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether the worker keeps near-ties of so many ended requests that it should be asked, so that it forgets them."""
+        return len(self._untold) - len(self._running) - len(self._followed) > MOST_LEFTOVERS
 
     @property
     def is_empty(self) -> bool:
@@ -249,7 +262,7 @@ class EarlyRequests:
                 break
             num_given = len(start.row.prompt) + len(start.prefix)
             self.longest = max(self.longest, num_given)
-            self._running[start.name] = _Running(num_given)
+            self._running[start.name] = _Running(engine_id(start.name), num_given)
             self._note_start(start, load.num_requests)
             self.figures.num_branches += bool(start.prefix)
             self.figures.num_texts += not start.prefix
@@ -265,14 +278,41 @@ class EarlyRequests:
         if num_own and self.prices is not None:
             self.figures.delay_s += num_rows * self.prices.verify_row_s
 
+    # Requests of the engine's own
+
+    def follow(self, row: EarlyRow) -> int:
+        """Takes a request of the engine's own, of which branches may begin. Returns the name for its near-ties (`ties`)."""
+        name = self.early.follow(row)
+        self._followed[name] = _Running("", len(row.prompt))
+        self._untold.add(name)
+        return name
+
+    def called(self, name: int, request_id: str) -> None:
+        """Takes vLLM's id of a followed request. Ignores one that is not followed."""
+        if name in self._followed:
+            self._followed[name].request_id = request_id
+
+    def branches_of(self, name: int) -> list[int]:
+        """Returns the names of the branches of a followed request that run; none of one that is not followed."""
+        return self.early.branches_of(name) if name in self._followed else []
+
+    def forget(self, name: int) -> None:
+        """Forgets a followed request, which has ended. None of its branches may run. Ignores one that is not followed."""
+        if self._followed.pop(name, None) is not None:
+            self.early.forget(name)
+
     # What they have made
 
     def read(self, names: Iterable[int]) -> None:
-        """Reads the tokens that running requests have sampled so far."""
+        """Reads the tokens that running or followed requests have sampled so far."""
         for name in names:
-            for internal_id in self.processor.external_req_ids.get(engine_id(name), ()):
+            for internal_id in self.processor.external_req_ids.get(self._live(name).request_id, ()):
                 state = self.processor.request_states[internal_id]
                 self._grew(name, state.detokenizer.output_token_ids)
+
+    def read_all(self) -> None:
+        """Reads the tokens of all running and followed requests."""
+        self.read([*self._running, *self._followed])
 
     def stopped(self, names: Iterable[int]) -> None:
         """Notes that requests were stopped. Their tokens have been read."""
@@ -294,24 +334,33 @@ class EarlyRequests:
 
     def take_ties(self, reply: Mapping[Any, Sequence[Any]] | None) -> None:
         """Takes what `specrollout_take_ties` has replied for the names `untold`. Reads the tokens first."""
-        self.read(self.running)
+        self.read_all()
         for name, (first, gaps, runners_up) in (reply or {}).items():
             self.early.ties(int(name), int(first), gaps, runners_up)
-        self._untold &= set(self._running)
+        self._untold &= {*self._running, *self._followed}
 
     def settle(self) -> None:
         """Notes which requests vLLM has no longer, after an error that has kept their outputs from us."""
         self.stopped([name for name in self._running if not self.processor.external_req_ids.get(engine_id(name))])
 
     def made(self) -> EarlyMade:
-        """Returns all that is known of the plan's rows."""
-        return EarlyMade(self.early.texts(), self.figures, self.early.flips())
+        """Returns all that is known of the plan's rows and of followed requests."""
+        return EarlyMade(self.early.texts(), self.figures, self.early.flips(), self.early.followed())
+
+    def take_figures(self) -> EarlyFigures:
+        """Returns what the engine has done since the last call."""
+        figures = self.figures
+        self.figures = EarlyFigures()
+        return figures
+
+    def _live(self, name: int) -> _Running:
+        return self._running.get(name) or self._followed[name]
 
     def _grew(self, name: int, tokens: Sequence[int]) -> None:
-        running = self._running[name]
+        running = self._live(name)
         if len(tokens) > running.num_told:
             self.early.grew(name, tokens[running.num_told :])
-            self.figures.num_tokens += len(tokens) - running.num_told
+            self.figures.num_tokens += (len(tokens) - running.num_told) * (name in self._running)
             running.num_told = len(tokens)
             self.longest = max(self.longest, running.num_given + running.num_told)
 
@@ -364,7 +413,7 @@ def early_params(params: Any, start: EarlyStart) -> Any | None:
         return None
     identity = {key: v for key, v in params.extra_args[EXTRA_ARGS_KEY].items() if key not in ("ahead", "branches")}
     identity.setdefault("prompt_length", len(start.row.prompt))
-    identity["ties"] = start.name
+    identity |= {"ties": start.name, "early": True}
     if start.drafts:
         identity["ahead"] = start.drafts
     if start.branches:

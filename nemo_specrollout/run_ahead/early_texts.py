@@ -6,13 +6,14 @@ Knows no engine and no clock, so a simulated engine can use it as well.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 
-from nemo_specrollout.generation.engine.ahead_branches import TOKEN_BYTES, AheadBranch, pack, paths_of
-from nemo_specrollout.generation.engine.requests import as_bytes, longest_known_text, num_kept
+from nemo_specrollout.generation.engine.ahead_branches import TOKEN_BYTES, AheadBranch, begun_again, pack, paths_of
+from nemo_specrollout.generation.engine.requests import as_bytes
 from nemo_specrollout.run_ahead.decisions.branches import Branch, BranchChoice
 from nemo_specrollout.run_ahead.decisions.early_share import Worth
 from nemo_specrollout.run_ahead.decisions.flips import FlipModel
@@ -40,6 +41,8 @@ class EarlyRow:
     """1 for the next step. After each further step the weights will change once more."""
     known: TextAhead | None = None
     """What weights before the engine's present ones have sampled for it."""
+    probability: float = 1.0
+    """Probability that newer weights will sample it. Below 1 for a request of the engine's own that may end before."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,16 @@ class _Flight:
     paths: list[_Path] = field(default_factory=list)
     is_known_now: bool = False
     """Whether the engine's present weights have made what is known of the row, because its text was begun before."""
+    is_followed: bool = False
+    """Whether the engine decodes the text as a request of its own."""
 
 
 class EarlyTexts:
-    """Owns the texts of an engine's early requests. A request or branch is called by the name that `next` gave it."""
+    """Owns the texts of an engine's early requests. A request or branch is called by the name that `next` gave it.
+
+    Also follows requests of the engine's own that newer weights may have to decode again. Their texts are none of ours to
+    begin or to stop, but branches of them are begun like others.
+    """
 
     def __init__(
         self, rows: Sequence[EarlyRow], flips: FlipModel, most_branches: int, kept: float, names: Iterator[int]
@@ -105,6 +114,7 @@ class EarlyTexts:
         self._kept = kept
         self._names = names
         self._flights = {i: _Flight(row, self._text_worth(row)) for i, row in enumerate(rows)}
+        self._indices = count(len(rows))
         self.most_steps_ahead = max((row.steps_ahead for row in rows), default=1)
         """The most updates for which a row waits."""
         self._seen = KeptCounts()
@@ -145,6 +155,27 @@ class EarlyTexts:
                 break
             starts.append(self._begin_branch(branches[0]))
         return starts
+
+    def follow(self, row: EarlyRow) -> int:
+        """Takes a request that the engine decodes as one of its own, from its beginning. Returns the name of its text."""
+        index = next(self._indices)
+        name = next(self._names)
+        self._flights[index] = _Flight(row, self._text_worth(row), [_Path(TEXT, 0, name)], is_followed=True)
+        self._by_name[name] = (index, TEXT)
+        self._choice.open(index, row.probability)
+        return name
+
+    def branches_of(self, name: int) -> list[int]:
+        """Returns the names of the branches of a followed request that run."""
+        index, _ = self._by_name[name]
+        return [path.name for path in self._flights[index].paths[1:] if path.name in self._running]
+
+    def forget(self, name: int) -> None:
+        """Forgets a followed request that has ended. None of its branches may run."""
+        index, _ = self._by_name[name]
+        for path in self._flights.pop(index).paths:
+            del self._by_name[path.name]
+        self._choice.close(index)
 
     def grew(self, name: int, tokens: Iterable[int]) -> None:
         """Takes further tokens that a request has sampled."""
@@ -192,17 +223,24 @@ class EarlyTexts:
         return sorted(self._running, key=lambda name: self._running[name].probability)[:number]
 
     def texts(self) -> dict[int, TextAhead]:
-        """Returns all that is known, by the seeds of the rows. A row of which nothing is known is left out."""
-        known = {flight.row.row.seed: self._text(flight) for flight in self._flights.values()}
+        """Returns all that is known, by the seeds of the rows. A row of which nothing is known is left out.
+
+        So are followed requests, which are no rows of a coming step (`followed`).
+        """
+        known = {flight.row.row.seed: self._text(flight) for flight in self._flights.values() if not flight.is_followed}
         return {seed: text for seed, text in known.items() if text is not None and text.tokens}
 
     def flips(self) -> KeptCounts:
         """Returns what the engine's weights have changed of the texts that the weights before them have made."""
         seen = self._seen
         for flight in self._flights.values():
-            if not flight.is_known_now:
+            if not (flight.is_known_now or flight.is_followed):
                 seen = seen.plus(_changed(flight))
         return seen
+    def followed(self) -> dict[int, TextAhead]:
+        """Returns all that is known of followed requests, by their names."""
+        known = {f.paths[TEXT].name: self._text(f) for f in self._flights.values() if f.is_followed}
+        return {name: TextAhead(b"") if text is None else text for name, text in known.items()}
 
     def _begin_text(self, index: int) -> EarlyStart:
         flight = self._flights[index]
@@ -291,11 +329,11 @@ class EarlyTexts:
         gaps, runners_up = _ties(path, len(path.tokens))
         if path.is_complete or known is None:
             return TextAhead(made, gaps, runners_up, branches, path.is_complete)
-        tokens = longest_known_text(path.tokens, known.tokens)
-        if len(tokens) > len(made):
+        tokens, others = begun_again(path.tokens, known.tokens, known.branches)
+        has_ties = len(path.gaps) >= len(path.tokens)
+        if has_ties and tokens[len(made) :] == known.tokens[len(made) :]:
             gaps, runners_up = _with_tail(gaps, known.gaps), _with_tail(runners_up, known.runners_up)
-            if num_kept(known.tokens, path.tokens) == len(path.tokens):
-                branches += _beyond(known.branches, len(path.tokens), len(branches))
+        branches += tuple(branch for branch in others if branch.position >= len(path.tokens))
         num_older = _num_older(flight, len(tokens) // TOKEN_BYTES - len(path.tokens))
         return TextAhead(tokens, gaps, runners_up, branches, num_older=num_older)
 
@@ -317,27 +355,14 @@ _probability = attrgetter("probability")
 
 
 def _ties(path: _Path, length: int) -> tuple[bytes, bytes]:
-    """Returns gaps and runners-up for `length` tokens of a path; empty if any is unknown."""
-    if len(path.gaps) < length:
-        return b"", b""
+    """Returns gaps and runners-up of the first tokens of a path, at most `length`, as far as they are known."""
     gaps = np.array(path.gaps[:length], np.float16)
     return gaps.tobytes(), as_bytes(path.runners_up[:length])
 
 
 def _with_tail(made: bytes, known: bytes) -> bytes:
-    """Returns ties of a text whose tail is an older one's; empty if those of either part are unknown."""
-    return made + known[len(made) :] if made and known else b""
-
-
-def _beyond(known: Sequence[AheadBranch], first: int, num_before: int) -> tuple[AheadBranch, ...]:
-    """Returns the known branches from token `first` of the text on, with theirs, numbered after `num_before` others."""
-    kept: dict[int, int] = {TEXT: TEXT}
-    found: list[AheadBranch] = []
-    for number, branch in enumerate(known, 1):
-        if branch.parent in kept and branch.position >= first:
-            found.append(AheadBranch(kept[branch.parent], branch.position, branch.text))
-            kept[number] = num_before + len(found)
-    return tuple(found)
+    """Returns ties of a text whose tail is an older one's, as far as they are known."""
+    return made + known[len(made) :]
 
 
 def _known_after(known: TextAhead | None, prefix: Sequence[int]) -> bytes:

@@ -104,6 +104,34 @@ class Rolling:
         """Whether the engine has rows of coming steps to decode."""
         return self._early is not None
 
+    def follow(self, row: EarlyRow) -> int:
+        """Takes a request of the engine's own that newer weights may have to decode again, before it begins.
+
+        Branches of it are begun from now on. Returns the name that it needs as `ties` in its identity.
+        """
+        assert self._early is not None, "there is no plan"
+        return self._early.follow(row)
+
+    def called(self, name: int, request_id: str) -> None:
+        """Takes vLLM's id of a followed request. Before that nobody knows its tokens."""
+        if self._early is not None:
+            self._early.called(name, request_id)
+
+    def forget(self, name: int) -> None:
+        """Forgets a followed request that has ended, and stops its branches. Does nothing if its plan has ended."""
+        early = self._early
+        if early is not None:
+            self._stop(early, early.branches_of(name))
+            early.forget(name)
+
+    def take_figures(self) -> EarlyFigures:
+        """Returns what the engine has done in its plan since the last call, or since the plan began."""
+        return EarlyFigures() if self._early is None else self._early.take_figures()
+
+    def _stop(self, early: EarlyRequests, names: Sequence[int]) -> None:
+        """Stops early requests, after their tokens have been read."""
+        raise NotImplementedError
+
     def _open(self, engine: Any, rows: Sequence[EarlyRow], scale: float, kept: float) -> EarlyRequests:
         """Returns the early requests of a new plan. `engine` is vLLM's object that knows its config and its requests.
 
@@ -120,10 +148,10 @@ class Rolling:
     def _questions(self, early: EarlyRequests, load: OwnLoad) -> list[Question]:
         """Returns what to ask before requests begin: prices, once for each plan, and near-ties at which branches can begin.
 
-        Nothing is asked while no request could begin, or soon after the same question.
+        Nothing is asked while no request could begin, or soon after the same question, unless the worker keeps too much.
         """
         if not early.has_slot(load):
-            return []
+            return self._asks_for_ties(early, self._asks_ties) if early.has_leftovers else []
         questions = []
         if early.prices is None and self._asks_prices.is_due():
             take = partial(early.set_prices, lengths=self._known_lengths or [*self._lengths, *load.lengths])

@@ -79,7 +79,8 @@ class RollingEngine(Rolling):
         for name in list(self._native):
             self._unwrap(name)
         if early is not None:
-            self._abort(early, early.running)
+            early.read_all()
+            self._stop(early, early.running)
             for question in self._last_questions(early):
                 self._ask(question)
         if not keeps_cache:
@@ -127,7 +128,7 @@ class RollingEngine(Rolling):
             return
         load = early.own_load()
         names = early.give_way(load)
-        self._abort(early, names)
+        self._stop(early, names)
         early.figures.num_stopped += len(names)
         for question in self._questions(early, load):
             self._ask(question)
@@ -146,7 +147,7 @@ class RollingEngine(Rolling):
         except REFUSALS as error:
             self._refused(early, start.name, error)
 
-    def _abort(self, early: EarlyRequests, names: Sequence[int]) -> None:
+    def _stop(self, early: EarlyRequests, names: Sequence[int]) -> None:
         if names:
             early.read(names)
             self._engine.abort_request([engine_id(name) for name in names])

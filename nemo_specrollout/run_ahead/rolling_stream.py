@@ -106,6 +106,7 @@ class RollingStream(Rolling):
         self._early = self._keeper = None
         if early is not None and keeper is not None:
             keeper.cancel()
+            early.read_all()
             self._stop(early, early.running)
             await asyncio.gather(keeper, *self._tasks.values(), return_exceptions=True)
             for question in self._last_questions(early):
@@ -125,9 +126,11 @@ class RollingStream(Rolling):
                 self._give_way()
                 load = self._load(early)
                 early.note_time(load.num_requests, asyncio.get_running_loop().time())
-                if self._is_due and early.has_slot(load) and load.num_requests <= num_before:
+                may_begin = self._is_due and early.has_slot(load) and load.num_requests <= num_before
+                if may_begin or early.has_leftovers:
                     for question in self._questions(early, load):
                         await self._ask(question)
+                if may_begin:
                     for start in early.begin(self._load(early)):  # requests may have come in the meantime
                         self._begin(early, start)
                 num_before = load.num_requests  # while requests arrive one by one, more of them will

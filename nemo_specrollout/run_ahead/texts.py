@@ -3,13 +3,13 @@
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from nemo_specrollout.generation.engine.ahead_branches import TOKEN_BYTES, AheadBranch
+from nemo_specrollout.generation.engine.ahead_branches import TOKEN_BYTES, AheadBranch, begun_again
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, num_kept
 from nemo_specrollout.run_ahead.decisions.flips import Array, counts_of_gaps
 
@@ -25,7 +25,7 @@ class TextAhead:
     gaps: bytes = b""
     """For each token by how much its score was above the runner-up's, in nats, as float16 numbers.
 
-    Empty where unknown, and as long as `tokens` otherwise."""
+    Those of the last tokens may be unknown."""
     runners_up: bytes = b""
     """For each token the one with the second-best score, as int32 numbers. Known where `gaps` are."""
     branches: tuple[AheadBranch, ...] = ()
@@ -44,6 +44,21 @@ class TextAhead:
     def num_bytes(self) -> int:
         """Memory that the text and its branches take, without the objects around them."""
         return len(self.tokens) + len(self.gaps) + len(self.runners_up) + sum(len(b.text) for b in self.branches)
+
+    def with_made(self, made: Sequence[int]) -> "TextAhead":
+        """Returns what is known of a request whose weights have made `made` when this text was known already.
+
+        Beyond `made` it goes on as the path does that agrees with it longest.
+        """
+        tokens, branches = begun_again(made, self.tokens, self.branches)
+        num_common = num_kept(self.tokens, np.frombuffer(tokens, np.int32))
+        gaps, runners_up = self.gaps[: 2 * num_common], self.runners_up[: TOKEN_BYTES * num_common]
+        num_older = max(len(tokens) // TOKEN_BYTES - len(made), 0)
+        return TextAhead(tokens, gaps, runners_up, branches, num_older=num_older)
+
+    def upto(self, num_tokens: int) -> "TextAhead":
+        """Returns the text with its first tokens only."""
+        return replace(self, tokens=self.tokens[: TOKEN_BYTES * num_tokens], is_complete=False)
 
 
 class KeptCounts(NamedTuple):
@@ -115,7 +130,7 @@ def _followed(text: TextAhead, response: np.ndarray) -> tuple[int, int]:
         ]
         if not at_change:
             return right, followed
-        path, own = at_change[0]
+        path, own = max(at_change, key=lambda found: num_kept(found[1], response[right:]))
         first = right
         followed += 1
 

@@ -42,7 +42,9 @@ class GivenIdentity:
     branches: bytes = b""
     """Other texts that may come instead, as `ahead_branches.pack` makes them."""
     ties: int | None = None
-    """Name under which the near-ties of an early request are kept; no two live requests of an engine share one."""
+    """Name under which the near-ties of the request are kept; no two live requests of an engine share one."""
+    early: bool = False
+    """True for a request of a step to come, or a branch of a request, of which no sample statistics are kept."""
 
 
 class _Rule(NamedTuple):
@@ -86,6 +88,7 @@ _RULES = {
     ),
     "branches": _Rule(_are_branches, "branches, which `ahead_branches.pack` makes"),
     "ties": _whole(0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
+    "early": _Rule(lambda value: isinstance(value, bool), "true or false"),
 }
 
 
@@ -177,7 +180,7 @@ def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int)
     engine_seed = engine_seed if given.engine_seed is None else int(given.engine_seed)
     group = content_hash(prompt_token_ids[: given.prompt_length])
     ties = None if given.ties is None else int(given.ties)
-    rest = (group, given.speculate, given.ahead, unpack(given.branches), ties)
+    rest = (group, given.speculate, given.ahead, unpack(given.branches), ties, given.early)
     if given.seed is not None:
         return RequestIdentity(int(given.seed), *rest)
     if given.prompt_index is not None:

@@ -75,7 +75,7 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns the near-ties of early requests by name, as far as they were not returned before.
+        """Returns the near-ties of requests by name, as far as they were not returned before.
 
         `names` are the numbers that the requests have as `ties` in their identities. Each value has the place of a token in
         its request, counted from the beginning of the prompt, then the gap (float16) and the runner-up (int32) of that token
@@ -89,7 +89,7 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_forget_ties(self) -> None:
-        """Forgets the near-ties of all early requests that have ended, and those so far of the others."""
+        """Forgets the near-ties of all requests that have ended, and those so far of the others."""
         raise NotImplementedError
 
     def specrollout_step_seconds(self) -> tuple[list[float], float] | None:

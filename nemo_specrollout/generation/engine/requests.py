@@ -34,7 +34,9 @@ class RolloutRequest:
     branches: tuple[AheadBranch, ...] = ()
     """Other texts that the response may become, where the expected one has near-ties."""
     ties: int | None = None
-    """Name of an early request, whose near-ties the vLLM worker keeps; None for any other request."""
+    """Name under which the vLLM worker keeps the near-ties of the request; None for a request that does not ask for them."""
+    is_early: bool = False
+    """Whether it is a request of a step to come, which is no sample of the policy that decodes it."""
 
     @property
     def num_ahead(self) -> int:
@@ -99,14 +101,11 @@ class RequestIdentity:
     branches: tuple[AheadBranch, ...] = ()
     """Other texts that may come instead."""
     ties: int | None = None
-    """Name of an early request, which a step to come will send again under newer weights; None for any other request.
+    """Name under which the near-ties of the request are kept; None for a request that does not ask for them."""
+    is_early: bool = False
+    """Whether newer weights will decode the request again, in a step to come or after an update amid it.
 
-    Its near-ties are kept, and nothing else of it: it is no sample of a policy that anything is trained on."""
-
-    @property
-    def is_early(self) -> bool:
-        """Whether it is a request of a step to come."""
-        return self.ties is not None
+    Nothing but its near-ties is kept of it, because it is no sample of a policy that anything is trained on."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +161,8 @@ def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | byt
         identity["branches"] = pack(after_prefix(request.branches, len(request.prefix_token_ids)))
     if request.ties is not None:
         identity["ties"] = request.ties
+    if request.is_early:
+        identity["early"] = True
     return {EXTRA_ARGS_KEY: identity}
 
 

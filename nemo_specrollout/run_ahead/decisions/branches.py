@@ -71,9 +71,12 @@ class BranchChoice:
         Those of a request that was closed stay until their turn comes. Its paths are no longer the request's then."""
         self._arrivals = 0
 
-    def open(self, request: Hashable) -> None:
-        """Begins with the text of a request, whose path is 0."""
-        self._paths[request] = [_Path(0, 1.0, 1.0)]
+    def open(self, request: Hashable, probability: float = 1.0) -> None:
+        """Begins with the text of a request, whose path is 0.
+
+        `probability` is that of new weights sampling the request at all. They do not if it ends before they come.
+        """
+        self._paths[request] = [_Path(0, probability, probability)]
 
     def grow(self, request: Hashable, path: int, gap_P: Array, runner_up_P: Sequence[int]) -> None:
         """Takes further tokens of a path: the gap between the two best tokens of each, and the runner-up.
