@@ -237,6 +237,7 @@ class EarlyTexts:
             if not (flight.is_known_now or flight.is_followed):
                 seen = seen.plus(_changed(flight))
         return seen
+
     def followed(self) -> dict[int, TextAhead]:
         """Returns all that is known of followed requests, by their names."""
         known = {f.paths[TEXT].name: self._text(f) for f in self._flights.values() if f.is_followed}
