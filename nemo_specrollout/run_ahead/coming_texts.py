@@ -23,7 +23,7 @@ from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 class AheadPlan:
     """What an engine may begin early, and what is known of updates."""
 
-    rows: Sequence[EarlyRow]
+    rows: list[EarlyRow]
     """Requests of coming steps with what is known of them, the nearest step first."""
     scale: float
     """How far updates move differences of scores, in nats (`FlipModel`)."""
