@@ -228,6 +228,20 @@ def test_texts_of_several_steps_pass_from_engines_to_their_steps(planners: Engin
     assert calls_of(planners, 0) == [("texts", texts), ("plan", [(9000, 1, 12)])]
 
 
+def test_engines_whose_requests_begin_again_get_plans_without_rows(planners: Engines) -> None:
+    """A plan tells them how far the next update will move scores. They are never idle, so no thread asks for slices."""
+    ahead = RunAhead(EngineClient(planners), RunAheadConfig(), begins_again=True)
+    ahead.plan(7, [])
+    assert calls_of(planners, 1) == [("texts", {}), ("plan", [])]
+    ahead.work(after=0)
+    assert ahead._thread is None
+    ahead.end(keeps_cache=True)
+    assert calls_of(planners, 1) == [("end", True)]
+    figures, alarms = ahead.figures()
+    found = {name.rpartition("/")[2]: value for name, value in figures.items()}
+    assert not alarms and (found["ahead_tokens"], found["ahead_s"], found["ahead_steps"]) == (0.0, 2.0, 0.0)
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_an_engine_that_dies_takes_only_its_drafts_along(planners: Engines, dead: int) -> None:
     """What the driver knows of its rows stays, and so do the other engine's texts. NeMo-RL's own calls notice the death."""
