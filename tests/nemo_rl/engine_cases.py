@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -53,7 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
 def generation_config(
     base: Path, block: dict[str, Any] | None, speculative_config: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    tree = load_config(base, ["policy.generation.vllm_cfg.skip_tokenizer_init=false"])
+    folder = f"logger.log_dir={mkdtemp()}"  # none of the checkout
+    tree = load_config(base, ["policy.generation.vllm_cfg.skip_tokenizer_init=false", folder])
     if block is not None:
         tree["policy"]["generation"]["specrollout"] = block
     if speculative_config is not None:
