@@ -112,8 +112,8 @@ MOVING = [
     AT_RANDOM,
 ]
 WILD = {"NEMO_RL_CPU_WILD_TAIL": "1"}
-# For branches of the requests.
-FREE_SLOTS = ["policy.generation.vllm_kwargs.max_num_seqs=24"]
+# Enough for branches of the requests, and few enough that some are under way when weights change.
+FREE_SLOTS = ["policy.generation.vllm_kwargs.max_num_seqs=6"]
 IN_FLIGHT = ["grpo.async_grpo.in_flight_weight_updates=true"]
 RECOMPUTING = ["grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"]
 # Two generate, one trains.
