@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from lab.bench.rolling_table import LEAST_PROBABILITY, MEAN_TOKENS, update
 from lab.local.statistics import plain_estimate_s
 from lab.placement.pipeline import coupled_tokens
 from lab.simulation.compare import compare, simulate_step
@@ -36,6 +37,7 @@ from lab.simulation.workload import (
 )
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.run_ahead.decisions.flips import FlipModel
 from nemo_specrollout.run_ahead.decisions.steps_ahead import Flight, StepsAhead
 
 pytestmark = pytest.mark.unit
@@ -339,6 +341,15 @@ def test_each_further_step_must_spare_more_than_its_verification() -> None:
             policy.observe_flights([Flight(8, 8)] * 4)
         chosen.append(policy.steps)
     assert chosen == [4, 2, 2]
+
+
+def test_branches_of_the_table_are_those_that_the_model_of_flips_chooses() -> None:
+    """Where gaps of all widths are equally frequent."""
+    flip_P = FlipModel(1.0).probability(np.linspace(0.0, 20.0, 200_001))
+    chosen_P = flip_P >= LEAST_PROBABILITY
+    found = update(1_000.0, has_branches=True)
+    assert found.foreseen == pytest.approx(flip_P[chosen_P].sum() / flip_P.sum(), rel=1e-3)
+    assert found.branches == pytest.approx(MEAN_TOKENS / 1_000.0 * chosen_P.sum() / flip_P.sum(), rel=1e-3)
 
 
 def test_branches_that_foresee_partings_gain_where_their_rows_cost_little() -> None:
