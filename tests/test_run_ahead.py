@@ -16,12 +16,12 @@ from test_rolling import FREE, Stream, charge
 from lab.local.engine import RolloutEngine
 from nemo_specrollout.config.block import RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
+from nemo_specrollout.generation.engine.ahead_branches import begun_again
 from nemo_specrollout.generation.engine.requests import (
     EXTRA_ARGS_KEY,
     Rollout,
     RolloutRequest,
     as_bytes,
-    longest_known_text,
 )
 from nemo_specrollout.run_ahead import rolling
 from nemo_specrollout.run_ahead.one_policy import InterruptedShare, OnePolicyStream, branch_request
@@ -315,9 +315,9 @@ def test_the_share_of_requests_that_changes_interrupt() -> None:
 
 def test_the_text_of_an_older_attempt_goes_on_where_the_newer_one_stops() -> None:
     older = as_bytes([5, 6, 7, 8])
-    assert longest_known_text([], older) == older
-    assert longest_known_text([5, 9], older) == as_bytes([5, 9, 7, 8])
-    assert longest_known_text([1, 2, 3, 4, 5], older) == as_bytes([1, 2, 3, 4, 5])
+    assert begun_again([], older, ()) == (older, ())
+    assert begun_again([5, 9], older, ()) == (as_bytes([5, 9, 7, 8]), ())
+    assert begun_again([1, 2, 3, 4, 5], older, ()) == (as_bytes([1, 2, 3, 4, 5]), ())
 
 
 def test_a_response_that_begins_again_twice_keeps_its_longest_text() -> None:

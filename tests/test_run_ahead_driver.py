@@ -140,12 +140,15 @@ class Engines:
         return getattr(self.actors[worker], method).remote(**arguments)
 
 
-@pytest.fixture
-def engines(cluster: None) -> Iterator[Engines]:
-    engines = Engines(3)
+def killed_at_end(engines: Engines) -> Iterator[Engines]:
     yield engines
     for actor in engines.actors:
         ray.kill(actor)
+
+
+@pytest.fixture
+def engines(cluster: None) -> Iterator[Engines]:
+    yield from killed_at_end(Engines(3))
 
 
 def test_requests_of_all_engines_wait_for_the_end_of_a_change(engines: Engines) -> None:
@@ -175,10 +178,7 @@ def test_an_engine_that_dies_leaves_no_request_of_others_waiting(engines: Engine
 
 @pytest.fixture
 def planners(cluster: None) -> Iterator[Engines]:
-    engines = Engines(2, Planner)
-    yield engines
-    for actor in engines.actors:
-        ray.kill(actor)
+    yield from killed_at_end(Engines(2, Planner))
 
 
 def rows_of(version: int) -> list[EarlyRow]:
@@ -289,10 +289,7 @@ class GymWithoutServers:
 
 @pytest.fixture
 def renderers(cluster: None) -> Iterator[Engines]:
-    engines = Engines(2, Renderer)
-    yield engines
-    for actor in engines.actors:
-        ray.kill(actor)
+    yield from killed_at_end(Engines(2, Renderer))
 
 
 def test_all_engines_render_prompts_of_nemo_gym_and_a_dead_one_leaves_its_own_unknown(renderers: Engines) -> None:

@@ -49,14 +49,12 @@ class ControlledGeneration(SpecrolloutGeneration):
 
     def _rows_of_epoch(self, prompts: list[NextPrompt], epoch: int) -> list[EarlyRow]:
         facts = self.facts
-        gym = [prompt for prompt in prompts if prompt.gym_row is not None and prompt.index is not None]
+        gym = [(p.gym_row, p.index) for p in prompts if p.gym_row is not None and p.index is not None]
         if not gym:
             return early_rows_of_samples(prompts, facts.samples_per_prompt, facts.seed, epoch, self.opt_out)
         every = range(facts.samples_per_prompt)
-        rows = [prompt.gym_row for prompt in gym if prompt.gym_row is not None]
-        indices = [prompt.index for prompt in gym if prompt.index is not None]
-        seeds = [[sample_seed(facts.seed, Sample(index, i, epoch)) for i in every] for index in indices]
-        return self._early_gym_rows(rows, seeds)
+        seeds = [[sample_seed(facts.seed, Sample(index, i, epoch)) for i in every] for _, index in gym]
+        return self._early_gym_rows([row for row, _ in gym], seeds)
 
     def _end_ahead(self, *, keeps_cache: bool = False, is_interrupted: bool = False) -> None:
         """Ends what is made ahead. Other requests are under way, so vLLM would refuse to drop cached prefixes."""

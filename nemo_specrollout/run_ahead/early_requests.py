@@ -306,9 +306,8 @@ class EarlyRequests:
     def read(self, names: Iterable[int]) -> None:
         """Reads the tokens that running or followed requests have sampled so far."""
         for name in names:
-            for internal_id in self.processor.external_req_ids.get(self._live(name).request_id, ()):
-                state = self.processor.request_states[internal_id]
-                self._grew(name, state.detokenizer.output_token_ids)
+            for tokens in self._sampled(self._live(name)):
+                self._grew(name, tokens)
 
     def read_all(self) -> None:
         """Reads the tokens of all running and followed requests."""
@@ -374,11 +373,11 @@ class EarlyRequests:
     def _blocks(self, name: int) -> int:
         """Returns the number of blocks that a request takes until the next look, at most."""
         running = self._running[name]
-        sampled = max((len(s) for s in self._sampled(name)), default=running.num_told)
+        sampled = max(map(len, self._sampled(running)), default=running.num_told)
         return self.size.blocks_soon(running.num_given + sampled)
 
-    def _sampled(self, name: int) -> Iterator[Sequence[int]]:
-        for internal_id in self.processor.external_req_ids.get(engine_id(name), ()):
+    def _sampled(self, running: _Running) -> Iterator[Sequence[int]]:
+        for internal_id in self.processor.external_req_ids.get(running.request_id, ()):
             yield self.processor.request_states[internal_id].detokenizer.output_token_ids
 
     def _has_room(self, load: OwnLoad, starts: Sequence[EarlyStart]) -> bool:
@@ -432,6 +431,4 @@ def _ends(params: Any, token_id: int) -> bool:
 
 def longest_of(rows: Iterable[Any]) -> int:
     """Returns the tokens of the longest prompt of `EarlyRow`s with its known text."""
-    return max(
-        (len(r.prompt) + (0 if r.known is None else len(r.known.tokens) // TOKEN_BYTES) for r in rows), default=0
-    )
+    return max((len(r.prompt) + (0 if r.known is None else r.known.num_tokens) for r in rows), default=0)

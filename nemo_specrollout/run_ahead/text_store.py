@@ -26,10 +26,6 @@ class TextStore:
         """Returns the texts of the step of a policy version, by seed."""
         return dict(self._texts.get(version, {}))
 
-    def get(self, version: int, seed: int) -> TextAhead | None:
-        """Returns the text of a request; None if there is none."""
-        return self._texts.get(version, {}).get(seed)
-
     def num_tokens(self, version: int) -> int:
         """Returns how many tokens are in flight for a step, without branches."""
         return sum(text.num_tokens for text in self._texts.get(version, {}).values())

@@ -84,15 +84,15 @@ def begun_again(
     """
     paths = paths_of(text, branches)
     own = np.array(made, np.int32)
-    followed = max(range(len(paths)), key=lambda i: _num_common(paths[i], own))
+    followed = max(range(len(paths)), key=lambda i: num_common(paths[i], own))
     whole = np.concatenate([own, paths[followed][len(own) :]])
-    parting = [(_num_common(path, whole), path) for path in paths]
+    parting = [(num_common(path, whole), path) for path in paths]
     others = [AheadBranch(0, first, path[first:].tobytes()) for first, path in parting if first < len(path)]
     others.sort(key=lambda branch: -branch.position)
     return whole.tobytes(), tuple(others[: len(branches)])
 
 
-def _num_common(a: np.ndarray, b: np.ndarray) -> int:
+def num_common(a: np.ndarray, b: np.ndarray) -> int:
     """Returns the number of tokens with which two texts begin alike."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]

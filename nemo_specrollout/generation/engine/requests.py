@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.generation.engine.ahead_branches import TOKEN_BYTES, AheadBranch, after_prefix, pack, paths_of
+from nemo_specrollout.generation.engine.ahead_branches import (
+    TOKEN_BYTES,
+    AheadBranch,
+    after_prefix,
+    num_common,
+    pack,
+    paths_of,
+)
 from nemo_specrollout.sampling.seeds import request_seed
 
 EXTRA_ARGS_KEY = "specrollout"
@@ -168,20 +175,10 @@ def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | byt
 
 def num_kept(ahead: bytes, token_ids: Sequence[int] | np.ndarray) -> int:
     """Returns the number of tokens with which a text that was made ahead and a response both begin."""
-    length = min(len(ahead) // TOKEN_BYTES, len(token_ids))
-    differs = np.frombuffer(ahead, np.int32, length) != np.asarray(token_ids[:length])
-    return int(differs.argmax()) if differs.any() else length
+    text = np.frombuffer(ahead, np.int32)
+    return num_common(text, np.asarray(token_ids[: len(text)]))
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:
     """Returns a text as int32 numbers, the form in which requests bring one along."""
     return array("i", token_ids).tobytes()
-
-
-def longest_known_text(text: Sequence[int], older: bytes) -> bytes:
-    """Returns a text as drafts, followed by the part of an older text that lies beyond its end.
-
-    `text` is what newer weights have made so far, and `older` is what was known of the same response before, as int32
-    numbers. So a request that has to begin again early in its response still brings everything that was ever made of it.
-    """
-    return as_bytes(text) + older[TOKEN_BYTES * len(text) :]
