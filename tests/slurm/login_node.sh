@@ -18,6 +18,7 @@ if [[ -d "$folder/control_group" ]]; then
 fi
 mount --bind "$folder/hosts" /etc/hosts
 mount -t tmpfs tmpfs /run
+mount -t tmpfs -o size=16m tmpfs "$folder/small_disk"
 ip link set lo up
 ip link add br0 type bridge
 ip addr add 10.77.0.1/24 dev br0

@@ -146,6 +146,11 @@ class RealSlurm:
         """The file that `SLURM_CONF` names."""
         return self.folder / "etc" / "slurm.conf"
 
+    @property
+    def small_disk(self) -> Path:
+        """A folder of 16 MiB that the login node and the nodes see, and this machine does not."""
+        return self.folder / "small_disk"
+
     def stop(self) -> None:
         """Ends the nodes, the login node and all of their processes, and removes the control group."""
         for name in list(self._nodes):
@@ -247,7 +252,7 @@ class RealSlurm:
 
     def _write_files(self) -> None:
         self.folder.chmod(0o755)
-        for name in ("etc", "state", "log", "run", "gpus", "munge", "nodes"):
+        for name in ("etc", "state", "log", "run", "gpus", "munge", "nodes", "small_disk"):
             (self.folder / name).mkdir()
         for gpu in range(self.gpus):
             os.mknod(self.folder / "gpus" / f"gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # as /dev/null
