@@ -73,9 +73,14 @@ def read_partition(name: str) -> Partition | None:
         return None
     command = ["sinfo", "--noheader", f"--partition={name}", f"--format={_FACTS}"]
     done = subprocess.run(command, capture_output=True, env=submission_environment(), check=False)
-    lines = [line.strip().split("|") for line in done.stdout.decode("utf-8", "replace").splitlines()]
+    return partition_of(done.stdout.decode("utf-8", "replace")) if done.returncode == 0 else None
+
+
+def partition_of(said: str) -> Partition | None:
+    """Returns the partition of which `sinfo` said this, a line for each kind of nodes; None if it says nothing of one."""
+    lines = [line.strip().split("|") for line in said.splitlines()]
     rows = [line for line in lines if len(line) == 4 and line[0].isdecimal()]
-    if done.returncode != 0 or not rows:
+    if not rows:
         return None
     _, time_limit, sizes, _ = rows[0]
     most = sizes.partition("-")[2]
