@@ -49,7 +49,9 @@ def ask(settings: ClusterSettings, command: Sequence[str], script: str, num_node
     partition = read_partition(settings.partition)
     found = [] if partition is None else list(_judge(partition, settings, num_nodes, gpus, complaint))
     if complaint:
-        text = f"{settings.partition}; Slurm cannot place the job now: {complaint}; it waits if nodes are down or drained"
+        text = (
+            f"{settings.partition}; Slurm cannot place the job now: {complaint}; it waits if nodes are down or drained"
+        )
         found.append(Finding("slurm.partition", text, "warning"))
     return found
 
@@ -102,7 +104,9 @@ def _judge(
         raise ConfigError(f"--nodes: {text}; give fewer, or name another partition")
     if partition.gpus and gpus not in partition.gpus:
         present = " or ".join(map(str, sorted(partition.gpus)))
-        text = f"{gpus}, but nodes of partition {name} have {present} by Slurm's account, so NeMo-RL's ray.sub would end"
+        text = (
+            f"{gpus}, but nodes of partition {name} have {present} by Slurm's account, so NeMo-RL's ray.sub would end"
+        )
         raise ConfigError(f"slurm.gpus_per_node: {text}; write all GPUs of a node, or name another partition")
     if not partition.gpus:
         text = f"{name}; Slurm counts no GPUs there, so see that its nodes have {gpus} each"

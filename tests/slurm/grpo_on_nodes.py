@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's GRPO on the nodes of `real_slurm.py`, launched as docs/get-started/slurm.md says, by NeMo-RL's own `ray.sub`.
 
-    .venv/bin/python tests/slurm/grpo_on_nodes.py DIR --nodes 2 [OVERRIDE ...]
+    PYTHONPATH=tests .venv/bin/python tests/slurm/grpo_on_nodes.py DIR --nodes 2 [OVERRIDE ...]
 
 needs root, the variables of CONTRIBUTING.md ("NeMo-RL on this machine"), and a machine on which nothing else runs, because
 Ray gives up if it does not start in 30 s. DIR keeps the run. `--requeue-after STEP` requeues the job once that step's
@@ -16,11 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
 import yaml
-from nemo_rl_host import VARIABLES, Host, make_host
+from nemo_rl_host import ROOT, VARIABLES, Host, make_host
 from real_slurm import HERE, RealSlurm, reason_against
 
 CONFIG = HERE / "grpo_on_nodes.yaml"

@@ -54,7 +54,7 @@ MpiDefault=none
 GresTypes=gpu
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
-NodeName={all} NodeAddr=10.77.0.[11-{last}] CPUs=16 Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=20000 Gres=gpu:{gpus}
+NodeName={all} NodeAddr=10.77.0.[11-{last}] CPUs=16 CoresPerSocket=16 RealMemory=20000 Gres=gpu:{gpus}
 NodeName=few[1-2] NodeAddr=10.77.0.[101-102] CPUs=16 RealMemory=20000 Gres=gpu:4 State=DOWN
 NodeName=cpu[1-2] NodeAddr=10.77.0.[111-112] CPUs=16 RealMemory=20000 State=DOWN
 """
@@ -133,7 +133,9 @@ class RealSlurm:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     @property
@@ -178,7 +180,9 @@ class RealSlurm:
     def wait_for_idle_nodes(self) -> None:
         """Waits until every node has nothing to do. Raises RuntimeError with what Slurm says after a minute."""
         for _ in range(300):
-            done = self.command(["sinfo", "--noheader", "--Node", "--partition=open", "--states=idle", "--format=%N %t"])
+            done = self.command(
+                ["sinfo", "--noheader", "--Node", "--partition=open", "--states=idle", "--format=%N %t"]
+            )
             if sum(line.endswith(" idle") for line in done.stdout.splitlines()) == self.num_nodes:
                 return
             time.sleep(0.2)

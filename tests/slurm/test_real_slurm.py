@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout launch` on a real Slurm (`real_slurm.py`), as docs/get-started/slurm.md says, and what clusters do to jobs.
+"""`nemo-specrollout launch` on a real Slurm (`real_slurm.py`) by docs/get-started/slurm.md, and what clusters do to jobs.
 
 NeMo-RL and Ray take no part. `stand_ins/ray.sub` occupies the nodes, and `stand_ins/uv` makes "steps", which are empty
 checkpoints, as far as the test allows. So a test depends neither on time nor on luck. README.md says how NeMo-RL runs here.
@@ -77,7 +77,12 @@ class Site:
 
     def product(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs `nemo-specrollout` on the login node."""
-        variables = {"PYTHONPATH": str(ROOT), "NEMO_RL_DIR": str(self.checkout), "HOME": str(self.folder), **environment}
+        variables = {
+            "PYTHONPATH": str(ROOT),
+            "NEMO_RL_DIR": str(self.checkout),
+            "HOME": str(self.folder),
+            **environment,
+        }
         command = [sys.executable, "-B", "-m", "nemo_specrollout", *arguments]
         return self.slurm.command(command, variables, self.user, self.folder)
 
@@ -133,7 +138,9 @@ class Site:
         for job_id in self.queue():
             self.slurm.command(["scancel", job_id])
         self.slurm.wait_for_idle_nodes()
-        assert {name: self.slurm.processes_on(name) for name in self.slurm.names} == {name: [] for name in self.slurm.names}
+        assert {name: self.slurm.processes_on(name) for name in self.slurm.names} == {
+            name: [] for name in self.slurm.names
+        }
 
 
 @pytest.fixture
@@ -277,7 +284,9 @@ def test_two_launches_of_one_run_never_run_at_once(site: Site) -> None:
     site.launch()
     first, second = site.launch()
     site.slurm.wait_for_state(first, "RUNNING")
-    assert site.slurm.job(second)["JobState"] == "PENDING" and site.slurm.job(second)["Dependency"].startswith("singleton")
+    assert site.slurm.job(second)["JobState"] == "PENDING" and site.slurm.job(second)["Dependency"].startswith(
+        "singleton"
+    )
     site.allow(3)
     assert site.slurm.wait_for_state(second, *ENDED)["JobState"] == "COMPLETED"
     assert {job for job, *_ in site.steps()} == {first}
@@ -333,7 +342,9 @@ def test_more_nodes_than_the_partition_has_are_refused(site: Site) -> None:
 
 
 def test_an_unknown_partition_or_account_is_refused_in_slurms_words(site: Site) -> None:
-    assert "sbatch would refuse the job: sbatch: error: invalid partition specified: nix" in site.refused("--partition=nix")
+    assert "sbatch would refuse the job: sbatch: error: invalid partition specified: nix" in site.refused(
+        "--partition=nix"
+    )
     assert "Invalid account or account/partition combination specified" in site.refused("--account=other")
 
 
@@ -352,7 +363,10 @@ def test_another_gres_count_than_the_nodes_have_is_refused(site: Site) -> None:
 def test_a_partition_whose_gpus_slurm_does_not_count_is_a_warning(site: Site) -> None:
     site.set(partition="no_gpus", sbatch_args=[])
     done = site.product(*site.arguments("--dry-run"))
-    assert "warning: slurm.partition: no_gpus; Slurm counts no GPUs there, so see that its nodes have 8 each" in done.stdout
+    assert (
+        "warning: slurm.partition: no_gpus; Slurm counts no GPUs there, so see that its nodes have 8 each"
+        in done.stdout
+    )
 
 
 def test_nodes_that_are_down_are_a_warning(site: Site) -> None:
