@@ -177,6 +177,19 @@ class RealSlurm:
         """Ends all processes of a node at once, as a power failure does."""
         _end(self._nodes.pop(name))
 
+    def cut_off(self, name: str) -> None:
+        """Takes a node's network away. Its disks stay, as with a file system on a network of its own."""
+        self._set_link(name, "down")
+
+    def join_again(self, name: str) -> None:
+        """Gives a node its network back."""
+        self._set_link(name, "up")
+
+    def _set_link(self, name: str, state: str) -> None:
+        done = self.command(["ip", "link", "set", f"v{name[1:]}", state])
+        if done.returncode != 0:
+            raise RuntimeError(done.stderr)
+
     def wait_for_idle_nodes(self) -> None:
         """Waits until every node has nothing to do. Raises RuntimeError with what Slurm says after a minute."""
         for _ in range(300):
@@ -230,6 +243,14 @@ class RealSlurm:
                 continue  # it has ended, or it is a zombie
         own = (f"bash {HERE / 'compute_node.sh'} ", "slurmd -D ")
         return [command for command in found if command and not command.startswith(own)]
+
+    def wait_until_empty(self, name: str) -> None:
+        """Waits until no process of a job is on a node. Raises RuntimeError if one stays for a minute."""
+        for _ in range(300):
+            if not (left := self.processes_on(name)):
+                return
+            time.sleep(0.2)
+        raise RuntimeError(f"{name} still has {left}")
 
     def _inside(self) -> list[str]:
         """Returns the beginning of a command that runs on the login node."""

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -52,8 +53,8 @@ def slurm() -> Iterator[RealSlurm]:
 class Site:
     """A user's folder on the cluster: recipes and cluster file as the page makes them, a checkout, and one run."""
 
-    def __init__(self, slurm: RealSlurm, folder: Path, user: int = 0) -> None:
-        self.slurm, self.folder, self.user = slurm, folder, user
+    def __init__(self, slurm: RealSlurm, folder: Path, user: int = 0, python: str = sys.executable) -> None:
+        self.slurm, self.folder, self.user, self.python = slurm, folder, user, python
         self.recipes, self.run, self.checkout = folder / "my_recipes", folder / "runs" / "first", folder / "RL"
         configs = self.checkout / "examples" / "configs"
         configs.mkdir(parents=True)
@@ -78,12 +79,12 @@ class Site:
     def product(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs `nemo-specrollout` on the login node."""
         variables = {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{ROOT}:{sysconfig.get_path('purelib')}",
             "NEMO_RL_DIR": str(self.checkout),
             "HOME": str(self.folder),
             **environment,
         }
-        command = [sys.executable, "-B", "-m", "nemo_specrollout", *arguments]
+        command = [self.python, "-B", "-m", "nemo_specrollout", *arguments]
         return self.slurm.command(command, variables, self.user, self.folder)
 
     def arguments(self, *more: str, nodes: int = 1) -> list[str]:
@@ -134,13 +135,12 @@ class Site:
         assert done.returncode == 0, done.stderr
 
     def end(self) -> None:
-        """Ends what is left of the jobs, and sees that no process of theirs is on a node."""
+        """Ends what is left of the jobs, and sees that no process of theirs stays on a node."""
         for job_id in self.queue():
             self.slurm.command(["scancel", job_id])
         self.slurm.wait_for_idle_nodes()
-        assert {name: self.slurm.processes_on(name) for name in self.slurm.names} == {
-            name: [] for name in self.slurm.names
-        }
+        for name in self.slurm.names:
+            self.slurm.wait_until_empty(name)
 
 
 @pytest.fixture
@@ -176,16 +176,23 @@ def test_a_run_has_its_nodes_and_its_settings(site: Site, nodes: int) -> None:
 
 
 def test_another_user_than_root_launches(slurm: RealSlurm) -> None:
-    readable = slurm.command([sys.executable, "-c", "import yaml"], user=NOBODY)
-    if readable.returncode != 0:
-        pytest.skip(f"user {NOBODY} cannot run {sys.executable}; make it readable for all users")
-    site = Site(slurm, Path(tempfile.mkdtemp(prefix="user-", dir=slurm.folder)), NOBODY)
+    python = python_of_all_users(slurm)
+    site = Site(slurm, Path(tempfile.mkdtemp(prefix="user-", dir=slurm.folder)), NOBODY, python)
     site.allow(3)
     (job_id,) = site.launch(nodes=2)
     job = slurm.wait_for_state(job_id, *ENDED)
     assert job["JobState"] == "COMPLETED" and job["UserId"].endswith(f"({NOBODY})")
     assert {path.stat().st_uid for path in site.run.rglob("*")} == {NOBODY}
     site.end()
+
+
+def python_of_all_users(slurm: RealSlurm) -> str:
+    """Returns a Python like this one that another user may run. Skips where there is none."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for python in (sys.executable, f"/usr/bin/{version}"):
+        if slurm.command([python, "-c", ""], user=NOBODY).returncode == 0:
+            return python
+    pytest.skip(f"user {NOBODY} can run neither {sys.executable} nor /usr/bin/{version}; make one readable for all users")
 
 
 def test_an_allocation_around_launch_leaves_no_trace_in_the_job(site: Site) -> None:
@@ -309,6 +316,43 @@ def test_a_dead_node_requeues_the_job(site: Site) -> None:
     finally:
         site.slurm.start_node(dead)
     assert site.steps() == [(job_id, "0", "1"), (job_id, "1", "2"), (job_id, "1", "3")]
+
+
+def test_a_network_that_is_gone_for_seconds_changes_nothing(site: Site) -> None:
+    (job_id,) = site.launch(nodes=2)
+    site.allow(1)
+    site.wait_for_step(1)
+    host = site.slurm.job(job_id)["BatchHost"]
+    site.slurm.cut_off(host)
+    time.sleep(5)
+    site.slurm.join_again(host)
+    site.allow(3)
+    job = site.slurm.wait_for_state(job_id, *ENDED)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0")
+
+
+def test_a_driver_on_a_node_that_slurm_gave_up_ends_when_the_job_runs_again(site: Site) -> None:
+    """The node is cut off from Slurm, and its driver still reaches the run folder: without an end it would go on."""
+    (job_id,) = site.launch(nodes=2)
+    site.allow(1)
+    site.wait_for_step(1)
+    host = site.slurm.job(job_id)["BatchHost"]
+    site.slurm.cut_off(host)
+    try:
+        site.slurm.wait_for_state(job_id, "PENDING")
+        site.scontrol("update", f"JobId={job_id}", "StartTime=now")
+        logs = site.run / "slurm"
+        while not (logs / f"{job_id}-1-logs" / "driver").exists():
+            time.sleep(0.1)
+        while any("bin/uv run" in command for command in site.slurm.processes_on(host)):
+            time.sleep(0.1)
+        site.allow(3)
+        assert site.slurm.wait_for_state(job_id, *ENDED)["JobState"] == "COMPLETED"
+    finally:
+        site.slurm.join_again(host)
+    assert site.steps() == [(job_id, "0", "1"), (job_id, "1", "2"), (job_id, "1", "3")]
+    said = f"job {job_id}.1 runs now, so this driver, of job {job_id}.0, ends"
+    assert said in (logs / f"{job_id}-logs" / "ray-driver.log").read_text()
 
 
 def test_a_full_run_folder_fails_the_job_and_keeps_its_checkpoints(site: Site) -> None:
