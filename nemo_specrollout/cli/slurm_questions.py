@@ -39,14 +39,16 @@ def ask(settings: ClusterSettings, command: Sequence[str], script: str, num_node
     """Returns warnings about a job that may wait for long. Raises ConfigError for one that can never run.
 
     `command` is the `sbatch` line whose last word is the job's script, `script` that file's text, and `gpus` the GPUs of each
-    node. Nothing is submitted. Where there is no Slurm, as in a dry run elsewhere, nothing is found.
+    node. Nothing is submitted. Where there is no Slurm, as in a dry run elsewhere, nothing is found. A partition of another
+    cluster (`--clusters`) is left to `sbatch`.
     """
     if shutil.which("sbatch") is None:
         return []
     complaint = _complaint(command, script)
     if "invalid" in complaint.lower():
         raise ConfigError(f"sbatch would refuse the job: {complaint}")
-    partition = read_partition(settings.partition)
+    is_elsewhere = any(argument.startswith(("-M", "--cluster")) for argument in settings.sbatch_args)
+    partition = None if is_elsewhere else read_partition(settings.partition)
     found = [] if partition is None else list(_judge(partition, settings, num_nodes, gpus, complaint))
     if complaint:
         text = (
