@@ -51,9 +51,7 @@ def ask(settings: ClusterSettings, command: Sequence[str], script: str, num_node
     partition = None if is_elsewhere else read_partition(settings.partition)
     found = [] if partition is None else list(_judge(partition, settings, num_nodes, gpus, complaint))
     if complaint:
-        text = (
-            f"{settings.partition}; Slurm cannot place the job now: {complaint}; it waits if nodes are down or drained"
-        )
+        text = f"{settings.partition}; `sbatch --test-only` says: {complaint}; a job waits for nodes that are down or drained"
         found.append(Finding("slurm.partition", text, "warning"))
     return found
 

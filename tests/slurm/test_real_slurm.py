@@ -192,7 +192,9 @@ def python_of_all_users(slurm: RealSlurm) -> str:
     for python in (sys.executable, f"/usr/bin/{version}"):
         if slurm.command([python, "-c", ""], user=NOBODY).returncode == 0:
             return python
-    pytest.skip(f"user {NOBODY} can run neither {sys.executable} nor /usr/bin/{version}; make one readable for all users")
+    pytest.skip(
+        f"user {NOBODY} can run neither {sys.executable} nor /usr/bin/{version}; make one readable for all users"
+    )
 
 
 def test_an_allocation_around_launch_leaves_no_trace_in_the_job(site: Site) -> None:
@@ -416,7 +418,7 @@ def test_a_partition_whose_gpus_slurm_does_not_count_is_a_warning(site: Site) ->
 def test_nodes_that_are_down_are_a_warning(site: Site) -> None:
     site.set(partition="few_gpus", gpus_per_node="4", sbatch_args=["--gres=gpu:4"])
     done = site.product(*site.arguments("--dry-run", "cluster.gpus_per_node=4"))
-    assert done.returncode == 0 and "it waits if nodes are down or drained" in done.stdout
+    assert done.returncode == 0 and "; a job waits for nodes that are down or drained" in done.stdout
 
 
 def test_a_longer_time_than_the_partitions_is_a_warning(site: Site) -> None:
