@@ -18,7 +18,7 @@ PIP = $(BIN)/python $(PIP_INSTALL)
 IN_TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smollm2 test test-kernels test-families test-processes test-lab test-changed test-all test-install test-slow test-kill test-vllm test-pins test-nemo-rl test-upstream test-gpu bench docs check format setup clean
+.PHONY: demo smollm2 test test-kernels test-families test-processes test-lab test-changed test-all test-install test-slow test-kill test-vllm test-pins test-slurm test-nemo-rl test-upstream test-gpu bench docs check format setup clean
 
 demo: setup
 	$(BIN)/specrollout-lab run $(CONFIG) logger.log_dir=$(LOG_DIR)
@@ -79,6 +79,10 @@ test-vllm: setup $(if $(HAS_OLDEST_TORCH),$(OLDEST_VENV)/.installed) $(if $(IS_L
 # The same with each version that NeMo-RL pins, the tier `pins`.
 test-pins: setup
 	@for version in $(PINS); do $(MAKE) --no-print-directory test-vllm VLLM=$$version || exit 1; done
+
+# Jobs on a real Slurm, which tests/slurm brings up on this machine. It needs root and Debian's packages, and says which.
+test-slurm: setup
+	$(BIN)/python -m pytest -rs --tier=slurm
 
 # NeMo-RL's own loop on this CPU, from a work tree (CONTRIBUTING.md): most of an hour. VLLM=0.25.1 takes a vLLM that NeMo-RL
 # pins, from its environment below NEMO_RL_ENVIRONMENTS.

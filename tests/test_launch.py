@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nemo-specrollout launch`: its files, submissions and refusals. Its jobs run with stubs of Slurm's commands.
 
-With NEMO_RL_SRC, a NeMo-RL checkout, the jobs also run NeMo-RL's real `ray.sub` with stubs of srun and ray. No test uses a
-real Slurm cluster.
+With NEMO_RL_SRC, a NeMo-RL checkout, the jobs also run NeMo-RL's real `ray.sub` with stubs of srun and ray. The tests of
+`tests/slurm` use a real Slurm.
 """
 
 import json
@@ -21,6 +21,7 @@ from nemo_specrollout.cli.launch import gpus_beside
 from nemo_specrollout.cli.main import PROGRAM
 from nemo_specrollout.cli.run_length import is_complete
 from nemo_specrollout.cli.slurm import VARIABLES, seconds
+from nemo_specrollout.cli.slurm_questions import Partition, partition_of
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, build
@@ -402,6 +403,21 @@ def test_errors_of_sbatch_are_passed_on(cluster: Cluster, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="invalid partition specified: batch"):
         cluster.launch()
     assert not (cluster.run / "submissions.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("", None),
+        ("sinfo: a greeting\n", None),
+        ("4|infinite|1-infinite|gpu:8\n", Partition(4, None, None, frozenset({8}))),
+        ("2|1-00:00:00|1-4|gpu:h100:8(S:0-1)\n3|1-00:00:00|1-4|nic:2,gpu:a100:4\n",
+         Partition(5, "1-00:00:00", 4, frozenset({4, 8}))),
+        ("7|30:00|1|(null)\n", Partition(7, "30:00", None, frozenset())),
+    ],
+)  # fmt: skip
+def test_the_facts_of_a_partition_are_read(said: str, expected: Partition | None) -> None:
+    assert partition_of(said) == expected
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from conftest import ROOT
 from nemo_rl_standin import make_nemo_rl
 from test_launch import BASE, CONFIG, STUBS
 
+from nemo_specrollout.cli.run_owner import EXIT_CODE
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.doctor.actors import diagnose_actors
 from nemo_specrollout.doctor.diagnosis import State
@@ -192,20 +193,37 @@ logger: {log_dir: logs, name: 'costs \\${x} \\\\\\${y} C:\\dir\\ $z'}
 """
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_script_gets_every_text_as_it_is_and_a_complete_run_is_marked(tmp_path: Path, steps: int) -> None:
-    make_nemo_rl(tmp_path)
-    (tmp_path / "nemo_rl" / "package_info.py").write_text("MAJOR = 0\nMINOR = 8\nPATCH = 0\n")
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "script.py").write_text(SCRIPT)
-    config = tmp_path / "config.yaml"
+def run_a_script(folder: Path, script: str, steps: int, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `nemo-specrollout run` with a script of a NeMo-RL that is only its name."""
+    make_nemo_rl(folder)
+    (folder / "nemo_rl" / "package_info.py").write_text("MAJOR = 0\nMINOR = 8\nPATCH = 0\n")
+    (folder / "examples").mkdir()
+    (folder / "examples" / "script.py").write_text(script)
+    config = folder / "config.yaml"
     config.write_text(f"{RUN}steps: {steps}\n")
     command = ["run", str(config), "--script", "examples/script.py", "--when-done", "done"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(
+    own = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    return subprocess.run(
         [sys.executable, "-m", "nemo_specrollout", *command],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, **own, **environment}, cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_script_gets_every_text_as_it_is_and_a_complete_run_is_marked(tmp_path: Path, steps: int) -> None:
+    (tmp_path / "newest_start").write_text("7.1\n")
+    job = {"SPECROLLOUT_NEWEST_START": "newest_start", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    done = run_a_script(tmp_path, SCRIPT, steps, **job)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "seen.json").read_text()) == "costs ${x} \\${y} C:\\dir\\ $z"
     assert (tmp_path / "done").exists() is (steps > 0)
+
+
+def test_a_driver_ends_when_a_later_start_of_its_job_has_taken_the_run_over(tmp_path: Path) -> None:
+    (tmp_path / "newest_start").write_text("7.1\n")
+    endless = SCRIPT + "    while True: __import__('time').sleep(1)\n"
+    done = run_a_script(tmp_path, endless, 0, SPECROLLOUT_NEWEST_START="newest_start", SLURM_JOB_ID="7")
+    assert done.returncode == EXIT_CODE
+    said = "job 7.1 runs now, so this driver, of job 7.0, ends; Slurm may have lost its node for a while"
+    assert done.stderr.endswith(f"nemo-specrollout: {said}\n")
+    assert not (tmp_path / "done").exists()

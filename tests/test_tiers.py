@@ -43,15 +43,17 @@ def test_the_longest_modules_exist() -> None:
 @pytest.mark.parametrize(
     ("changed", "tiers"),
     [
-        (["docs/index.md", "nemo_specrollout/cli/check.py", "tests/test_cli.py"], []),
-        (["nemo_specrollout/nemo_rl/metrics.py"], ["processes", "pins"]),
+        (["docs/index.md", "tests/test_cli.py"], []),
+        (["docs/index.md", "nemo_specrollout/cli/check.py", "tests/test_cli.py"], ["slurm"]),
+        (["nemo_specrollout/nemo_rl/metrics.py"], ["processes", "pins", "slurm"]),
         (["nemo_specrollout/stragglers/exchange.py"], ["processes", "lab"]),
         (["lab/bench/bench.py"], ["lab"]),
         (["tests/lab/test_run.py", "README.md"], ["lab"]),
         (["tests/interpreted/rows.py"], ["kernels"]),
         (["tests/test_llama.py"], ["families"]),
         (["nemo_specrollout/drafters/board_triton.py"], ["kernels", "families", "processes", "lab", "pins"]),
-        (["requirements/cpu.lock"], ["kernels", "families", "processes", "lab", "pins"]),
+        (["requirements/cpu.lock"], ["kernels", "families", "processes", "lab", "pins", "slurm"]),
+        (["slurm/cluster.example.yaml"], ["slurm"]),
     ],
 )
 def test_a_change_asks_for_the_tiers_of_its_subject(changed: list[str], tiers: list[str]) -> None:

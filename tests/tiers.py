@@ -117,6 +117,12 @@ OTHER_TIERS = (
         ("test_older_vllm.py", "test_older_lossless.py", "test_older_kernels.py", "test_older_families.py"),
         (*_ENGINE, "nemo_specrollout/nemo_rl/", "nemo_specrollout/run_ahead/", "nemo_specrollout/audit/"),
     ),
+    Tier(
+        "slurm",
+        "jobs on a real Slurm of up to four nodes, which are namespaces of this machine",
+        ("slurm",),
+        ("nemo_specrollout/cli/", "nemo_specrollout/nemo_rl/", "slurm/"),
+    ),
 )
 PRODUCT = Tier("product", "the product", (), ("",))
 TIERS = (PRODUCT, *OTHER_TIERS)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.cli import slurm
+from nemo_specrollout.cli import slurm, slurm_questions
 from nemo_specrollout.cli.launch_config import launched_config, written_config
 from nemo_specrollout.cli.run_length import LENGTH_KEYS, MUST_SAVE_BY, length_of
 from nemo_specrollout.config.block import SpecrolloutConfig
@@ -51,11 +51,13 @@ def launch(args: argparse.Namespace) -> int:
     script = args.script or script_of(tree)
     node_gpus = settings.gpus_per_node or tree["cluster"]["gpus_per_node"]
     _check_directory(Path(run), tree, settings)
-    _write(Path(run), config.written, slurm.job_script(settings, run, node_gpus, length_of(tree), script))
+    command = slurm.sbatch_command(settings, run, args.nodes)
+    job = slurm.job_script(settings, run, node_gpus, length_of(tree), script)
+    notes += slurm_questions.ask(settings, command, job, args.nodes, node_gpus)
+    _write(Path(run), config.written, job)
     for note in notes:
         print(f"{note.kind}: {note}")
     print(f"{'resumes' if _was_submitted(Path(run)) else 'run'}: {run}")
-    command = slurm.sbatch_command(settings, run, args.nodes)
     for _ in range(args.jobs):
         if args.dry_run:
             print(shlex.join(command))

@@ -9,6 +9,7 @@ from pathlib import Path
 from nemo_specrollout.cli.check import read_nemo_rl_config
 from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.cli.run_length import is_complete, newest_step
+from nemo_specrollout.cli.run_owner import watch
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
 from nemo_specrollout.config.nemo_rl_tree import at
@@ -20,6 +21,7 @@ def run(parsed: argparse.Namespace) -> int:
 
     It resumes from `checkpointing.checkpoint_dir`. If this Python has no NeMo-RL, this process becomes the same command in the
     environment of NeMo-RL's driver. The file `parsed.when_done` is made if the run is complete, and not if its time was up.
+    In a job of `launch`, the process ends when a later start of the job has taken the run over.
     """
     tree = read_nemo_rl_config(parsed.config, parsed.overrides)
     findings = [*prepare_nemo_rl(tree)[1], *unknown_overrides(parsed.config, parsed.overrides)]
@@ -29,6 +31,7 @@ def run(parsed: argparse.Namespace) -> int:
         os.execvpe(command[0], command, environment)
     for finding in findings:
         print(f"{finding.kind}: {finding}")
+    watch(os.environ)
     from nemo_specrollout.nemo_rl.native_script import run as run_nemo_rl
 
     began, first_step = time.monotonic(), newest_step(tree)

@@ -261,6 +261,7 @@ def job_script(settings: ClusterSettings, run: str, gpus_per_node: int, length: 
         "run": run,
         "last_step": length.steps or "last",
         "done": done,
+        "newest_start": f"{run}/slurm/newest_start",
         "container": settings.container,
         "mounts": ",".join(dict.fromkeys(mounts)),
         "gpus_per_node": gpus_per_node,

@@ -10,10 +10,14 @@ from typing import Any
 from nemo_rl_cpu import cuda
 
 LOGICAL_GPUS, ADDRESS = "NEMO_RL_CPU_LOGICAL_GPUS", "RAY_ADDRESS"
+JOINS = "NEMO_RL_CPU_JOINS_RAY"
+"""Variable of a process that joins the Ray that is there, as on the nodes of tests/slurm."""
 
 
 def patch_ray(virtual_cluster: ModuleType) -> None:
     """A small Ray on this machine that believes in as many GPUs as the test asks for."""
+    if os.environ.get(JOINS) == "1":
+        return
     import ray
 
     def init_ray(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends a driver whose run has been taken over by a later start of the run's job.
+
+A node that loses its network goes on computing, while Slurm takes it for dead and starts the job again on other nodes. If the
+node still reaches the shared disk, two drivers write checkpoints of one run. So each start of the job writes its name into a
+file of the run directory, and the driver of an earlier start ends as soon as it reads another name than its own.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+VARIABLE = "SPECROLLOUT_NEWEST_START"
+"""Variable with the file's path, which the job's script sets. An older copy of the code in a run directory ignores it."""
+INTERVAL_S = 10.0
+"""Time between two looks at the file. A start of container, Ray and engines takes longer than a few of them."""
+EXIT_CODE = 75
+"""The usual code of a failure that is not the program's own, EX_TEMPFAIL of sysexits.h."""
+
+
+def watch(environment: Mapping[str, str], interval_s: float = INTERVAL_S) -> None:
+    """Starts a thread that ends this process when the file holds another name than this start's, `JOB.REQUEUES`.
+
+    It does nothing for a run that `launch` has not started, and it goes on where the file cannot be read.
+    """
+    if file := environment.get(VARIABLE):
+        own = f"{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_RESTART_COUNT') or 0}"
+        threading.Thread(target=_end_if_taken_over, args=(Path(file), own, interval_s), daemon=True).start()
+
+
+def _end_if_taken_over(file: Path, own: str, interval_s: float) -> None:
+    while (newest := _read(file)) in ("", own):
+        time.sleep(interval_s)
+    text = f"job {newest} runs now, so this driver, of job {own}, ends; Slurm may have lost its node for a while"
+    print(f"nemo-specrollout: {text}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(EXIT_CODE)  # the main thread may be inside a call that no exception ends
+
+
+def _read(file: Path) -> str:
+    """Returns the name in the file; empty if it has none, or if the disk does not answer."""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `launch` asks Slurm before it writes or submits anything: whether the partition can ever run the job.
+
+`sbatch` takes some jobs that can never start, such as one of more nodes than the partition has, and they wait for ever. And
+NeMo-RL's `ray.sub` compares the GPUs of a node only when the job has got its nodes, which may be days later.
+"""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nemo_specrollout.cli.slurm import ClusterSettings, seconds, submission_environment
+from nemo_specrollout.config.nemo_rl_tree import Finding
+from nemo_specrollout.config.strict import ConfigError
+
+_FACTS = "%D|%l|%s|%G"
+"""The format of `sinfo`: number of nodes, time limit, nodes that a job may have, and generic resources."""
+_GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?(\d+)")
+"""GPUs in a list of generic resources, such as gpu:8, gpu:h100:8(S:0-1) or nic:2,gpu:4."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What Slurm says of a partition."""
+
+    num_nodes: int
+    """All of its nodes, also those that are down."""
+    time_limit: str | None
+    """The longest time of a job, as Slurm writes it; None if there is no limit."""
+    most_nodes: int | None
+    """The most nodes that a job may have; None if there is no limit."""
+    gpus: frozenset[int]
+    """The numbers of GPUs that its nodes have; empty where Slurm counts none."""
+
+
+def ask(settings: ClusterSettings, command: Sequence[str], script: str, num_nodes: int, gpus: int) -> list[Finding]:
+    """Returns warnings about a job that may wait for long. Raises ConfigError for one that can never run.
+
+    `command` is the `sbatch` line whose last word is the job's script, `script` that file's text, and `gpus` the GPUs of each
+    node. Nothing is submitted. Where there is no Slurm, as in a dry run elsewhere, nothing is found. A partition of another
+    cluster (`--clusters`) is left to `sbatch`.
+    """
+    if shutil.which("sbatch") is None:
+        return []
+    complaint = _complaint(command, script)
+    if "invalid" in complaint.lower():
+        raise ConfigError(f"sbatch would refuse the job: {complaint}")
+    is_elsewhere = any(argument.startswith(("-M", "--cluster")) for argument in settings.sbatch_args)
+    partition = None if is_elsewhere else read_partition(settings.partition)
+    found = [] if partition is None else list(_judge(partition, settings, num_nodes, gpus, complaint))
+    if complaint:
+        text = f"{settings.partition}; `sbatch --test-only` says: {complaint}; a job waits for nodes that are down or drained"
+        found.append(Finding("slurm.partition", text, "warning"))
+    return found
+
+
+def _complaint(command: Sequence[str], script: str) -> str:
+    """Returns why Slurm would not place the job on its nodes as they are; empty if it would."""
+    options = list(command[1:-1])
+    done = subprocess.run(
+        ["sbatch", "--test-only", *options],
+        input=script.encode(),
+        capture_output=True,
+        env=submission_environment(),
+        check=False,
+    )
+    return "" if done.returncode == 0 else " ".join(done.stderr.decode("utf-8", "replace").split())
+
+
+def read_partition(name: str) -> Partition | None:
+    """Returns what Slurm says of a partition; None if it says nothing, or if `name` is a list of partitions."""
+    if shutil.which("sinfo") is None or "," in name:
+        return None
+    command = ["sinfo", "--noheader", f"--partition={name}", f"--format={_FACTS}"]
+    done = subprocess.run(command, capture_output=True, env=submission_environment(), check=False)
+    return partition_of(done.stdout.decode("utf-8", "replace")) if done.returncode == 0 else None
+
+
+def partition_of(said: str) -> Partition | None:
+    """Returns the partition of which `sinfo` said this, a line for each kind of nodes; None if it says nothing of one."""
+    lines = [line.strip().split("|") for line in said.splitlines()]
+    rows = [line for line in lines if len(line) == 4 and line[0].isdecimal()]
+    if not rows:
+        return None
+    _, time_limit, sizes, _ = rows[0]
+    most = sizes.partition("-")[2]
+    return Partition(
+        num_nodes=sum(int(row[0]) for row in rows),
+        time_limit=time_limit if time_limit[:1].isdecimal() else None,
+        most_nodes=int(most) if most.isdecimal() else None,
+        gpus=frozenset(int(count) for row in rows for count in _GPUS.findall(row[3])),
+    )
+
+
+def _judge(
+    partition: Partition, settings: ClusterSettings, num_nodes: int, gpus: int, complaint: str
+) -> Iterator[Finding]:
+    name = settings.partition
+    if num_nodes > partition.num_nodes:
+        said = f" (sbatch says: {complaint})" if complaint else ""
+        text = f"{num_nodes}, but partition {name} has {partition.num_nodes}, so the job would wait for ever{said}"
+        raise ConfigError(f"--nodes: {text}; give fewer, or name another partition")
+    if partition.gpus and gpus not in partition.gpus:
+        present = " or ".join(map(str, sorted(partition.gpus)))
+        text = (
+            f"{gpus}, but nodes of partition {name} have {present} by Slurm's account, so NeMo-RL's ray.sub would end"
+        )
+        raise ConfigError(f"slurm.gpus_per_node: {text}; write all GPUs of a node, or name another partition")
+    if not partition.gpus:
+        text = f"{name}; Slurm counts no GPUs there, so see that its nodes have {gpus} each"
+        yield Finding("slurm.partition", text, "warning")
+    if partition.most_nodes is not None and num_nodes > partition.most_nodes:
+        text = f"{num_nodes}, but a job of partition {name} may have {partition.most_nodes}, unless a QOS allows more"
+        yield Finding("--nodes", f"{text}; else the job waits for ever", "warning")
+    limit = partition.time_limit
+    if limit is not None and seconds(settings.time, "slurm.time") > seconds(limit, "slurm.partition"):
+        text = f"{settings.time}, but a job of partition {name} may take {limit}, unless a QOS allows more"
+        yield Finding("slurm.time", f"{text}; else the job waits for ever", "warning")
