@@ -212,7 +212,7 @@ def run_a_script(folder: Path, script: str, steps: int, **environment: str) -> s
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_script_gets_every_text_as_it_is_and_a_complete_run_is_marked(tmp_path: Path, steps: int) -> None:
     (tmp_path / "newest_start").write_text("7.1\n")
-    job = {"SPECROLLOUT_NEWEST_START": "newest_start", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    job = {"SPECROLLOUT_NEWEST_START": "newest_start", "SPECROLLOUT_START": "7.1"}
     done = run_a_script(tmp_path, SCRIPT, steps, **job)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "seen.json").read_text()) == "costs ${x} \\${y} C:\\dir\\ $z"
@@ -222,7 +222,7 @@ def test_a_script_gets_every_text_as_it_is_and_a_complete_run_is_marked(tmp_path
 def test_a_driver_ends_when_a_later_start_of_its_job_has_taken_the_run_over(tmp_path: Path) -> None:
     (tmp_path / "newest_start").write_text("7.1\n")
     endless = SCRIPT + "    while True: __import__('time').sleep(1)\n"
-    done = run_a_script(tmp_path, endless, 0, SPECROLLOUT_NEWEST_START="newest_start", SLURM_JOB_ID="7")
+    done = run_a_script(tmp_path, endless, 0, SPECROLLOUT_NEWEST_START="newest_start", SPECROLLOUT_START="7.0")
     assert done.returncode == EXIT_CODE
     said = "job 7.1 runs now, so this driver, of job 7.0, ends; Slurm may have lost its node for a while"
     assert done.stderr.endswith(f"nemo-specrollout: {said}\n")
