@@ -324,11 +324,31 @@ def test_gpus_that_nemo_rl_does_not_leave_are_refused(cluster: Cluster) -> None:
     cluster.set(gpus_per_node=8)
     words = "cluster.gpus_per_node: 8, but slurm.gpus_per_node (GPUS_PER_NODE) is 8, of which the head's trainer and"
     message = cluster.refused(*REFRESH)
-    assert message.startswith(words) and message.endswith("need 1 on 2 nodes; add cluster.gpus_per_node=7")
+    assert message.startswith(words) and message.endswith(
+        "need 1 on 2 nodes; add cluster.gpus_per_node=7, or --extra-nodes 1"
+    )
     remote = BLOCK + ".drafters=[{type: remote, model: org/small, workers: 9, gpus: 1.0}]"
     message = cluster.refused(remote, "cluster.gpus_per_node=4", nodes=1)
-    assert message.endswith("need 9 on 1 node; give more --nodes")
+    assert message.endswith("need 9 on 1 node; give more --nodes, or --extra-nodes 2")
     assert cluster.refused("cluster.gpus_per_node=7").endswith("is 8; add cluster.gpus_per_node=8")
+
+
+def test_drafters_and_trainer_get_nodes_of_their_own(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.set(gpus_per_node=8)
+    cluster.launch(*REFRESH, "--extra-nodes=1", nodes=2)
+    said = "--extra-nodes: 1; the head's trainer and remote drafters take 1 of 8 GPUs that NeMo-RL leaves"
+    assert f"note: {said}" in capsys.readouterr().out
+    assert cluster.tree()["cluster"] == {"gpus_per_node": 8, "num_nodes": 2}
+    assert "--nodes=3" in cluster.recorded("sbatch.1")
+
+
+def test_extra_nodes_that_nothing_needs_or_that_are_too_few_are_refused(cluster: Cluster) -> None:
+    cluster.set(gpus_per_node=8)
+    message = cluster.refused("--extra-nodes=1", nodes=1)
+    assert message.endswith("1, but the head's trainer and remote drafters need 0 GPUs, of 8 on a node; leave it out")
+    remote = BLOCK + ".drafters=[{type: remote, model: org/small, workers: 9, gpus: 1.0}]"
+    assert cluster.refused(remote, "--extra-nodes=1", nodes=1).endswith("need 9 GPUs, of 8 on a node; give 2")
+    assert cluster.refused(remote, "--extra-nodes=-1", nodes=1).startswith("--extra-nodes: -1 is out of range")
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0.0, 0), (0.5, 3), (0.6, 5), (1.0, 5), (0.2, 1)])

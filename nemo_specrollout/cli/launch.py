@@ -34,8 +34,9 @@ def launch(args: argparse.Namespace) -> int:
 
     NeMo-RL adds checkpoints and logs. After the first submission, config and code stay the same.
     """
-    for name, count in (("--nodes", args.nodes), ("--jobs", args.jobs)):
-        raise_first_mistake("", (count < 1, name, f"{count} is out of range; it must be at least 1"))
+    counts = (("--nodes", args.nodes, 1), ("--extra-nodes", args.extra_nodes, 0), ("--jobs", args.jobs, 1))
+    for name, count, least in counts:
+        raise_first_mistake("", (count < least, name, f"{count} is out of range; it must be at least {least}"))
     if not args.dry_run and shutil.which("sbatch") is None:
         raise ConfigError("sbatch is not on this machine; launch from the cluster's login node, or look with --dry-run")
     settings = slurm.read_settings(args.cluster, {name: getattr(args, name) for name in slurm.CLUSTER_FLAGS})
@@ -46,14 +47,15 @@ def launch(args: argparse.Namespace) -> int:
     tree = config.tree
     block, notes = prepare_nemo_rl(tree)
     notes += [*config.findings, *_container(settings, args.dry_run), *_withheld()]
-    notes += _shared_gpus(tree["cluster"], settings.gpus_per_node, gpus_beside(block))
+    notes += _shared_gpus(tree["cluster"], settings.gpus_per_node, gpus_beside(block), args.extra_nodes)
     notes += _checkpoints(tree, args.jobs)
     script = args.script or script_of(tree)
     node_gpus = settings.gpus_per_node or tree["cluster"]["gpus_per_node"]
     _check_directory(Path(run), tree, settings)
-    command = slurm.sbatch_command(settings, run, args.nodes)
+    num_nodes = args.nodes + args.extra_nodes
+    command = slurm.sbatch_command(settings, run, num_nodes)
     job = slurm.job_script(settings, run, node_gpus, length_of(tree), script)
-    notes += slurm_questions.ask(settings, command, job, args.nodes, node_gpus)
+    notes += slurm_questions.ask(settings, command, job, num_nodes, node_gpus)
     _write(Path(run), config.written, job)
     for note in notes:
         print(f"{note.kind}: {note}")
@@ -113,21 +115,26 @@ def gpus_beside(block: SpecrolloutConfig | None) -> int:
     return trainer + math.ceil(block.remote.workers / math.floor(1 / block.remote.gpus))
 
 
-def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int) -> list[Finding]:
-    """Returns a note if NeMo-RL takes only a part of the `present` GPUs of each node, because our actors need `beside` GPUs.
+def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int, extra_nodes: int) -> list[Finding]:
+    """Returns a note about the GPUs that NeMo-RL leaves to our actors, which need `beside`. A node has `present`.
 
     Raises ConfigError if the numbers do not fit: `ray.sub` wants all GPUs of a node for Ray.
     """
     taken = cluster["gpus_per_node"]
     nodes = cluster["num_nodes"]
     actors = "the head's trainer and remote drafters"
+    if extra_nodes:
+        return _extra_nodes(taken, present or taken, nodes, beside, extra_nodes)
     if present is None and beside:
         text = f"missing; NeMo-RL takes {taken} GPUs of a node, and {actors} need {beside} more"
-        raise ConfigError(f"slurm.gpus_per_node: {text}: set it to the GPUs of one node")
+        fix = "set it to the GPUs of one node, or give them nodes of their own with --extra-nodes"
+        raise ConfigError(f"slurm.gpus_per_node: {text}: {fix}")
     if present is None or (taken == present and not beside):
         return []
     most = present - math.ceil(beside / nodes)
     fix = f"add cluster.gpus_per_node={most}" if most > 0 else "give more --nodes"
+    if beside:
+        fix += f", or --extra-nodes {math.ceil(beside / present)}"
     need = f", of which {actors} need {beside} on {nodes} node{'s' * (nodes > 1)}" if beside else ""
     if taken > most or not beside:
         text = f"{taken}, but slurm.gpus_per_node (GPUS_PER_NODE) is {present}{need}"
@@ -135,6 +142,21 @@ def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int) -
     others = nodes * (present - taken)
     text = f"NeMo-RL takes {taken} of the {present} GPUs of a node; {actors} take {beside} of the other {others}"
     return [Finding("cluster.gpus_per_node", text, "note")]
+
+
+def _extra_nodes(taken: int, present: int, nodes: int, beside: int, extra_nodes: int) -> list[Finding]:
+    """Returns a note about nodes that NeMo-RL does not count, for our actors. Raises ConfigError if the numbers do not fit."""
+    if taken > present:
+        text = f"{taken}, but slurm.gpus_per_node (GPUS_PER_NODE) is {present}"
+        raise ConfigError(f"cluster.gpus_per_node: {text}; add cluster.gpus_per_node={present}")
+    others = nodes * (present - taken) + extra_nodes * present
+    needed = math.ceil(max(0, beside - nodes * (present - taken)) / present)
+    if extra_nodes != needed:
+        text = f"{extra_nodes}, but the head's trainer and remote drafters need {beside} GPUs, of {present} on a node"
+        fix = f"give {needed}" if needed else "leave it out"
+        raise ConfigError(f"--extra-nodes: {text}; {fix}")
+    text = f"{extra_nodes}; the head's trainer and remote drafters take {beside} of {others} GPUs that NeMo-RL leaves"
+    return [Finding("--extra-nodes", text, "note")]
 
 
 def _was_submitted(run: Path) -> bool:

@@ -53,6 +53,7 @@ COMMANDS = (
         (
             *_RUN,
             flag("--nodes", "N", "nodes; sets cluster.num_nodes", type=int, required=True),
+            flag("--extra-nodes", "M", "more nodes, for the head's trainer and remote drafters with GPUs", default=0),
             flag("--run-dir", "DIR", "on a disk that all nodes see; default: results/NAME_OF_CONFIG"),
             flag("--jobs", "K", "jobs, one after another, for a run longer than one", default=1),
             flag("--dry-run", None, "write the run directory and print the sbatch line", action="store_true"),

@@ -37,15 +37,18 @@ class Launched:
         """Submits the run by the user's command; returns the id of the last job."""
         command = [
             sys.executable, "-B", "-m", "nemo_specrollout", "launch", str(CONFIG), f"--nodes={self.plan.nodes}",
-            f"--cluster={self.folder}/cluster.yaml", f"--run-dir={self.run}", *self.plan.overrides, *more,
+            f"--extra-nodes={self.plan.extra_nodes}", f"--cluster={self.folder}/cluster.yaml", f"--run-dir={self.run}",
+            *self.plan.overrides, *more,
         ]  # fmt: skip
         variables = {**self.host.environment, "PYTHONPATH": str(ROOT), **self.plan.shell}
         variables["NEMO_RL_DIR"] = self.host.environment["NEMO_RL_SRC"]
         done = self.slurm.command(command, variables)
         print(done.stdout, done.stderr, flush=True)
         assert done.returncode == 0, done.stderr
-        self.jobs = [json.loads(line)["job_id"] for line in (self.run / "submissions.jsonl").read_text().splitlines()]
-        return self.jobs[-1]
+        submitted = self.run / "submissions.jsonl"
+        if submitted.exists():  # not after a dry run
+            self.jobs = [json.loads(line)["job_id"] for line in submitted.read_text().splitlines()]
+        return self.jobs[-1] if self.jobs else ""
 
     def wait_for_step(self, step: int) -> None:
         """Waits until the checkpoint of a step is there. Fails if the jobs end before."""
@@ -96,7 +99,10 @@ class NodeRun:
     shell: Mapping[str, str] = field(default_factory=dict)
     """Variables of the shell at the login node."""
     happens: Callable[[Launched], None] = let_it_run
+    extra_nodes: int = 0
+    """Nodes of the job beside NeMo-RL's."""
     spare_nodes: int = 0
+    """Nodes of the cluster that the job does not have."""
     gpus: int = 1
 
 
@@ -135,7 +141,7 @@ def run_on_nodes(host: Host, folder: Path, plan: NodeRun) -> None:
     cluster = Path(tempfile.mkdtemp(prefix="slurm-"))
     began = time.monotonic()
     try:
-        num_nodes = plan.nodes + plan.spare_nodes
+        num_nodes = plan.nodes + plan.extra_nodes + plan.spare_nodes
         with RealSlurm(cluster, num_nodes=num_nodes, gpus=plan.gpus, shared=shared) as slurm:
             launched = Launched(slurm, host, folder, plan)
             plan.happens(launched)
@@ -155,7 +161,7 @@ class RunOnNodes(Run):
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Lines of a JSON file of all jobs, in the order of the jobs."""
-        found = sorted(self.folder.glob(f"run/logs/exp_*/**/{name}"))
+        found = sorted(self.folder.rglob(name))
         return [json.loads(line) for path in found for line in path.read_text().splitlines()]
 
     def samples(self, step: int) -> list[tuple[list[list[int]], list[list[int]]]]:

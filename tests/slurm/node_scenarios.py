@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runs of NeMo-RL on nodes that test_nemo_rl_on_nodes.py looks at, what happens to them, and their references."""
 
+import shlex
 import time
 from typing import Any
 
+import yaml
 from nemo_rl_scenarios import AHEAD, AT_RANDOM, MOVING, PLAIN, REFRESHED_HEAD, TWO_ENGINES, WILD
-from node_runs import Launched, NodeRun
+from node_runs import ENDED, Launched, NodeRun
 
 FOUR_STEPS, FIVE_STEPS = ["grpo.max_num_steps=4"], ["grpo.max_num_steps=5"]
 APART = "policy.generation.colocated.enabled=false"
@@ -107,6 +109,38 @@ def network_is_cut(seconds: float) -> Any:
     return happens
 
 
+def drafter_in_a_job_of_its_own(run: Launched) -> None:
+    """A job on the last node serves a drafter, and the run is told its address. The secret is a variable of both shells."""
+    node = run.slurm.names[-1]
+    settings = yaml.safe_load((run.folder / "cluster.yaml").read_text())
+    path = f"{run.run}/addon:{settings['environment']['PYTHONPATH']}"
+    serve = [
+        "srun", "--no-container-mount-home", f"--container-image={settings['container']}",
+        f"--container-workdir={settings['nemo_rl']}", "env", f"PYTHONPATH={path}",
+        "uv", "run", "--extra", "vllm", "python", "-m", "nemo_specrollout", "serve-drafter", f"{run.run}/config.yaml",
+        "--address=tcp://0.0.0.0:5570",
+    ]  # fmt: skip
+    own = f"policy.generation.specrollout.drafters=[{{type: remote, model: '{run.host.tiny}/draft', addresses: ['tcp://{node}:5570']}}]"
+    run.launch("--dry-run", own)
+    submit = ["sbatch", "--parsable", "--account=acc", f"--nodelist={node}", "--exclusive", "--time=0:40:00"]
+    log = f"--output={run.folder}/drafter.out"
+    done = run.slurm.command([*submit, log, "--wrap", shlex.join(serve)], {**settings["environment"], **run.plan.shell})
+    assert done.returncode == 0, done.stderr
+    drafter = done.stdout.strip()
+    while "drafting with" not in (run.folder / "drafter.out").read_text(errors="replace"):
+        assert run.slurm.job(drafter)["JobState"] not in ENDED, (run.folder / "drafter.out").read_text()
+        time.sleep(0.5)
+    run.wait_for_end(run.launch(own))
+    run.slurm.command(["scancel", drafter])
+
+
+THREE_DRAFTS = "policy.generation.specrollout.budget={policy: fixed, k: 3}"
+DRAFTER_ON_A_GPU = [
+    "policy.generation.specrollout.drafters=[{type: remote, model: '${oc.env:TINY}/draft', workers: 1, gpus: 1, "
+    "vllm_kwargs: {gpu_memory_utilization: 0.05, kv_cache_memory_bytes: 67108864}}]",
+    THREE_DRAFTS,
+    *FIVE_STEPS,
+]
 AHEAD_APART = [*ENGINE_ON_ITS_OWN_NODE, *AHEAD, *FOUR_STEPS]
 NODE_RUNS = {
     "one": NodeRun(1, "one"),
@@ -114,6 +148,15 @@ NODE_RUNS = {
     "apart_ahead": NodeRun(2, "apart", AHEAD_APART),
     "async_four": NodeRun(4, "async", [*ASYNC, *ENGINES_ON_TWO_NODES, AT_RANDOM]),
     "moving": NodeRun(2, "colocated", [*MOVING, *FIVE_STEPS], environment=WILD),
+    "drafter_on_its_node": NodeRun(2, "colocated", DRAFTER_ON_A_GPU, extra_nodes=1),
+    "drafter_in_its_job": NodeRun(
+        2,
+        "colocated",
+        [THREE_DRAFTS, *FIVE_STEPS],
+        happens=drafter_in_a_job_of_its_own,
+        spare_nodes=1,
+        shell={"NEMO_SPECROLLOUT_SECRET": "of a test, and long enough for it"},
+    ),
     "requeued": NodeRun(2, "apart", AHEAD_APART, happens=requeue),
     "time_is_up": NodeRun(2, "apart", AHEAD_APART, happens=time_is_up),
     "cancelled": NodeRun(2, "apart", AHEAD_APART, happens=cancel),

@@ -17,7 +17,9 @@ from real_slurm import reason_against
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
-UNDISTURBED = ("one", "colocated_head", "apart_ahead", "async_four", "moving")
+UNDISTURBED = (
+    "one", "colocated_head", "apart_ahead", "async_four", "moving", "drafter_on_its_node", "drafter_in_its_job",
+)  # fmt: skip
 STEPS = {"one": 3, "colocated": 5, "apart": 4, "async": 3}
 """Steps of each reference."""
 
@@ -102,3 +104,12 @@ def test_texts_are_made_ahead_on_the_engines_node(made: Callable[[str], RunOnNod
 
 def test_requests_move_between_nodes(made: Callable[[str], RunOnNodes]) -> None:
     assert sum(step["tail"]["moves"] for step in made("moving").metrics) > 0
+
+
+@pytest.mark.parametrize("name", ["drafter_on_its_node", "drafter_in_its_job"])
+def test_a_drafter_on_a_node_of_its_own_drafts_for_engines_on_others(
+    made: Callable[[str], RunOnNodes], name: str
+) -> None:
+    run = made(name)
+    assert sum(num_drafts(step, "remote") for step in run.metrics) > 0
+    assert "10.77.0.13:" in run.driver_log or "tcp://n3:5570" in (run.folder / "run" / "config.yaml").read_text()
