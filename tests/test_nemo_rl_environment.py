@@ -219,6 +219,29 @@ def test_a_script_gets_every_text_as_it_is_and_a_complete_run_is_marked(tmp_path
     assert (tmp_path / "done").exists() is (steps > 0)
 
 
+@pytest.mark.parametrize(
+    ("steps", "job", "said"),
+    [
+        (0, {}, "ended the run, which has no checkpoint, so the same command starts at the first step"),
+        (2, {}, "ended the run; the same command goes on after its newest checkpoint, step 2"),
+        (
+            2,
+            {"SPECROLLOUT_START": "7.0"},
+            "the same `nemo-specrollout launch` line goes on after its newest checkpoint",
+        ),
+    ],
+)
+def test_the_last_line_of_a_run_that_failed_says_how_to_go_on(
+    tmp_path: Path, steps: int, job: dict[str, str], said: str
+) -> None:
+    failing = SCRIPT + "    raise RuntimeError('a node is lost')\n"
+    done = run_a_script(tmp_path, failing, steps, **job)
+    assert done.returncode == 1
+    *_, error, last = done.stderr.splitlines()
+    assert error == "RuntimeError: a node is lost"
+    assert last.startswith("nemo-specrollout: ") and said in last
+
+
 def test_a_driver_ends_when_a_later_start_of_its_job_has_taken_the_run_over(tmp_path: Path) -> None:
     (tmp_path / "newest_start").write_text("7.1\n")
     endless = SCRIPT + "    while True: __import__('time').sleep(1)\n"

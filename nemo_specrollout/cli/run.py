@@ -3,25 +3,29 @@
 
 import argparse
 import os
+import sys
 import time
+import traceback
 from pathlib import Path
 
 from nemo_specrollout.cli.check import read_nemo_rl_config
 from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.cli.run_length import is_complete, newest_step
-from nemo_specrollout.cli.run_owner import watch
+from nemo_specrollout.cli.run_owner import START, watch
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
-from nemo_specrollout.config.nemo_rl_tree import at
+from nemo_specrollout.config.nemo_rl_tree import Tree, at
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.installed.versions import can_run_nemo_rl
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Runs NeMo-RL's own script with our block in effect; returns 0 when all steps are done. Raises ConfigError.
+    """Runs NeMo-RL's own script with our block in effect; returns 0 when it has ended well. Raises ConfigError.
 
     It resumes from `checkpointing.checkpoint_dir`. If this Python has no NeMo-RL, this process becomes the same command in the
     environment of NeMo-RL's driver. The file `parsed.when_done` is made if the run is complete, and not if its time was up.
-    In a job of `launch`, the process ends when a later start of the job has taken the run over.
+    After an error of the run, the last line says how to go on. In a job of `launch`, the process ends when a later start of
+    the job has taken the run over.
     """
     tree = read_nemo_rl_config(parsed.config, parsed.overrides)
     findings = [*prepare_nemo_rl(tree)[1], *unknown_overrides(parsed.config, parsed.overrides)]
@@ -35,8 +39,24 @@ def run(parsed: argparse.Namespace) -> int:
     from nemo_specrollout.nemo_rl.native_script import run as run_nemo_rl
 
     began, first_step = time.monotonic(), newest_step(tree)
-    run_nemo_rl(tree, None if parsed.script is None else Path(parsed.script))
+    try:
+        run_nemo_rl(tree, None if parsed.script is None else Path(parsed.script))
+    except ConfigError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        print(f"nemo-specrollout: {_how_to_go_on(tree)}", file=sys.stderr, flush=True)
+        return 1
     made_steps = newest_step(tree) - first_step
     if parsed.when_done is not None and is_complete(tree, made_steps, time.monotonic() - began):
         parsed.when_done.touch()
     return 0
+
+
+def _how_to_go_on(tree: Tree) -> str:
+    """Returns a sentence for the user of a run that an error has ended, such as the loss of a node."""
+    newest = newest_step(tree)
+    command = "`nemo-specrollout launch` line" if START in os.environ else "command"
+    if newest == 0:
+        return f"the error above ended the run, which has no checkpoint, so the same {command} starts at the first step"
+    return f"the error above ended the run; the same {command} goes on after its newest checkpoint, step {newest}"

@@ -1,15 +1,15 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# login_node.sh FOLDER NUM_NODES: the login node of real_slurm.py's cluster, with Slurm's controller and munge.
+# login_node.sh FOLDER NUM_NODES DISK_MIB: the login node of real_slurm.py's cluster, with Slurm's controller and munge.
 # It lives in namespaces of its own, below which the nodes are, and as long as its standard input is open. When its first
 # process ends, the kernel ends every process of the cluster and takes its networks and mounts away.
 set -eu
-folder=$1 num_nodes=$2
-if [[ "${3:-}" != inside ]]; then
+folder=$1 num_nodes=$2 disk_mib=$3
+if [[ "${4:-}" != inside ]]; then
   for group in "$folder"/control_group; do # a link, where the machine has control groups of version 1
     if [[ -d "$group" ]]; then echo $$ > "$group/cgroup.procs"; fi
   done
-  exec unshare --cgroup --mount --net --uts --ipc --pid --fork --kill-child --mount-proc bash "$0" "$folder" "$num_nodes" inside
+  exec unshare --cgroup --mount --net --uts --ipc --pid --fork --kill-child --mount-proc bash "$0" "$@" inside
 fi
 hostname login
 if [[ -d "$folder/control_group" ]]; then
@@ -18,7 +18,7 @@ if [[ -d "$folder/control_group" ]]; then
 fi
 mount --bind "$folder/hosts" /etc/hosts
 mount -t tmpfs tmpfs /run
-mount -t tmpfs -o size=16m tmpfs "$folder/small_disk"
+mount -t tmpfs -o size="${disk_mib}m" tmpfs "$folder/small_disk"
 ip link set lo up
 ip link add br0 type bridge
 ip addr add 10.77.0.1/24 dev br0

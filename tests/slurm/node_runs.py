@@ -6,6 +6,7 @@ machine must be quiet, because Ray gives up if it does not start in 30 s.
 """
 
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from nemo_rl_host import ROOT, VARIABLES, Host, Run
 from real_slurm import HERE, RealSlurm
 
 CONFIG = HERE / "grpo_on_nodes.yaml"
+GPUS = 1
+"""GPUs of a node."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 _OF_THIS_MACHINE = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH", "NEMO_RL_CPU_LOGICAL_GPUS")
 
@@ -29,7 +32,7 @@ class Launched:
 
     def __init__(self, slurm: RealSlurm, host: Host, folder: Path, plan: "NodeRun") -> None:
         self.slurm, self.host, self.folder, self.plan = slurm, host, folder, plan
-        self.run = folder / "run"
+        self.run = slurm.small_disk / "run" if plan.is_on_a_small_disk else folder / "run"
         self.jobs: list[str] = []
         self.notes: list[str] = []
 
@@ -45,14 +48,12 @@ class Launched:
         done = self.slurm.command(command, variables)
         print(done.stdout, done.stderr, flush=True)
         assert done.returncode == 0, done.stderr
-        submitted = self.run / "submissions.jsonl"
-        if submitted.exists():  # not after a dry run
-            self.jobs = [json.loads(line)["job_id"] for line in submitted.read_text().splitlines()]
-        return self.jobs[-1] if self.jobs else ""
+        self.jobs += re.findall(r"submitted job (\d+);", done.stdout)
+        return self.jobs[-1] if self.jobs else ""  # none after a dry run
 
     def wait_for_step(self, step: int) -> None:
         """Waits until the checkpoint of a step is there. Fails if the jobs end before."""
-        while not (self.run / "checkpoints" / f"step_{step}").exists():
+        while self.slurm.command(["test", "-d", f"{self.run}/checkpoints/step_{step}"]).returncode != 0:
             assert any(self.slurm.job(job)["JobState"] not in ENDED for job in self.jobs), self.log
             time.sleep(0.5)
 
@@ -76,9 +77,8 @@ class Launched:
 
     @property
     def log(self) -> str:
-        """The last lines of the newest driver and of the newest job."""
-        newest = sorted((self.run / "slurm").rglob("*.log"), key=lambda path: path.stat().st_mtime)
-        return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-3000:]}" for path in newest[-3:])
+        """The last lines of the drivers."""
+        return self.slurm.command(["bash", "-c", f"tail -c 3000 {self.run}/slurm/*-logs/ray-driver.log"]).stdout
 
 
 def let_it_run(run: Launched) -> None:
@@ -103,7 +103,8 @@ class NodeRun:
     """Nodes of the job beside NeMo-RL's."""
     spare_nodes: int = 0
     """Nodes of the cluster that the job does not have."""
-    gpus: int = 1
+    is_on_a_small_disk: bool = False
+    """True for a run directory on a disk of 100 MiB."""
 
 
 def write_cluster_file(file: Path, host: Host, plan: NodeRun) -> None:
@@ -125,8 +126,8 @@ def write_cluster_file(file: Path, host: Host, plan: NodeRun) -> None:
     )
     settings = {
         "account": "acc", "partition": "batch", "time": "0:40:00", "container": "cpu-nodes",
-        "gpus_per_node": str(plan.gpus), "nemo_rl": host.environment["NEMO_RL_SRC"],
-        "sbatch_args": [f"--gres=gpu:{plan.gpus}"], "environment": environment,
+        "gpus_per_node": str(GPUS), "nemo_rl": host.environment["NEMO_RL_SRC"],
+        "sbatch_args": [f"--gres=gpu:{GPUS}"], "environment": environment,
     }  # fmt: skip
     file.write_text(yaml.safe_dump(settings))
 
@@ -142,9 +143,11 @@ def run_on_nodes(host: Host, folder: Path, plan: NodeRun) -> None:
     began = time.monotonic()
     try:
         num_nodes = plan.nodes + plan.extra_nodes + plan.spare_nodes
-        with RealSlurm(cluster, num_nodes=num_nodes, gpus=plan.gpus, shared=shared) as slurm:
+        with RealSlurm(cluster, num_nodes, GPUS, shared, disk_mib=100) as slurm:
             launched = Launched(slurm, host, folder, plan)
             plan.happens(launched)
+            if plan.is_on_a_small_disk:  # which ends with the cluster
+                slurm.command(["cp", "-r", str(launched.run), str(folder)])
             slurm.wait_for_idle_nodes()
             left = {name: found for name in slurm.names if (found := slurm.processes_on(name))}
             jobs = [[job, slurm.job(job)["JobState"], slurm.job(job)["Restarts"]] for job in launched.jobs]

@@ -109,6 +109,17 @@ def network_is_cut(seconds: float) -> Any:
     return happens
 
 
+def disk_fills(run: Launched) -> None:
+    """Somebody fills the disk after the second step. When there is space again, the user's line again."""
+    job = run.launch()
+    run.wait_for_step(2)
+    other = f"{run.slurm.small_disk}/of_somebody_else"
+    run.slurm.command(["dd", "if=/dev/zero", f"of={other}", "bs=1M"])
+    run.wait_for_end(job)
+    run.slurm.command(["rm", other])
+    run.wait_for_end(run.launch())
+
+
 def drafter_in_a_job_of_its_own(run: Launched) -> None:
     """A job on the last node serves a drafter, and the run is told its address. The secret is a variable of both shells."""
     node = run.slurm.names[-1]
@@ -162,6 +173,7 @@ NODE_RUNS = {
     "cancelled": NodeRun(2, "apart", AHEAD_APART, happens=cancel),
     "chained": NodeRun(2, "apart", AHEAD_APART[:-1], happens=chain),
     "node_dies": NodeRun(2, "apart", AHEAD_APART, happens=node_dies, spare_nodes=1),
+    "disk_fills": NodeRun(2, "apart", AHEAD_APART, happens=disk_fills, is_on_a_small_disk=True),
     "cut_for_5_s": NodeRun(2, "apart", AHEAD_APART, happens=network_is_cut(5)),
     "cut_for_60_s": NodeRun(2, "apart", AHEAD_APART, happens=network_is_cut(60)),
 }

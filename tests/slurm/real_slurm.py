@@ -115,8 +115,10 @@ class RealSlurm:
     The folder must be readable by all users, and its path short enough for a socket (90 characters).
     """
 
-    def __init__(self, folder: Path, num_nodes: int = 4, gpus: int = 8, shared: Sequence[Path] = ()) -> None:
-        self.folder, self.num_nodes, self.gpus, self.shared = folder, num_nodes, gpus, shared
+    def __init__(
+        self, folder: Path, num_nodes: int = 4, gpus: int = 8, shared: Sequence[Path] = (), disk_mib: int = 16
+    ) -> None:
+        self.folder, self.num_nodes, self.gpus, self.shared, self.disk_mib = folder, num_nodes, gpus, shared, disk_mib
         self._login: subprocess.Popen[bytes] | None = None
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._group = FREEZER / f"slurm-of-tests-{os.getpid()}"
@@ -150,7 +152,7 @@ class RealSlurm:
 
     @property
     def small_disk(self) -> Path:
-        """A folder of 16 MiB that the login node and the nodes see, and this machine does not."""
+        """A folder of `disk_mib` MiB that the login node and the nodes see, and this machine does not."""
         return self.folder / "small_disk"
 
     def stop(self) -> None:
@@ -191,8 +193,8 @@ class RealSlurm:
             raise RuntimeError(done.stderr)
 
     def wait_for_idle_nodes(self) -> None:
-        """Waits until every node has nothing to do. Raises RuntimeError with what Slurm says after a minute."""
-        for _ in range(300):
+        """Waits until every node has nothing to do. Raises RuntimeError with what Slurm says after five minutes."""
+        for _ in range(1500):
             done = self.command(
                 ["sinfo", "--noheader", "--Node", "--partition=open", "--states=idle", "--format=%N %t"]
             )
@@ -265,7 +267,7 @@ class RealSlurm:
             (self.folder / "control_group").symlink_to(self._group)
         with (self.folder / "log" / "login.node").open("wb") as log:
             self._login = subprocess.Popen(
-                ["bash", str(HERE / "login_node.sh"), str(self.folder), str(self.num_nodes)],
+                ["bash", str(HERE / "login_node.sh"), str(self.folder), str(self.num_nodes), str(self.disk_mib)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

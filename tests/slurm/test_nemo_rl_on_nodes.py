@@ -85,6 +85,7 @@ def test_an_undisturbed_run_is_one_job(made: Callable[[str], RunOnNodes], name: 
         ("cancelled", [("CANCELLED", "0"), ("COMPLETED", "0")]),
         ("chained", [("COMPLETED", "0"), ("CANCELLED", "0"), ("COMPLETED", "0"), ("COMPLETED", "0")]),
         ("node_dies", [("COMPLETED", "1")]),
+        ("disk_fills", [("FAILED", "0"), ("COMPLETED", "0")]),
         ("cut_for_5_s", [("COMPLETED", "0")]),
     ],
 )
