@@ -93,9 +93,12 @@ def node_dies(run: Launched) -> None:
 
 
 def network_is_cut(seconds: float) -> Any:
-    """The network of the second node is gone for a while after the first step."""
+    """The network of the second node is gone for a while after the first step, and Slurm does not give the node up."""
 
     def happens(run: Launched) -> None:
+        configuration = run.slurm.configuration
+        configuration.write_text(configuration.read_text().replace("SlurmdTimeout=10\n", "SlurmdTimeout=300\n"))
+        run.scontrol("reconfigure")
         job = run.launch()
         run.wait_for_step(1)
         node = run.hosts(job)[-1]
