@@ -27,6 +27,13 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 _OF_THIS_MACHINE = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH", "NEMO_RL_CPU_LOGICAL_GPUS")
 
 
+def reason_against_pmix() -> str | None:
+    """Returns why `srun --mpi=pmix` of NeMo-RL's `ray.sub` cannot work on this machine; None if it can."""
+    if any(Path("/usr/lib").glob("*/pmix*/lib/libpmix.so")):
+        return None
+    return "no PMIx on this machine, which NeMo-RL's ray.sub asks srun for; install Debian's package libpmix-dev"
+
+
 class Launched:
     """A run on a cluster while it goes on: what a user at the login node can do to it, and what happens to its nodes."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_host import ROUNDING, Host, Run, count_equal, num_drafts, run_all
-from node_runs import CONFIG, RunOnNodes, run_on_nodes
+from node_runs import CONFIG, RunOnNodes, reason_against_pmix, run_on_nodes
 from node_scenarios import NODE_RUNS, REFERENCES
 from real_slurm import reason_against
 
@@ -27,7 +27,7 @@ STEPS = {"one": 3, "colocated": 5, "apart": 4, "async": 3}
 @pytest.fixture(scope="module")
 def made(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunOnNodes]:
     """Returns a run by its name, and makes it if it is not kept."""
-    if reason := reason_against():
+    if reason := reason_against() or reason_against_pmix():
         pytest.skip(reason)
     kept = os.environ.get("NEMO_RL_RUNS")
     out = Path(kept, "nodes").resolve() if kept else tmp_path_factory.mktemp("nodes")
