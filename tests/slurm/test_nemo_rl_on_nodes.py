@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kept_weights import audit_of
 from nemo_rl_host import ROUNDING, Host, Run, count_equal, num_drafts, run_all
 from node_runs import CONFIG, RunOnNodes, reason_against_pmix, run_on_nodes
 from node_scenarios import NODE_RUNS, REFERENCES
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 UNDISTURBED = (
     "one", "colocated_head", "apart_ahead", "async_four", "moving", "drafter_on_its_node", "drafter_in_its_job",
 )  # fmt: skip
+SOUND = 1e-4  # nats: float32, two implementations of one model
 STEPS = {"one": 3, "colocated": 5, "apart": 4, "async": 3}
 """Steps of each reference."""
 
@@ -65,6 +67,19 @@ def test_rows_are_those_of_one_machine(
         assert equal == total == 16, f"step {step}"
     assert run.weights_moved_by > ROUNDING
     assert sum(sum(counts["proposed"]) for m in run.metrics for counts in m.get("acceptance", {}).values()) > 0
+
+
+@pytest.mark.parametrize("name", UNDISTURBED)
+def test_every_row_is_what_its_policies_sample(
+    made: Callable[[str], RunOnNodes], host: Host, name: str, tmp_path: Path
+) -> None:
+    """Computes every row again with the weights of each update, by the audit, which has no code of the engine's."""
+    found, num_rows = audit_of(made(name), host.tiny / "policy", tmp_path)
+    assert not found.skipped
+    assert not found.foreign, found.sentence
+    assert not found.differences, found.sentence
+    assert len(found.rows) == num_rows > 30
+    assert found.logprob_quantiles["largest"] < SOUND
 
 
 @pytest.mark.parametrize("name", NODE_RUNS)
