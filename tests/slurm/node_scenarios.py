@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import yaml
-from nemo_rl_scenarios import AHEAD, AT_RANDOM, MOVING, PLAIN, REFRESHED_HEAD, TWO_ENGINES, WILD
+from nemo_rl_scenarios import AHEAD, AT_RANDOM, MANY_STEPS, MOVING, PLAIN, REFRESHED_HEAD, TWO_ENGINES, WILD
 from node_runs import ENDED, Launched, NodeRun
 
 FOUR_STEPS, FIVE_STEPS = ["grpo.max_num_steps=4"], ["grpo.max_num_steps=5"]
@@ -30,6 +30,7 @@ ON_ONE_MACHINE = ["checkpointing.enabled=false", *PLAIN]
 REFERENCES: dict[str, dict[str, Any]] = {
     "one": {"overrides": ON_ONE_MACHINE},
     "colocated": {"overrides": [*ON_ONE_MACHINE, *TWO_ENGINES, *FIVE_STEPS]},
+    "colocated_long": {"overrides": [*ON_ONE_MACHINE, *TWO_ENGINES, *MANY_STEPS]},
     "apart": {
         "overrides": [
             *ON_ONE_MACHINE, *TWO_ENGINES, *FOUR_STEPS, APART, "policy.generation.colocated.resources.gpus_per_node=1",
@@ -141,9 +142,11 @@ def drafter_in_a_job_of_its_own(run: Launched) -> None:
     done = run.slurm.command([*submit, log, "--wrap", shlex.join(serve)], {**settings["environment"], **run.plan.shell})
     assert done.returncode == 0, done.stderr
     drafter = done.stdout.strip()
-    while "drafting with" not in (run.folder / "drafter.out").read_text(errors="replace"):
-        assert run.slurm.job(drafter)["JobState"] not in ENDED, (run.folder / "drafter.out").read_text()
+    said = ""
+    while "drafting with" not in said:
+        assert run.slurm.job(drafter)["JobState"] not in ENDED, said
         time.sleep(0.5)
+        said = run.slurm.command(["cat", f"{run.folder}/drafter.out"]).stdout
     run.wait_for_end(run.launch(own))
     run.slurm.command(["scancel", drafter])
 
@@ -153,7 +156,8 @@ DRAFTER_ON_A_GPU = [
     "policy.generation.specrollout.drafters=[{type: remote, model: '${oc.env:TINY}/draft', workers: 1, gpus: 1, "
     "vllm_kwargs: {gpu_memory_utilization: 0.05, kv_cache_memory_bytes: 67108864}}]",
     THREE_DRAFTS,
-    *FIVE_STEPS,
+    *MANY_STEPS,  # a drafter with a GPU starts after the first ones
+    "checkpointing.enabled=false",
 ]
 AHEAD_APART = [*ENGINE_ON_ITS_OWN_NODE, *AHEAD, *FOUR_STEPS]
 NODE_RUNS = {
@@ -162,7 +166,7 @@ NODE_RUNS = {
     "apart_ahead": NodeRun(2, "apart", AHEAD_APART),
     "async_four": NodeRun(4, "async", [*ASYNC, *ENGINES_ON_TWO_NODES, AT_RANDOM]),
     "moving": NodeRun(2, "colocated", [*MOVING, *FIVE_STEPS], environment=WILD),
-    "drafter_on_its_node": NodeRun(2, "colocated", DRAFTER_ON_A_GPU, extra_nodes=1),
+    "drafter_on_its_node": NodeRun(2, "colocated_long", DRAFTER_ON_A_GPU, extra_nodes=1),
     "drafter_in_its_job": NodeRun(
         2,
         "colocated",

@@ -6,6 +6,7 @@ six minutes on two cores, and keeps it.
 """
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ UNDISTURBED = (
     "one", "colocated_head", "apart_ahead", "async_four", "moving", "drafter_on_its_node", "drafter_in_its_job",
 )  # fmt: skip
 SOUND = 1e-4  # nats: float32, two implementations of one model
-STEPS = {"one": 3, "colocated": 5, "apart": 4, "async": 3}
+STEPS = {"one": 3, "colocated": 5, "colocated_long": 24, "apart": 4, "async": 3}
 """Steps of each reference."""
 
 
@@ -128,4 +129,8 @@ def test_a_drafter_on_a_node_of_its_own_drafts_for_engines_on_others(
 ) -> None:
     run = made(name)
     assert sum(num_drafts(step, "remote") for step in run.metrics) > 0
-    assert "10.77.0.13:" in run.driver_log or "tcp://n3:5570" in (run.folder / "run" / "config.yaml").read_text()
+    listens_at = re.findall(r"drafters listen at tcp://([0-9.]+):", run.driver_log)
+    named_at = re.findall(r"tcp://(n\d):5570", (run.folder / "run" / "config.yaml").read_text())
+    policy_on = re.findall(r"\|\s+([0-9.]+)\s+\|\s+\('worker", run.driver_log)
+    (address,) = [*listens_at, *(f"10.77.0.1{name[1:]}" for name in named_at)]
+    assert len(policy_on) == 2 and address not in policy_on
