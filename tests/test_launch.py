@@ -163,12 +163,14 @@ def test_the_driver_runs_in_the_checkout_with_the_copied_add_on(
     assert cluster.run_job(2).returncode == 0
     assert cluster.recorded("uv") == [
         "run", "python", "-m", "nemo_specrollout", "run", str(cluster.run / "config.yaml"),
+        "checkpointing.checkpoint_must_save_by=00:03:35:00", "grpo.max_num_steps=100",
         "--script", "examples/run_grpo.py", "--when-done", str(cluster.run / "done-100-steps-None-epochs"),
     ]  # fmt: skip
     assert cluster.recorded("uv.folder") == [str(cluster.nemo_rl)]
     assert cluster.recorded("uv.addon") == [str(cluster.run / "addon" / "nemo_specrollout" / "__init__.py")]
     assert not any(line.startswith("OMP_NUM_THREADS=") for line in cluster.recorded("uv.environment"))
-    assert not list((cluster.run / "addon").rglob("*.pyc")) and not list(cluster.run.glob(".*"))
+    assert not list((cluster.run / "addon").rglob("*.pyc"))
+    assert [path.name for path in cluster.run.glob(".*")] == [".lock"]
 
 
 def test_the_setup_of_the_cluster_file_runs_on_the_nodes(cluster: Cluster) -> None:

@@ -2,31 +2,28 @@
 """`nemo-specrollout launch`: a run on a Slurm cluster, by NeMo-RL's own `ray.sub`; without torch."""
 
 import argparse
-import json
 import math
 import os
-import re
 import shlex
 import shutil
-import subprocess
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.cli import slurm, slurm_questions
+from nemo_specrollout.cli import slurm, slurm_questions, submission
 from nemo_specrollout.cli.launch_config import launched_config, written_config
-from nemo_specrollout.cli.run_length import LENGTH_KEYS, MUST_SAVE_BY, length_of
+from nemo_specrollout.cli.run_length import MAY_CHANGE
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl, script_of
 from nemo_specrollout.config.nemo_rl_tree import Finding
 from nemo_specrollout.config.strict import ConfigError, differences, raise_first_mistake
 from nemo_specrollout.nemo_rl.code_folder import copy_code
-from nemo_specrollout.storage.files import write_atomically
+from nemo_specrollout.storage.files import lock_folder, write_atomically
 
-_MAY_CHANGE = LENGTH_KEYS | {MUST_SAVE_BY}
-"""Keys that may differ when a run is resumed: its length, and the end of each job."""
+_LOCK = ".lock"
+"""The file of `lock_folder`, which says nothing of what a folder is."""
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -54,19 +51,39 @@ def launch(args: argparse.Namespace) -> int:
     _check_directory(Path(run), tree, settings)
     num_nodes = args.nodes + args.extra_nodes
     command = slurm.sbatch_command(settings, run, num_nodes)
-    job = slurm.job_script(settings, run, node_gpus, length_of(tree), script)
-    notes += slurm_questions.ask(settings, command, job, num_nodes, node_gpus)
-    _write(Path(run), config.written, job)
-    for note in notes:
-        print(f"{note.kind}: {note}")
-    print(f"{'resumes' if _was_submitted(Path(run)) else 'run'}: {run}")
-    for _ in range(args.jobs):
+    job = slurm.job_script(settings, run, node_gpus, tree, script)
+    notes += slurm_questions.ask(settings, command, job, num_nodes, node_gpus, args.dry_run)
+    with _claimed(Path(run)):
+        _check_directory(Path(run), tree, settings)  # again, because another launch may have written meanwhile
+        known = None if args.dry_run else submission.jobs_of(run, settings)
+        submission.refuse_jobs_of_others(run, known or ())
+        _write(Path(run), config.written, job)
+        for note in notes:
+            print(f"{note.kind}: {note}")
+        print(f"{'resumes' if _was_submitted(Path(run)) else 'run'}: {run}")
         if args.dry_run:
-            print(shlex.join(command))
+            print("\n".join([shlex.join(command)] * args.jobs))
         else:
-            job_id = _submit(Path(run), command)
-            print(f"submitted job {job_id}; its driver writes {run}/slurm/{job_id}-logs/ray-driver.log")
+            ids = None if known is None else [known_job.job_id for known_job in known]
+            _submit_all(Path(run), command, settings, args.jobs, ids)
     return 0
+
+
+def _submit_all(
+    run: Path, command: list[str], settings: slurm.ClusterSettings, jobs: int, known: list[str] | None
+) -> None:
+    """Submits `jobs` jobs beside those that Slurm knows. Raises ConfigError if Slurm does not take one."""
+    for number in range(jobs):
+        try:
+            job_id = submission.submit(run, command, settings, known)
+        except ConfigError as error:
+            if number == 0:
+                raise
+            text = f"{number} of {jobs} jobs {'was' if number == 1 else 'were'} submitted"
+            raise ConfigError(f"{text}, and then: {error}; --jobs={jobs - number} adds the others later") from error
+        if known is not None:
+            known = [*known, job_id]
+        print(f"submitted job {job_id}; its driver writes {run}/slurm/{job_id}-logs/ray-driver.log")
 
 
 def _enter_checkout(nemo_rl: str) -> None:
@@ -161,28 +178,66 @@ def _extra_nodes(taken: int, present: int, nodes: int, beside: int, extra_nodes:
 
 def _was_submitted(run: Path) -> bool:
     """Returns whether a job of this run was submitted, or has left a checkpoint."""
-    return (run / "submissions.jsonl").is_file() or any(run.glob("checkpoints/step_*"))
+    return (run / submission.RECORD).is_file() or any(run.glob("checkpoints/step_*"))
 
 
 def _check_directory(run: Path, tree: dict[str, Any], settings: slurm.ClusterSettings) -> None:
     """Raises ConfigError if a run of the config `tree` cannot start or resume in the folder `run`."""
     existing = next(p for p in (run, *run.parents) if p.exists())
     is_unknown = existing == run and existing.is_dir() and not (run / "job.sh").is_file()
+    is_unknown = is_unknown and any(path.name != _LOCK for path in existing.iterdir())
     for is_made, text in (
         (not existing.is_dir(), f"cannot be a folder: {existing} is a file"),
         (not os.access(existing, os.W_OK | os.X_OK), "cannot be written to"),
-        (is_unknown and any(existing.iterdir()), "exists and is not the directory of a launched run"),
+        (
+            is_unknown and any(path.name != _LOCK for path in existing.iterdir()),
+            "exists and is not the directory of a launched run",
+        ),
     ):
         raise_first_mistake("", (is_made, "--run-dir", f"{run} {text}; choose another"))
     if not _was_submitted(run):
         return
+    _check_owner(run)
     try:
         earlier = written_config(run, settings)
     except ConfigError as error:
         raise ConfigError(f"--run-dir: config.yaml of {run} cannot be read; choose another") from error
-    keys = ", ".join(sorted(differences(earlier, tree) - _MAY_CHANGE)[:4])
+    keys = ", ".join(sorted(differences(earlier, tree) - MAY_CHANGE)[:4])
     text = f"{run} holds a run of another config (it differs in {keys}); choose another"
     raise_first_mistake("", (keys, "--run-dir", text))
+
+
+def _check_owner(run: Path) -> None:
+    """Raises ConfigError if another user's job has made a file there that a job of this user must write."""
+    for name in (submission.RECORD, _LOCK, "slurm", "slurm/newest_start", "checkpoints", "logs"):
+        path = run / name
+        is_closed = path.exists() and not os.access(path, os.W_OK)
+        fix = f"let its owner run `chmod -R g+w {run}`, or choose another"
+        raise_first_mistake("", (is_closed, "--run-dir", f"{path} cannot be written to; {fix}"))
+
+
+@contextmanager
+def _claimed(run: Path) -> Iterator[None]:
+    """Makes the run directory, and keeps other launches out of it. Folders in which nothing was written are taken back.
+
+    Raises ConfigError if another launch is at work there: its job must not start with the files of this one.
+    """
+    made = [folder for folder in (run, *run.parents) if not folder.exists()]
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = lock_folder(run)
+        except BlockingIOError as error:
+            raise ConfigError(f"--run-dir: another launch works in {run}; wait until it has ended") from error
+        with lock:
+            yield
+    except BaseException:
+        if not (run / "job.sh").exists() and run in made:
+            (run / _LOCK).unlink(missing_ok=True)
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
+        raise
 
 
 def _write(run: Path, config: str, script: str) -> None:
@@ -191,17 +246,14 @@ def _write(run: Path, config: str, script: str) -> None:
     If it fails, as on a full disk, nothing of a new run is left behind.
     """
     is_new = not (run / "job.sh").is_file()
-    made = next((folder for folder in (*reversed(run.parents), run) if not folder.exists()), None)
     try:
-        (run / "slurm").mkdir(parents=True, exist_ok=True)
+        (run / "slurm").mkdir(exist_ok=True)
         if not (_was_submitted(run) and (run / "addon").is_dir()):
             copy_code(run / "addon")
         write_atomically(run / "config.yaml", config)
         write_atomically(run / "job.sh", script)
     except BaseException:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
-        elif is_new:
+        if is_new:
             _clear(run)
         raise
 
@@ -212,30 +264,3 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _submit(run: Path, command: list[str]) -> str:
-    """Submits a job; returns its id. Raises ConfigError with Slurm's own words if it refuses."""
-    done = subprocess.run(command, capture_output=True, env=slurm.submission_environment(), check=False)
-    said, complaint = (" ".join(text.decode("utf-8", "replace").split()) for text in (done.stdout, done.stderr))
-    if done.returncode != 0:
-        raise ConfigError(f"sbatch refused {shlex.join(command)}: {complaint}")
-    job_id = _job_id(done.stdout)
-    if job_id is None:
-        text = f"sbatch named no job, but said {said!r} {complaint!r}"
-        raise ConfigError(f"{text}; look with `squeue --me` whether it took the job, and with --dry-run at the command")
-    record = {"job_id": job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
-    try:
-        with (run / "submissions.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-    except OSError as error:
-        text = f"{error.strerror}, so job {job_id}, which was submitted, is not recorded there"
-        raise OSError(error.errno, text, str(run / "submissions.jsonl")) from error
-    return job_id
-
-
-def _job_id(output: bytes) -> str | None:
-    """Returns the id in the last line that has one, `ID` or `ID;CLUSTER`: a site's sbatch may greet the user first."""
-    lines = output.decode("utf-8", "replace").splitlines()
-    found = (re.fullmatch(r"(\d+)(;\S*)?", line.strip()) for line in reversed(lines))
-    return next((match[1] for match in found if match), None)

@@ -11,6 +11,8 @@ from nemo_specrollout.config.strict import ConfigError
 
 MUST_SAVE_BY = "checkpointing.checkpoint_must_save_by"
 LENGTH_KEYS = {f"{name}.{key}" for name in ALGORITHMS for key in ("max_num_steps", "max_num_epochs")}
+MAY_CHANGE = LENGTH_KEYS | {MUST_SAVE_BY}
+"""Keys that may differ when a run is resumed: its length, and the end of each job."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ def length_of(tree: Tree) -> RunLength:
     block = next((name for name in reversed(ALGORITHMS) if at(tree, name)), "grpo")
     steps, epochs = (at(tree, f"{block}.{key}") for key in ("max_num_steps", "max_num_epochs"))
     return RunLength(steps if isinstance(steps, int) else None, epochs if isinstance(epochs, int) else None)
+
+
+def values_of_a_job(tree: Tree) -> list[str]:
+    """Returns overrides with the values of this launch for the keys that a later one may change."""
+    blocks = {key: at(tree, key.rpartition(".")[0]) for key in sorted(MAY_CHANGE)}
+    names = [key for key, block in blocks.items() if isinstance(block, dict) and key.rpartition(".")[2] in block]
+    return [f"{key}={'null' if at(tree, key) is None else at(tree, key)}" for key in names]
 
 
 def save_by_s(tree: Tree) -> int | None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import yaml
 
-from nemo_specrollout.cli.run_length import RunLength
+from nemo_specrollout.cli.run_length import length_of, values_of_a_job
 from nemo_specrollout.cli.slurm_options import option_fault
 from nemo_specrollout.config.load import NEMO_RL_DIR
+from nemo_specrollout.config.nemo_rl_tree import Tree
 from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest, raise_first_mistake
 from nemo_specrollout.nemo_rl.code_folder import NUMBA_CACHE
 from nemo_specrollout.storage.files import read_regular
@@ -59,6 +60,8 @@ _OF_THIS_MACHINE = {
 """Variables that name things of one machine."""
 _ON_EVERY_MACHINE = {"HOSTNAME", "XDG_RUNTIME_DIR"}
 """Those of them that login shells set, so that nobody asks why the job has others."""
+_MEANT = _OF_THIS_MACHINE | {"SLURM_CLUSTERS"}
+"""Withheld variables beside SBATCH_* that a user may have set on purpose."""
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
@@ -208,6 +211,11 @@ def submission_environment() -> dict[str, str]:
     }
 
 
+def question_environment() -> dict[str, str]:
+    """Returns the variables for commands that ask Slurm: not the user's own filters and formats, such as SQUEUE_STATES."""
+    return {k: v for k, v in submission_environment().items() if not k.startswith(("SQUEUE_", "SINFO_"))}
+
+
 def job_environment(settings: ClusterSettings) -> dict[str, str]:
     """Returns the variables of the job's driver, as far as they are known here. The container and Slurm may set more."""
     kept = {name: value for name, value in submission_environment().items() if name not in _UNSET_IN_THE_JOB}
@@ -217,18 +225,21 @@ def job_environment(settings: ClusterSettings) -> dict[str, str]:
 def withheld_variables() -> list[str]:
     """Returns the names of variables of this shell that the job does not get, although the user may have meant it to."""
     own = set(os.environ) - set(submission_environment()) - set(VARIABLES.values()) - _ON_EVERY_MACHINE
-    return sorted(name for name in own if name in _OF_THIS_MACHINE or name.startswith("SBATCH_"))
+    return sorted(name for name in own if name in _MEANT or name.startswith("SBATCH_"))
 
 
 def _own_variables(settings: ClusterSettings) -> dict[str, str]:
     return {**NUMBA_CACHE, **settings.environment, NEMO_RL_DIR: settings.nemo_rl}
 
 
+def job_name(run: str) -> str:
+    """Returns the name of the jobs of a run directory, which no other one has: `singleton` runs them one after another."""
+    word = re.sub(r"[^A-Za-z0-9._-]", "-", Path(run).name)
+    return f"specrollout-{word}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
+
+
 def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[str]:
     """Returns the command that submits a job, with all options: SBATCH_* variables overrule options in a script."""
-    # Unique to the run directory: Slurm's `singleton` runs jobs of one name one after another.
-    word = re.sub(r"[^A-Za-z0-9._-]", "-", Path(run).name)
-    digest = hashlib.sha256(run.encode()).hexdigest()[:8]
     return [
         "sbatch",
         "--parsable",
@@ -237,7 +248,7 @@ def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[
         f"--account={settings.account}",
         f"--partition={settings.partition}",
         f"--time={settings.time}",
-        f"--job-name=specrollout-{word}-{digest}",
+        f"--job-name={job_name(run)}",
         "--dependency=singleton",
         "--requeue",
         "--open-mode=append",
@@ -248,15 +259,20 @@ def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[
     ]
 
 
-def job_script(settings: ClusterSettings, run: str, gpus_per_node: int, length: RunLength, script: str) -> str:
-    """Returns the job's script. `script` is NeMo-RL's, relative to its checkout; `length` tells when the run is complete."""
+def job_script(settings: ClusterSettings, run: str, gpus_per_node: int, tree: Tree, script: str) -> str:
+    """Returns the job's script. `script` is NeMo-RL's, relative to its checkout; `tree` is the config.
+
+    It holds the run's length and the time of the last checkpoint, because a later launch may write others into config.yaml
+    while this job waits.
+    """
+    length = length_of(tree)
     mounts = [f"{run}:{run}", f"{settings.nemo_rl}:{settings.nemo_rl}", *settings.mounts]
     done = f"{run}/done-{length.name}"
     # Variables of a container's image win over the job's, but not over those on the command line of the driver, which passes
     # its own to all workers.
     own = [f"{name}={quote(value)}" for name, value in _own_variables(settings).items()]
     own.append(f"PYTHONPATH={quote(f'{run}/addon')}${{PYTHONPATH:+:$PYTHONPATH}}")
-    arguments = [f"{run}/config.yaml", "--script", script, "--when-done", done]
+    arguments = [f"{run}/config.yaml", *values_of_a_job(tree), "--script", script, "--when-done", done]
     values = {
         "run": run,
         "last_step": length.steps or "last",

@@ -11,7 +11,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nemo_specrollout.cli.slurm import ClusterSettings, seconds, submission_environment
+from nemo_specrollout.cli.slurm import ClusterSettings, question_environment, seconds, submission_environment
+from nemo_specrollout.cli.submission import lacks_an_answer
 from nemo_specrollout.config.nemo_rl_tree import Finding
 from nemo_specrollout.config.strict import ConfigError
 
@@ -35,8 +36,12 @@ class Partition:
     """The numbers of GPUs that its nodes have; empty where Slurm counts none."""
 
 
-def ask(settings: ClusterSettings, command: Sequence[str], script: str, num_nodes: int, gpus: int) -> list[Finding]:
+def ask(
+    settings: ClusterSettings, command: Sequence[str], script: str, num_nodes: int, gpus: int, is_dry: bool
+) -> list[Finding]:
     """Returns warnings about a job that may wait for long. Raises ConfigError for one that can never run.
+
+    It also does if Slurm does not answer, unless the launch is dry.
 
     `command` is the `sbatch` line whose last word is the job's script, `script` that file's text, and `gpus` the GPUs of each
     node. Nothing is submitted. Where there is no Slurm, as in a dry run elsewhere, nothing is found. A partition of another
@@ -45,14 +50,24 @@ def ask(settings: ClusterSettings, command: Sequence[str], script: str, num_node
     if shutil.which("sbatch") is None:
         return []
     complaint = _complaint(command, script)
+    if lacks_an_answer(complaint):
+        if not is_dry:
+            text = f"Slurm does not answer, so nothing was written or submitted: {complaint}"
+            raise ConfigError(f"{text}; launch again when `sinfo` answers")
+        return [Finding("slurm", f"does not answer, so the partition was not looked at: {complaint}", "warning")]
     if "invalid" in complaint.lower():
         raise ConfigError(f"sbatch would refuse the job: {complaint}")
     is_elsewhere = any(argument.startswith(("-M", "--cluster")) for argument in settings.sbatch_args)
     partition = None if is_elsewhere else read_partition(settings.partition)
     found = [] if partition is None else list(_judge(partition, settings, num_nodes, gpus, complaint))
     if complaint:
-        text = f"{settings.partition}; `sbatch --test-only` says: {complaint}; a job waits for nodes that are down or drained"
-        found.append(Finding("slurm.partition", text, "warning"))
+        text = f"{settings.partition}; `sbatch --test-only` says: {complaint}"
+        end = (
+            "a job waits for nodes that are down or drained"
+            if "node" in complaint.lower()
+            else "sbatch may refuse the job"
+        )
+        found.append(Finding("slurm.partition", f"{text}; {end}", "warning"))
     return found
 
 
@@ -74,7 +89,7 @@ def read_partition(name: str) -> Partition | None:
     if shutil.which("sinfo") is None or "," in name:
         return None
     command = ["sinfo", "--noheader", f"--partition={name}", f"--format={_FACTS}"]
-    done = subprocess.run(command, capture_output=True, env=submission_environment(), check=False)
+    done = subprocess.run(command, capture_output=True, env=question_environment(), check=False)
     return partition_of(done.stdout.decode("utf-8", "replace")) if done.returncode == 0 else None
 
 

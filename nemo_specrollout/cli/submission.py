@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Submits the jobs of a run, and finds out what became of a job when `sbatch` itself does not say.
+
+`sbatch` may fail although Slurm has taken the job: a busy controller answers too late, or a script that a site has put around
+`sbatch` fails after it. All jobs of a run directory have one name, which no other job has, so Slurm can be asked for them.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+
+from nemo_specrollout.cli.slurm import ClusterSettings, job_name, question_environment, submission_environment
+from nemo_specrollout.config.strict import ConfigError
+
+RECORD = "submissions.jsonl"
+"""The file of a run directory with a line for each job."""
+_ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+)
+"""States in which a job neither waits nor runs."""
+_ID = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?")
+"""A job's id as `sbatch --parsable` prints it, `ID` or `ID;CLUSTER`, or as it does where a site drops that option."""
+_NO_ANSWER = re.compile(r"unable to contact|communication|zero bytes|timed out|authentication error|standby mode", re.I)
+"""Slurm's words for a controller that does not answer, or a munge that is down."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the run, as Slurm knows it."""
+
+    job_id: str
+    user_id: int
+    user: str
+    state: str
+
+
+def lacks_an_answer(complaint: str) -> bool:
+    """Returns whether these words of a command mean that Slurm has not answered."""
+    return _NO_ANSWER.search(complaint) is not None
+
+
+def jobs_of(run: str, settings: ClusterSettings) -> list[Job] | None:
+    """Returns the run's jobs that Slurm knows, also those that ended some minutes ago; None if Slurm does not say."""
+    if shutil.which("squeue") is None:
+        return None
+    elsewhere = [argument for argument in settings.sbatch_args if argument.startswith(("-M", "--cluster"))]
+    command = ["squeue", "--noheader", "--states=all", f"--name={job_name(run)}", "--format=%i|%U|%u|%T", *elsewhere]
+    done = subprocess.run(command, capture_output=True, env=question_environment(), check=False)
+    if done.returncode != 0:
+        return None
+    rows = [line.strip().split("|") for line in done.stdout.decode("utf-8", "replace").splitlines()]
+    return [Job(row[0], int(row[1]), row[2], row[3]) for row in rows if len(row) == 4 and row[1].isdecimal()]
+
+
+def refuse_jobs_of_others(run: str, jobs: Iterable[Job]) -> None:
+    """Raises ConfigError if a job of another user waits or runs for this run directory.
+
+    `singleton` keeps apart jobs of one user alone. So two users' jobs would run at once and write the same checkpoints.
+    """
+    for job in jobs:
+        if job.user_id != os.getuid() and job.state not in _ENDED:
+            text = (
+                f"job {job.job_id} of user {job.user} is {job.state} for {run}; Slurm would not let yours wait for it"
+            )
+            raise ConfigError(f"--run-dir: {text}, so launch when it has ended, or choose another")
+
+
+def submit(run: Path, command: list[str], settings: ClusterSettings, known: Iterable[str] | None) -> str:
+    """Submits a job and records it; returns its id. Raises ConfigError with Slurm's own words if it refuses.
+
+    `known` are the ids of the run's earlier jobs, None if Slurm did not say them. A job of which nobody can say whether Slurm
+    has taken it is recorded without an id, because the run directory must keep the config that such a job reads.
+    """
+    path = run / RECORD
+    is_first = not path.exists()
+    with path.open("a", encoding="utf-8") as file:  # opened first, so that a full quota is found before a job is there
+        answer = _answer(str(run), command, settings, known)
+        if answer.is_refusal:
+            if is_first:
+                path.unlink()
+            raise ConfigError(answer.complaint)
+        record = {"job_id": answer.job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
+        try:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+        except OSError as error:
+            text = f"{error.strerror}, so job {answer.job_id}, which was submitted, is not recorded there"
+            raise OSError(error.errno, text, str(path)) from error
+    if answer.job_id is None:
+        raise ConfigError(answer.complaint)
+    return answer.job_id
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What came of a submission."""
+
+    job_id: str | None
+    complaint: str = ""
+    is_refusal: bool = False
+    """True if Slurm has no such job. Without it and without an id, nobody knows."""
+
+
+def _answer(run: str, command: list[str], settings: ClusterSettings, known: Iterable[str] | None) -> _Answer:
+    done = subprocess.run(command, capture_output=True, env=submission_environment(), check=False)
+    said, complaint = (" ".join(text.decode("utf-8", "replace").split()) for text in (done.stdout, done.stderr))
+    job_id = _job_id(done.stdout)
+    if done.returncode == 0 and job_id is not None:
+        return _Answer(job_id)
+    jobs = jobs_of(run, settings)
+    if jobs is not None and known is not None:
+        new = {job.job_id for job in jobs if job.user_id == os.getuid()} - set(known)
+        if new:
+            return _Answer(max(new, key=int))
+    look = f"look with `squeue --me --name={job_name(run)}` whether it took the job"
+    if lacks_an_answer(complaint) or (known is not None and jobs is None):
+        text = f"Slurm does not answer, and may have taken the job: {complaint or said}; {look}"
+        return _Answer(None, f"{text}. If it did, the same line would submit one more, which waits for the first")
+    if done.returncode != 0:
+        return _Answer(None, f"sbatch refused {join(command)}: {complaint or said}", is_refusal=True)
+    text = f"sbatch named no job, but said {said!r} {complaint!r}"
+    return _Answer(None, f"{text}; {look}, and with --dry-run at the command", is_refusal=True)
+
+
+def _job_id(output: bytes) -> str | None:
+    """Returns the id in the last line that has one: a site's sbatch may greet the user first."""
+    lines = output.decode("utf-8", "replace").splitlines()
+    found = (_ID.fullmatch(line.strip()) for line in reversed(lines))
+    return next((match[1] for match in found if match), None)
