@@ -12,7 +12,7 @@ from conftest import ROOT
 from nemo_rl_standin import make_nemo_rl
 from test_launch import BASE, CONFIG, STUBS
 
-from nemo_specrollout.cli.run_owner import EXIT_CODE
+from nemo_specrollout.cli.run_owner import EXIT_TAKEN_OVER
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.doctor.actors import diagnose_actors
 from nemo_specrollout.doctor.diagnosis import State
@@ -246,7 +246,7 @@ def test_a_driver_ends_when_a_later_start_of_its_job_has_taken_the_run_over(tmp_
     (tmp_path / "newest_start").write_text("7.1\n")
     endless = SCRIPT + "    while True: __import__('time').sleep(1)\n"
     done = run_a_script(tmp_path, endless, 0, SPECROLLOUT_NEWEST_START="newest_start", SPECROLLOUT_START="7.0")
-    assert done.returncode == EXIT_CODE
+    assert done.returncode == EXIT_TAKEN_OVER
     said = "job 7.1 runs now, so this driver, of job 7.0, ends; Slurm may have lost its node for a while"
     assert done.stderr.endswith(f"nemo-specrollout: {said}\n")
     assert not (tmp_path / "done").exists()

@@ -9,9 +9,10 @@ import traceback
 from pathlib import Path
 
 from nemo_specrollout.cli.check import read_nemo_rl_config
+from nemo_specrollout.cli.command_line import EXIT_FAILED
 from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.cli.run_length import is_complete, newest_step
-from nemo_specrollout.cli.run_owner import START, watch
+from nemo_specrollout.cli.run_owner import EXIT_LOST, START, watch
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
 from nemo_specrollout.config.nemo_rl_tree import Tree, at
@@ -24,8 +25,8 @@ def run(parsed: argparse.Namespace) -> int:
 
     It resumes from `checkpointing.checkpoint_dir`. If this Python has no NeMo-RL, this process becomes the same command in the
     environment of NeMo-RL's driver. The file `parsed.when_done` is made if the run is complete, and not if its time was up.
-    After an error of the run, the last line says how to go on. In a job of `launch`, the process ends when a later start of
-    the job has taken the run over.
+    After an error of the run, the last line says how to go on, and `EXIT_LOST` is returned if Ray has lost a process. In a
+    job of `launch`, the process ends when a later start of the job has taken the run over.
     """
     tree = read_nemo_rl_config(parsed.config, parsed.overrides)
     findings = [*prepare_nemo_rl(tree)[1], *unknown_overrides(parsed.config, parsed.overrides)]
@@ -37,16 +38,17 @@ def run(parsed: argparse.Namespace) -> int:
         print(f"{finding.kind}: {finding}")
     watch(os.environ)
     from nemo_specrollout.nemo_rl.native_script import run as run_nemo_rl
+    from nemo_specrollout.nemo_rl.ray_calls import is_loss_of_a_process
 
     began, first_step = time.monotonic(), newest_step(tree)
     try:
         run_nemo_rl(tree, None if parsed.script is None else Path(parsed.script))
-    except ConfigError:
+    except (ConfigError, OSError, ModuleNotFoundError):  # of which the command line makes a sentence
         raise
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
         print(f"nemo-specrollout: {_how_to_go_on(tree)}", file=sys.stderr, flush=True)
-        return 1
+        return EXIT_LOST if is_loss_of_a_process(error) else EXIT_FAILED
     made_steps = newest_step(tree) - first_step
     if parsed.when_done is not None and is_complete(tree, made_steps, time.monotonic() - began):
         parsed.when_done.touch()

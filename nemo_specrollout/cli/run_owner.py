@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a driver whose run has been taken over by a later start of the run's job.
+"""Ends a driver whose run has been taken over by a later start of the run's job, and tells the job how a driver has ended.
 
 A node that loses its network goes on computing, while Slurm takes it for dead and starts the job again on other nodes. If the
 node still reaches the shared disk, two drivers write checkpoints of one run. So each start of the job writes its name into a
@@ -20,8 +20,10 @@ START = "SPECROLLOUT_START"
 the driver, because NeMo-RL's `ray.sub` takes them away before it starts Ray."""
 INTERVAL_S = 10.0
 """Time between two looks at the file. A start of container, Ray and engines takes longer than a few of them."""
-EXIT_CODE = 75
-"""The usual code of a failure that is not the program's own, EX_TEMPFAIL of sysexits.h."""
+EXIT_TAKEN_OVER = 75
+"""Exit code of a driver whose run has been taken over, EX_TEMPFAIL of sysexits.h."""
+EXIT_LOST = 69
+"""Exit code of a run that has lost an actor or a node, EX_UNAVAILABLE of sysexits.h. The job's script reads it."""
 
 
 def watch(environment: Mapping[str, str], interval_s: float = INTERVAL_S) -> None:
@@ -40,7 +42,7 @@ def _end_if_taken_over(file: Path, own: str, interval_s: float) -> None:
     text = f"job {newest} runs now, so this driver, of job {own}, ends; Slurm may have lost its node for a while"
     print(f"nemo-specrollout: {text}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(EXIT_CODE)  # the main thread may be inside a call that no exception ends
+    os._exit(EXIT_TAKEN_OVER)  # the main thread may be inside a call that no exception ends
 
 
 def _read(file: Path) -> str:

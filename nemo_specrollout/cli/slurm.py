@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from nemo_specrollout.cli.run_length import length_of, values_of_a_job
+from nemo_specrollout.cli.run_owner import EXIT_LOST
 from nemo_specrollout.cli.slurm_options import option_fault
 from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.nemo_rl_tree import Tree
@@ -278,6 +279,7 @@ def job_script(settings: ClusterSettings, run: str, gpus_per_node: int, tree: Tr
         "last_step": length.steps or "last",
         "done": done,
         "newest_start": f"{run}/slurm/newest_start",
+        "exit_lost": EXIT_LOST,
         "container": settings.container,
         "mounts": ",".join(dict.fromkeys(mounts)),
         "gpus_per_node": gpus_per_node,

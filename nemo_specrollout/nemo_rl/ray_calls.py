@@ -73,6 +73,19 @@ def engine_environment() -> dict[str, Any]:
     return {"py_executable": python, "env_vars": {**inherited, "VIRTUAL_ENV": venv, "UV_PROJECT_ENVIRONMENT": venv}}
 
 
+def is_loss_of_a_process(error: BaseException | None) -> bool:
+    """Returns whether an error came of a process or a node that Ray has lost, and not of the program itself."""
+    lost = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError)
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, lost):
+            return True
+        seen.add(id(error))
+        # The error of a remote function names what has raised it as its cause, in an attribute of Ray's.
+        error = getattr(error, "cause", None) or error.__cause__ or error.__context__
+    return False
+
+
 class ActorFailed(Exception):
     """An actor is gone, or its last call raised an error. The message is the reason."""
 
