@@ -44,12 +44,12 @@ def test_two_launches_at_the_same_moment_do_not_mix_their_configs(site: Site) ->
         while not (site.folder / "site_bin" / "first").exists():
             time.sleep(0.05)
         config = (site.run / "config.yaml").read_text()
-        others = [site.product(*site.arguments(*more), **variables) for more in ((), ("grpo.seed=2",))]
+        others = [site.product(*site.arguments(*more), **variables) for more in (("grpo.seed=2",), ())]
         (site.folder / "site_bin" / "go").touch()
         assert first.result().returncode == 0
     assert [other.returncode for other in others] == [2, 2]
-    assert f"--run-dir: another launch works in {site.run}; wait until it has ended" in others[0].stderr
-    assert "holds a run of another config (it differs in grpo.seed)" in others[1].stderr
+    assert "holds a run of another config (it differs in grpo.seed)" in others[0].stderr
+    assert f"--run-dir: another launch works in {site.run}; wait until it has ended" in others[1].stderr
     assert (site.run / "config.yaml").read_text() == config and len(records(site)) == 1
 
 
@@ -190,6 +190,27 @@ def test_a_preempted_job_with_a_grace_time_is_requeued(site: Site) -> None:
     assert site.steps() == [(job_id, "0", "1"), (job_id, "1", "2"), (job_id, "1", "3")]
     said = "nemo-specrollout: Slurm wants the nodes for another job, so this one asks to be requeued\n"
     assert said in (site.run / "slurm" / f"{job_id}.out").read_text()
+
+
+def test_a_driver_that_misses_a_node_before_slurm_does_is_requeued(site: Site) -> None:
+    """Ray gives a node up after half a minute, and Slurm by default after five. The next failure, with all nodes, is final."""
+    fail = 'until [[ -e "$NEMO_RL_DIR/lost" ]]; do sleep 0.1; done; exit 1'
+    site.set(environment={"END": fail, "PATH": f"{site.folder}/bin:/usr/bin:/bin"})
+    (job_id,) = site.launch(nodes=2)
+    while not (site.run / "slurm" / f"{job_id}-logs" / "ray-driver.log").exists():
+        time.sleep(0.05)
+    hosts = site.slurm.command(["scontrol", "show", "hostnames", site.slurm.job(job_id)["NodeList"]])
+    dead = hosts.stdout.split()[-1]
+    site.slurm.kill_node(dead)
+    try:
+        (site.checkout / "lost").touch()
+        start_again(site, job_id)
+        job = site.slurm.wait_for_state(job_id, *ENDED)
+    finally:
+        site.slurm.start_node(dead)
+    assert (job["JobState"], job["Restarts"], job["ExitCode"]) == ("FAILED", "1", "1:0")
+    said = (site.run / "slurm" / f"{job_id}.out").read_text()
+    assert said.count("the driver failed and a node does not answer; waiting until Slurm requeues the job\n") == 1
 
 
 @pytest.mark.parametrize(("end", "code"), [("exit 75", "75:0"), ("kill -KILL $$", "137:0")])
