@@ -189,10 +189,7 @@ def _check_directory(run: Path, tree: dict[str, Any], settings: slurm.ClusterSet
     for is_made, text in (
         (not existing.is_dir(), f"cannot be a folder: {existing} is a file"),
         (not os.access(existing, os.W_OK | os.X_OK), "cannot be written to"),
-        (
-            is_unknown and any(path.name != _LOCK for path in existing.iterdir()),
-            "exists and is not the directory of a launched run",
-        ),
+        (is_unknown, "exists and is not the directory of a launched run"),
     ):
         raise_first_mistake("", (is_made, "--run-dir", f"{run} {text}; choose another"))
     if not _was_submitted(run):

@@ -11,7 +11,8 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -26,8 +27,11 @@ PartitionName=batch Nodes={all} Default=YES MaxTime=1-00:00:00 State=UP
 PartitionName=open Nodes={all} MaxTime=INFINITE State=UP
 PartitionName=few_gpus Nodes=few[1-2] MaxTime=INFINITE State=UP
 PartitionName=no_gpus Nodes=cpu[1-2] MaxTime=INFINITE State=UP
+PartitionName=low Nodes={all} MaxTime=INFINITE GraceTime=60 State=UP
+PartitionName=high Nodes={all} MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF State=UP
 """
-"""The nodes `few` have 4 GPUs and the nodes `cpu` none. Nothing runs on them, so no daemon stands behind them."""
+"""The nodes `few` have 4 GPUs and the nodes `cpu` none. Nothing runs on them, so no daemon stands behind them.
+Jobs of `high` take nodes from jobs of the other partitions, and those of `low` get a minute's warning before."""
 CONFIGURATION = """
 ClusterName=here
 SlurmctldHost=login(10.77.0.1)
@@ -54,6 +58,9 @@ MpiDefault=none
 GresTypes=gpu
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+Prolog={folder}/etc/prolog
 NodeName={all} NodeAddr=10.77.0.[11-{last}] CPUs=16 CoresPerSocket=16 RealMemory=20000 Gres=gpu:{gpus}
 NodeName=few[1-2] NodeAddr=10.77.0.[101-102] CPUs=16 RealMemory=20000 Gres=gpu:4 State=DOWN
 NodeName=cpu[1-2] NodeAddr=10.77.0.[111-112] CPUs=16 RealMemory=20000 State=DOWN
@@ -62,6 +69,12 @@ NodeName=cpu[1-2] NodeAddr=10.77.0.[111-112] CPUs=16 RealMemory=20000 State=DOWN
 
 JOB_SUBMIT = """
 function slurm_job_submit(job, partitions, user)
+  local closed = io.open("{folder}/closed")
+  if closed ~= nil then
+    closed:close()
+    slurm.log_user("The site takes no more jobs of yours.")
+    return slurm.ERROR
+  end
   if job.account ~= nil and job.account ~= "acc" then
     return slurm.ESLURM_INVALID_ACCOUNT
   end
@@ -71,7 +84,7 @@ function slurm_job_modify(job, record, partitions, user)
   return slurm.SUCCESS
 end
 """
-"""The site's rule in the controller, in place of an accounting database: there is one account."""
+"""The site's rules in the controller, in place of an accounting database: there is one account, and a limit of jobs."""
 CLI_FILTER = """
 function slurm_cli_setup_defaults(options, early)
   return slurm.SUCCESS
@@ -83,10 +96,17 @@ function slurm_cli_pre_submit(options, offset)
   return slurm.SUCCESS
 end
 function slurm_cli_post_submit(offset, job, step)
+  if os.getenv("LAST_JOB_OF_THE_USER") then
+    io.open("{folder}/closed", "w"):close()
+  end
   return slurm.SUCCESS
 end
 """
-"""The site's greeting, which Slurm's commands print where the variable is set."""
+"""The site's greeting, which Slurm's commands print where the variable is set, and the limit of jobs that it reaches."""
+PROLOG = """#!/bin/bash
+[[ ! -e {folder}/broken ]]
+"""
+"""What each node does before a job. It fails where the test has broken the nodes."""
 
 
 def reason_against() -> str | None:
@@ -186,6 +206,31 @@ class RealSlurm:
     def join_again(self, name: str) -> None:
         """Gives a node its network back."""
         self._set_link(name, "up")
+
+    @contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """Stops Slurm's controller for a while. It keeps its state, as when a site restarts it."""
+        pid = (self.folder / "run" / "slurmctld.pid").read_text().strip()
+        self.command(
+            ["bash", "-c", f"scontrol shutdown slurmctld; while kill -0 {pid} 2> /dev/null; do sleep 0.1; done"]
+        )
+        try:
+            yield
+        finally:
+            started = self.command(["slurmctld", "-f", str(self.configuration)])
+            assert started.returncode == 0, started.stderr
+            while self.command(["squeue"]).returncode != 0:
+                time.sleep(0.2)
+
+    @contextmanager
+    def without_munge(self) -> Iterator[None]:
+        """Takes munge's socket away for a while, so that no command reaches Slurm."""
+        socket = self.folder / "munge" / "socket"
+        away = socket.rename(socket.with_name("away"))
+        try:
+            yield
+        finally:
+            away.rename(socket)
 
     def _set_link(self, name: str, state: str) -> None:
         done = self.command(["ip", "link", "set", f"v{name[1:]}", state])
@@ -296,8 +341,9 @@ class RealSlurm:
         addresses = "".join(f"10.77.0.{10 + number} n{number}\n" for number in range(1, self.num_nodes + 1))
         files = {
             "etc/slurm.conf": (CONFIGURATION + PARTITIONS).format(**values),
-            "etc/job_submit.lua": JOB_SUBMIT,
-            "etc/cli_filter.lua": CLI_FILTER,
+            "etc/job_submit.lua": JOB_SUBMIT.format(**values),
+            "etc/cli_filter.lua": CLI_FILTER.format(**values),
+            "etc/prolog": PROLOG.format(**values),
             "etc/plugstack.conf": f"required {plugin}\n",
             "etc/gres.conf": f"NodeName={nodes} Name=gpu File={self.folder}/gpus/gpu[0-{self.gpus - 1}]\n",
             "etc/cgroup.conf": "CgroupPlugin=cgroup/v1\n" if FREEZER.is_dir() else "",
@@ -305,6 +351,7 @@ class RealSlurm:
         }
         for name, text in files.items():
             (self.folder / name).write_text(text)
+        (self.folder / "etc" / "prolog").chmod(0o755)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

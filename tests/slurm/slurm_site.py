@@ -94,6 +94,14 @@ class Site:
         assert self.queue() == []
         return done.stderr
 
+    def wrap(self, command: str, script: str) -> dict[str, str]:
+        """Puts a script of the site in place of one of Slurm's commands, as `$REAL`; returns the variables that do so."""
+        wrapper = self.folder / "site_bin" / command
+        wrapper.parent.mkdir(exist_ok=True)
+        wrapper.write_text(f"#!/bin/bash\nREAL={shutil.which(command)} HERE={wrapper.parent}\n{script}\n")
+        wrapper.chmod(0o755)
+        return {"PATH": f"{wrapper.parent}:{os.environ['PATH']}"}
+
     def queue(self) -> list[str]:
         """Returns the ids of the jobs that wait or run."""
         return self.slurm.command(["squeue", "--noheader", "--format=%i"]).stdout.split()
