@@ -161,7 +161,7 @@ DRAFTER_ON_A_GPU = [
 ]
 AHEAD_APART = [*ENGINE_ON_ITS_OWN_NODE, *AHEAD, *FOUR_STEPS]
 NODE_RUNS = {
-    "one": NodeRun(1, "one"),
+    "one": NodeRun(1, "one", [AT_RANDOM]),
     "colocated_head": NodeRun(2, "colocated", [*REFRESHED_HEAD, *FIVE_STEPS]),
     "apart_ahead": NodeRun(2, "apart", AHEAD_APART),
     "async_four": NodeRun(4, "async", [*ASYNC, *ENGINES_ON_TWO_NODES, AT_RANDOM]),

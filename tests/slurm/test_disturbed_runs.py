@@ -14,6 +14,7 @@ from slurm_site import ENDED, NOBODY, Site, python_of_all_users, site, slurm
 
 from nemo_specrollout.cli.check import read_nemo_rl_config
 from nemo_specrollout.cli.run_length import MUST_SAVE_BY, RunLength, length_of
+from nemo_specrollout.cli.run_owner import EXIT_LOST
 from nemo_specrollout.config.nemo_rl_tree import at
 
 pytestmark = pytest.mark.integration
@@ -211,6 +212,18 @@ def test_a_driver_that_misses_a_node_before_slurm_does_is_requeued(site: Site) -
     assert (job["JobState"], job["Restarts"], job["ExitCode"]) == ("FAILED", "1", "1:0")
     said = (site.run / "slurm" / f"{job_id}.out").read_text()
     assert said.count("the driver failed and a node does not answer; waiting until Slurm requeues the job\n") == 1
+
+
+def test_a_driver_that_has_lost_a_process_goes_on_as_long_as_it_makes_checkpoints(site: Site) -> None:
+    """The first start makes a checkpoint and is requeued. The second makes none, so its failure is final."""
+    fail = f'mkdir -p "$LOGS/../../checkpoints/step_1"; exit {EXIT_LOST}'
+    site.set(environment={"END": fail, "PATH": f"{site.folder}/bin:/usr/bin:/bin"})
+    (job_id,) = site.launch()
+    start_again(site, job_id)
+    job = site.slurm.wait_for_state(job_id, *ENDED)
+    assert (job["JobState"], job["Restarts"], job["ExitCode"]) == ("FAILED", "1", f"{EXIT_LOST}:0")
+    said = (site.run / "slurm" / f"{job_id}.out").read_text()
+    assert said.count("nemo-specrollout: Ray has lost a process, so this job asks to be requeued\n") == 1
 
 
 @pytest.mark.parametrize(("end", "code"), [("exit 75", "75:0"), ("kill -KILL $$", "137:0")])
