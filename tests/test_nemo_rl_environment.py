@@ -17,7 +17,7 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.doctor.actors import diagnose_actors
 from nemo_specrollout.doctor.diagnosis import State
 from nemo_specrollout.nemo_rl.code_folder import code_folder, copy_code, is_on_pythonpath
-from nemo_specrollout.nemo_rl.ray_calls import ENGINE_ACTOR, python_of
+from nemo_specrollout.nemo_rl.ray_calls import ENGINE_ACTOR, is_loss_of_a_process, python_of
 
 pytestmark = pytest.mark.unit
 
@@ -240,6 +240,25 @@ def test_the_last_line_of_a_run_that_failed_says_how_to_go_on(
     *_, error, last = done.stderr.splitlines()
     assert error == "RuntimeError: a node is lost"
     assert last.startswith("nemo-specrollout: ") and said in last
+
+
+def test_a_lost_process_is_told_from_an_error_of_the_program() -> None:
+    from ray import exceptions
+
+    def raised(error: BaseException, *, of: BaseException | None = None) -> BaseException:
+        try:
+            raise error from of
+        except BaseException as caught:
+            return caught
+
+    lost = exceptions.ActorDiedError()
+    in_an_actor = exceptions.RayTaskError("generate", "Traceback", lost)
+    assert is_loss_of_a_process(lost)
+    assert is_loss_of_a_process(in_an_actor)
+    assert is_loss_of_a_process(raised(RuntimeError("no weights"), of=in_an_actor.as_instanceof_cause()))
+    own = exceptions.RayTaskError("generate", "Traceback", ValueError("a reward"))
+    assert not is_loss_of_a_process(own)
+    assert not is_loss_of_a_process(raised(RuntimeError("no weights"), of=own))
 
 
 def test_a_driver_ends_when_a_later_start_of_its_job_has_taken_the_run_over(tmp_path: Path) -> None:
