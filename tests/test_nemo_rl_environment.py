@@ -256,6 +256,7 @@ def test_a_lost_process_is_told_from_an_error_of_the_program() -> None:
     assert is_loss_of_a_process(lost)
     assert is_loss_of_a_process(in_an_actor)
     assert is_loss_of_a_process(raised(RuntimeError("no weights"), of=in_an_actor.as_instanceof_cause()))
+    assert is_loss_of_a_process(exceptions.RpcError("deadline exceeded"))
     own = exceptions.RayTaskError("generate", "Traceback", ValueError("a reward"))
     assert not is_loss_of_a_process(own)
     assert not is_loss_of_a_process(raised(RuntimeError("no weights"), of=own))

@@ -23,7 +23,7 @@ INTERVAL_S = 10.0
 EXIT_TAKEN_OVER = 75
 """Exit code of a driver whose run has been taken over, EX_TEMPFAIL of sysexits.h."""
 EXIT_LOST = 69
-"""Exit code of a run that has lost an actor or a node, EX_UNAVAILABLE of sysexits.h. The job's script reads it."""
+"""Exit code of a run that has lost a process or a node, EX_UNAVAILABLE of sysexits.h. The job's script reads it."""
 
 
 def watch(environment: Mapping[str, str], interval_s: float = INTERVAL_S) -> None:

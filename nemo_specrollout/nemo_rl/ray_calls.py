@@ -74,11 +74,14 @@ def engine_environment() -> dict[str, Any]:
 
 
 def is_loss_of_a_process(error: BaseException | None) -> bool:
-    """Returns whether an error came of a process or a node that Ray has lost, and not of the program itself."""
+    """Returns whether an error came of a process or a node that is lost or cannot be reached, and not of the program itself.
+
+    An `RpcError` is Ray's, or gRPC's own where NeMo-RL asks Ray for the memory of all nodes.
+    """
     lost = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError)
     seen = set[int]()
     while error is not None and id(error) not in seen:
-        if isinstance(error, lost):
+        if isinstance(error, lost) or any(kind.__name__ == "RpcError" for kind in type(error).__mro__):
             return True
         seen.add(id(error))
         # The error of a remote function names what has raised it as its cause, in an attribute of Ray's.
