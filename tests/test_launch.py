@@ -487,6 +487,20 @@ def test_an_allocation_around_launch_is_not_handed_on(
     assert said in capsys.readouterr().out
 
 
+def test_the_job_drops_what_sruns_of_ray_sub_would_read_as_options(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_the_shell = {"SLURM_JWT": "a token", "SLURM_SACK_SOCKET": "/run/of/this/machine"}
+    for name, value in of_the_shell.items():
+        monkeypatch.setenv(name, value)
+    assert cluster.launch() == 0
+    assert of_the_shell.items() <= sbatch_environment(cluster).items()  # by which sbatch reaches Slurm
+    of_sbatch = {"SLURM_GPUS": "16", "SLURM_GPUS_PER_NODE": "8", "SLURM_NTASKS_PER_GPU": "1"}
+    assert cluster.run_job(2, **of_sbatch).returncode == 0
+    names = {line.partition("=")[0] for line in cluster.recorded("ray.sub.environment")}
+    assert not {*of_the_shell, *of_sbatch} & names
+
+
 KEYED = (
     CONFIG
     + """
@@ -603,6 +617,14 @@ def test_a_key_that_launch_sets_reaches_what_refers_to_it(cluster: Cluster) -> N
         ("--qos", "has no value; write --qos=VALUE as one item"),
         ("-q", "has no value behind its letter; write --qos=VALUE"),
         ("-q long", "has no value behind its letter; write --qos=VALUE"),
+        ("--requeue", "is set by launch itself"),
+        (
+            "--requeue=expedite",
+            "is set by launch itself; remove it; with =expedite, Slurm would hold a job that failed",
+        ),
+        ("--external", "would run no script"),
+        ("--container-type=x", "write `container`"),
+        ("--spread", "is short for spread-job, spread-segments; write the whole name"),
         ("--gpus-per=8", "is short for gpus-per-node, gpus-per-socket, gpus-per-task; write the whole name"),
         ("-", "is no option"),
         ("--", "is no option"),
@@ -620,6 +642,7 @@ def test_other_options_are_passed_on(cluster: Cluster) -> None:
     options = [
         "--gres=gpu:8", "-qlong", "--qos=long", "--mem=0", "-Clarge", "-H", "--comment=two words", "--nodelist=n[1-4]",
         "--nice", "--mail-type=END", "--reservation=r", "-Mother", "--site-plugin=x", "--gpus-per-node=8", "-vv",
+        "--resv-ports", "--spread-segments", "--mem-update=20@10",
     ]  # fmt: skip
     cluster.set(sbatch_args=options)
     assert cluster.launch() == 0 and cluster.recorded("sbatch.1")[-1 - len(options) : -1] == options

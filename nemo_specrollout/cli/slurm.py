@@ -45,7 +45,7 @@ _NOT_IN_A_MOUNT = re.compile(r"[\s,:*?\[\]$`\\\"']")
 _NOT_IN_A_FOLDER = re.compile(r"[^\w/.+@=~^-]")
 """Characters that mean something to a shell, separate mounts, or begin one of Slurm's patterns, such as %j."""
 _NOT_IN_A_CONTAINER = re.compile(r"[\s*?\[\]]")
-_TO_REACH_SLURM = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}
+_TO_REACH_SLURM = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"}
 _OF_AN_ALLOCATION = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SPANK|PMI|PMI2|PMIX)_.*")
 """What Slurm sets in an allocation, and options for its commands. A job gets its own."""
 _OF_THIS_MACHINE = {
@@ -72,7 +72,7 @@ class _ShellTemplate(Template):
 
 _JOB = _ShellTemplate(Path(__file__).with_name("job.sh.template").read_text(encoding="utf-8"))
 _VARIABLES_SET_BY_LAUNCH = re.findall(r"^export (\w+)", _JOB.template, re.MULTILINE)
-_UNSET_IN_THE_JOB = re.findall(r"^unset (.+)", _JOB.template, re.MULTILINE)[0].split()
+_UNSET_IN_THE_JOB = " ".join(re.findall(r"^unset (.+)", _JOB.template, re.MULTILINE)).split()
 
 
 @dataclass(frozen=True)

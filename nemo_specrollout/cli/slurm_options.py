@@ -5,21 +5,25 @@ A long option may be shortened to the first letters of its name. Short ones may 
 """
 
 _VALUED = (
-    "account/A acctg-freq array/a bb bbf begin/b cluster-constraint clusters/M cluster comment constraint/C container "
-    "container-id core-spec/S cores-per-socket cpu-freq cpus-per-gpu cpus-per-task/c deadline delay-boot dependency/d "
-    "distribution/m error/e exclude/x export export-file extra extra-node-info/B gid gpu-bind gpu-freq gpus/G gpus-per-node "
-    "gpus-per-socket gpus-per-task gres gres-flags hint input/i job-name/J kill-on-invalid-dep licenses/L mail-type "
-    "mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nodefile/F nodelist/w nodes/N ntasks/n "
-    "ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket ntasks-per-tres open-mode output/o partition/p power "
-    "prefer priority profile qos/q reservation resv-ports segment signal sockets-per-node switches tasks-per-node "
-    "thread-spec threads-per-core time/t time-min tmp tres-bind tres-per-task uid wait-all-nodes wckey workdir wrap chdir/D"
+    "account/A acctg-freq array/a batch bb bbf begin/b cluster-constraint clusters/M cluster comment constraint/C container "
+    "container-id container-type context core-spec/S cores-per-socket cpu-freq cpus-per-gpu cpus-per-task/c deadline "
+    "delay-boot dependency/d distribution/m error/e exclude/x export export-file extra extra-node-info/B gid gpu-bind "
+    "gpu-freq gpus/G gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint input/i job-name/J "
+    "kill-on-invalid-dep licenses/L mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mem-update mincpus "
+    "network nodefile/F nodelist/w nodes/N ntasks/n ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket "
+    "ntasks-per-tres open-mode output/o partition/p power prefer priority profile qos/q reservation resources segment "
+    "signal sockets-per-node switches tasks-per-node thread-spec threads-per-core time/t time-min tmp tres-bind "
+    "tres-per-task uid wait-all-nodes wckey workdir wrap chdir/D"
 )
 _UNVALUED = (
-    "autocomplete contiguous exclusive get-user-env help/h hold/H ignore-pbs nice no-kill/k no-requeue oom-kill-step "
-    "overcommit/O oversubscribe/s parsable propagate quiet/Q reboot requeue share spread-job stepmgr test-only usage/u "
-    "use-min-nodes verbose/v version/V wait/W"
+    "autocomplete consolidate-segments contiguous exclusive external get-user-env help/h hold/H ignore-pbs nice no-kill/k "
+    "no-requeue oom-kill-step overcommit/O oversubscribe/s parsable propagate quiet/Q reboot requeue resv-ports share "
+    "spread-job spread-segments stepmgr test-only usage/u use-min-nodes verbose/v version/V wait/W"
 )
-"""Options that need no value of their own; some may have one after an =."""
+"""Options that need no value of their own; some may have one after an =.
+
+The names are those of Slurm 22.05 to 26.05.
+"""
 _LETTERS = {
     letter: name for name, _, letter in (entry.partition("/") for entry in f"{_VALUED} {_UNVALUED}".split()) if letter
 }
@@ -35,9 +39,8 @@ _SET_BY_LAUNCH = {
     "partition": "write `partition`",
     "time": "write `time`",
     "export": "write variables into `environment`",
-    **dict.fromkeys(
-        ("job-name", "dependency", "requeue", "exclusive", "output", "error", "open-mode", "parsable"), "remove it"
-    ),
+    "requeue": "remove it; with =expedite, Slurm would hold a job that failed, and the jobs behind it would wait",
+    **dict.fromkeys(("job-name", "dependency", "exclusive", "output", "error", "open-mode", "parsable"), "remove it"),
 }
 _REFUSED = {
     **{name: f"is set by launch itself; {fix}" for name, fix in _SET_BY_LAUNCH.items()},
@@ -46,6 +49,8 @@ _REFUSED = {
     "chdir": "has no use, since the job's script has absolute paths; remove it",
     "container": "would put the job's script into a container; write `container`",
     "container-id": "would put the job's script into a container; write `container`",
+    "container-type": "would put the job's script into a container; write `container`",
+    "external": "would run no script; remove it",
     "export-file": "would hide the variables of the job; write them into `environment`",
     "get-user-env": "would replace the variables of the job; write what is missing into `environment`",
     "help": "submits nothing; remove it",

@@ -2,7 +2,8 @@
 """What `launch` asks Slurm before it writes or submits anything: whether the partition can ever run the job.
 
 `sbatch` takes some jobs that can never start, such as one of more nodes than the partition has, and they wait for ever. And
-NeMo-RL's `ray.sub` compares the GPUs of a node only when the job has got its nodes, which may be days later.
+NeMo-RL's `ray.sub` compares the GPUs of a node, and asks `srun` for PMIx, only when the job has got its nodes, which may be
+days later.
 """
 
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nemo_specrollout.cli.slurm import ClusterSettings, question_environment, seconds, submission_environment
 from nemo_specrollout.cli.submission import lacks_an_answer
@@ -20,6 +22,10 @@ _FACTS = "%D|%l|%s|%G"
 """The format of `sinfo`: number of nodes, time limit, nodes that a job may have, and generic resources."""
 _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?(\d+)")
 """GPUs in a list of generic resources, such as gpu:8, gpu:h100:8(S:0-1) or nic:2,gpu:4."""
+_ASKED_MPI = re.compile(r"--mpi=(\w+)")
+"""A kind of MPI in an option of `srun`."""
+_PRESENT_MPI = re.compile(r"^\s+(\w+)$", re.MULTILINE)
+"""A kind of MPI in what `srun --mpi=list` says, a line for each below a headline."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def ask(
             text = f"Slurm does not answer, so nothing was written or submitted: {complaint}"
             raise ConfigError(f"{text}; launch again when `sinfo` answers")
         return [Finding("slurm", f"does not answer, so the partition was not looked at: {complaint}", "warning")]
-    if "invalid" in complaint.lower():
+    if _is_final(complaint):
         raise ConfigError(f"sbatch would refuse the job: {complaint}")
     is_elsewhere = any(argument.startswith(("-M", "--cluster")) for argument in settings.sbatch_args)
     partition = None if is_elsewhere else read_partition(settings.partition)
@@ -68,7 +74,16 @@ def ask(
             else "sbatch may refuse the job"
         )
         found.append(Finding("slurm.partition", f"{text}; {end}", "warning"))
-    return found
+    return [*found, *_missing_mpi(settings)]
+
+
+def _is_final(complaint: str) -> bool:
+    """Returns whether Slurm would never take the job, whatever becomes of its nodes.
+
+    What the controller says of nodes begins with "allocation failure". What sbatch says itself is about the options, such as
+    one that this version of Slurm does not know.
+    """
+    return "invalid" in complaint.lower() or ("sbatch: " in complaint and "allocation failure" not in complaint)
 
 
 def _complaint(command: Sequence[str], script: str) -> str:
@@ -82,6 +97,21 @@ def _complaint(command: Sequence[str], script: str) -> str:
         check=False,
     )
     return "" if done.returncode == 0 else " ".join(done.stderr.decode("utf-8", "replace").split())
+
+
+def _missing_mpi(settings: ClusterSettings) -> Iterator[Finding]:
+    """Yields a warning if `ray.sub` asks `srun` for a kind of MPI that Slurm lacks here, as some packages lack PMIx."""
+    if shutil.which("srun") is None:
+        return
+    asked = set(_ASKED_MPI.findall(Path(settings.nemo_rl, "ray.sub").read_text(encoding="utf-8", errors="replace")))
+    if not asked:
+        return
+    done = subprocess.run(["srun", "--mpi=list"], capture_output=True, env=question_environment(), check=False)
+    present = _PRESENT_MPI.findall(done.stdout.decode("utf-8", "replace"))
+    if present and (missing := sorted(asked.difference(present))):
+        text = f"its ray.sub runs `srun --mpi={missing[0]}`, but `srun --mpi=list` names only {', '.join(present)} here"
+        fix = "if the nodes have no more, each job ends as soon as it starts; ask the site for Slurm's PMIx plugin"
+        yield Finding("slurm.nemo_rl", f"{text}; {fix}", "warning")
 
 
 def read_partition(name: str) -> Partition | None:

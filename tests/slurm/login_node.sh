@@ -12,6 +12,12 @@ if [[ "${4:-}" != inside ]]; then
   exec unshare --cgroup --mount --net --uts --ipc --pid --fork --kill-child --mount-proc bash "$0" "$@" inside
 fi
 hostname login
+if [[ -n "${SLURM_OF_TESTS:-}" ]]; then # a folder of get_slurm.sh, whose usr lies over the machine's here and on the nodes
+  mount -t overlay -o "lowerdir=$SLURM_OF_TESTS/usr:/usr" overlay /usr
+  for plugins in "$SLURM_OF_TESTS"/usr/lib/*/slurm-wlm; do # without those of the machine's Slurm
+    mount --bind "$plugins" "${plugins#"$SLURM_OF_TESTS"}"
+  done
+fi
 if [[ -d "$folder/control_group" ]]; then
   umount /sys/fs/cgroup/freezer
   mount -t cgroup -o freezer none /sys/fs/cgroup/freezer

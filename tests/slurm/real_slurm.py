@@ -17,9 +17,12 @@ from pathlib import Path
 from types import TracebackType
 
 HERE = Path(__file__).parent
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "gcc", "ip", "unshare", "nsenter")
+OTHER_SLURM = "SLURM_OF_TESTS"
+"""Variable with a folder of `get_slurm.sh`, whose Slurm the cluster has in place of this machine's."""
+OF_SLURM = ("usr/sbin/slurmctld", "usr/sbin/slurmd", "usr/bin/sbatch", "usr/sbin/munged", "usr/include/slurm/spank.h")
+PROGRAMS = ("gcc", "ip", "unshare", "nsenter")
 PACKAGES = "slurm-wlm munge libslurm-dev gcc iproute2"
-"""Debian's packages that bring the programs."""
+"""Debian's packages that bring Slurm and the programs."""
 FREEZER = Path("/sys/fs/cgroup/freezer")
 """Where a machine with control groups of version 1 keeps the kind by which Slurm knows the processes of a job."""
 PARTITIONS = """
@@ -109,6 +112,17 @@ PROLOG = """#!/bin/bash
 """What each node does before a job. It fails where the test has broken the nodes."""
 
 
+def other_slurm() -> Path | None:
+    """Returns the folder with the Slurm that `SLURM_OF_TESTS` names; None for this machine's own."""
+    named = os.environ.get(OTHER_SLURM)
+    return Path(named).resolve() if named else None
+
+
+def slurm_root() -> Path:
+    """Returns the folder below which the cluster's Slurm has its `usr`."""
+    return other_slurm() or Path("/")
+
+
 def reason_against() -> str | None:
     """Returns why this machine cannot have such a cluster, as a sentence that says what to do; None if it can."""
     if os.geteuid() != 0:
@@ -116,8 +130,9 @@ def reason_against() -> str | None:
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     if missing := [program for program in PROGRAMS if shutil.which(program, path=path) is None]:
         return f"no {', '.join(missing)} on this machine; install Debian's packages {PACKAGES}"
-    if not Path("/usr/include/slurm/spank.h").exists():
-        return f"no header slurm/spank.h on this machine; install Debian's packages {PACKAGES}"
+    if missing := [name for name in OF_SLURM if not (slurm_root() / name).exists()]:
+        fix = "make it with get_slurm.sh" if other_slurm() else f"install Debian's packages {PACKAGES}"
+        return f"no {', '.join(missing)} below {slurm_root()}; {fix}"
     made = subprocess.run(
         ["unshare", "--mount", "--net", "--uts", "--ipc", "--pid", "--cgroup", "--fork", "true"],
         capture_output=True,
@@ -332,7 +347,8 @@ class RealSlurm:
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
         plugin = self.folder / "container_stand_in.so"
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", plugin, HERE / "container_stand_in.c"], check=True)
+        headers = f"-I{slurm_root() / 'usr' / 'include'}"  # Slurm takes no plugin that another version's headers made
+        subprocess.run(["gcc", "-shared", "-fPIC", headers, "-o", plugin, HERE / "container_stand_in.c"], check=True)
         nodes = f"n[1-{self.num_nodes}]"
         values = {
             "folder": self.folder, "all": nodes, "last": 10 + self.num_nodes, "gpus": self.gpus,

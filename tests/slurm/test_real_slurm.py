@@ -5,6 +5,8 @@ README.md says how NeMo-RL itself runs here. `test_disturbed_runs.py` has the re
 """
 
 import json
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -17,6 +19,7 @@ from slurm_site import ENDED, NOBODY, RECIPE, Site, python_of_all_users, site, s
 
 pytestmark = pytest.mark.integration
 __all__ = ["site", "slurm"]  # fixtures
+NEMO_RL_SRC = os.environ.get("NEMO_RL_SRC")
 
 # A run as the page starts it.
 
@@ -55,6 +58,37 @@ def test_another_user_than_root_launches(slurm: RealSlurm) -> None:
     site.end()
 
 
+@pytest.mark.parametrize(
+    "options", [["--gres=gpu:8"], ["--gpus-per-node=8"], ["--gpus=16"], ["--gpus=16", "--ntasks-per-gpu=1"]]
+)
+def test_gpus_may_be_asked_for_in_all_of_slurms_ways(site: Site, options: list[str]) -> None:
+    """Slurm hands options of the job on to each srun as variables, and ray.sub's name the GPUs by --gres."""
+    site.set(sbatch_args=options)
+    site.allow(3)
+    (job_id,) = site.launch(nodes=2)
+    assert site.slurm.wait_for_state(job_id, *ENDED)["JobState"] == "COMPLETED"
+
+
+@pytest.mark.skipif(NEMO_RL_SRC is None, reason="set NEMO_RL_SRC to a NeMo-RL checkout to run its real ray.sub")
+@pytest.mark.parametrize("gpus", ["--gres=gpu:8", "--gpus=16"])
+def test_nemo_rls_own_ray_sub_runs_on_this_slurm(site: Site, gpus: str) -> None:
+    """Ray and uv are stand-ins, so that this is about ray.sub's lines for srun, scontrol and sinfo."""
+    assert NEMO_RL_SRC is not None
+    if "pmix" not in site.slurm.command(["srun", "--mpi=list"]).stdout:
+        pytest.skip("this Slurm has no PMIx, for which ray.sub asks")
+    shutil.copy(Path(NEMO_RL_SRC) / "ray.sub", site.checkout)
+    logs = site.run / "slurm" / "of_stand_ins"
+    variables = {"STEPS": "3", "PATH": f"{site.folder}/bin:/usr/bin:/bin", "LOGS": str(logs)}
+    site.set(environment=variables, setup_command="mkdir -p $LOGS", sbatch_args=[gpus])
+    site.allow(3)
+    (job_id,) = site.launch(nodes=2)
+    out = site.run / "slurm" / f"{job_id}.out"
+    assert site.slurm.wait_for_state(job_id, *ENDED)["JobState"] == "COMPLETED", out.read_text()[-2000:]
+    starts = [line.split() for line in (logs / "ray").read_text().splitlines()]
+    assert [node for node, *_ in starts] == ["n1", "n2"] and "--head" in starts[0]
+    assert (logs / "driver").exists()
+
+
 def test_an_allocation_around_launch_leaves_no_trace_in_the_job(site: Site) -> None:
     command = [sys.executable, "-B", "-m", "nemo_specrollout", *site.arguments(nodes=2)]
     allocation = ["salloc", "--account=acc", "--ntasks=1", "--cpus-per-task=2", "--mem=1000"]
@@ -88,7 +122,8 @@ def test_a_chain_goes_on_after_a_cancelled_job(site: Site) -> None:
     site.slurm.command(["scancel", jobs[0]])
     site.allow(3)
     assert site.slurm.wait_for_state(jobs[2], *ENDED)["JobState"] == "COMPLETED"
-    assert [site.slurm.job(job)["JobState"] for job in jobs] == ["CANCELLED", "CANCELLED", "COMPLETED"]
+    ended = [site.slurm.wait_for_state(job, *ENDED)["JobState"] for job in jobs]  # the first may still be in COMPLETING
+    assert ended == ["CANCELLED", "CANCELLED", "COMPLETED"]
     assert site.steps() == [(jobs[0], "0", "1"), (jobs[2], "0", "2"), (jobs[2], "0", "3")]
 
 
@@ -252,6 +287,11 @@ def test_an_unknown_partition_or_account_is_refused_in_slurms_words(site: Site) 
     assert "Invalid account or account/partition combination specified" in site.refused("--account=other")
 
 
+def test_an_option_that_this_slurm_does_not_know_is_refused_in_slurms_words(site: Site) -> None:
+    site.set(sbatch_args=["--of-another-version=1"])
+    assert "sbatch would refuse the job: sbatch: unrecognized option '--of-another-version=1'" in site.refused()
+
+
 def test_nodes_with_fewer_gpus_than_the_file_says_are_refused(site: Site) -> None:
     said = site.refused("--partition=few_gpus")
     assert "slurm.gpus_per_node: 8, but nodes of partition few_gpus have 4 by Slurm's account" in said
@@ -271,6 +311,14 @@ def test_a_partition_whose_gpus_slurm_does_not_count_is_a_warning(site: Site) ->
         "warning: slurm.partition: no_gpus; Slurm counts no GPUs there, so see that its nodes have 8 each"
         in done.stdout
     )
+
+
+def test_a_kind_of_mpi_that_slurm_lacks_is_a_warning(site: Site) -> None:
+    with (site.checkout / "ray.sub").open("a") as ray_sub:
+        ray_sub.write("# srun --mpi=none --mpi=of_no_slurm\n")
+    done = site.product(*site.arguments("--dry-run"))
+    said = "warning: slurm.nemo_rl: its ray.sub runs `srun --mpi=of_no_slurm`, but `srun --mpi=list` names only "
+    assert done.returncode == 0 and done.stdout.count(said) == 1, done.stdout + done.stderr
 
 
 def test_nodes_that_are_down_are_a_warning(site: Site) -> None:
