@@ -41,7 +41,6 @@ class Launched:
         self.slurm, self.host, self.folder, self.plan = slurm, host, folder, plan
         self.run = slurm.small_disk / "run" if plan.is_on_a_small_disk else folder / "run"
         self.jobs: list[str] = []
-        self.notes: list[str] = []
 
     def launch(self, *more: str) -> str:
         """Submits the run by the user's command; returns the id of the last job."""
@@ -161,7 +160,7 @@ def run_on_nodes(host: Host, folder: Path, plan: NodeRun) -> None:
     finally:
         shutil.rmtree(cluster)
     seconds = round(time.monotonic() - began)
-    result = {"jobs": jobs, "left": left, "seconds": seconds, "notes": launched.notes}
+    result = {"jobs": jobs, "left": left, "seconds": seconds}
     (folder / "result.json").write_text(json.dumps(result))
     print(f"=== {folder.name}: {result}", flush=True)
 

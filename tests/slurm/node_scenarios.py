@@ -106,9 +106,9 @@ def network_is_cut(seconds: float) -> Any:
         run.slurm.cut_off(node)
         time.sleep(seconds)
         run.slurm.join_again(node)
-        run.notes.append(run.wait_for_end(job))
-        if run.notes[-1] != "COMPLETED":
-            run.wait_for_end(run.launch())
+        if run.slurm.wait_for_state(job, "PENDING", *ENDED)["JobState"] == "PENDING":
+            run.start_again_now(job)
+        run.wait_for_end(job)
 
     return happens
 

@@ -103,6 +103,7 @@ def test_an_undisturbed_run_is_one_job(made: Callable[[str], RunOnNodes], name: 
         ("node_dies", [("COMPLETED", "1")]),
         ("disk_fills", [("FAILED", "0"), ("COMPLETED", "0")]),
         ("cut_for_5_s", [("COMPLETED", "0")]),
+        ("cut_for_60_s", [("COMPLETED", "1")]),
     ],
 )
 def test_a_disturbed_run_goes_on(made: Callable[[str], RunOnNodes], name: str, states: list[tuple[str, str]]) -> None:
