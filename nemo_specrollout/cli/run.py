@@ -18,6 +18,7 @@ from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
 from nemo_specrollout.config.nemo_rl_tree import Tree, at
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.installed.versions import can_run_nemo_rl
+from nemo_specrollout.nemo_rl.start_facts import BEGAN
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -28,6 +29,9 @@ def run(parsed: argparse.Namespace) -> int:
     After an error of the run, the last line says how to go on, and `EXIT_LOST` is returned if Ray has lost a process. In a
     job of `launch`, the process ends when a later start of the job has taken the run over.
     """
+    os.environ.setdefault(
+        BEGAN, str(int(time.time()))
+    )  # the command goes on in NeMo-RL's environment, with this variable
     tree = read_nemo_rl_config(parsed.config, parsed.overrides)
     findings = [*prepare_nemo_rl(tree)[1], *unknown_overrides(parsed.config, parsed.overrides)]
     if not can_run_nemo_rl():
