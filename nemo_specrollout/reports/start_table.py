@@ -12,9 +12,10 @@ from nemo_specrollout.reports.starts import RunOfStarts, Start
 TITLE = "Starts of this run"
 HOW_TO_READ = (
     "Each start of the driver goes on after the newest checkpoint. Steps that an earlier start had made beyond it are made "
-    "again, and the later ones count. The time until the first step goes to container, Ray, engines and checkpoint."
+    "again, and the later ones count. The time until the first step goes to container, Ray, engines and checkpoint. A dotted "
+    "line in a chart is where a later start goes on."
 )
-COLUMNS = ("start", "job", "began", "until its<br>first step", "steps", "made<br>again later", "end")
+COLUMNS = ("start", "job", "steps", "made<br>again later", "until its<br>first step", "began", "ended by Slurm")
 """Headings (HTML) of the table."""
 
 
@@ -24,18 +25,18 @@ class Row:
 
     start: str
     job: str
-    began: str
-    before_first_step: str
     steps: str
     made_again: str
+    before_first_step: str
+    began: str
     end: str
-    """Why Slurm has ended it, or why its records cannot be read."""
-    is_bad: bool = False
-    """True if its records cannot be read."""
+    problem: str
+    """Why its records cannot be read."""
 
     @property
     def cells(self) -> Sequence[str]:
-        return (self.start, self.job, self.began, self.before_first_step, self.steps, self.made_again, self.end)
+        """The cells of its row, in the order of `COLUMNS`."""
+        return (self.start, self.job, self.steps, self.made_again, self.before_first_step, self.began, self.end)
 
 
 def rows_of(run: RunOfStarts) -> list[Row]:
@@ -45,15 +46,16 @@ def rows_of(run: RunOfStarts) -> list[Row]:
 
 def _row(run: RunOfStarts, start: Start) -> Row:
     requeues = f", requeue {start.num_requeues}" if start.num_requeues else ""
+    none = "none yet" if start is run.starts[-1] else "none"
     return Row(
         start.name,
         start.job + requeues,
-        start.began.replace("T", " ")[:19],
-        duration(start.before_first_step_s) if math.isfinite(start.before_first_step_s) else "",
-        _numbers(start.steps) or ("" if start.problem else "none yet" if start is run.starts[-1] else "none"),
+        _numbers(start.steps) or ("not readable" if start.problem else none),
         _numbers(run.lost[start.name]),
-        f"cannot be read: {start.problem}" if start.problem else run.end_of(start),
-        bool(start.problem),
+        duration(start.before_first_step_s) if math.isfinite(start.before_first_step_s) else "",
+        start.began.replace("T", " ")[:19],
+        run.end_of(start).lower(),
+        start.problem,
     )
 
 
@@ -75,8 +77,9 @@ def start_card(run: RunOfStarts) -> str:
 def start_list(run: RunOfStarts) -> str:
     """Returns the section with a row for each start, and a sentence for each job that has none."""
     rows = rows_of(run)
-    notes = [f"Job {job.id} {job.state}." for job in run.jobs_without_start]
-    return text_table(TITLE, HOW_TO_READ, COLUMNS, [(row.cells, row.is_bad) for row in rows], notes)
+    notes = [f"{row.start} cannot be read: {row.problem}." for row in rows if row.problem]
+    notes += [f"Job {job.id} {job.state}." for job in run.jobs_without_start]
+    return text_table(TITLE, HOW_TO_READ, COLUMNS, [(row.cells, bool(row.problem)) for row in rows], notes)
 
 
 def lines_of(run: RunOfStarts) -> Iterator[str]:
@@ -84,10 +87,10 @@ def lines_of(run: RunOfStarts) -> Iterator[str]:
     for row in rows_of(run):
         job = f" (job {row.job})" if row.job else ""
         parts = [
-            row.steps.replace("none", "no step") if row.steps.startswith("none") else _named(row.steps),
+            f"cannot be read: {row.problem}" if row.problem else _named(row.steps),
             f"{_named(row.made_again)} made again later" if row.made_again else "",
             f"{row.before_first_step} until its first step" if row.before_first_step else "",
-            row.end,
+            f"ended by Slurm: {row.end}" if row.end else "",
         ]
         yield f"{row.start}{job}: {'; '.join(filter(None, parts))}"
     for job in run.jobs_without_start:
@@ -95,7 +98,9 @@ def lines_of(run: RunOfStarts) -> Iterator[str]:
 
 
 def _named(steps: str) -> str:
-    return f"step{'' if steps.isdecimal() else 's'} {steps}" if steps else ""
+    if steps.startswith("none"):
+        return steps.replace("none", "no step")
+    return f"step{'' if steps.isdecimal() else 's'} {steps}"
 
 
 def _numbers(steps: Sequence[Record]) -> str:
