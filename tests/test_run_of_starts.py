@@ -16,10 +16,10 @@ from nemo_specrollout.audit.recorded_run import RecordedRun
 from nemo_specrollout.audit.rows import EngineFacts, FinishedRow, RowParams, write_rows
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.nemo_rl.run_record import RunRecord
-from nemo_specrollout.nemo_rl.start_facts import start_facts
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.reports.records import Run
 from nemo_specrollout.reports.run_folders import find_folders, read_run
+from nemo_specrollout.reports.start_facts import start_facts
 from nemo_specrollout.reports.starts import RunOfStarts, Start
 
 pytestmark = pytest.mark.unit
@@ -52,7 +52,7 @@ def start(
         for i, step in enumerate(steps, 1)
     ]
     folder = write_run(run / "logs" / f"exp_{number:03d}", lines)
-    variables = {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(requeues), "NRL_JOB_START_EPOCH": f"{began_s}.25"}
+    variables = {"SPECROLLOUT_START": f"{job}.{requeues}", "NRL_JOB_START_EPOCH": f"{began_s}.25"}
     about = json.loads((folder / "run.json").read_text())
     facts = start_facts(variables if job else {}, steps[0] - 1 if steps else 0)
     (folder / "run.json").write_text(json.dumps({**about, "start": facts}))
@@ -254,7 +254,7 @@ def test_damaged_facts_of_a_start_count_as_missing(facts: Any) -> None:
 
 
 def test_a_record_has_its_job_and_the_times_of_its_steps(tmp_path: Path) -> None:
-    variables = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "NRL_JOB_START_EPOCH": "1780000000.79"}
+    variables = {"SPECROLLOUT_START": "7.2", "NRL_JOB_START_EPOCH": "1780000000.79"}
     assert start_facts(variables | {"SPECROLLOUT_BEGAN": "1780000100"}, 4) | {"began": ""} == {
         "first_step": 5, "began": "", "job_id": "7", "num_requeues": 2,
     }  # fmt: skip

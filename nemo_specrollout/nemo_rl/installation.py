@@ -33,10 +33,10 @@ from nemo_specrollout.nemo_rl.patch_point_table import (
 )
 from nemo_specrollout.nemo_rl.patch_points import PatchPoint, check_patch_points
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, changed_seed, put_run
-from nemo_specrollout.nemo_rl.start_facts import start_facts
 from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 from nemo_specrollout.reports.records import FOLDER as RECORDS
+from nemo_specrollout.reports.start_facts import start_facts
 from nemo_specrollout.reports.starts import START
 from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 

@@ -6,6 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+NAME_OF_START = "SPECROLLOUT_START"
+"""Variable with the name of this start of a Slurm job, `JOB.REQUEUES`, which the job's script sets. Slurm's own variables do
+not reach the driver, because NeMo-RL's `ray.sub` takes them away before it starts Ray."""
 BEGAN = "SPECROLLOUT_BEGAN"
 """Variable with the seconds since 1970 at which the command `run` began. The command sets it."""
 _JOB_BEGAN = "NRL_JOB_START_EPOCH"
@@ -21,10 +24,9 @@ def start_facts(variables: Mapping[str, str], first_version: int) -> dict[str, A
     began_s = next((s for name in (_JOB_BEGAN, BEGAN) if math.isfinite(s := _seconds(variables.get(name)))), math.nan)
     if math.isfinite(began_s):
         facts["began"] = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(began_s))
-    if variables.get("SLURM_JOB_ID"):
-        facts["job_id"] = variables["SLURM_JOB_ID"]
-        requeues = variables.get("SLURM_RESTART_COUNT", "0")
-        facts["num_requeues"] = int(requeues) if requeues.isdecimal() else 0
+    job, _, requeues = variables.get(NAME_OF_START, "").partition(".")
+    if job:
+        facts |= {"job_id": job, "num_requeues": int(requeues) if requeues.isdecimal() else 0}
     return facts
 
 
