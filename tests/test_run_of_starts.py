@@ -2,6 +2,7 @@
 """Report and audit of a run that several starts have made: chains of jobs, requeues, kills, and folders that are damaged."""
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Sequence
@@ -250,7 +251,8 @@ def test_records_of_older_versions_have_no_facts_of_their_start(
 def test_damaged_facts_of_a_start_count_as_missing(facts: Any) -> None:
     found = Start(Path("exp_001"), {"start": facts}, [{"step": 3}])
     assert (found.first_step, found.job, found.num_requeues, found.began) == (3, "", 0, "")
-    assert found.before_first_step_s != found.before_first_step_s
+    assert math.isnan(found.before_first_step_s)
+    assert Start(Path("exp_001"), {"start": {"first_step": -1}}, []).first_step is None  # it would hide all steps before
 
 
 def test_a_record_has_its_job_and_the_times_of_its_steps(tmp_path: Path) -> None:

@@ -40,10 +40,14 @@ class Start:
 
     @property
     def first_step(self) -> int | None:
-        """Number of the first step that the start makes, from its checkpoint; None if that is not known."""
+        """Number of the first step that the start makes, at least 1; None if that is not known.
+
+        Without a step it is known from the checkpoint from which the start goes on.
+        """
         facts = self.about.get(START)
         known = whole_number(facts.get("first_step")) if isinstance(facts, Mapping) else None
-        return self.steps[0]["step"] if known is None and self.steps else known
+        first = self.steps[0]["step"] if self.steps else known
+        return first if first is None or first >= 1 else None
 
     @property
     def job(self) -> str:
