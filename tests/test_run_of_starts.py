@@ -114,6 +114,15 @@ def test_the_steps_of_a_chain_are_one_run_and_the_later_of_two_counts(
     assert [step["step"] for step in alone.steps] == [5, 6] and not isinstance(alone, RunOfStarts)
 
 
+def test_versions_that_changed_between_starts_are_all_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = launched(tmp_path)
+    start(run, 1, [1])
+    about = start(run, 2, [2]) / "run.json"
+    about.write_text(about.read_text().replace('"vllm": "0.32.0"', '"vllm": "0.33.0"'))
+    page, _ = report(run, capsys)
+    assert "torch 2.13.0 vllm 0.32.0, then 0.33.0" in page.text
+
+
 def test_a_start_that_has_loaded_its_checkpoint_takes_the_steps_beyond_it_away(tmp_path: Path) -> None:
     run = launched(tmp_path, "12")
     start(run, 1, range(1, 8), "12")
@@ -252,7 +261,9 @@ def test_damaged_facts_of_a_start_count_as_missing(facts: Any) -> None:
     found = Start(Path("exp_001"), {"start": facts}, [{"step": 3}])
     assert (found.first_step, found.job, found.num_requeues, found.began) == (3, "", 0, "")
     assert math.isnan(found.before_first_step_s)
-    assert Start(Path("exp_001"), {"start": {"first_step": -1}}, []).first_step is None  # it would hide all steps before
+    assert (
+        Start(Path("exp_001"), {"start": {"first_step": -1}}, []).first_step is None
+    )  # it would hide all steps before
 
 
 def test_a_record_has_its_job_and_the_times_of_its_steps(tmp_path: Path) -> None:

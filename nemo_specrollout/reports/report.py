@@ -88,12 +88,21 @@ def _page(run: Run, sections: Sequence[str]) -> str:
         parts.append(folded("Resolved config", config.read_text(encoding="utf-8", errors="replace")))
     else:
         parts.append(folded("policy.generation.specrollout", yaml.safe_dump(run.about.get("block"), sort_keys=False)))
-    versions = run.about.get("versions")
     known = {key: run.about[key] for key in ("command", "started", "commit") if run.about.get(key)}
-    known |= dict(sorted(versions.items())) if isinstance(versions, Mapping) else {}
-    parts.append(facts("How this run was made", known))
+    parts.append(facts("How this run was made", known | _versions(run)))
     folder = run.folder.resolve()
     return page(f"Run {folder.parent.name if folder.name == 'specrollout' else folder.name}", status_of(run), parts)
+
+
+def _versions(run: Run) -> dict[str, str]:
+    """Returns the versions of packages. Where they differ between the starts of a run, all of them in order."""
+    abouts = [start.about for start in run.starts] if isinstance(run, RunOfStarts) else [run.about]
+    found: dict[str, dict[str, None]] = {}
+    for about in abouts:
+        versions = about.get("versions")
+        for name, version in versions.items() if isinstance(versions, Mapping) else ():
+            found.setdefault(str(name), {})[str(version)] = None
+    return {name: ", then ".join(found[name]) for name in sorted(found)}
 
 
 def status_of(run: Run) -> str:

@@ -85,14 +85,14 @@ def start_list(run: RunOfStarts) -> str:
 def lines_of(run: RunOfStarts) -> Iterator[str]:
     """Yields a line for the terminal about each start, and about each job that has none."""
     for row in rows_of(run):
-        job = f" (job {row.job})" if row.job else ""
+        of_job = f" (job {row.job})" if row.job else ""
         parts = [
             f"cannot be read: {row.problem}" if row.problem else _named(row.steps),
             f"{_named(row.made_again)} made again later" if row.made_again else "",
             f"{row.before_first_step} until its first step" if row.before_first_step else "",
             f"ended by Slurm: {row.end}" if row.end else "",
         ]
-        yield f"{row.start}{job}: {'; '.join(filter(None, parts))}"
+        yield f"{row.start}{of_job}: {'; '.join(filter(None, parts))}"
     for job in run.jobs_without_start:
         yield f"job {job.id} {job.state}"
 
