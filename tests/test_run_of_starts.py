@@ -250,7 +250,8 @@ def test_records_of_older_versions_have_no_facts_of_their_start(
     run = launched(tmp_path)
     for number, steps in ((1, [1, 2, 3]), (2, [3, 4])):
         write_run(run / "logs" / f"exp_{number:03d}", [metrics(step, random.Random(step)) for step in steps])
-    _, said = report(run, capsys)
+    page, said = report(run, capsys)
+    assert "goes on. start steps made again later exp_001 1-3 3 exp_002 3-4 Rollout time" in page.text
     assert "exp_001: steps 1-3; step 3 made again later\n" in said and "exp_002: steps 3-4\n" in said
 
 

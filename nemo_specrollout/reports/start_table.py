@@ -75,11 +75,13 @@ def start_card(run: RunOfStarts) -> str:
 
 
 def start_list(run: RunOfStarts) -> str:
-    """Returns the section with a row for each start, and a sentence for each job that has none."""
+    """Returns the section with a row for each start, and a sentence for each job that has none. Empty columns are left out."""
     rows = rows_of(run)
+    shown = [i for i in range(len(COLUMNS)) if any(row.cells[i] for row in rows)]
     notes = [f"{row.start} cannot be read: {row.problem}." for row in rows if row.problem]
     notes += [f"Job {job.id} {job.state}." for job in run.jobs_without_start]
-    return text_table(TITLE, HOW_TO_READ, COLUMNS, [(row.cells, bool(row.problem)) for row in rows], notes)
+    cells = [([row.cells[i] for i in shown], bool(row.problem)) for row in rows]
+    return text_table(TITLE, HOW_TO_READ, [COLUMNS[i] for i in shown], cells, notes)
 
 
 def lines_of(run: RunOfStarts) -> Iterator[str]:
