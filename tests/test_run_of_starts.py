@@ -239,9 +239,19 @@ def test_a_log_folder_without_launch_is_one_run_if_every_start_went_on(
     start(tmp_path, 2, [3, 4])
     page, _ = report(tmp_path / "logs", capsys)
     assert page.path == tmp_path / "logs" / "report.html" and "steps 1 to 4; 2 starts, 1 step made again" in page.text
+    (start(tmp_path, 3, [1]) / "metrics.jsonl").unlink()
+    assert len(read(tmp_path / "logs").starts) == 2  # the third has failed before its first step, or makes that
     start(tmp_path, 3, [1])
     said = sentence(tmp_path / "logs", capsys)
     assert "holds 2 runs (exp_001, exp_002, exp_003); name one of them" in said
+
+
+def test_starts_that_failed_before_their_first_step_are_no_runs(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        (start(tmp_path, number, [1]) / "metrics.jsonl").unlink()
+    assert read_run(find_folders(tmp_path / "logs")).folder.parent.name == "exp_003"
+    start(tmp_path, 2, [1, 2])
+    assert read_run(find_folders(tmp_path / "logs")).folder.parent.name == "exp_002"
 
 
 def test_records_of_older_versions_have_no_facts_of_their_start(

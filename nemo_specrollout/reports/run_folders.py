@@ -20,7 +20,7 @@ from nemo_specrollout.reports.records import (
     read_lines,
     read_object_or_nothing,
 )
-from nemo_specrollout.reports.starts import RunOfStarts, Start, separate_runs
+from nemo_specrollout.reports.starts import RunOfStarts, Start, separate_runs, without_failed
 
 SCRIPT = "job.sh"
 """Script of the jobs, by which a run directory of `launch` is known."""
@@ -75,11 +75,13 @@ def read_run(folders: RunFolders) -> Run:
     starts = [_read_start(folder) for folder in folders.starts]
     if not any(start.about for start in starts):
         raise ConfigError(f"RUN_DIR: {next(start.problem for start in starts if start.problem)}")
-    launch = Launch.read(folders.launched) if folders.launched else None
-    if launch is None and (count := separate_runs(starts)) > 1:
+    if folders.launched:
+        return RunOfStarts.of(folders.pages, starts, Launch.read(folders.launched))
+    starts = without_failed(starts)
+    if (count := separate_runs(starts)) > 1:
         names = ", ".join(start.name for start in starts)
         raise ConfigError(f"RUN_DIR: {folders.pages} holds {count} runs ({names}); name one of them")
-    return RunOfStarts.of(folders.pages, starts, launch)
+    return RunOfStarts.of(folders.pages, starts) if len(starts) > 1 else _read(starts[0].folder / FOLDER)
 
 
 def has_records(folder: Path) -> bool:

@@ -149,7 +149,12 @@ def _bounds(starts: Sequence[Start]) -> list[float]:
 def separate_runs(starts: Sequence[Start]) -> int:
     """Returns how many runs the starts of a log folder are: one that begins at the first step is no continuation."""
     begins = [start.first_step for start in starts if start.first_step is not None]
-    return 1 + sum(first <= 1 for first in begins[1:]) if begins else len(starts)
+    return 1 + sum(first <= 1 for first in begins[1:])
+
+
+def without_failed(starts: Sequence[Start]) -> Sequence[Start]:
+    """Returns the starts of a log folder without those that began at the first step and have none; at least the newest."""
+    return [start for start in starts if start.steps or start.problem or (start.first_step or 1) > 1] or starts[-1:]
 
 
 def seconds_of(time: Any) -> float:
