@@ -171,6 +171,9 @@ def test_before_any_record_a_sentence_says_how_far_the_jobs_are(
     assert "no job of it was submitted; give `launch` the same line without --dry-run" in sentence(
         launched(tmp_path / "dry"), capsys
     )
+    unsure = launched(tmp_path / "unsure")
+    (unsure / "submissions.jsonl").write_text('{"job_id": null, "time": "2026-05-28T20:20:24+0000", "command": []}\n')
+    assert "the id of its job is not known; `squeue --me` says whether Slurm has it" in sentence(unsure, capsys)
     run = launched(tmp_path / "first", "12", "13")
     said = sentence(run, capsys)
     assert "has no records yet: job 12 was submitted at 2026-05-28T20:20:24+0000 and has not begun" in said

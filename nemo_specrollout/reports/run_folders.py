@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.reports.jobs import Launch
+from nemo_specrollout.reports.jobs import SUBMISSIONS, Launch
 from nemo_specrollout.reports.records import (
     FOLDER,
     FORMAT,
@@ -77,11 +77,11 @@ def read_run(folders: RunFolders) -> Run:
         raise ConfigError(f"RUN_DIR: {next(start.problem for start in starts if start.problem)}")
     if folders.launched:
         return RunOfStarts.of(folders.pages, starts, Launch.read(folders.launched))
-    starts = without_failed(starts)
-    if (count := separate_runs(starts)) > 1:
-        names = ", ".join(start.name for start in starts)
+    begun = without_failed(starts)
+    if (count := separate_runs(begun)) > 1:
+        names = ", ".join(start.name for start in begun)
         raise ConfigError(f"RUN_DIR: {folders.pages} holds {count} runs ({names}); name one of them")
-    return RunOfStarts.of(folders.pages, starts) if len(starts) > 1 else _read(starts[0].folder / FOLDER)
+    return RunOfStarts.of(folders.pages, begun) if len(begun) > 1 else _read(begun[0].folder / FOLDER)
 
 
 def has_records(folder: Path) -> bool:
@@ -141,4 +141,6 @@ def _why_nothing(launched: Path, starts: Sequence[Path]) -> str:
     if jobs:
         job = next((job for job in reversed(jobs) if job.has_begun), jobs[0])
         return f"{launched} has no records yet: job {job.id} {job.state}"
+    if (launched / SUBMISSIONS).is_file():
+        return f"{launched} has no records yet, and the id of its job is not known; `squeue --me` says whether Slurm has it"
     return f"{launched} has no records yet, because no job of it was submitted; give `launch` the same line without --dry-run"
