@@ -17,9 +17,11 @@ from conftest import ROOT
 from nemo_rl_host import HERE as NEMO_RL_TESTS
 from nemo_rl_host import VARIABLES
 from real_slurm import HERE, RealSlurm, reason_against
-from test_real_slurm import ENDED, Site
+from slurm_site import ENDED, Site, site
 
 pytestmark = pytest.mark.integration
+
+__all__ = ["site"]  # a fixture
 
 GIVEN = {name: os.environ.get(name, "") for name in VARIABLES}
 HAS_NEMO_RL = all(GIVEN.values())
@@ -39,13 +41,6 @@ def slurm() -> Iterator[RealSlurm]:
             yield cluster
     finally:
         shutil.rmtree(folder)
-
-
-@pytest.fixture
-def site(slurm: RealSlurm) -> Iterator[Site]:
-    made = Site(slurm, Path(tempfile.mkdtemp(prefix="user-", dir=slurm.folder)))
-    yield made
-    made.end()
 
 
 def doctor(site: Site, *options: str, variables: str = "") -> str:
