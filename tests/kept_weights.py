@@ -13,6 +13,7 @@ from nemo_specrollout.audit.audit import audit_rows, choose
 from nemo_specrollout.audit.recorded_run import RecordedRun
 from nemo_specrollout.audit.verdict import Audit
 from nemo_specrollout.audit.weights import Weights
+from nemo_specrollout.reports.records import Run as Records
 from nemo_specrollout.reports.records import read_object_or_nothing
 
 
@@ -21,7 +22,7 @@ def audit_of(run: Run, policy: Path, scratch: Path) -> tuple[Audit, int]:
 
     `policy` has the config of the policy, and `scratch` gets a Hugging Face folder for each update.
     """
-    recorded = RecordedRun(run.find("run.json").parent)
+    recorded = RecordedRun(Records.read(run.find("run.json").parent))
     first = read_object_or_nothing(run.find("run.json"))["audit"]["first_version"]
     folders = {}
     for file in (run.folder / "weights").glob("*.safetensors"):

@@ -74,6 +74,7 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
+        self.path = path
         self.source = path.read_text(encoding="utf-8")
         self.open: list[str] = []
         self.words: list[str] = []

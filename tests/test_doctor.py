@@ -209,6 +209,18 @@ def test_an_unusable_gpu_fails_unless_vllm_is_for_a_cpu() -> None:
     assert [(d.state, d.log) for d in devices(broken, [], cpu_build=False)] == [(State.FAIL, ("last",))]
 
 
+def test_gpus_that_a_run_uses_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Outcome(
+        {"cuda": "12.9", "gpus": []}, "OutOfMemoryError: CUDA out of memory. Tried to allocate", ("last",), 1.0
+    )
+    (found,) = devices(full, [], cpu_build=False)
+    assert found.state is State.WARN and "the memory of a GPU is full" in found.found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    hidden = Outcome({"cuda": "12.9", "gpus": []}, "", (), 1.0)
+    torch = next(d for d in devices(hidden, ["NVIDIA H100"], cpu_build=False) if d.name == "torch")
+    assert torch.state is State.WARN and "CUDA_VISIBLE_DEVICES hides the GPUs" in torch.found
+
+
 def test_the_first_differing_token_is_named() -> None:
     assert compared([[1, 2], [3, 4]], [[1, 2], [3, 4]]) == {"equal": 4, "total": 4, "first": None}
     told = compared([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 6, 7]])

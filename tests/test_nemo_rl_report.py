@@ -27,8 +27,9 @@ from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.reports import report as report_module
 from nemo_specrollout.reports.charts import CHARTS, figure_of
-from nemo_specrollout.reports.records import Run, find_run, policy_lag
+from nemo_specrollout.reports.records import Run, policy_lag
 from nemo_specrollout.reports.report import MAX_ROWS, write_pages
+from nemo_specrollout.reports.run_folders import find_folders, read_run
 
 pytestmark = pytest.mark.unit
 
@@ -183,7 +184,7 @@ def test_the_picture_as_a_figure_is_the_picture(tmp_path: Path) -> None:
 def test_the_folder_is_found_from_all_around(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = written(tmp_path / "logs" / "exp_001")
     for path in (folder, folder.parent, tmp_path / "logs"):
-        assert find_run(path) == folder
+        assert read_run(find_folders(path)).folder == folder
     assert main(["report", str(folder.parent)]) == 0
     assert str(folder / "report.html") in capsys.readouterr().out and (folder / "picture.png").is_file()
     shutil.copytree(folder.parent, tmp_path / "logs" / "exp_002")
@@ -191,28 +192,6 @@ def test_the_folder_is_found_from_all_around(tmp_path: Path, capsys: pytest.Capt
     assert "holds 2 runs (exp_001, exp_002); name one of them" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 2
     assert "is no run directory: it has neither run.json nor specrollout/run.json" in capsys.readouterr().err
-
-
-def launched(run: Path) -> Path:
-    """A run directory as `launch` leaves it."""
-    for name in ("addon/nemo_specrollout", "slurm", "checkpoints"):
-        (run / name).mkdir(parents=True)
-    (run / "config.yaml").write_text("runtime: nemo_rl\n")
-    (run / "job.sh").write_text("#!/bin/bash\n")
-    return run
-
-
-def test_a_launched_run_has_its_report_in_its_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = launched(tmp_path / "first")
-    assert main(["report", str(run)]) == 2
-    assert f"{run}/logs has no exp_NNN/specrollout/metrics.jsonl yet" in capsys.readouterr().err
-    folder = written(run / "logs" / "exp_001")
-    assert main(["report", str(run)]) == 0
-    assert f"report  {folder / 'report.html'}" in capsys.readouterr().out and not (run / "report.html").exists()
-    assert "3 finished steps" in Page(folder / "report.html").text
-    shutil.copytree(folder.parent, run / "logs" / "exp_002")
-    assert main(["report", str(run)]) == 2
-    assert f"{run}/logs holds 2 runs (exp_001, exp_002); name one of them" in capsys.readouterr().err
 
 
 def test_records_of_another_version_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,7 +121,13 @@ OTHER_TIERS = (
         "slurm",
         "jobs on a real Slurm of up to four nodes, which are namespaces of this machine",
         ("slurm",),
-        ("nemo_specrollout/cli/", "nemo_specrollout/nemo_rl/", "slurm/"),
+        (
+            "nemo_specrollout/cli/",
+            "nemo_specrollout/nemo_rl/",
+            "nemo_specrollout/reports/jobs.py",
+            "nemo_specrollout/reports/start_facts.py",
+            "slurm/",
+        ),
     ),
 )
 PRODUCT = Tier("product", "the product", (), ("",))

@@ -3,15 +3,16 @@
 
 import argparse
 
-from nemo_specrollout.reports.records import find_run
+from nemo_specrollout.reports.run_folders import find_folders, read_run
 
 
 def report(parsed: argparse.Namespace) -> int:
     """Writes `report.html` and `picture.png` of a run, also while it runs. Raises ConfigError."""
-    folder = find_run(parsed.run_dir)
+    run = read_run(find_folders(parsed.run_dir))
     # The charts' packages, which may be missing, are imported after the folder was looked at.
-    from lab.local.run_report import write_pages
+    from lab.local.run_report import extras_of
+    from nemo_specrollout.reports.report import write_pages_of
 
-    page, picture = write_pages(folder)
+    page, picture = write_pages_of(run, extras_of)
     print(f"report  {page}\npicture {picture}")
     return 0

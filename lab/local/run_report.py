@@ -61,10 +61,11 @@ def results_are_of(run_dir: Path, num_steps: int) -> bool:
 
 def write_pages(run_dir: Path) -> tuple[Path, Path]:
     """Writes report and picture, each atomically, and returns their paths. Raises ConfigError and OSError."""
-    return report.write_pages(run_dir, _extras_of)
+    return report.write_pages(run_dir, extras_of)
 
 
-def _extras_of(run: Run) -> report.Extras:
+def extras_of(run: Run) -> report.Extras:
+    """Returns what only a local run has: charts for the page, and a panel of the picture with its data."""
     trace_file, timeline_file = run.folder / "trace.jsonl", run.folder / "timeline.jsonl"
     with naming_damage(trace_file):
         traces = read_lines(trace_file)

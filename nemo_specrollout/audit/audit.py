@@ -14,6 +14,7 @@ from nemo_specrollout.audit.rows import EngineFacts, RecordedRow
 from nemo_specrollout.audit.verdict import Audit, Rounding, Skipped, judge
 from nemo_specrollout.audit.weights import Weights
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.reports.records import in_ranges
 
 OnRow = Callable[[int, int], None]
 """Gets the number of rows that are done, and of all chosen rows."""
@@ -58,17 +59,6 @@ def _newest(run: RecordedRun, weights: Weights) -> list[int]:
     raise ConfigError(
         "RUN_DIR: no step has all of its policies at hand; name one by --steps and its weights by --weights"
     )
-
-
-def in_ranges(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers as text, such as "1-4, 8"."""
-    ranges = list[list[int]]()
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
 def audit_rows(run: RecordedRun, weights: Weights, places: Sequence[Place], on_row: OnRow) -> Audit:

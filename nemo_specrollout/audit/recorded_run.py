@@ -2,6 +2,7 @@
 """The rows that a run has recorded, by step, and the policies that sampled them."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +12,9 @@ from typing import Any
 from nemo_specrollout.audit.rows import FOLDER, EngineFacts, RecordedRow, RowFile
 from nemo_specrollout.audit.verdict import Skipped
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.reports.records import AUDITS, RUN, read_lines, read_object_or_nothing
+from nemo_specrollout.reports.records import AUDITS, Run, read_lines, read_object_or_nothing
+from nemo_specrollout.reports.records import FOLDER as RECORDS
+from nemo_specrollout.reports.starts import RunOfStarts
 from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.telemetry.sample_stats import SampleStats
 
@@ -43,27 +46,25 @@ class Place:
 
 
 class RecordedRun:
-    """The records of a run. Rows are read one at a time."""
+    """The records of a run, also one of several starts. Rows are read one at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads what is in the folder of a run's records, `FOLDER` in the log folder.
-
-        Raises ConfigError if the run has recorded no rows.
-        """
-        self.folder = folder
-        about = read_object_or_nothing(folder / RUN)
+    def __init__(self, run: Run) -> None:
+        """Reads the samples and the names of the rows of `run`. Raises ConfigError if the run has recorded no rows."""
         self._damaged = list[str]()
         self._open = lru_cache(_FILES_IN_MEMORY)(RowFile)
-        self.steps = _rows_by_step(_samples(folder), self._places())
+        self.steps = dict[int, list[Place]]()
         """Rows of each step, in order."""
-        facts = about.get("audit")
+        for folder, bound in _folders(run):
+            samples = {step: of_step for step, of_step in _samples(folder).items() if step < bound}
+            self.steps.update(_rows_by_step(samples, self._places(folder)))
+        facts = run.about.get("audit")
         if facts is False:
             raise ConfigError("RUN_DIR: this run has recorded no rows, because its block has audit: false")
         if not isinstance(facts, Mapping) or not self.steps:
             why = (
                 "no step of it has ended" if isinstance(facts, Mapping) else "its version of this package records none"
             )
-            raise ConfigError(f"RUN_DIR: {folder} has no rows to audit: {why}; name another run")
+            raise ConfigError(f"RUN_DIR: {run.folder} has no rows to audit: {why}; name another run")
         self.model = str(facts.get("model", ""))
         """Folder or name of the policy that the run started from."""
         self.checkpoints = Path(facts["checkpoints"]) if facts.get("checkpoints") else None
@@ -111,10 +112,10 @@ class RecordedRun:
             place.read_again,
         )
 
-    def _places(self) -> dict[int, tuple[Path, int]]:
+    def _places(self, folder: Path) -> dict[int, tuple[Path, int]]:
         """Returns file and place of each row by its seed. A row that was made again after a restart counts the last time."""
         found = {}
-        for file in sorted((self.folder / FOLDER).glob("*.npz")):
+        for file in sorted((folder / FOLDER).glob("*.npz")):
             try:
                 seeds = RowFile(file).seeds
             except ValueError as error:
@@ -122,6 +123,13 @@ class RecordedRun:
                 continue
             found.update({seed: (file, place) for place, seed in enumerate(seeds)})
         return found
+
+
+def _folders(run: Run) -> list[tuple[Path, float]]:
+    """Returns the folders of a run's records, each with the first step that a later start of the run has made."""
+    if not isinstance(run, RunOfStarts):
+        return [(run.folder, math.inf)]
+    return [(start.folder / RECORDS, bound) for start, bound in zip(run.starts, run.bounds, strict=True)]
 
 
 def _samples(folder: Path) -> dict[int, list[Mapping[str, Any]]]:

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from nemo_specrollout.cli.command_line import EXIT_BAD_INPUT, EXIT_FAILED, check_out
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.reports.records import find_run
+from nemo_specrollout.reports.records import in_ranges
+from nemo_specrollout.reports.run_folders import find_folders, read_run
 
 _EVERY_S = 5.0
 """Seconds between two lines of progress."""
@@ -30,12 +31,12 @@ def audit(parsed: argparse.Namespace) -> int:
         raise ConfigError(f"--rows: {parsed.rows}; it must be a whole number, at least 1")
     if parsed.json is not None:
         check_out(parsed.json, "--json")
-    folder = find_run(parsed.run_dir)
-    from nemo_specrollout.audit.audit import audit_rows, auditable_steps, choose, in_ranges
+    recorded = read_run(find_folders(parsed.run_dir))
+    from nemo_specrollout.audit.audit import audit_rows, auditable_steps, choose
     from nemo_specrollout.audit.recorded_run import RecordedRun, keep_result
     from nemo_specrollout.audit.weights import Weights
 
-    run = RecordedRun(folder)
+    run = RecordedRun(recorded)
     device = parsed.device or _device()
     weights = Weights(run, _given(parsed.weights, run, steps), device)
     places = choose(run, weights, steps, parsed.rows)
@@ -46,7 +47,7 @@ def audit(parsed: argparse.Namespace) -> int:
     progress = _Progress()
     found = audit_rows(run, weights, places, progress.row_done)
     result = {**found.as_json(), "steps": chosen, "seconds": round(progress.seconds, 1), "device": device}
-    keep_result(folder, {**result, "date": time.strftime("%Y-%m-%d %H:%M")})
+    keep_result(recorded.folder, {**result, "date": time.strftime("%Y-%m-%d %H:%M")})
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     _show(result, in_ranges(auditable_steps(run, weights)))

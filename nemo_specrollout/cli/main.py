@@ -69,14 +69,26 @@ COMMANDS = (
         "report",
         "writes report.html and picture.png of a run directory again, also while it runs",
         f"{_CLI}.report:report",
-        (flag("run_dir", "RUN_DIR", "the logger.log_dir of a run", type=Path),),
+        (
+            flag(
+                "run_dir",
+                "RUN_DIR",
+                "the run directory of `launch` or the logger.log_dir, or the exp_NNN of one start",
+                type=Path,
+            ),
+        ),
     ),
     Command(
         "audit",
         "computes rows of a run again from its weights, and says whether the policy sampled them",
         f"{_CLI}.audit:audit",
         (
-            flag("run_dir", "RUN_DIR", "the logger.log_dir of a run", type=Path),
+            flag(
+                "run_dir",
+                "RUN_DIR",
+                "the run directory of `launch` or the logger.log_dir, or the exp_NNN of one start",
+                type=Path,
+            ),
             flag("--steps", "N,N", "steps to audit; default: the newest one whose weights are at hand"),
             flag("--rows", "N", "rows of each step, spread evenly", default=64),
             flag(

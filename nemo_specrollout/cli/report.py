@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout report`: the report and the picture of a run directory."""
+"""`nemo-specrollout report`: the report and the picture of a run, also one that several jobs have made."""
 
 import argparse
 
-from nemo_specrollout.reports.records import find_run
+from nemo_specrollout.reports.run_folders import find_folders, read_run
+from nemo_specrollout.reports.start_table import lines_of
+from nemo_specrollout.reports.starts import RunOfStarts
 
 
 def report(parsed: argparse.Namespace) -> int:
-    """Writes `report.html` and `picture.png` of a run, also while it runs; prints their paths.
+    """Writes `report.html` and `picture.png` of a run, also while it runs; prints their paths, and the starts of the run.
 
     Raises ConfigError if the folder is no run directory, or its files are damaged.
     """
-    folder = find_run(parsed.run_dir)
+    run = read_run(find_folders(parsed.run_dir))
     # The charts' packages, which may be missing, are imported after the folder was looked at.
-    from nemo_specrollout.reports.report import write_pages
+    from nemo_specrollout.reports.report import status_of, write_pages_of
 
-    page, picture = write_pages(folder)
-    print(f"report  {page}\npicture {picture}")
+    page, picture = write_pages_of(run)
+    print(f"report  {page}\npicture {picture}\n{status_of(run)}")
+    if isinstance(run, RunOfStarts):
+        print("\n".join(f"  {line}" for line in lines_of(run)))
     return 0

@@ -12,12 +12,13 @@ from nemo_specrollout.cli.check import read_nemo_rl_config
 from nemo_specrollout.cli.command_line import EXIT_FAILED
 from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.cli.run_length import is_complete, newest_step
-from nemo_specrollout.cli.run_owner import EXIT_LOST, START, watch
+from nemo_specrollout.cli.run_owner import EXIT_LOST, watch
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_rules import unknown_overrides
 from nemo_specrollout.config.nemo_rl_tree import Tree, at
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.installed.versions import can_run_nemo_rl
+from nemo_specrollout.reports.start_facts import BEGAN, NAME_OF_START
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -28,6 +29,7 @@ def run(parsed: argparse.Namespace) -> int:
     After an error of the run, the last line says how to go on, and `EXIT_LOST` is returned if Ray has lost a process. In a
     job of `launch`, the process ends when a later start of the job has taken the run over.
     """
+    os.environ.setdefault(BEGAN, str(int(time.time())))  # it stays where the command goes on in NeMo-RL's environment
     tree = read_nemo_rl_config(parsed.config, parsed.overrides)
     findings = [*prepare_nemo_rl(tree)[1], *unknown_overrides(parsed.config, parsed.overrides)]
     if not can_run_nemo_rl():
@@ -58,7 +60,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _how_to_go_on(tree: Tree) -> str:
     """Returns a sentence for the user of a run that an error has ended, such as the loss of a node."""
     newest = newest_step(tree)
-    command = "`nemo-specrollout launch` line" if START in os.environ else "command"
+    command = "`nemo-specrollout launch` line" if NAME_OF_START in os.environ else "command"
     if newest == 0:
         return f"the error above ended the run, which has no checkpoint, so the same {command} starts at the first step"
     return f"the error above ended the run; the same {command} goes on after its newest checkpoint, step {newest}"

@@ -13,11 +13,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from nemo_specrollout.reports.start_facts import NAME_OF_START
+
 FILE = "SPECROLLOUT_NEWEST_START"
 """Variable with the file's path, which the job's script sets. An older copy of the code in a run directory ignores it."""
-START = "SPECROLLOUT_START"
-"""Variable with the name of this start, `JOB.REQUEUES`, which the job's script sets, too. Slurm's own variables do not reach
-the driver, because NeMo-RL's `ray.sub` takes them away before it starts Ray."""
 INTERVAL_S = 10.0
 """Time between two looks at the file. A start of container, Ray and engines takes longer than a few of them."""
 EXIT_TAKEN_OVER = 75
@@ -31,7 +30,7 @@ def watch(environment: Mapping[str, str], interval_s: float = INTERVAL_S) -> Non
 
     It does nothing for a run that `launch` has not started, and it goes on where the file cannot be read.
     """
-    file, own = environment.get(FILE), environment.get(START)
+    file, own = environment.get(FILE), environment.get(NAME_OF_START)
     if file and own:
         threading.Thread(target=_end_if_taken_over, args=(Path(file), own, interval_s), daemon=True).start()
 

@@ -136,6 +136,12 @@ def devices(outcome: Outcome, drivers: list[str], cpu_build: bool) -> Iterator[D
     gpus = outcome.told.get("gpus", [])
     for i, (name, memory, capability) in enumerate(gpus):
         yield DEVICE.ok(f"torch: GPU {i}", f"{name}, {memory / GIB:.1f} GiB, compute capability {capability}")
+    if "out of memory" in outcome.failure:
+        to_do = (
+            "Nothing, if a run uses the GPUs. With CUDA_VISIBLE_DEVICES= before the command, doctor leaves them alone."
+        )
+        yield DEVICE.warn("torch", f"works, but the memory of a GPU is full ({outcome.failure})", to_do)
+        return
     if outcome.failure:
         to_do = "Repair the installation of torch or the driver: torch alone does not work in this environment."
         yield DEVICE.fail("torch", outcome.failure, to_do, outcome.log)
@@ -149,7 +155,10 @@ def _torch(cuda: str | None, has_gpus: bool, has_driver: bool, cpu_build: bool) 
     built = f"built for CUDA {cuda}" if cuda else "built for a CPU"
     if has_gpus or cpu_build:
         return DEVICE.ok("torch", built)
-    if has_driver and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    if has_driver and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        to_do = "Unset it, unless a run uses the GPUs, which doctor then leaves alone."
+        return DEVICE.warn("torch", f"{built}; CUDA_VISIBLE_DEVICES hides the GPUs", to_do)
+    if has_driver:
         to_do = "Install a driver as new as torch's CUDA." if cuda else "Install a torch that is built for CUDA."
         return DEVICE.fail("torch", f"{built}; it cannot use the GPU", to_do)
     if versions.vllm_version() is None:

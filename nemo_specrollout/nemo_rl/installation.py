@@ -36,6 +36,8 @@ from nemo_specrollout.nemo_rl.run_facts import RunFacts, changed_seed, put_run
 from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 from nemo_specrollout.reports.records import FOLDER as RECORDS
+from nemo_specrollout.reports.start_facts import start_facts
+from nemo_specrollout.reports.starts import START
 from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.engine_actors"
@@ -207,6 +209,7 @@ def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: A
         "block": plain_block,
         "host_chooses_drafts": host_chooses or False,
         "audit": _audit_facts(tree, facts) if facts.rows else False,
+        START: start_facts(os.environ, facts.first_version),
     }
     return partial(
         SpecrolloutLogger,

@@ -2,13 +2,15 @@
 """Records of a run in NeMo-RL, in the format that the report reads (docs/reference/metrics.md)."""
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from numbers import Number
 from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.reports.records import FOLDER, FORMAT, METRICS, PREFIX, RUN, SUMMARY, read_lines, summary_of
+from nemo_specrollout.reports.starts import ENDED
 from nemo_specrollout.storage.files import write_atomically
 
 _NATIVE_KEYS = (
@@ -40,7 +42,9 @@ class RunRecord:
     is written when its timers are known, which NeMo-RL logs last.
     """
 
-    def __init__(self, log_dir: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, log_dir: Path, facts: Mapping[str, Any], clock: Callable[[], float] = time.time) -> None:
+        """`facts` go into `run.json`. `clock` returns the seconds since 1970."""
+        self._clock = clock
         self.folder = log_dir / FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / RUN, json.dumps({"records": FORMAT, **facts}, indent=2) + "\n")
@@ -69,7 +73,7 @@ class RunRecord:
         """Writes the step that `add` began, with NeMo-RL's `timers` in seconds, and rewrites the summary."""
         if self._open is None:
             return
-        record = self._open | _phases(timers or {})
+        record = self._open | _phases(timers or {}) | {ENDED: round(self._clock(), 3)}
         self._open = None
         self._append(METRICS, record)
         self._steps.append(record)

@@ -58,6 +58,26 @@ def table(title: str, columns: Mapping[str, tuple[str, str]], steps: Sequence[Re
     )
 
 
+def text_table(
+    title: str,
+    how_to_read: str,
+    headings: Sequence[str],
+    rows: Sequence[tuple[Sequence[str], bool]],
+    notes: Sequence[str] = (),
+) -> str:
+    """Returns a section with a table of texts and sentences below it. `headings` are HTML, and a row says if it is bad."""
+    head = "".join(f"<th>{heading}</th>" for heading in headings)
+    body = ""
+    for cells, is_bad in rows:
+        kind = ' class="bad"' if is_bad else ""
+        body += f"<tr>{''.join(f'<td{kind}>{escape(cell)}</td>' for cell in cells)}</tr>"
+    below = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return (
+        f'<section><h2>{escape(title)}</h2><p>{escape(how_to_read)}</p><div class="scroll"><table class="texts">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{f'<ul>{below}</ul>' if below else ''}</section>"
+    )
+
+
 def _cell(step: Record, key: str, spec: str, is_bad: IsBad) -> str:
     bad = ' class="bad"' if is_bad(step, key) else ""
     return f"<td{bad}>{in_digits(number(step, key), spec)}</td>"

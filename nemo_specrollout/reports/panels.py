@@ -234,10 +234,14 @@ def draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]
 
 
 def over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
-    """Sets title and x axis of a panel with a value for each step."""
+    """Sets title and x axis of a panel with a value for each step. A dotted line is between the steps of two starts."""
     at = series(steps, "step")
     ax.set(title=title, xlabel="step", xlim=(at[0] - 0.6, at[-1] + 0.6))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    starts = [step.get("start") for step in steps]
+    for x, start, before in zip(at[1:], starts[1:], starts, strict=False):
+        if start != before:  # a later start of the run goes on here
+            ax.axvline(x - 0.5, color=GREY, linewidth=0.8, linestyle=":")
 
 
 def line_format(steps: Sequence[Record]) -> str:

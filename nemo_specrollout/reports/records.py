@@ -10,7 +10,6 @@ import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Reads a folder that `find_run` has found. Raises ConfigError for a line that is no record of a step."""
+        """Reads the folder of the records of one start. Raises ConfigError for a line that is no record of a step."""
         steps = [step | _shares(step) for step in read_steps(folder)]
         return cls(folder, read_object_or_nothing(folder / RUN), steps, read_object_or_nothing(folder / SUMMARY))
 
@@ -79,44 +78,6 @@ class Run:
     def mean(self, key: str) -> float:
         """Returns the mean over the steps that have a number at `key`, or NaN."""
         return reduced(np.mean, series(self.steps, key))
-
-
-def find_run(path: Path) -> Path:
-    """Returns the folder of a run's records: `path`, a folder in NeMo-RL's log folder `path`, or in one for each start.
-
-    The run directory of `launch` stands for its `logs`. Raises ConfigError if there is not exactly one run, or if its
-    records are damaged or of another version.
-    """
-    is_launched = (path / "job.sh").is_file() and not (path / RUN).exists()
-    logs = path / "logs" if is_launched else path
-    own = (f for f in (logs, logs / FOLDER) if (f / RUN).is_file() or (f / METRICS).is_file())
-    found = [*islice(own, 1)] or sorted(metrics.parent for metrics in logs.glob(f"exp_*/{FOLDER}/{METRICS}"))
-    if len(found) > 1:
-        names = ", ".join(folder.parent.name for folder in found)
-        raise ConfigError(f"RUN_DIR: {logs} holds {len(found)} runs ({names}); name one of them")
-    if not found and is_launched:
-        raise ConfigError(f"RUN_DIR: {logs} has no exp_NNN/{FOLDER}/{METRICS} yet; wait for the first step of the run")
-    if not found:
-        raise ConfigError(
-            f"RUN_DIR: {path} is no run directory: it has neither {RUN} nor {FOLDER}/{RUN}; name the logger.log_dir of a "
-            "run, or one of the folders exp_NNN that NeMo-RL makes there"
-        )
-    _check(found[0])
-    return found[0]
-
-
-def _check(folder: Path) -> None:
-    if read_object_or_nothing(folder / RUN).get("records") != FORMAT:
-        raise ConfigError(
-            f"RUN_DIR: the records in {folder} were written by another version of nemo-specrollout, or {RUN} is damaged; "
-            "make the report with that version, or bring the file back from a copy"
-        )
-    metrics = folder / METRICS
-    text = _decoded(metrics).strip() if metrics.is_file() else ""
-    if text and not text.startswith("{") and not read_lines(metrics):
-        raise ConfigError(
-            f"RUN_DIR: {metrics} holds no record of a step; bring the file back from a copy, or name another run"
-        )
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
@@ -140,7 +101,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def _lines_by_step(path: Path) -> dict[int, tuple[str, dict[str, Any]]]:
     """Returns the place, "FILE, line N", and the content of the last line of each step, in the order of the steps."""
     found: dict[int, tuple[str, dict[str, Any]]] = {}
-    for line_number, line in enumerate(_decoded(path).split("\n") if path.is_file() else [], 1):
+    for line_number, line in enumerate(decoded(path).split("\n") if path.is_file() else [], 1):
         try:
             record = parse_json(line)
         except ValueError:
@@ -151,7 +112,7 @@ def _lines_by_step(path: Path) -> dict[int, tuple[str, dict[str, Any]]]:
     return {step: found[step] for step in sorted(found)}
 
 
-def _decoded(path: Path) -> str:
+def decoded(path: Path) -> str:
     """Returns the text of a file without its byte-order mark. What is not UTF-8 becomes a replacement character."""
     return read_regular(path).decode("utf-8-sig", errors="replace")
 
@@ -240,6 +201,17 @@ def ratio_of_sums(steps: Sequence[Record], above: str, below: str) -> float:
     has_both = np.isfinite(values_above) & np.isfinite(values_below)
     total = values_below[has_both].sum()
     return float(values_above[has_both].sum() / total) if total > 0 else math.nan
+
+
+def in_ranges(numbers: Sequence[int]) -> str:
+    """Returns ascending numbers as text, such as "1-4, 8"."""
+    ranges = list[list[int]]()
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
 def reward_window(num_steps: int) -> int:

@@ -12,6 +12,7 @@ from nemo_specrollout.reports.charts import Draw, charts_of, save_picture
 from nemo_specrollout.reports.page import NONE, card, chart, facts, folded, grid, in_digits, page, step_list, table
 from nemo_specrollout.reports.records import (
     AUDITS,
+    FOLDER,
     Record,
     Run,
     naming_damage,
@@ -20,6 +21,8 @@ from nemo_specrollout.reports.records import (
     refreshes,
     summary_of,
 )
+from nemo_specrollout.reports.start_table import in_short, start_card, start_list
+from nemo_specrollout.reports.starts import RunOfStarts
 from nemo_specrollout.storage.files import write_atomically
 
 PAGE, PICTURE = "report.html", "picture.png"
@@ -49,14 +52,19 @@ Extras = tuple[Sequence[str], Sequence[tuple[Draw, Any]]]
 
 
 def write_pages(folder: Path, extras_of: Callable[[Run], Extras] = lambda _: ((), ())) -> tuple[Path, Path]:
-    """Writes report and picture into `folder`, each atomically, and returns their paths.
+    """Writes report and picture of one start into the folder of its records, as `write_pages_of` does."""
+    with naming_damage(folder):
+        return write_pages_of(Run.read(folder), extras_of)
+
+
+def write_pages_of(run: Run, extras_of: Callable[[Run], Extras] = lambda _: ((), ())) -> tuple[Path, Path]:
+    """Writes report and picture into the run's folder, each atomically, and returns their paths.
 
     `extras_of` adds to them for a kind of run. Raises ConfigError for damaged records, and OSError.
     """
-    report = folder / PAGE
-    picture = folder / PICTURE
-    with naming_damage(folder):
-        run = Run.read(folder)
+    report = run.folder / PAGE
+    picture = run.folder / PICTURE
+    with naming_damage(run.folder):
         sections, panels = extras_of(run) if run.steps else ((), ())
         # A record may hold half of a surrogate pair, which is no Unicode text: the page shows its number.
         write_atomically(report, _page(run, sections).encode("utf-8", "backslashreplace"))
@@ -66,34 +74,49 @@ def write_pages(folder: Path, extras_of: Callable[[Run], Extras] = lambda _: (()
 
 def _page(run: Run, sections: Sequence[str]) -> str:
     parts = list[str]()
+    starts = start_list(run) if isinstance(run, RunOfStarts) else ""
     if run.steps:
         alarms = step_list("Alarms", run.alarms[-MAX_ROWS:], "alarms")
         charts = grid("charts", (chart(*shown) for shown in charts_of(run)))
         audits = step_list("Audits", _audits(run))
-        parts = [grid("cards", _cards(run)), alarms, audits, charts, *sections, _head_decisions(run), _table(run)]
+        lists = [grid("cards", _cards(run)), alarms, starts, audits]
+        parts = [*lists, charts, *sections, _head_decisions(run), _table(run)]
+    else:
+        parts = [starts]
     config = run.folder / "config.yaml"
-    if config.is_file():
+    if config.is_file() and not isinstance(run, RunOfStarts):  # that of `launch` is not resolved
         parts.append(folded("Resolved config", config.read_text(encoding="utf-8", errors="replace")))
     else:
         parts.append(folded("policy.generation.specrollout", yaml.safe_dump(run.about.get("block"), sort_keys=False)))
-    versions = run.about.get("versions")
     known = {key: run.about[key] for key in ("command", "started", "commit") if run.about.get(key)}
-    known |= dict(sorted(versions.items())) if isinstance(versions, Mapping) else {}
-    parts.append(facts("How this run was made", known))
+    parts.append(facts("How this run was made", known | _versions(run)))
     folder = run.folder.resolve()
-    return page(f"Run {folder.parent.name if folder.name == 'specrollout' else folder.name}", _status(run), parts)
+    return page(f"Run {folder.parent.name if folder.name == 'specrollout' else folder.name}", status_of(run), parts)
 
 
-def _status(run: Run) -> str:
+def _versions(run: Run) -> dict[str, str]:
+    """Returns the versions of packages. Where they differ between the starts of a run, all of them in order."""
+    abouts = [start.about for start in run.starts] if isinstance(run, RunOfStarts) else [run.about]
+    found: dict[str, dict[str, None]] = {}
+    for about in abouts:
+        versions = about.get("versions")
+        for name, version in versions.items() if isinstance(versions, Mapping) else ():
+            found.setdefault(str(name), {})[str(version)] = None
+    return {name: ", then ".join(found[name]) for name in sorted(found)}
+
+
+def status_of(run: Run) -> str:
+    """Returns in a line how far a run has come."""
+    starts = f"; {in_short(run)}" if isinstance(run, RunOfStarts) else ""
     if not run.steps:
-        return "no finished step yet"
+        return f"no finished step yet{starts}"
     first = run.steps[0]["step"]
     last = run.steps[-1]["step"]
     which = f"steps {first} to {last}" if first != last else f"step {first}"
     state = ", completed" if run.summary.get("completed") else ""
     seconds = number(run.summary, "wall_s")
     in_all = f", {seconds:.0f} s in all" if math.isfinite(seconds) else ""
-    return f"{len(run.steps)} finished step{'s' * (len(run.steps) > 1)}: {which}{state}{in_all}"
+    return f"{len(run.steps)} finished step{'s' * (len(run.steps) > 1)}: {which}{state}{in_all}{starts}"
 
 
 def _cards(run: Run) -> Iterator[str]:
@@ -101,6 +124,8 @@ def _cards(run: Run) -> Iterator[str]:
     yield from _rollout_cards(run, summary)
     yield from _training_cards(run, summary)
     yield from _engine_cards(run, summary)
+    if isinstance(run, RunOfStarts):
+        yield start_card(run)
     listed = "listed below" if len(run.alarms) <= MAX_ROWS else f"the last {MAX_ROWS} are listed below"
     yield card("Alarms", str(len(run.alarms)), *((listed, "bad") if run.alarms else ("none raised", "")))
 
@@ -157,8 +182,10 @@ def _engine_cards(run: Run, summary: Record) -> Iterator[str]:
 
 def _audits(run: Run) -> Iterator[tuple[str, str]]:
     """Yields steps and verdict of each audit, the latest first."""
-    audits = read_object_or_nothing(run.folder / AUDITS).get("audits")
-    for audit in reversed(audits if isinstance(audits, list) else []):
+    folders = [run.folder, *(s.folder / FOLDER for s in run.starts)] if isinstance(run, RunOfStarts) else [run.folder]
+    lists = [read_object_or_nothing(folder / AUDITS).get("audits") for folder in folders]
+    audits = [audit for found in lists if isinstance(found, list) for audit in found if isinstance(audit, Mapping)]
+    for audit in sorted(audits, key=lambda audit: str(audit.get("date", "")))[::-1]:
         steps = ", ".join(map(str, audit.get("steps", ())))
         gaps = audit.get("logprob_difference") or {}
         largest = f"; log-probs differ by at most {gaps['largest']:.2g} nats" if "largest" in gaps else ""

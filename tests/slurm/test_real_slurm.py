@@ -120,6 +120,7 @@ def test_a_chain_goes_on_after_a_cancelled_job(site: Site) -> None:
     assert [site.slurm.job(job)["JobState"] for job in jobs] == ["RUNNING", "PENDING", "PENDING"]
     site.slurm.command(["scancel", jobs[1]])
     site.slurm.command(["scancel", jobs[0]])
+    site.slurm.wait_for_state(jobs[2], "RUNNING")  # until then the driver of the first may make steps
     site.allow(3)
     assert site.slurm.wait_for_state(jobs[2], *ENDED)["JobState"] == "COMPLETED"
     ended = [site.slurm.wait_for_state(job, *ENDED)["JobState"] for job in jobs]  # the first may still be in COMPLETING

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that was started several times: by the jobs of a chain, by requeues, or by hand after an interruption.
+
+NeMo-RL gives every start of its driver a folder `exp_NNN` of its own. A start goes on after a checkpoint, and so it makes the
+steps again that earlier starts had made beyond it. Those of the later start count, and the earlier ones are lost.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.reports.jobs import Job, Launch
+from nemo_specrollout.reports.records import Record, Run, number, reduced, series
+from nemo_specrollout.storage.text_files import whole_number
+
+START = "start"
+"""Key of `run.json` with the facts of a start, and key of a step of such a run with the name of its start."""
+ENDED = "ended_s"
+"""Key of a step: the time at which it ended, in seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one start of a run has recorded. `steps` may be empty, because a start may be killed at any time."""
+
+    folder: Path
+    """NeMo-RL's log folder of the start, `exp_NNN`."""
+    about: Record
+    """Content of `run.json`, empty if there is none yet."""
+    steps: Sequence[Record]
+    problem: str = ""
+    """Why the records cannot be read; empty if they can."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def first_step(self) -> int | None:
+        """Number of the first step that the start makes, at least 1; None if that is not known.
+
+        Without a step it is known from the checkpoint from which the start goes on.
+        """
+        facts = self.about.get(START)
+        known = whole_number(facts.get("first_step")) if isinstance(facts, Mapping) else None
+        first = self.steps[0]["step"] if self.steps else known
+        return first if first is None or first >= 1 else None
+
+    @property
+    def job(self) -> str:
+        """Id of the Slurm job; empty for a start without one, and for one whose records do not say it."""
+        return self._fact("job_id")
+
+    @property
+    def num_requeues(self) -> int:
+        """How often Slurm had requeued the job before this start."""
+        return int(self._fact("num_requeues")) if self._fact("num_requeues").isdecimal() else 0
+
+    @property
+    def began(self) -> str:
+        """Time at which the job began, or the command `run`, as `2026-08-01T12:00:00+0000`; empty if it is not known."""
+        return self._fact("began") if math.isfinite(seconds_of(self._fact("began"))) else ""
+
+    @property
+    def before_first_step_s(self) -> float:
+        """Seconds from there to the beginning of the first step, for container, Ray, engines and checkpoint, or NaN."""
+        if not self.steps:
+            return math.nan
+        first = self.steps[0]
+        return (
+            max(number(first, ENDED) - number(first, "step_s") - seconds_of(self.began), 0.0)
+            if self.began
+            else math.nan
+        )
+
+    def _fact(self, name: str) -> str:
+        facts = self.about.get(START)
+        value = facts.get(name) if isinstance(facts, Mapping) else None
+        return str(value) if isinstance(value, str | int) else ""
+
+
+@dataclass(frozen=True)
+class RunOfStarts(Run):
+    """A run of several starts, or one that `launch` has started. Its steps are those that count, in order."""
+
+    starts: Sequence[Start] = ()
+    """All starts, the oldest first."""
+    launch: Launch | None = None
+    """What `launch` and Slurm have left in the run directory; None for a run that `launch` has not started."""
+
+    @classmethod
+    def of(cls, folder: Path, starts: Sequence[Start], launch: Launch | None = None) -> "RunOfStarts":
+        """Builds the run, whose pages lie in `folder`. Facts such as versions are those of its newest start."""
+        steps = list[Record]()
+        for start, bound in zip(starts, _bounds(starts), strict=True):
+            steps += [{**step, START: start.name} for step in start.steps if step["step"] < bound]
+        about = next((start.about for start in reversed(starts) if start.about), {})
+        return cls(folder, about, steps, {}, starts, launch)
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        """For each start the first step that a later start makes; infinity if there is none."""
+        return _bounds(self.starts)
+
+    @property
+    def lost(self) -> Mapping[str, Sequence[Record]]:
+        """The steps of each start, by its name, that a later start makes again."""
+        bounds = zip(self.starts, self.bounds, strict=True)
+        return {start.name: [step for step in start.steps if step["step"] >= bound] for start, bound in bounds}
+
+    @property
+    def num_lost(self) -> int:
+        """Steps that were lost, over all starts."""
+        return sum(map(len, self.lost.values()))
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds of the lost steps, or NaN if they are not known."""
+        return reduced(sum, series([step for steps in self.lost.values() for step in steps], "step_s"))
+
+    @property
+    def jobs_without_start(self) -> Sequence[Job]:
+        """Jobs of the run of which no start is known. A job has none while it waits, and before its driver has begun."""
+        known = {start.job for start in self.starts}
+        return [job for job in self.launch.jobs if job.id not in known] if self.launch else []
+
+    def end_of(self, start: Start) -> str:
+        """Returns why Slurm ended a start, in its words, such as "DUE TO TIME LIMIT"; empty if it has written nothing."""
+        ends = self.launch.ends.get(start.job, ()) if self.launch and start.job else ()
+        of_job = [other for other in self.starts if other.job == start.job]
+        after = next((other for other in of_job if other.num_requeues > start.num_requeues), None)
+        begin_s = seconds_of(start.began)
+        end_s = math.inf if after is None else seconds_of(after.began)
+        return next((end.reason for end in ends if begin_s <= end.at_s < end_s), "")
+
+
+def _bounds(starts: Sequence[Start]) -> list[float]:
+    bounds = list[float]()
+    bound = math.inf
+    for start in reversed(starts):
+        bounds.append(bound)
+        bound = min(bound, start.first_step if start.first_step is not None else math.inf)
+    return bounds[::-1]
+
+
+def separate_runs(starts: Sequence[Start]) -> int:
+    """Returns how many runs the starts of a log folder are: one that begins at the first step is no continuation."""
+    begins = [start.first_step for start in starts if start.first_step is not None]
+    return 1 + sum(first <= 1 for first in begins[1:])
+
+
+def without_failed(starts: Sequence[Start]) -> Sequence[Start]:
+    """Returns the starts of a log folder without those that began at the first step and have none; at least the newest."""
+    return [start for start in starts if start.steps or start.problem or (start.first_step or 1) > 1] or starts[-1:]
+
+
+def seconds_of(time: Any) -> float:
+    """Returns a time such as `2026-08-01T12:00:00+0000` in seconds since 1970, or NaN."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except (TypeError, ValueError, OverflowError, OSError):
+        return math.nan
