@@ -203,7 +203,7 @@ def test_a_preempted_job_with_a_grace_time_is_requeued(site: Site) -> None:
     site.allow(3)
     assert site.slurm.wait_for_state(job_id, *ENDED)["JobState"] == "COMPLETED"
     assert site.steps() == [(job_id, "0", "1"), (job_id, "1", "2"), (job_id, "1", "3")]
-    said = "nemo-specrollout: Slurm wants the nodes for another job, so this one asks to be requeued\n"
+    said = "nemo-specrollout: Slurm wants the nodes for another job, so this job asks to be requeued\n"
     assert said in (site.run / "slurm" / f"{job_id}.out").read_text()
 
 
