@@ -788,4 +788,4 @@ def test_a_failed_driver_fails_the_job_and_a_requeue_logs_apart(cluster: Cluster
     assert cluster.run_job(1, STUB_DRIVER_EXIT="7").returncode == 7
     (cluster.record / "ray").unlink()
     assert cluster.run_job(1, SLURM_RESTART_COUNT="1").returncode == 0
-    assert {path.name for path in (cluster.run / "slurm").iterdir()} == {"101-logs", "101-1-logs"}
+    assert {path.name for path in (cluster.run / "slurm").iterdir()} == {"101-logs", "101-1-logs", "newest_start"}

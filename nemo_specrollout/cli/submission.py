@@ -89,7 +89,7 @@ def submit(run: Path, command: list[str], settings: ClusterSettings, known: Iter
     """
     path = run / RECORD
     is_first = not path.exists()
-    with path.open("a", encoding="utf-8") as file:  # opened first, so that a full quota is found before a job is there
+    with path.open("ab", buffering=0) as file:  # opened first, so that a full quota is found before a job is there
         answer = _answer(str(run), command, settings, known)
         if answer.is_refusal:
             if is_first:
@@ -97,8 +97,7 @@ def submit(run: Path, command: list[str], settings: ClusterSettings, known: Iter
             raise ConfigError(answer.complaint)
         record = {"job_id": answer.job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
         try:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
+            file.write(f"{json.dumps(record)}\n".encode())
         except OSError as error:
             text = f"{error.strerror}, so job {answer.job_id}, which was submitted, is not recorded there"
             raise OSError(error.errno, text, str(path)) from error
