@@ -99,7 +99,7 @@ function slurm_cli_pre_submit(options, offset)
   return slurm.SUCCESS
 end
 function slurm_cli_post_submit(offset, job, step)
-  if os.getenv("LAST_JOB_OF_THE_USER") then
+  if os.getenv("LAST_JOB_OF_THE_USER") and not os.getenv("SLURM_JOB_ID") then -- an srun of the job asks here, too
     io.open("{folder}/closed", "w"):close()
   end
   return slurm.SUCCESS
