@@ -17,6 +17,8 @@ from node_runs import CONFIG, RunOnNodes, reason_against_pmix, run_on_nodes
 from node_scenarios import NODE_RUNS, REFERENCES
 from real_slurm import reason_against
 
+from nemo_specrollout.cli.main import main
+
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
 UNDISTURBED = (
@@ -135,3 +137,16 @@ def test_a_drafter_on_a_node_of_its_own_drafts_for_engines_on_others(
     policy_on = re.findall(r"\|\s+([0-9.]+)\s+\|\s+\('worker", run.driver_log)
     (address,) = [*listens_at, *(f"10.77.0.1{name[1:]}" for name in named_at)]
     assert len(policy_on) == 2 and address not in policy_on
+
+
+def test_the_report_names_the_jobs_that_made_the_steps(
+    made: Callable[[str], RunOnNodes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made("chained")
+    first, _, third, fourth = (job for job, *_ in run.result["jobs"])
+    assert main(["report", str(run.folder / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "3 finished steps: steps 1 to 3; 3 starts" in said
+    for folder, job, step in (("exp_001", first, 1), ("exp_002", third, 2), ("exp_003", fourth, 3)):
+        (line,) = [line for line in said.splitlines() if folder in line]
+        assert f"job {job}" in line and f"step {step}" in line
