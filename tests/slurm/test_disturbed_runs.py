@@ -29,9 +29,14 @@ def records(site: Site) -> list[str | None]:
 
 
 def start_again(site: Site, job_id: str) -> None:
-    """Starts a requeued job, which Slurm would let wait for two minutes. A node takes no job in the second that killed it."""
+    """Starts a requeued job, which Slurm would let wait for two minutes. A node takes no job in the second that killed it.
+
+    Slurm sets the two minutes when all processes of the job are gone, and it may call the job pending before that.
+    """
     assert site.slurm.wait_for_state(job_id, "PENDING", *ENDED)["JobState"] == "PENDING"
-    site.scontrol("update", f"JobId={job_id}", "StartTime=now+2seconds")
+    while site.slurm.job(job_id)["JobState"] == "PENDING":
+        site.slurm.command(["scontrol", "update", f"JobId={job_id}", "StartTime=now+2seconds"])
+        time.sleep(4)
 
 
 # Launches that meet.
@@ -234,11 +239,14 @@ def test_a_driver_that_has_lost_a_process_goes_on_as_long_as_it_makes_checkpoint
     fail = f'mkdir -p "$LOGS/../../checkpoints/step_1"; exit {EXIT_LOST}'
     site.set(environment={"END": fail, "PATH": f"{site.folder}/bin:/usr/bin:/bin"})
     (job_id,) = site.launch()
+    log = site.run / "slurm" / f"{job_id}.out"
+    asked = "nemo-specrollout: Ray has lost a process, so this job asks to be requeued\n"
+    while not log.exists() or asked not in log.read_text():
+        time.sleep(0.1)
     start_again(site, job_id)
     job = site.slurm.wait_for_state(job_id, *ENDED)
     assert (job["JobState"], job["Restarts"], job["ExitCode"]) == ("FAILED", "1", f"{EXIT_LOST}:0")
-    said = (site.run / "slurm" / f"{job_id}.out").read_text()
-    assert said.count("nemo-specrollout: Ray has lost a process, so this job asks to be requeued\n") == 1
+    assert log.read_text().count(asked) == 1
 
 
 def test_a_driver_that_is_killed_fails_the_job_once(site: Site) -> None:
