@@ -47,7 +47,7 @@ def ask(
 ) -> list[Finding]:
     """Returns warnings about a job that may wait for long. Raises ConfigError for one that can never run.
 
-    It also does if Slurm does not answer, unless the launch is dry.
+    If Slurm does not answer, a launch that `is_dry` gets a warning, and any other one a ConfigError.
 
     `command` is the `sbatch` line whose last word is the job's script, `script` that file's text, and `gpus` the GPUs of each
     node. Nothing is submitted. Where there is no Slurm, as in a dry run elsewhere, nothing is found. A partition of another
