@@ -41,6 +41,8 @@ class Launched:
         self.slurm, self.host, self.folder, self.plan = slurm, host, folder, plan
         self.run = slurm.small_disk / "run" if plan.is_on_a_small_disk else folder / "run"
         self.jobs: list[str] = []
+        self.ends: dict[str, tuple[str, str]] = {}
+        """State and number of requeues of each job that has ended. Slurm itself forgets a job after five minutes."""
 
     def launch(self, *more: str) -> str:
         """Submits the run by the user's command; returns the id of the last job."""
@@ -63,9 +65,10 @@ class Launched:
             assert any(self.slurm.job(job)["JobState"] not in ENDED for job in self.jobs), self.log
             time.sleep(0.5)
 
-    def wait_for_end(self, job: str) -> str:
-        """Returns a job's state when it has ended."""
-        return self.slurm.wait_for_state(job, *ENDED)["JobState"]
+    def wait_for_end(self, job: str) -> None:
+        """Waits until a job has ended."""
+        record = self.slurm.wait_for_state(job, *ENDED)
+        self.ends[job] = (record["JobState"], record["Restarts"])
 
     def hosts(self, job: str) -> list[str]:
         """Returns the nodes of a job, the one with Ray's head first."""
@@ -156,7 +159,7 @@ def run_on_nodes(host: Host, folder: Path, plan: NodeRun) -> None:
                 slurm.command(["cp", "-r", str(launched.run), str(folder)])
             slurm.wait_for_idle_nodes()
             left = {name: found for name in slurm.names if (found := slurm.processes_on(name))}
-            jobs = [[job, slurm.job(job)["JobState"], slurm.job(job)["Restarts"]] for job in launched.jobs]
+            jobs = [[job, *launched.ends[job]] for job in launched.jobs]
     finally:
         shutil.rmtree(cluster)
     seconds = round(time.monotonic() - began)
