@@ -18,6 +18,7 @@ from nemo_specrollout.audit.rows import EngineFacts, FinishedRow, RowParams, wri
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.reports.jobs import Launch
 from nemo_specrollout.reports.records import Run
 from nemo_specrollout.reports.run_folders import find_folders, read_run
 from nemo_specrollout.reports.start_facts import start_facts
@@ -179,6 +180,10 @@ def test_before_any_record_a_sentence_says_how_far_the_jobs_are(
     assert "has no records yet: job 12 was submitted at 2026-05-28T20:20:24+0000 and has not begun" in said
     (run / "slurm" / "12.out").write_text("pyxis: importing docker image\n")
     assert "job 12 has begun, and no driver of it has recorded anything; slurm/12.out says" in sentence(run, capsys)
+    (run / "slurm" / "13.out").touch()
+    (run / "slurm" / "12.out").unlink()
+    first, second = Launch.read(run).jobs
+    assert "never began, although a later job did, so it was cancelled or is held" in first.state and second.has_begun
     (run / "logs" / "exp_001").mkdir(parents=True)
     assert "logs/exp_001 has no specrollout/run.json yet: the driver is still loading" in sentence(run, capsys)
     assert main(["audit", str(run)]) == 2 and "Traceback" not in capsys.readouterr().err

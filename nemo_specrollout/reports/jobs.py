@@ -28,6 +28,8 @@ class Job:
     """When `launch` has submitted it; empty if that is not recorded."""
     has_begun: bool = False
     """Whether Slurm has made the file for its output."""
+    is_passed: bool = False
+    """Whether a job that was submitted later has begun. The jobs of a run begin in their order, unless one is held or cancelled."""
     found_all_done: bool = False
     """Whether it had nothing to do, because all steps were made before."""
 
@@ -39,6 +41,8 @@ class Job:
         if self.has_begun:
             return f"has begun, and no driver of it has recorded anything; slurm/{self.id}.out says how far it came"
         when = f"was submitted at {self.submitted} and" if self.submitted else "was submitted and"
+        if self.is_passed:
+            return f"{when} never began, although a later job did, so it was cancelled or is held"
         return f"{when} has not begun; `squeue --me` says whether it waits"
 
 
@@ -66,9 +70,11 @@ class Launch:
         outputs = {path.stem: path for path in (run / "slurm").glob("*.out") if path.stem.isdecimal()}
         texts = {job: _text(path) for job, path in outputs.items()}
         others = sorted(texts.keys() - submitted.keys(), key=int)
+        listed = [*submitted, *others]
+        last_begun = max((place for place, job in enumerate(listed) if job in texts), default=-1)
         jobs = [
-            Job(job, submitted.get(job, ""), job in texts, ALL_DONE in texts.get(job, ""))
-            for job in [*submitted, *others]
+            Job(job, submitted.get(job, ""), job in texts, place < last_begun, ALL_DONE in texts.get(job, ""))
+            for place, job in enumerate(listed)
         ]
         return cls(jobs, {job: _ends(job, text) for job, text in texts.items()})
 
