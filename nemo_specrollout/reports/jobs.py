@@ -29,7 +29,7 @@ class Job:
     has_begun: bool = False
     """Whether Slurm has made the file for its output."""
     is_passed: bool = False
-    """Whether a job that was submitted later has begun. The jobs of a run begin in their order, unless one is held or cancelled."""
+    """Whether a later job has begun. The jobs of a run begin in their order, unless one is held or cancelled."""
     found_all_done: bool = False
     """Whether it had nothing to do, because all steps were made before."""
 
