@@ -98,7 +98,7 @@ def network_is_cut(seconds: float) -> Any:
 
     def happens(run: Launched) -> None:
         configuration = run.slurm.configuration
-        configuration.write_text(configuration.read_text().replace("SlurmdTimeout=10\n", "SlurmdTimeout=300\n"))
+        configuration.write_text(configuration.read_text().replace("SlurmdTimeout=15\n", "SlurmdTimeout=300\n"))
         run.scontrol("reconfigure")
         job = run.launch()
         run.wait_for_step(1)
