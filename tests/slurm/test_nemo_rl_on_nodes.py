@@ -68,7 +68,8 @@ def test_rows_are_those_of_one_machine(
     for step in range(1, num_steps if name == "chained" else num_steps + 1):
         equal, total = count_equal(other, run, step)
         assert equal == total == 16, f"step {step}"
-    assert run.weights_moved_by > ROUNDING
+    # The movement is that of one engine, and each job of the chain makes a step with engines of its own.
+    assert (other if name == "chained" else run).weights_moved_by > ROUNDING
     assert sum(sample["num_drafted"] for line in run.lines("samples.jsonl") for sample in line["samples"]) > 0
 
 
