@@ -20,10 +20,8 @@ from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl, script_of
 from nemo_specrollout.config.nemo_rl_tree import Finding
 from nemo_specrollout.config.strict import ConfigError, differences, raise_first_mistake
 from nemo_specrollout.nemo_rl.code_folder import copy_code
-from nemo_specrollout.storage.files import lock_folder, write_atomically
-
-_LOCK = ".lock"
-"""The file of `lock_folder`, which says nothing of what a folder is."""
+from nemo_specrollout.reports.jobs import SUBMISSIONS
+from nemo_specrollout.storage.files import LOCK, lock_folder, write_atomically
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -178,14 +176,14 @@ def _extra_nodes(taken: int, present: int, nodes: int, beside: int, extra_nodes:
 
 def _was_submitted(run: Path) -> bool:
     """Returns whether a job of this run was submitted, or has left a checkpoint."""
-    return (run / submission.RECORD).is_file() or any(run.glob("checkpoints/step_*"))
+    return (run / SUBMISSIONS).is_file() or any(run.glob("checkpoints/step_*"))
 
 
 def _check_directory(run: Path, tree: dict[str, Any], settings: slurm.ClusterSettings) -> None:
     """Raises ConfigError if a run of the config `tree` cannot start or resume in the folder `run`."""
     existing = next(p for p in (run, *run.parents) if p.exists())
     is_unknown = existing == run and existing.is_dir() and not (run / "job.sh").is_file()
-    is_unknown = is_unknown and any(path.name != _LOCK for path in existing.iterdir())
+    is_unknown = is_unknown and any(path.name != LOCK for path in existing.iterdir())
     for is_made, text in (
         (not existing.is_dir(), f"cannot be a folder: {existing} is a file"),
         (not os.access(existing, os.W_OK | os.X_OK), "cannot be written to"),
@@ -206,7 +204,7 @@ def _check_directory(run: Path, tree: dict[str, Any], settings: slurm.ClusterSet
 
 def _check_owner(run: Path) -> None:
     """Raises ConfigError if another user's job has made a file there that a job of this user must write."""
-    for name in (submission.RECORD, _LOCK, "slurm", "slurm/newest_start", "checkpoints", "logs"):
+    for name in (SUBMISSIONS, LOCK, "slurm", "slurm/newest_start", "checkpoints", "logs"):
         path = run / name
         is_closed = path.exists() and not os.access(path, os.W_OK)
         fix = f"let its owner run `chmod -R g+w {run}`, or choose another"
@@ -230,7 +228,7 @@ def _claimed(run: Path) -> Iterator[None]:
             yield
     except BaseException:
         if not (run / "job.sh").exists() and run in made:
-            (run / _LOCK).unlink(missing_ok=True)
+            (run / LOCK).unlink(missing_ok=True)
             for folder in made:
                 with suppress(OSError):
                     folder.rmdir()

@@ -10,6 +10,12 @@ from nemo_specrollout.cli.slurm import CLUSTER_FLAGS
 
 _CLI = "nemo_specrollout.cli"
 _RUN = (CONFIG, OVERRIDES)
+_RUN_DIR = flag(
+    "run_dir",
+    "RUN_DIR",
+    "the run directory of `launch` or the logger.log_dir, or the exp_NNN of one start",
+    type=Path,
+)
 _SCRIPT = flag("--script", "FILE", "NeMo-RL's script, from its checkout; default: the one that fits CONFIG")
 
 COMMANDS = (
@@ -69,26 +75,14 @@ COMMANDS = (
         "report",
         "writes report.html and picture.png of a run directory again, also while it runs",
         f"{_CLI}.report:report",
-        (
-            flag(
-                "run_dir",
-                "RUN_DIR",
-                "the run directory of `launch` or the logger.log_dir, or the exp_NNN of one start",
-                type=Path,
-            ),
-        ),
+        (_RUN_DIR,),
     ),
     Command(
         "audit",
         "computes rows of a run again from its weights, and says whether the policy sampled them",
         f"{_CLI}.audit:audit",
         (
-            flag(
-                "run_dir",
-                "RUN_DIR",
-                "the run directory of `launch` or the logger.log_dir, or the exp_NNN of one start",
-                type=Path,
-            ),
+            _RUN_DIR,
             flag("--steps", "N,N", "steps to audit; default: the newest one whose weights are at hand"),
             flag("--rows", "N", "rows of each step, spread evenly", default=64),
             flag(

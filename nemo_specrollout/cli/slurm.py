@@ -212,6 +212,11 @@ def submission_environment() -> dict[str, str]:
     }
 
 
+def options_of_another_cluster(settings: ClusterSettings) -> list[str]:
+    """Returns the options by which the user names another cluster than the login node's, such as `--clusters=big`."""
+    return [argument for argument in settings.sbatch_args if argument.startswith(("-M", "--cluster"))]
+
+
 def question_environment() -> dict[str, str]:
     """Returns the variables for commands that ask Slurm: not the user's own filters and formats, such as SQUEUE_STATES."""
     return {k: v for k, v in submission_environment().items() if not k.startswith(("SQUEUE_", "SINFO_"))}

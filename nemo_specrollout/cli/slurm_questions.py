@@ -13,7 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_specrollout.cli.slurm import ClusterSettings, question_environment, seconds, submission_environment
+from nemo_specrollout.cli.slurm import (
+    ClusterSettings,
+    options_of_another_cluster,
+    question_environment,
+    seconds,
+    submission_environment,
+)
 from nemo_specrollout.cli.submission import lacks_an_answer
 from nemo_specrollout.config.nemo_rl_tree import Finding
 from nemo_specrollout.config.strict import ConfigError
@@ -63,8 +69,7 @@ def ask(
         return [Finding("slurm", f"does not answer, so the partition was not looked at: {complaint}", "warning")]
     if _is_final(complaint):
         raise ConfigError(f"sbatch would refuse the job: {complaint}")
-    is_elsewhere = any(argument.startswith(("-M", "--cluster")) for argument in settings.sbatch_args)
-    partition = None if is_elsewhere else read_partition(settings.partition)
+    partition = None if options_of_another_cluster(settings) else read_partition(settings.partition)
     found = [] if partition is None else list(_judge(partition, settings, num_nodes, gpus, complaint))
     if complaint:
         text = f"{settings.partition}; `sbatch --test-only` says: {complaint}"

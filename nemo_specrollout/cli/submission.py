@@ -16,11 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
 
-from nemo_specrollout.cli.slurm import ClusterSettings, job_name, question_environment, submission_environment
+from nemo_specrollout.cli.slurm import (
+    ClusterSettings,
+    job_name,
+    options_of_another_cluster,
+    question_environment,
+    submission_environment,
+)
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.reports.jobs import SUBMISSIONS
 
-RECORD = "submissions.jsonl"
-"""The file of a run directory with a line for each job."""
 _ENDED = (
     "BOOT_FAIL",
     "CANCELLED",
@@ -59,8 +64,14 @@ def jobs_of(run: str, settings: ClusterSettings) -> list[Job] | None:
     """Returns the run's jobs that Slurm knows, also those that ended some minutes ago; None if Slurm does not say."""
     if shutil.which("squeue") is None:
         return None
-    elsewhere = [argument for argument in settings.sbatch_args if argument.startswith(("-M", "--cluster"))]
-    command = ["squeue", "--noheader", "--states=all", f"--name={job_name(run)}", "--format=%i|%U|%u|%T", *elsewhere]
+    command = [
+        "squeue",
+        "--noheader",
+        "--states=all",
+        f"--name={job_name(run)}",
+        "--format=%i|%U|%u|%T",
+        *options_of_another_cluster(settings),
+    ]
     done = subprocess.run(command, capture_output=True, env=question_environment(), check=False)
     if done.returncode != 0:
         return None
@@ -87,7 +98,7 @@ def submit(run: Path, command: list[str], settings: ClusterSettings, known: Iter
     `known` are the ids of the run's earlier jobs, None if Slurm did not say them. A job of which nobody can say whether Slurm
     has taken it is recorded without an id, because the run directory must keep the config that such a job reads.
     """
-    path = run / RECORD
+    path = run / SUBMISSIONS
     is_first = not path.exists()
     with path.open("ab", buffering=0) as file:  # opened first, so that a full quota is found before a job is there
         answer = _answer(str(run), command, settings, known)

@@ -12,6 +12,7 @@ from nemo_specrollout.storage.files import read_regular
 from nemo_specrollout.storage.text_files import parse_json
 
 SUBMISSIONS = "submissions.jsonl"
+"""The file of a run directory with a line for each job, which `launch` writes."""
 ALL_DONE = "nemo-specrollout: all steps are done"
 """What a job's script says if nothing is left to do (`cli/job.sh.template`)."""
 _MOST_OUTPUT_BYTES = 16 << 20

@@ -13,6 +13,9 @@ from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
+LOCK = ".lock"
+"""The file of `lock_folder`, which says nothing of what is in a folder."""
+
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces the file at `path` by `content`, text as UTF-8; it is on disk when this returns.
@@ -42,7 +45,7 @@ def lock_folder(folder: Path) -> TextIO:
 
     Raises BlockingIOError if another process is there. Where the file system has no locks, nothing is kept out.
     """
-    file = (folder / ".lock").open("w")
+    file = (folder / LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

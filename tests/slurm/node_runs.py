@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,11 @@ from typing import Any
 
 import yaml
 from nemo_rl_host import ROOT, VARIABLES, Host, Run
-from real_slurm import HERE, RealSlurm
+from real_slurm import ENDED, HERE, RealSlurm, slurm_in_a_temporary_folder
 
 CONFIG = HERE / "grpo_on_nodes.yaml"
 GPUS = 1
 """GPUs of a node."""
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 _OF_THIS_MACHINE = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH", "NEMO_RL_CPU_LOGICAL_GPUS")
 
 
@@ -148,20 +146,16 @@ def run_on_nodes(host: Host, folder: Path, plan: NodeRun) -> None:
     write_cluster_file(folder / "cluster.yaml", host, plan)
     sources = [Path(host.environment[name]).resolve() for name in VARIABLES[:3]]
     shared = [ROOT, folder, host.tiny, *sources, Path(host.environment["NEMO_RL_PYTHON"]).parents[2]]
-    cluster = Path(tempfile.mkdtemp(prefix="slurm-"))
     began = time.monotonic()
-    try:
-        num_nodes = plan.nodes + plan.extra_nodes + plan.spare_nodes
-        with RealSlurm(cluster, num_nodes, GPUS, shared, disk_mib=100) as slurm:
-            launched = Launched(slurm, host, folder, plan)
-            plan.happens(launched)
-            if plan.is_on_a_small_disk:  # which ends with the cluster
-                slurm.command(["cp", "-r", str(launched.run), str(folder)])
-            slurm.wait_for_idle_nodes()
-            left = {name: found for name in slurm.names if (found := slurm.processes_on(name))}
-            jobs = [[job, *launched.ends[job]] for job in launched.jobs]
-    finally:
-        shutil.rmtree(cluster)
+    num_nodes = plan.nodes + plan.extra_nodes + plan.spare_nodes
+    with slurm_in_a_temporary_folder(num_nodes=num_nodes, gpus=GPUS, shared=shared, disk_mib=100) as slurm:
+        launched = Launched(slurm, host, folder, plan)
+        plan.happens(launched)
+        if plan.is_on_a_small_disk:  # which ends with the cluster
+            slurm.command(["cp", "-r", str(launched.run), str(folder)])
+        slurm.wait_for_idle_nodes()
+        left = {name: found for name in slurm.names if (found := slurm.processes_on(name))}
+        jobs = [[job, *launched.ends[job]] for job in launched.jobs]
     seconds = round(time.monotonic() - began)
     result = {"jobs": jobs, "left": left, "seconds": seconds}
     (folder / "result.json").write_text(json.dumps(result))

@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 from nemo_rl_scenarios import AHEAD, AT_RANDOM, MANY_STEPS, MOVING, PLAIN, REFRESHED_HEAD, TWO_ENGINES, WILD
-from node_runs import ENDED, Launched, NodeRun
+from node_runs import Launched, NodeRun
+from real_slurm import ENDED
 
 FOUR_STEPS, FIVE_STEPS = ["grpo.max_num_steps=4"], ["grpo.max_num_steps=5"]
 APART = "policy.generation.colocated.enabled=false"

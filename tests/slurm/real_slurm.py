@@ -10,17 +10,21 @@ import os
 import shutil
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 HERE = Path(__file__).parent
 OTHER_SLURM = "SLURM_OF_TESTS"
 """Variable with a folder of `get_slurm.sh`, whose Slurm the cluster has in place of this machine's."""
 OF_SLURM = ("usr/sbin/slurmctld", "usr/sbin/slurmd", "usr/bin/sbatch", "usr/sbin/munged", "usr/include/slurm/spank.h")
 PROGRAMS = ("gcc", "ip", "unshare", "nsenter")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+"""States of a job that neither waits nor runs."""
 PACKAGES = "slurm-wlm munge libslurm-dev gcc iproute2"
 """Debian's packages that bring Slurm and the programs."""
 FREEZER = Path("/sys/fs/cgroup/freezer")
@@ -397,3 +401,14 @@ def _remove_folder(group: Path) -> None:
         except OSError:
             time.sleep(0.05)
     raise RuntimeError(f"{group} still has processes: {(group / 'cgroup.procs').read_text().split()}")
+
+
+@contextmanager
+def slurm_in_a_temporary_folder(**options: Any) -> Iterator[RealSlurm]:
+    """Brings a cluster with these options of `RealSlurm` up, and afterwards takes it down and its folder away."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    try:
+        with RealSlurm(folder, **options) as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(folder)

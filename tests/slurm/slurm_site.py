@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
-from real_slurm import HERE, RealSlurm, reason_against
+from real_slurm import HERE, RealSlurm, reason_against, slurm_in_a_temporary_folder
 
 RECIPE = "grpo-qwen3-8b-1n8g-megatron-specrollout.yaml"
 BASE = """
@@ -32,7 +32,6 @@ logger: {log_dir: logs}
 cluster: {gpus_per_node: 8, num_nodes: 1}
 """
 """In place of NeMo-RL's config from which the recipe inherits: the keys that `launch` reads."""
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 NOBODY = 65534
 
 
@@ -152,12 +151,8 @@ def python_of_all_users(slurm: RealSlurm) -> str:
 def slurm() -> Iterator[RealSlurm]:
     if reason := reason_against():
         pytest.skip(reason)
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    try:
-        with RealSlurm(folder) as cluster:
-            yield cluster
-    finally:
-        shutil.rmtree(folder)
+    with slurm_in_a_temporary_folder() as cluster:
+        yield cluster
 
 
 @pytest.fixture

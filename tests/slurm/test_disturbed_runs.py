@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from real_slurm import RealSlurm
-from slurm_site import ENDED, NOBODY, Site, python_of_all_users, site, slurm
+from real_slurm import ENDED, RealSlurm
+from slurm_site import NOBODY, Site, python_of_all_users, site, slurm
 
 from nemo_specrollout.cli.check import read_nemo_rl_config
 from nemo_specrollout.cli.run_length import MUST_SAVE_BY, RunLength, length_of

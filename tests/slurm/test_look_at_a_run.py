@@ -5,9 +5,7 @@
 """
 
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +14,8 @@ import pytest
 from conftest import ROOT
 from nemo_rl_host import HERE as NEMO_RL_TESTS
 from nemo_rl_host import VARIABLES
-from real_slurm import HERE, RealSlurm, reason_against
-from slurm_site import ENDED, Site, site
+from real_slurm import ENDED, HERE, RealSlurm, reason_against, slurm_in_a_temporary_folder
+from slurm_site import Site, site
 
 pytestmark = pytest.mark.integration
 
@@ -35,12 +33,8 @@ STEP = ["srun", "--nodes=1", "--ntasks=1", "--gres=gpu:8", "--no-container-mount
 def slurm() -> Iterator[RealSlurm]:
     if reason := reason_against():
         pytest.skip(reason)
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    try:
-        with RealSlurm(folder, num_nodes=2, shared=SHARED) as cluster:
-            yield cluster
-    finally:
-        shutil.rmtree(folder)
+    with slurm_in_a_temporary_folder(num_nodes=2, shared=SHARED) as cluster:
+        yield cluster
 
 
 def doctor(site: Site, *options: str, variables: str = "") -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from real_slurm import RealSlurm
-from slurm_site import ENDED, NOBODY, RECIPE, Site, python_of_all_users, site, slurm
+from real_slurm import ENDED, RealSlurm
+from slurm_site import NOBODY, RECIPE, Site, python_of_all_users, site, slurm
 
 pytestmark = pytest.mark.integration
 __all__ = ["site", "slurm"]  # fixtures

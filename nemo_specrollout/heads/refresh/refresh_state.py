@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_specrollout.config.strict import differences
-from nemo_specrollout.storage.files import lock_folder, write_atomically
+from nemo_specrollout.storage.files import LOCK, lock_folder, write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 
 _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_config")
@@ -62,7 +62,7 @@ class RefreshState:
         Raises ValueError if that one had other arguments, or input files and folders that have changed.
         """
         wanted = json.loads(json.dumps({"arguments": dict(arguments), "inputs": _fingerprint(inputs, self.out)}))
-        continues = any(p.name != ".lock" for p in self.folder.glob("*"))
+        continues = any(p.name != LOCK for p in self.folder.glob("*"))
         if continues and not self._arguments.is_file():
             raise ValueError(f"{self.folder} exists and is not what a refresh left; move it, or name another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def _fingerprint(inputs: Iterable[Path], out: Path) -> dict[str, list[int]]:
     """Returns size and time of every file in `inputs`, without the files that this refresh writes."""
     files = [f for path in inputs for f in ([path] if path.is_file() else sorted(path.rglob("*"))) if f.is_file()]
     own = f"{out}.partial{os.sep}"
-    named = [f for f in files if f.name != ".lock" and not str(f).startswith(own)]
+    named = [f for f in files if f.name != LOCK and not str(f).startswith(own)]
     return {str(f): [f.stat().st_size, f.stat().st_mtime_ns] for f in named}
 
 
