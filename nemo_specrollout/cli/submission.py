@@ -41,8 +41,11 @@ _ENDED = (
 """States in which a job neither waits nor runs."""
 _ID = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?")
 """A job's id as `sbatch --parsable` prints it, `ID` or `ID;CLUSTER`, or as it does where a site drops that option."""
-_NO_ANSWER = re.compile(r"unable to contact|communication|zero bytes|timed out|authentication error|standby mode", re.I)
-"""Slurm's words for a controller that does not answer, or a munge that is down."""
+_NO_ANSWER = re.compile(
+    r"unable to contact|communication|zero bytes|timed out|authentication error|standby mode|configuration (?:source|file)",
+    re.I,
+)
+"""Slurm's words for a controller that does not answer, a munge that is down, or a machine that belongs to no cluster."""
 
 
 @dataclass(frozen=True)
