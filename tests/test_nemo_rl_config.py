@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from lab.cli.main import main as lab
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config import engine_vllm, nemo_rl_config
-from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, LearnedConfig, SpecrolloutConfig
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config, prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import SPECULATIVE_CONFIG as SPECULATIVE
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG
@@ -112,10 +112,13 @@ def test_actors_in_other_folders_find_the_drafters(tmp_path: Path, monkeypatch: 
     racing = f"{BLOCK_PATH}.fastest_of_n={{ladder: speeds.json}}"
     block = effective_config(tree(f"{BLOCK_PATH}.drafters={drafters}", racing))
     assert block is not None
-    found = with_absolute_paths(block)
+    found = with_absolute_paths(block, tmp_path)
     assert found.fastest_of_n is not None and found.fastest_of_n.ladder == str(tmp_path / "speeds.json")
     assert found.remote is not None and found.remote.model == str(tmp_path / "draft")
-    assert found.drafters[0] == block.drafters[0] and with_absolute_paths(SpecrolloutConfig()) == SpecrolloutConfig()
+    assert found.drafters[0] == block.drafters[0]
+    assert found.learned.folder == str(tmp_path / "specrollout_learned")
+    named = SpecrolloutConfig(learned=LearnedConfig(folder="mine"))
+    assert with_absolute_paths(named, tmp_path).learned.folder == str(Path("mine").absolute())
 
 
 @pytest.mark.parametrize("override", [f"{BLOCK_PATH}.enabled=false", f"{BLOCK_PATH}=null", "policy.generation=null"])

@@ -153,6 +153,26 @@ class RunAheadConfig:
 
 
 @dataclass(frozen=True)
+class LearnedConfig:
+    """`learned`: what engines learn is shared by all of them, and kept for the next start of the run."""
+
+    history: bool = True
+    """Whether finished responses, from whichever engine, are drafts for later samples of their prompts."""
+    history_mib: int = bounded(4096, low=1)
+    """Most disk space of these responses, in MiB; the oldest make room."""
+    warm_start: bool = True
+    """Whether an engine begins with the acceptance rates and step times that an engine like it has measured."""
+    folder: str | None = None
+    """Where all that is kept. null: in NeMo-RL `specrollout_learned` in the folder of checkpoints, in a local run `learned`
+    in its run folder."""
+
+    @property
+    def history_bytes(self) -> int:
+        """`history_mib` in bytes."""
+        return self.history_mib << 20
+
+
+@dataclass(frozen=True)
 class SpecrolloutConfig:
     """`policy.generation.specrollout`."""
 
@@ -171,6 +191,8 @@ class SpecrolloutConfig:
     """Lets engines take over or race each other's stragglers; null is off."""
     run_ahead: RunAheadConfig | None = None
     """Lets engines draft the responses of coming steps in free slots; null is off."""
+    learned: LearnedConfig = LearnedConfig()
+    """What engines learn, shared by all of them and kept for the next start."""
     audit: bool = True
     """Records every row of the run, so that `nemo-specrollout audit` can compute its tokens again; false records none."""
     logprob_gap_alarm: float = bounded(0.02, low=0.0)

@@ -41,6 +41,8 @@ from nemo_specrollout.reports.starts import START
 from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.engine_actors"
+LEARNED = "specrollout_learned"
+"""Folder beside the checkpoints in which a run keeps what its engines learn."""
 ACTORS = {
     f"{_NATIVE}.vllm_worker.VllmGenerationWorker": f"{_OURS}.SpecrolloutEngineActor",
     f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutAsyncEngineActor",
@@ -67,7 +69,7 @@ def install(config: Any) -> bool:
     points = _patch_points_of(config, runs_ahead=block.runs_ahead)
     check_patch_points(points)
     generation = config.policy["generation"]
-    block = with_absolute_paths(block)
+    block = with_absolute_paths(block, _place_of(config))
     _check_block(block, config.policy)
     facts = _run_facts(config, block)
     put_run(generation, block, facts)
@@ -119,8 +121,11 @@ def _patch_points_of(config: Any, *, runs_ahead: bool) -> tuple[PatchPoint, ...]
     return (*POINTS_OF_ALL_RUNS, *own, *POINTS_OF_ROLLOUTS, *ahead)
 
 
-def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:
-    """Returns the block with absolute paths, because actors may run in other folders."""
+def with_absolute_paths(block: SpecrolloutConfig, place: Path) -> SpecrolloutConfig:
+    """Returns the block with absolute paths, because actors may run in other folders.
+
+    What engines learn is kept in a folder inside of `place`, unless the block names another.
+    """
     drafters = []
     for drafter in block.drafters:
         model = str(getattr(drafter, "model", None) or "")
@@ -129,7 +134,10 @@ def with_absolute_paths(block: SpecrolloutConfig) -> SpecrolloutConfig:
     racing = block.fastest_of_n
     if racing is not None and racing.ladder is not None:
         racing = replace(racing, ladder=str(Path(racing.ladder).absolute()))
-    return replace(block, drafters=tuple(drafters), fastest_of_n=racing)
+    folder = Path(block.learned.folder or place / LEARNED).absolute()
+    return replace(
+        block, drafters=tuple(drafters), fastest_of_n=racing, learned=replace(block.learned, folder=str(folder))
+    )
 
 
 def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
@@ -157,8 +165,7 @@ def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
 
     checkpoint = CheckpointManager(config.checkpointing).get_latest_checkpoint_path()
     first = 0 if checkpoint is None else int(Path(checkpoint).name.removeprefix("step_"))
-    place = config.checkpointing["checkpoint_dir"] if config.checkpointing["enabled"] else config.logger["log_dir"]
-    heads = HeadFolder(Path(place).absolute() / "specrollout_heads")
+    heads = HeadFolder(_place_of(config) / "specrollout_heads")
     if first == 0:
         heads.withdraw()
     _, algorithm = _algorithm(config)
@@ -181,6 +188,13 @@ def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
         bool(getattr(algorithm, "use_dynamic_sampling", False)),
         str(rows),
     )
+
+
+def _place_of(config: Any) -> Path:
+    """Returns the folder of checkpoints, or without any the log folder: what is written there, a resumed run finds."""
+    return Path(
+        config.checkpointing["checkpoint_dir"] if config.checkpointing["enabled"] else config.logger["log_dir"]
+    ).absolute()
 
 
 def _changed_seed(config: Any) -> str | None:
