@@ -79,7 +79,8 @@ def _page(run: Run, sections: Sequence[str]) -> str:
         alarms = step_list("Alarms", run.alarms[-MAX_ROWS:], "alarms")
         charts = grid("charts", (chart(*shown) for shown in charts_of(run)))
         audits = step_list("Audits", _audits(run))
-        lists = [grid("cards", _cards(run)), alarms, starts, audits]
+        began = step_list("What engines began with", run.began[-MAX_ROWS:])
+        lists = [grid("cards", _cards(run)), alarms, starts, audits, began]
         parts = [*lists, charts, *sections, _head_decisions(run), _table(run)]
     else:
         parts = [starts]

@@ -86,6 +86,8 @@ class StepEnd:
     """None without a drafter with weights."""
     head_is_dormant: bool | None = None
     """None without a drafter with weights."""
+    began: str | None = None
+    """What the engine began with from earlier starts, told once; None where nothing is kept."""
 
     @classmethod
     def from_wire(cls, reply: Mapping[str, Any]) -> "StepEnd":
