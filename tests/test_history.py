@@ -114,9 +114,8 @@ def test_other_tokenizers_formats_and_garbage_are_named_once(tmp_path: Path) -> 
     (tmp_path / "notes.txt").write_text("not ours")
     store = store_at(tmp_path)
     (said,) = store.take_problems()
-    assert said == (
-        f"history: {tmp_path} 2 of its segments are of another tokenizer or format, or damaged, so their responses are not used"
-    )
+    reason = "2 of its segments are of another tokenizer or format, or damaged, so their responses are not used"
+    assert said == f"history: {tmp_path} {reason}"
     assert tokens_of(store, 7) == [[1]] and store.num_read == 1
     store.refresh()
     assert store.take_problems() == []
@@ -155,9 +154,7 @@ def test_a_folder_beyond_its_bound_is_named(tmp_path: Path) -> None:
         big._drop_writer()
     store = store_at(tmp_path, MIB)
     (said,) = store.take_problems()
-    assert said == (
-        f"history: {tmp_path} held 2.3 MiB, more than history_mib 1, so the oldest responses were removed"
-    )
+    assert said == (f"history: {tmp_path} held 2.3 MiB, more than history_mib 1, so the oldest responses were removed")
     assert store.num_read == 1
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter `history` in engines: what they keep of their requests, what others draft from it, and that tokens stay equal."""
+"""The drafter `history` in engines: what they keep of their requests, what others draft from it, and equal tokens."""
 
 import time
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def end_step(engine: RolloutEngine) -> list[str]:
 
 def accepted(engine: RolloutEngine) -> int:
     """Returns the accepted drafts of the history."""
-    (totals,) = engine._llm.collective_rpc(WorkerCalls.specrollout_totals.__name__)
+    totals = engine._ask(WorkerCalls.specrollout_totals)
     return sum(dict(totals["accepted"])["history"])
 
 
@@ -85,9 +85,7 @@ def expected(start_engine: Start) -> dict[str, list[Rollout]]:
 def test_an_engine_drafts_from_what_another_one_has_sampled(
     start_engine: Start, expected: dict[str, list[Rollout]], tmp_path: Path, asynchronous: bool
 ) -> None:
-    first, second = (
-        start_engine(STEP_ADDER, block_at(tmp_path), async_scheduling=asynchronous) for _ in range(2)
-    )
+    first, second = (start_engine(STEP_ADDER, block_at(tmp_path), async_scheduling=asynchronous) for _ in range(2))
     for way in WAYS:
         assert_equal(first.generate(ASKED, **SAMPLINGS[way]), expected[way])
         assert end_step(first) == []

@@ -41,7 +41,7 @@ def requests(num_prompts: int, first: int = 0) -> list[RolloutRequest]:
 
 
 def warm_start(engine: RolloutEngine, function: Callable[[Any], Any]) -> Any:
-    return engine.run_in_worker(lambda worker: function(worker.specrollout_warm_start))
+    return engine.run_in_worker(lambda worker: function(worker.specrollout_kept.warm_start))
 
 
 def kept(engine: RolloutEngine) -> Path:
@@ -80,7 +80,7 @@ def test_an_engine_begins_with_what_another_has_learned(
 ) -> None:
     engine = start_engine(STEP_ADDER, block(written.parent))
     assert "rates and step times of" in warm_start(engine, lambda it: it.sentence)
-    assert engine.facts()["warm_start"] == warm_start(engine, lambda it: it.sentence)
+    assert engine.facts()["began"] == warm_start(engine, lambda it: it.sentence)
 
     def knows(worker: Any) -> tuple[bool, float, float, bool]:
         router = worker.specrollout_router

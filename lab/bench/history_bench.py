@@ -146,7 +146,9 @@ def main() -> int:
     """Prints a table, and writes its rows to DIR/history.json."""
     parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workloads", default="mixed,free_text", help="names of the config's workloads, joined by commas")
+    parser.add_argument(
+        "--workloads", default="mixed,free_text", help="names of the config's workloads, joined by commas"
+    )
     options = parser.parse_intermixed_args()
     config, _ = read_run_config(load_config(options.config, options.overrides))
     workloads = options.workloads.split(",")
