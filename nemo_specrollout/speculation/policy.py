@@ -24,8 +24,6 @@ FORESEEN = 0.25
 """Weight of a draft that is only foreseen, relative to one that was made."""
 ENOUGH = 64
 """Requests, summed over steps, after which a look ends at the latest, and an estimate is trusted to stop a model."""
-KEPT = 32.0
-"""Most requests for which what an earlier start has seen of drafts counts."""
 GENERATION = 1024
 """Steps from which the sizes of batches are estimated."""
 PLANNED_STEPS = 4
@@ -190,8 +188,8 @@ class Forecast:
         return bool((self._weight_F >= 0.0).all()) and (self._change_FQ is not None or not self._weight_F.any())
 
     def fade(self) -> None:
-        """Lets what an earlier start has seen count for a few requests."""
-        self._weight_F = np.minimum(self._weight_F, KEPT)
+        """Lets what an earlier start has seen count for a few requests, which do not suffice to stop a model."""
+        self._weight_F = np.minimum(self._weight_F, 0.5 * ENOUGH)
 
     @property
     def num_seen(self) -> float:

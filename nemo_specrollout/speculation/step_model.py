@@ -22,9 +22,6 @@ COLD = 4.0
 """Factor on the noise of the first step with a number of rows, whose kernels and caches are cold."""
 MEMORY = 64.0
 """Steps from which a known coefficient is estimated."""
-UNSURE = 0.01
-"""Share of the prior in the variance of an earlier start's coefficients. So they are known to about a step's noise, and a few
-steps correct them if the machine has become faster or slower."""
 CLIP = 2.0
 """Standard deviations by which a sample may exceed the prediction."""
 NO_ROWS = np.zeros(0)
@@ -165,8 +162,12 @@ class Regression:
         return shrank and is_symmetric and bool((np.linalg.eigvalsh(covariance_XX) >= -slack).all())
 
     def fade(self) -> None:
-        """Makes coefficients of an earlier start less certain."""
-        self.covariance_XX = self.covariance_XX + UNSURE * (self._prior_XX - self.covariance_XX)
+        """Makes coefficients of an earlier start as uncertain as if they rested on few steps.
+
+        Their deviation is then at least a share `NOISE` of the prior's, so that a few steps correct them if the machine has
+        become faster or slower.
+        """
+        self.covariance_XX = self.covariance_XX + NOISE**2 * (self._prior_XX - self.covariance_XX)
 
 
 class StepModel:
