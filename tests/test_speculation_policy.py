@@ -278,6 +278,24 @@ def test_the_price_of_a_row_is_what_the_engine_makes_in_its_time() -> None:
     assert world.policy.row_price == pytest.approx(tokens / step_s * (step_s - plain_s) / 64)
 
 
+def test_drafts_and_the_price_of_a_row_follow_the_contexts() -> None:
+    """Reading a context of 20,000 tokens for a draft row takes a tenth of a plain step, so few drafts are worth it."""
+    policy = build_policy(BudgetConfig("auto"), K)
+    costs = COSTS._replace(drafting=None, context_s=1e-7, draft_context_s=5e-8)
+    spread_FQ = np.zeros((K + 2, NUM_BINS + 1), np.int32)
+    _add(spread_FQ[-1], [0.9**k for k in range(1, 9)], 8)
+    policy.observe(Spread.of_table(spread_FQ))
+    drafts, prices = [], []
+    for context in (0.0, 20_000.0):
+        policy.costs = costs.at(context)
+        drafts.append(policy.num_drafts(8, 64))
+        prices.append((policy.row_price, policy.context_price))
+    assert drafts[0] > drafts[1] > 0
+    assert prices[0][1] == 0.0 < prices[1][1] and all(row >= 0.0 for row, _ in prices)
+    rate = (prices[1][0] + 20_000 * prices[1][1]) / prices[1][1]
+    assert rate > 20_000, "a row costs something besides its context"
+
+
 def test_a_fixed_policy_asks_for_k_drafts() -> None:
     policy = build_policy(BudgetConfig("fixed", k=3), K)
     assert isinstance(policy, FixedPolicy) and policy.most_drafts == 3

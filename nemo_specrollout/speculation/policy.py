@@ -48,9 +48,11 @@ class SpeculationPolicy(ABC):
     most_drafts: int
     """The most draft tokens of a request in a step."""
     costs: StepCosts | None = None
-    """Predicted seconds; None while unknown."""
+    """Predicted seconds of steps at the contexts of the latest step; None while unknown."""
     row_price = 0.0
-    """Tokens that the engine produces in the time of one more row."""
+    """Tokens that the engine produces in the time of one more row, without what the row takes to attend to its context."""
+    context_price = 0.0
+    """Tokens that the engine produces in the time in which a row attends to one more token of its context."""
     is_dormant = False
     """True if the model follows no request. It drafts for a request only if it has read the beginning."""
 
@@ -349,7 +351,10 @@ class AutoPolicy(SpeculationPolicy):
         self._num_refused = 0 if num_drafts else self._num_refused + 1
         some = min(num_drafts or num_requests, costs.most_drafts(num_requests))
         seconds_2 = costs.seconds(num_requests, np.array([0.0, some]))
-        self.row_price = float(steps.rate_F[0] * (seconds_2[1] - seconds_2[0])) / max(some, 1)
+        price = float(steps.rate_F[0] * (seconds_2[1] - seconds_2[0])) / max(some, 1)
+        of_context = min(float(steps.rate_F[0]) * costs.draft_context_s * costs.context, price)
+        self.row_price = price - of_context
+        self.context_price = of_context / max(costs.context, 1.0)
         return num_drafts
 
     def plan(self, num_requests: int, num_followed: int) -> int:
