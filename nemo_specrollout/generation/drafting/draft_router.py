@@ -185,7 +185,7 @@ class DraftRouter:
         limits_N = put([r.limit if r.identity.speculate else 0 for r in requests], np.int32)
         is_early = [r.identity.is_early for r in requests]
         self.board.open(slots_N, limits_N, put(is_early, np.bool_) if any(is_early) else None)
-        self.policy.requests_arrived(len(requests))
+        self.policy.requests_arrived(len(requests), sum(r.num_tokens - r.num_cached for r in requests))
         for participant in self._participants:
             participant.open(slots_N, requests, put)
 
