@@ -64,7 +64,8 @@ class DraftRouter:
             config.budget, self.board.num_positions, config.num_speculative_tokens
         )
         """Decides what the drafters do. Its costs are set by `StepAccounts`."""
-        self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead)
+        put = partial(to_device, dtype=np.int64, device=self._device)
+        self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead, put=put)
         """Follows the requests that the vLLM worker opens and closes, with the counts of the board."""
         self.remote: RemoteDrafter | None = None
         """None without remote drafters, and on a rank whose drafts are not used."""
