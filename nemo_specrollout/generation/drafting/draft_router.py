@@ -70,7 +70,8 @@ class DraftRouter:
             config.budget, self.board.num_positions, config.num_speculative_tokens
         )
         """Decides what the drafters do. Its costs are set by `StepAccounts`."""
-        self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead)
+        put = partial(to_device, dtype=np.int64, device=self._device)
+        self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead, put=put)
         """Follows the requests that the vLLM worker opens and closes, with the counts of the board."""
         self.remote: RemoteDrafter | None = None
         """None without remote drafters, and on a rank whose drafts are not used."""
@@ -202,7 +203,7 @@ class DraftRouter:
         limits_N = put([r.limit if r.identity.speculate else 0 for r in requests], np.int32)
         is_early = [r.identity.is_early for r in requests]
         self.board.open(slots_N, limits_N, put(is_early, np.bool_) if any(is_early) else None)
-        self.policy.requests_arrived(len(requests))
+        self.policy.requests_arrived(len(requests), sum(r.num_tokens - r.num_cached for r in requests))
         for participant in self._participants:
             participant.open(slots_N, requests, put)
 
