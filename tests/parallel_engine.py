@@ -70,13 +70,13 @@ def began_with(worker: Any) -> Any:
     """Returns what a rank began with: the sentence, the board's evidence, and the coefficients of the step model."""
     evidence_DE2 = worker.specrollout_router.board.tables.evidence_DE2
     coefficients_X = worker.specrollout_accounts.step_model._steps.coefficients_X
-    return worker.specrollout_warm_start.sentence, evidence_DE2.tolist(), coefficients_X.tolist()
+    return worker.specrollout_kept.warm_start.sentence, evidence_DE2.tolist(), coefficients_X.tolist()
 
 
 def keep(worker: Any) -> None:
     """Lets a rank keep what it has learned, and waits for that."""
     worker.specrollout_keep_learned()
-    worker.specrollout_warm_start.settle()
+    worker.specrollout_kept.warm_start.settle()
 
 
 def kept_drafts_of(worker: Any) -> Any:

@@ -47,6 +47,7 @@ EXTRAS = {
     "doctor": {"engine"},
     "sampling": {"engine"},
     "drafters": {"engine"},
+    "history": {"engine"},
     "generation": {"engine"},
     "remote": {"engine"},
     "heads": {"engine", "heads"},

@@ -76,7 +76,7 @@ def learn(config: RunConfig, rows: dict[str, BenchRow], folder: Path, phases: Se
             play_round(entrants, requests, keep=False, at_a_time=len(requests) // 2)
         engine = entrants[0].engine
         engine.keep_learned()
-        engine.run_in_worker(lambda worker: worker.specrollout_warm_start.settle())
+        engine.run_in_worker(lambda worker: worker.specrollout_kept.warm_start.settle())
 
 
 def first_phase(config: RunConfig, options: Namespace, requests: Iterator[RolloutRequest]) -> Phases:
@@ -86,7 +86,7 @@ def first_phase(config: RunConfig, options: Namespace, requests: Iterator[Rollou
         learn(config, rows, Path(folder), [take_batch(requests, options.batch) for _ in range(options.before)])
         all_rows = [*rows.values(), kept_in(Path(folder), rows[OURS])]
         with started(config, all_rows) as entrants:
-            print(next(e for e in entrants if e.row.name == WARM).engine.facts()["warm_start"], flush=True)
+            print(next(e for e in entrants if e.row.name == WARM).engine.facts()["began"], flush=True)
             play_round(entrants, take_batch(requests, options.batch), keep=True, at_a_time=options.batch)
             return {entrant.row.name: phase_of(entrant, options.batch) for entrant in entrants}
 

@@ -224,7 +224,7 @@ class GrpoRunner:
     def _start_policy(self) -> None:
         """Builds the policy, and loads the checkpoint that the run goes on from into policy and engines."""
         facts = self.source.facts()
-        self._began = facts.get("warm_start") or None
+        self._began = facts.get("began") or None
         block = asdict(self.config.policy.generation.specrollout)
         self.directory.facts = {**facts, "block": block, "audit": audit_facts(self.config, self.directory.path)}
         self.progress.engine_started(facts)

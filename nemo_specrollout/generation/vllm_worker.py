@@ -34,12 +34,13 @@ from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
 from nemo_specrollout.generation.engine.text_method import allow_text_drafters
 from nemo_specrollout.generation.engine.transfers import is_output_rank
+from nemo_specrollout.generation.kept import Kept
 from nemo_specrollout.generation.runners.installed import RUNNERS
 from nemo_specrollout.generation.step.host_budget import HostBudget
 from nemo_specrollout.generation.step.near_ties import NearTies
 from nemo_specrollout.generation.step.row_sampling import RowSampler
 from nemo_specrollout.generation.step.step_accounts import StepAccounts
-from nemo_specrollout.generation.warm_start import Learning, WarmStart
+from nemo_specrollout.generation.warm_start import Learning
 from nemo_specrollout.heads.serving.feature_capture import FeatureCapture
 from nemo_specrollout.heads.serving.head_loading import accept_published_heads, own_lm_head, policy_teachers
 from nemo_specrollout.heads.serving.head_monitor import HeadMonitor
@@ -77,8 +78,8 @@ class VllmWorkerMixin(WorkerCalls):
     """Reason why the host chooses them; None if the device does."""
     specrollout_ties: NearTies | None = None
     """Near-ties of early requests; None if the block does not run ahead, and on a rank whose drafts are not used."""
-    specrollout_warm_start: WarmStart | None = None
-    """What the engine begins with from earlier starts; None without drafters, and until it has warmed up."""
+    specrollout_kept = Kept()
+    """What the engine keeps for later starts and for others. Empty without drafters, and until it has warmed up."""
     specrollout_policy_version = 0
 
     # Life cycle: methods of vLLM's worker.
@@ -135,7 +136,9 @@ class VllmWorkerMixin(WorkerCalls):
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if router is not None:
             router.stands_by = False
-            self._begin_warm(router)
+            budget = self.specrollout_host_budget
+            learning = Learning(router, self.specrollout_accounts, None if budget is None else budget.foresight)
+            self.specrollout_kept = Kept.begun(self.specrollout_config, runner, learning)
         self._execute_model = runner.execute_model
         self._sample_tokens = runner.sample_tokens
         runner.execute_model = self._execute_step
@@ -147,6 +150,11 @@ class VllmWorkerMixin(WorkerCalls):
         if self._capture is not None:
             self._capture.release()
         super().sleep(*args, **kwargs)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        """Ends the worker, when all responses of the history are written."""
+        self.specrollout_kept.close()
+        super().shutdown()  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
         """Lets vLLM wake up. The head's weights may have been dropped and loaded again, so its canary starts over."""
@@ -160,13 +168,6 @@ class VllmWorkerMixin(WorkerCalls):
             logger.warning("specrollout: the host chooses the drafts of each step: %s", reason)
         self.specrollout_host_chooses = reason
         self.specrollout_host_budget = HostBudget(self.model_runner, self.specrollout_router) if reason else None
-
-    def _begin_warm(self, router: DraftRouter) -> None:
-        """Lets the drafters begin with what an engine like this one has learned."""
-        budget = self.specrollout_host_budget
-        learning = Learning(router, self.specrollout_accounts, None if budget is None else budget.foresight)
-        self.specrollout_warm_start = WarmStart(self.specrollout_config, self.model_runner, learning)
-        self.specrollout_warm_start.begin()
 
     def _verify_in_force(self) -> None:
         """Raises RuntimeError if this engine would verify or draft in another way than ours."""
@@ -238,6 +239,9 @@ class VllmWorkerMixin(WorkerCalls):
         slots = [slot_of[name] for name in sorted(leaving) if name in slot_of]
         if not slots:
             return
+        if self.specrollout_router is not None:
+            finished = scheduler_output.finished_req_ids
+            self.specrollout_router.ended([slot_of[name] for name in sorted(finished) if name in slot_of])
         self.specrollout_samples.close(slots)
         if self.specrollout_ties is not None:
             self.specrollout_ties.close(slots, self._lengths_S)
@@ -328,8 +332,8 @@ class VllmWorkerMixin(WorkerCalls):
         self.specrollout_keep_learned()
         alarms = self.specrollout_take_alarms()
         found = list(self.specrollout_samples.take(seeds).items())
-        began = None if self.specrollout_warm_start is None else self.specrollout_warm_start.take_sentence()
-        end = StepEnd(alarms, found, self.specrollout_policy_version, began=began)
+        kept = self.specrollout_kept
+        end = StepEnd(alarms, found, self.specrollout_policy_version, began=kept.take_began(), history=kept.facts())
         if router is not None and router.model is not None:
             dormant = router.model.is_dormant
             end = replace(end, head_version=self.specrollout_samples.head_version, head_is_dormant=dormant)
@@ -341,14 +345,12 @@ class VllmWorkerMixin(WorkerCalls):
         return [asdict(found[seed]) if seed in found else None for seed in seeds]
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms of the head's canary, and of the file of what was learned, since the last call."""
-        of_head = [] if self._monitor is None else self._monitor.take_alarms()
-        return of_head if self.specrollout_warm_start is None else of_head + self.specrollout_warm_start.take_alarms()
+        """Returns the alarms of the head's canary, and about what is kept, since the last call."""
+        return ([] if self._monitor is None else self._monitor.take_alarms()) + self.specrollout_kept.take_alarms()
 
     def specrollout_keep_learned(self) -> None:
         """Keeps what the engine has learned, for engines that start later. Call it while no request runs."""
-        if self.specrollout_warm_start is not None:
-            self.specrollout_warm_start.keep()
+        self.specrollout_kept.keep()
 
     def specrollout_weights_updated(self, seconds: float) -> None:
         """Counts a weight update that kept the engine from steps for `seconds`."""
@@ -374,8 +376,7 @@ class VllmWorkerMixin(WorkerCalls):
         if router is None or router.head is None or router.monitor is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")
         router.head.load(Path(folder), self.specrollout_policy_version if head_version is None else head_version)
-        if self.specrollout_warm_start is not None:
-            self.specrollout_warm_start.loaded_head(Path(folder))
+        self.specrollout_kept.loaded_head(Path(folder))
         router.monitor.began("publish", expected_length=expected_length, num_positions=num_positions)
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:

@@ -66,7 +66,6 @@ class WarmStart:
         if config.learned.warm_start and folder is not None:
             self._file = KeptFile(Path(folder), KIND, engine_key(config, runner, learning.router))
         self._found = Found(reason="nothing is kept")
-        self._was_told = False
         self._num_kept = 0
         """Steps of this engine when it last kept what it has learned."""
 
@@ -79,12 +78,6 @@ class WarmStart:
         if found.state is None:
             return f"began without earlier rates and step times, because {found.reason}"
         return f"began with the rates and step times of {found.saved} after {found.num_steps:,} steps"
-
-    def take_sentence(self) -> str | None:
-        """Returns the sentence at the first call, and None later."""
-        was_told = self._was_told
-        self._was_told = True
-        return None if was_told else self.sentence
 
     def begin(self) -> None:
         """Reads the file, if there is one that fits, and lets the engine begin with it."""

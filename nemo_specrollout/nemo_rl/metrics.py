@@ -105,6 +105,18 @@ def head_metrics(ends: Sequence[StepEnd]) -> dict[str, float]:
     return {PREFIX + name: value for name, value in metrics.items()}
 
 
+def history_facts(ends: Sequence[StepEnd]) -> dict[str, int]:
+    """Returns what the engines' history of responses held and has done since the start; empty without a history.
+
+    All engines read the same history, so what was there at the start is counted once.
+    """
+    of_engines = [end.history for end in ends if end.history is not None]
+    if not of_engines:
+        return {}
+    once = ("num_read", "bytes_read")
+    return {name: (max if name in once else sum)(facts[name] for facts in of_engines) for name in of_engines[0]}
+
+
 def sample_lines(ends: Sequence[StepEnd], seeds: Sequence[int] | None) -> list[dict[str, Any]]:
     """Returns the sample stats at the end of a step, in the order of `seeds` (None: all)."""
     found = dict[int, SampleStats]()

@@ -24,6 +24,8 @@ Record = Mapping[str, Any]
 FORMAT = 1
 """Version of the records, `records` in `run.json`."""
 RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
+HISTORY = "history"
+"""Key of a step with what the engines' history of responses held and has done since the start (`learned.history`)."""
 BEGAN = "began"
 """Key of a step with sentences about what engines that have started began with (`learned.warm_start`)."""
 AUDITS = "audit.json"
@@ -37,7 +39,7 @@ PHASES = ("generation", "logprob", "train", "refit", "verify", "validation", "ch
 _KINDS: tuple[tuple[str, type, str], ...] = (
     ("alarms", list, "a list of sentences"),
     (BEGAN, list, "a list of sentences"),
-    *((key, dict, "a block") for key in ("acceptance", "draft_refresh", "draft_supply", "tail")),
+    *((key, dict, "a block") for key in ("acceptance", "draft_refresh", "draft_supply", "tail", HISTORY)),
 )
 """Keys of a step that a report takes apart, with the kind of their values."""
 _MOST_STEPS = 1 << 53
