@@ -64,7 +64,7 @@ def rows_of(config: RunConfig, parts: Sequence[str]) -> dict[str, BenchRow]:
 def kept_in(folder: Path, row: BenchRow) -> BenchRow:
     """Returns the row with an engine that keeps what it learns in `folder`, and begins with what is there."""
     block = row.generation.specrollout
-    block = replace(block, learned=replace(block.learned, warm_start=True, folder=str(folder)))
+    block = replace(block, learned=replace(block.learned, history=False, warm_start=True, folder=str(folder)))
     return BenchRow(WARM, OURS, replace(row.generation, specrollout=block))
 
 
