@@ -15,7 +15,7 @@ from nemo_specrollout.drafters.base import TRACED_STEPS
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine.arguments import DRAFT_ROWS
 from nemo_specrollout.generation.engine.transfers import agreed
-from nemo_specrollout.speculation.step_model import StepModel
+from nemo_specrollout.speculation.step_model import StepModel, is_due
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
 AGREED_STEPS = 16
@@ -47,7 +47,7 @@ class StepAccounts:
             self._router.begin_step(self.trace.num_steps - 1, batch)
 
     def end_step(self) -> None:
-        """Learns from the step's time. From time to time all ranks adopt the costs of the first one.
+        """Learns from the step's time. From time to time all ranks adopt the costs of the first one, most often at the start.
 
         While drafters rest, fewer steps are learned from, and agreements are rarer.
         """
@@ -64,7 +64,7 @@ class StepAccounts:
             self.step_model.observe(*ended, not router.is_idle)
         for sizes, seconds in timed:
             self.step_model.observe_drafting(*sizes, seconds)
-        if router.policy.costs is None or self.trace.num_steps % (AGREED_STEPS * sparseness) == 0:
+        if router.policy.costs is None or is_due(self.trace.num_steps, AGREED_STEPS * sparseness):
             router.policy.costs = agreed(self.step_model.costs())
 
     def totals(self) -> EngineTotals:
