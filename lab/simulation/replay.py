@@ -27,7 +27,7 @@ from nemo_specrollout.speculation.decision import likeliest, survival_of
 from nemo_specrollout.speculation.foresight import Foresight, Kind
 from nemo_specrollout.speculation.policy import SpeculationPolicy, build_policy
 from nemo_specrollout.speculation.spread import Spread
-from nemo_specrollout.speculation.step_model import StepModel
+from nemo_specrollout.speculation.step_model import StepModel, is_due
 
 STORED = Path(__file__).with_name("smollm2_record.npz")
 NOISE = 0.05
@@ -298,7 +298,7 @@ class Replay:
         if self._drafters:
             self._rates_2SK = np.stack([self._rates_2SK[1], self.board.tables.rates_SK.numpy()])
         self._num_steps += 1
-        if policy.costs is None or self._num_steps % COSTS_EVERY == 0:
+        if policy.costs is None or is_due(self._num_steps, COSTS_EVERY):
             policy.costs = self._step_model.costs()
         phase.tokens += int(emitted_B.sum())
         phase.seconds += seconds

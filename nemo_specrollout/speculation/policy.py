@@ -28,7 +28,8 @@ ENOUGH = 64
 GENERATION = 1024
 """Steps from which the sizes of batches are estimated."""
 PLANNED_STEPS = 4
-"""Steps for which a depth is planned, if the number of requests keeps its bit length. A look beyond graphs takes as many."""
+"""Steps for which a depth is planned, if the number of requests keeps its bit length and the model's drafts are well known.
+A look beyond graphs takes as many."""
 JUDGED_STEPS = 8
 """Steps between two judgements of a model, or of a look beyond the graphs, and the most steps of a look at a dormant model."""
 LOOK_SHARE = 0.004
@@ -449,7 +450,7 @@ class AutoPolicy(SpeculationPolicy):
         self._planned = self._planned - 1
         self._judged = self._judged - 1
         depth = self._depth
-        if self._planned <= 0 or has_changed:
+        if self._planned <= 0 or has_changed or self._forecast.num_seen < WINDOW:
             self._planned = PLANNED_STEPS
             depth = self._best(num_requests, num_followed).depth
         if self._to_look_at > 0:

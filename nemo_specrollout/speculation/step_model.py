@@ -356,3 +356,12 @@ class StepModel:
         rows = min(num_rows, len(self._padded_R) - 1)
         inner_J = self._corners[:-1]
         return np.concatenate([(1.0, (rows - self._edge) / self._edge), np.maximum(rows - inner_J, 0.0) / inner_J])
+
+
+def is_due(num_steps: int, gap: int) -> bool:
+    """Returns whether a policy gets new costs after `num_steps` steps: every `gap` steps, and after 1, 2, 4, 8 and so on.
+
+    The first steps of an engine tell most. How long a model takes to draft is not known before them, so that it drafts as
+    deep as it can.
+    """
+    return num_steps % gap == 0 or num_steps & (num_steps - 1) == 0

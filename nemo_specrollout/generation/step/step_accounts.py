@@ -16,7 +16,7 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine.arguments import DRAFT_ROWS
 from nemo_specrollout.generation.engine.transfers import agreed
 from nemo_specrollout.speculation.policy import SpeculationPolicy
-from nemo_specrollout.speculation.step_model import StepModel
+from nemo_specrollout.speculation.step_model import StepModel, is_due
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
 AGREED_STEPS = 16
@@ -67,7 +67,7 @@ class StepAccounts:
             policy.costs = policy.costs.at(self._context)
 
     def end_step(self) -> None:
-        """Learns from the step's time. From time to time all ranks adopt the costs of the first one.
+        """Learns from the step's time. From time to time all ranks adopt the costs of the first one, most often at the start.
 
         While drafters rest, fewer steps are learned from, and agreements are rarer.
         """
@@ -84,7 +84,7 @@ class StepAccounts:
             self.step_model.observe(*ended, not router.is_idle, self._context)
         for sizes, seconds in timed:
             self.step_model.observe_drafting(*sizes, seconds)
-        if router.policy.costs is None or self.trace.num_steps % (AGREED_STEPS * sparseness) == 0:
+        if router.policy.costs is None or is_due(self.trace.num_steps, AGREED_STEPS * sparseness):
             costs = agreed(self.step_model.costs())
             router.policy.costs = None if costs is None else costs.at(self._context)
 
