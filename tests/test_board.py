@@ -165,6 +165,18 @@ def test_a_row_of_a_long_text_is_dearer() -> None:
     assert world.tables.chosen_S[:2].tolist() == [0, 1]
 
 
+def test_drafts_of_a_long_text_are_verified_after_others_of_the_same_survival() -> None:
+    world = World(num_drafters=1)
+    world.total_len_S[1] = 310
+    proposals = {0: {0: [11, 12], 1: [11, 12]}}
+    alike_BK = world.choose(0, 1, proposals=proposals, price=RowPrice(0.05, 0.0, 0.05))
+    assert torch.equal(alike_BK[0], alike_BK[1])
+    short_K, long_K = world.choose(0, 1, proposals=proposals, price=RowPrice(0.05, 0.001, 0.05 + 0.16))
+    assert short_K[0] == pytest.approx(float(alike_BK[0, 0]) * 0.21 / 0.06)
+    assert long_K[0] == pytest.approx(float(alike_BK[0, 0]) * 0.21 / 0.36)
+    assert torch.equal(short_K[1:], alike_BK[0, 1:]) and torch.equal(long_K[1:], alike_BK[0, 1:])
+
+
 def test_a_request_has_its_own_factor() -> None:
     world = World()
     for _ in range(30):

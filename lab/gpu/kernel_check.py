@@ -109,7 +109,7 @@ class DraftingStep:
 
     def choose(self) -> None:
         """Lets the indexes propose, and chooses the drafts of the next step."""
-        self.board.choose(self.texts, RowPrice(0.02, 1e-4), self.lookups)
+        self.board.choose(self.texts, RowPrice(0.02, 1e-4, 0.03), self.lookups)
 
     def results(self) -> dict[str, torch.Tensor]:
         """Returns all tables by name."""

@@ -346,7 +346,9 @@ class Replay:
             tables.found_DB[d, :num_requests] = torch.from_numpy(found_B)
         texts = self._texts._replace(slots_B=torch.from_numpy(slots_B))
         self.board.choose(
-            texts, RowPrice(self.policy.row_price, self.policy.context_price), most=self.policy.most_drafts
+            texts,
+            RowPrice(self.policy.row_price, self.policy.context_price, self.policy.mean_price),
+            most=self.policy.most_drafts,
         )
         self._drafts_SK[slots_B] = tables.drafts_BK[:num_requests].numpy()
 

@@ -26,13 +26,15 @@ class Texts(NamedTuple):
 class RowPrice(NamedTuple):
     """What one more row costs: the number of tokens that the engine makes in that time.
 
-    A CUDA graph records both as tensors of one float32, which each replay reads anew.
+    A CUDA graph records them as tensors of one float32, which each replay reads anew.
     """
 
     row: "float | torch.Tensor" = 0.0
     """For every row."""
     context: "float | torch.Tensor" = 0.0
     """For each token of its request's text, to which the row attends."""
+    mean: "float | torch.Tensor" = 0.0
+    """Of a row of a request whose text has the mean length of a batch."""
 
 
 NO_PRICE = RowPrice()
@@ -78,6 +80,8 @@ MAX_RATE = 0.99
 """Upper bound of the estimated rate of a draft token."""
 MIN_WORTH_SHARE = 1e-3
 """Share of its survival that a draft token is worth if its row costs more than it wins. It breaks ties between proposals."""
+LEAST_PRICE = 1e-9
+"""Price of a row, in tokens, below which it is taken for free."""
 CALIBRATION_DECAY = 0.98
 """Factor by which each step reduces the weight of earlier steps in the calibration of a drafter."""
 NUM_BINS = 128

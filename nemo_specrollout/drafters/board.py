@@ -70,7 +70,9 @@ class Tables(NamedTuple):
     drafts_BK: torch.Tensor
     """Submitted tokens of each row, followed by zeros."""
     rates_SK: torch.Tensor
-    """Rate of each of a request's submitted tokens, followed by zeros."""
+    """Rate of each of a request's submitted tokens, followed by zeros. The first one is multiplied by the mean price of a row
+    over the price of a row of this request. So the product of the rates up to a token is its survival for the same price, and
+    the best drafts of a batch are those with the largest products. Where contexts cost nothing the factor is 1."""
     spread_FQ: torch.Tensor
     """How sure the draft tokens of the latest choice are: numbers of tokens by their survival, over all requests, int32.
 

@@ -23,6 +23,7 @@ _EVIDENCE_WINDOW = tl.constexpr(base.EVIDENCE_WINDOW)
 _FACTOR_WEIGHT_DECAY = tl.constexpr(base.FACTOR_WEIGHT_DECAY)
 _LOG2_REQUEST_DECAY = tl.constexpr(math.log2(base.REQUEST_DECAY))
 _MAX_RATE = tl.constexpr(base.MAX_RATE)
+_LEAST_PRICE = tl.constexpr(base.LEAST_PRICE)
 _MIN_WORTH_SHARE = tl.constexpr(base.MIN_WORTH_SHARE)
 _NUM_BINS = tl.constexpr(base.NUM_BINS)
 _NUM_LEVELS = tl.constexpr(base.NUM_LEVELS)
@@ -257,6 +258,14 @@ def _worth(survival, price):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _cheapness(k, price, mean_price):  # type: ignore[no-untyped-def]
+    """Returns the factors of a request's rates in `rates_SK`, [K]. All but the first one are 1."""
+    is_priced = tl.minimum(price, mean_price) > _LEAST_PRICE
+    factor = tl.where(is_priced, mean_price / tl.maximum(price, _LEAST_PRICE), 1.0)
+    return tl.where(k == 0, factor, 1.0)
+
+
+@triton.jit
 def _best(worth, count, d):  # type: ignore[no-untyped-def]
     """Returns the drafter of the highest worth, that worth, and the number of its draft tokens."""
     most, best = tl.max(worth, axis=0, return_indices=True)
@@ -351,7 +360,7 @@ def _count_choice(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def choose_for_request(  # type: ignore[no-untyped-def]
-    texts, t, request, row_price, context_price, most_drafts, MODEL: tl.constexpr, REFERENCE: tl.constexpr,
+    texts, t, request, row_price, context_price, mean_price, most_drafts, MODEL: tl.constexpr, REFERENCE: tl.constexpr,
     S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Submits the proposal of the highest worth for a request."""
@@ -399,7 +408,8 @@ def choose_for_request(  # type: ignore[no-untyped-def]
 
         is_submitted = is_draft & is_best[:, None]
         tl.store(t.drafts_BK + out, tl.sum(tl.where(is_submitted, token, 0), axis=0).to(tl.int64), mask=k < K)
-        tl.store(t.rates_SK + slot * K + k, tl.sum(tl.where(is_submitted, rate, 0.0), axis=0), mask=k < K)
+        submitted_rate = tl.sum(tl.where(is_submitted, rate, 0.0), axis=0) * _cheapness(k, price, mean_price)
+        tl.store(t.rates_SK + slot * K + k, submitted_rate, mask=k < K)
         tl.store(t.submitted_S + slot, best_count)
         if most > 0.0:
             tl.store(t.chosen_S + slot, best)

@@ -94,16 +94,17 @@ def _learn(  # type: ignore[no-untyped-def]
                 record_learned(indexes[i], texts, num_slots, longest, max_new, num_rows)
 
 
-@triton.jit(do_not_specialize=[*_INTEGERS, "row_price", "context_price", "most_drafts", "floor"])
+@triton.jit(do_not_specialize=[*_INTEGERS, "row_price", "context_price", "mean_price", "most_drafts", "floor"])
 def _propose(  # type: ignore[no-untyped-def]
-    texts, row_stride, num_slots, longest, t, row_price, row_price_ptr, context_price, context_price_ptr, most_drafts,
-    most_drafts_ptr, indexes, outs, level_rates_ptr, floor, MODEL: tl.constexpr, REFERENCE: tl.constexpr,
-    S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, MOST: tl.constexpr, E: tl.constexpr,
+    texts, row_stride, num_slots, longest, t, row_price, row_price_ptr, context_price, context_price_ptr, mean_price,
+    mean_price_ptr, most_drafts, most_drafts_ptr, indexes, outs, level_rates_ptr, floor, MODEL: tl.constexpr,
+    REFERENCE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, MOST: tl.constexpr, E: tl.constexpr,
     DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program b walks all indexes for request b. With a board, it then chooses among the proposals of all drafters."""
     row_price = _given(row_price, row_price_ptr)
     context_price = _given(context_price, context_price_ptr)
+    mean_price = _given(mean_price, mean_price_ptr)
     most_drafts = _given(most_drafts, most_drafts_ptr)
     row = tl.program_id(0).to(tl.int64)
     for i in tl.static_range(len(LANES)):
@@ -114,7 +115,9 @@ def _propose(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     if D > 0:
         tl.debug_barrier()  # the walks' drafts are written
-        choose_for_request(texts, t, row, row_price, context_price, most_drafts, MODEL, REFERENCE, S, D, K, E)
+        choose_for_request(
+            texts, t, row, row_price, context_price, mean_price, most_drafts, MODEL, REFERENCE, S, D, K, E
+        )
 
 
 def memory_of(tables: "Tables") -> BoardMemory:
@@ -187,17 +190,15 @@ def choose(board: "DraftBoard", texts: Texts, price: RowPrice, lookups: Sequence
     """Implements `DraftBoard.choose`."""
     walks = [(lookup, board.proposals_of(lookup.drafter)) for lookup in lookups]
     constants = {"MODEL": board.model, "REFERENCE": board.reference, "S": len(board.tables.limit_S), **_sizes(board)}
-    choice = (board.tables, *_number(price.row), *_number(price.context), *_number(most))
-    _launch_propose(texts, walks, None, SMALLEST_SHARE, choice, **constants)
+    numbers = (number for value in (*price, most) for number in _number(value))
+    _launch_propose(texts, walks, None, SMALLEST_SHARE, (board.tables, *numbers), **constants)
 
 
 def walk(lookup: Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
     """Implements `ContextIndex.walk`. The buffers must be contiguous, and hold a row for each of the batch."""
     assert out.tokens_BK.is_contiguous() and out.levels_BK.shape == out.tokens_BK.shape
     constants = {"MODEL": -1, "REFERENCE": -1, "S": 0, "D": 0, "K": out.tokens_BK.shape[1], "E": 0}
-    _launch_propose(
-        texts, [(lookup, out)], level_rates, floor, (None, *_number(0.0), *_number(0.0), *_number(0)), **constants
-    )
+    _launch_propose(texts, [(lookup, out)], level_rates, floor, (None, *3 * _number(0.0), *_number(0)), **constants)
 
 
 def _launch_propose(

@@ -57,6 +57,8 @@ class SpeculationPolicy(ABC):
     """Tokens that the engine produces in the time of one more row, without what the row takes to attend to its context."""
     context_price = 0.0
     """Tokens that the engine produces in the time in which a row attends to one more token of its context."""
+    mean_price = 0.0
+    """Tokens that the engine produces in the time of one more row of a request whose context has the mean length."""
     is_dormant = False
     """True if the model follows no request. It drafts for a request only if it has read the beginning."""
 
@@ -365,6 +367,7 @@ class AutoPolicy(SpeculationPolicy):
         seconds_2 = costs.seconds(num_requests, np.array([0.0, some]))
         price = float(steps.rate_F[0] * (seconds_2[1] - seconds_2[0])) / max(some, 1)
         of_context = min(float(steps.rate_F[0]) * costs.draft_context_s * costs.context, price)
+        self.mean_price = price
         self.row_price = price - of_context
         self.context_price = of_context / max(costs.context, 1.0)
         return num_drafts

@@ -11,7 +11,7 @@ A step also attends to the contexts of its requests. Some attention kernels read
 others once for each row, and the products of a row grow with its context anyway. So the regression has a term for the
 contexts of the requests and one for those of the draft rows, and finds out what each of them costs.
 
-Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers of drafts, C terms of contexts.
+Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers of drafts.
 """
 
 from collections.abc import Sequence
@@ -98,22 +98,20 @@ class StepCosts(NamedTuple):
 
     def plain_s(self, num_requests: int) -> float:
         """Returns the seconds of a step without drafters."""
-        return self._rows_s(num_requests) + num_requests * self.context * self.context_s
+        rows_s = float(self.seconds_R[min(num_requests, len(self.seconds_R) - 1)])
+        return rows_s + num_requests * self.context * self.context_s
 
     def plain_steps_s(self, most_requests: int) -> np.ndarray:
         """Returns the seconds of steps without drafters by their number of requests from 0 to at most `most_requests`."""
         seconds_R = self.seconds_R[: most_requests + 1]
         return seconds_R + np.arange(len(seconds_R)) * (self.context * self.context_s)
 
-    def _rows_s(self, num_rows: int) -> float:
-        return float(self.seconds_R[min(num_rows, len(self.seconds_R) - 1)])
-
     def seconds(self, num_requests: int, drafts_N: np.ndarray) -> np.ndarray:
         """Returns the seconds of steps with drafters that verify `drafts_N` draft tokens, float64 [N]."""
         rows_s_N = self.seconds_R.take(num_requests + drafts_N.astype(np.int64), mode="clip")
         rows_s_N += (drafts_N > 0) * self.verify_s + drafts_N * (self.draft_row_s + self.context * self.draft_context_s)
         others_s = self.text_s + num_requests * self.context * self.context_s
-        return np.maximum(rows_s_N, self._rows_s(num_requests)) + others_s
+        return np.maximum(rows_s_N, self.seconds_R[min(num_requests, len(self.seconds_R) - 1)]) + others_s
 
     def most_drafts(self, num_requests: int) -> int:
         """Returns the most drafts of a step whose seconds are known."""
@@ -275,14 +273,13 @@ class StepModel:
         num_drafts = num_rows - num_requests
         is_launched = min(num_rows, len(self._padded_R) - 1) > self._edge
         if not is_launched or not self._steps.is_known:
-            terms_X = self._terms(num_requests, num_drafts, has_drafters)
-            terms_X[_CONTEXTS] = self._context_terms(num_requests, num_drafts, context)
+            terms_X = self._terms(num_requests, num_drafts, has_drafters, context)
             self._steps.observe(terms_X, seconds, noise)
         if is_launched:
             x = self._steps.coefficients_X
             draft_row_s, verify_s, text_s = self._surcharges(x)
             others_s = num_drafts * draft_row_s + (num_drafts > 0) * verify_s + has_drafters * text_s
-            others_s += float(self._context_terms(num_requests, num_drafts, context) @ x[_CONTEXTS])
+            others_s += float(self._terms(num_requests, num_drafts, has_drafters, context)[_CONTEXTS] @ x[_CONTEXTS])
             self._launched.observe(self._launched_terms(num_rows), max(seconds - others_s, 1e-9), noise)
 
     def observe_drafting(self, num_rows: int, num_requests: int, depth: int, seconds: float) -> None:
@@ -297,7 +294,7 @@ class StepModel:
         """Returns predictions, or None before the first sample."""
         if not self._steps.is_known:
             return None
-        terms_JX = np.stack([self._terms(0, 0, False, rows) for rows in self._knots_J])
+        terms_JX = np.stack([self._terms(0, 0, False, rows=rows) for rows in self._knots_J])
         x = self._steps.with_none_negative(_CONTEXTS)
         variance_J = np.einsum("jx,xy,jy->j", terms_JX, self._steps.covariance_XX, terms_JX)
         seconds_J = isotonic_regression(np.maximum(terms_JX @ x, 1e-9), weights=1.0 / (variance_J + 1e-9)).x
@@ -311,10 +308,6 @@ class StepModel:
         """Returns the seconds by which drafts and drafters make a step longer: `draft_row_s`, `verify_s`, `text_s`."""
         draft, verify, text = x[len(self._knots_J) : _CONTEXTS.start].tolist()
         return draft / self._unit, max(verify, 0.0), max(text, 0.0)
-
-    def _context_terms(self, num_requests: int, num_drafts: int, context: float) -> np.ndarray:
-        """Returns the terms of a step's contexts, [C]."""
-        return np.array([num_requests, num_drafts]) * (context / (self._unit * CONTEXT))
 
     def _add_launches(self, seconds_R: np.ndarray) -> float:
         """Replaces the seconds of steps beyond the largest graph by what was learned of them. Returns `StepCosts.launch_s`.
@@ -343,12 +336,15 @@ class StepModel:
         fixed_s, row_s, pass_s, token_s, saved_s = (max(seconds, 0.0) for seconds in known)
         return DraftCosts(fixed_s, row_s / unit, pass_s, token_s / unit, saved_s, self._least_depth)
 
-    def _terms(self, num_requests: int, num_drafts: int, has_drafters: bool, rows: float | None = None) -> np.ndarray:
-        """Returns the terms of a step without contexts. A change of slope is relative to its knot: its prior has no unit."""
+    def _terms(
+        self, num_requests: int, num_drafts: int, has_drafters: bool, context: float = 0.0, rows: float | None = None
+    ) -> np.ndarray:
+        """Returns the terms of a step. A change of slope is relative to its knot, so its prior has no unit."""
         if rows is None:
             rows = float(self._padded_R[min(num_requests + num_drafts, len(self._padded_R) - 1)])
         inner_J = self._knots_J[1:-1]
-        ends = (num_drafts / self._unit, float(num_drafts > 0), float(has_drafters), 0.0, 0.0)
+        contexts = context / (self._unit * CONTEXT)
+        ends = (num_drafts / self._unit, num_drafts > 0, has_drafters, num_requests * contexts, num_drafts * contexts)
         return np.concatenate([(1.0, rows / self._unit), np.maximum(rows - inner_J, 0.0) / inner_J, ends])
 
     def _launched_terms(self, num_rows: float) -> np.ndarray:

@@ -62,7 +62,7 @@ def launches(num_requests: int = S, step: int = 0) -> dict[str, Launch]:
         lookups = [Lookup(index, salts_S, seen_S, drafter) for drafter, index in enumerate(indexes)]
         texts, counts_B = Texts(slots_B, zeros(S), zeros(S, L)), zeros(num_requests)
         board.observe(texts, counts_B, counts_B, step, lookups, K + 1 if step else L // 2)
-        board.choose(texts, RowPrice(0.01 * step, 1e-4 * step), lookups)
+        board.choose(texts, RowPrice(0.01 * step, 1e-4 * step, 0.02 * step), lookups)
         ahead = AheadText(S, L, V, GPU, most_paths=4)
         ahead.launch(texts, board.proposals_of(0))
         align(*texts, zeros(S, DraftStream.columns(16)), *board.proposals_of(0), zeros(3, dtype=torch.int64))

@@ -30,7 +30,7 @@ assert interpreter.torch is torch  # imported before vllm
 own_kernels.register()
 CPU = torch.device("cpu")
 LONGEST = 60
-PRICE = RowPrice(0.01, 0.007)
+PRICE = RowPrice(0.01, 0.007, 0.2)
 """A row of a long text costs much more than one of a short text."""
 
 

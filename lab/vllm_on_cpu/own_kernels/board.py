@@ -189,9 +189,17 @@ def _count_depths(t, depth, most, model, worth_D, count_D, price, rate_DK):  # t
         t.spread_FQ[k + 1, base.NUM_BINS] += k < depth
 
 
+@njit(cache=True, nogil=True)
+def _write_rates(rates_K, rate_K, price, mean_price):  # type: ignore[no-untyped-def]
+    """Writes the rates of submitted tokens, the first one multiplied by how cheap a row of the request is."""
+    rates_K[: len(rate_K)] = rate_K
+    if min(price, mean_price) > F32(base.LEAST_PRICE):
+        rates_K[0] *= mean_price / price
+
+
 @on_tensors
 @njit(cache=True, nogil=True)
-def choose(texts, t, model, reference, row_price, context_price, most):  # type: ignore[no-untyped-def]
+def choose(texts, t, model, reference, row_price, context_price, mean_price, most):  # type: ignore[no-untyped-def]
     num_drafters, _, num_positions = t.tokens_DBK.shape
     rates_DE = t.evidence_DE2[..., 0] / t.evidence_DE2[..., 1]
     tried_DL2 = t.evidence_DE2.reshape(num_drafters, -1, NUM_LEVELS, 2).sum(1)
@@ -236,7 +244,7 @@ def choose(texts, t, model, reference, row_price, context_price, most):  # type:
         if count > 0:
             t.chosen_S[slot] = best
             t.drafts_BK[b, :count] = t.tokens_DBK[best, b, :count]
-            t.rates_SK[slot, :count] = rate_DK[best, :count]
+            _write_rates(t.rates_SK[slot], rate_DK[best, :count], price, F32(mean_price))
         for d in range(num_drafters):
             count = count_D[d]
             if count > 0 and (t.length_SD[slot, d] == 0 or d == best):

@@ -302,7 +302,9 @@ class DraftRouter:
         if graphs is None or max_new != graphs.max_new:  # long texts take more programs than a graph has
             self.board.observe(texts, *outcomes, self._step, self._learning, max_new)
             return self._draft(texts)
-        graphs.load(slots_B, outcomes, self._step, self.policy.most_drafts, self._price())
+        policy = self.policy
+        price = RowPrice(policy.row_price, policy.context_price, policy.mean_price)
+        graphs.load(slots_B, outcomes, self._step, policy.most_drafts, price)
         native_s = 0.0
         if self._is_recordable:
             graphs.replay(ALL_ASKED if self._asked and self._prepare() else ALL)
@@ -321,13 +323,11 @@ class DraftRouter:
     def _draft(self, texts: Texts) -> float:
         """Lets every drafter propose, and chooses. Returns the host's seconds in drafters with weights."""
         native_s = self._ask(texts)
-        self.board.choose(texts, self._price(), self._lookups, self.policy.most_drafts)
+        policy = self.policy
+        price = RowPrice(policy.row_price, policy.context_price, policy.mean_price)
+        self.board.choose(texts, price, self._lookups, policy.most_drafts)
         self._publish()
         return native_s
-
-    def _price(self) -> RowPrice:
-        """Returns what a row costs by the policy."""
-        return RowPrice(self.policy.row_price, self.policy.context_price)
 
     def _ask(self, texts: Texts) -> float:
         """Lets drafters without a lookup propose. Returns the host's seconds in those with weights."""

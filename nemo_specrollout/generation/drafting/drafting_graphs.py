@@ -22,8 +22,10 @@ from nemo_specrollout.drafters.base import TRACED_STEPS, RowPrice, Texts
 from nemo_specrollout.generation.engine.transfers import copy_to_device
 
 logger = logging.getLogger(__name__)
-_NUM_NUMBERS = 4
-"""Numbers before the slots in the buffer. With four of them the slots begin at a multiple of 16 bytes."""
+_NUM_NUMBERS = 8
+"""Numbers before the slots in the buffer, three of them unused, so that the slots begin at a multiple of 16 bytes."""
+_PRICE = slice(2, 5)
+"""Those that are the price of a row."""
 
 
 class StepInputs(NamedTuple):
@@ -117,7 +119,7 @@ class DraftingGraphs:
         numbers = np.full(_NUM_NUMBERS + self._size, -1, np.int32)
         numbers[0] = step % TRACED_STEPS
         numbers[1] = most_drafts
-        numbers[2:_NUM_NUMBERS].view(np.float32)[:] = price
+        numbers[_PRICE].view(np.float32)[:] = price
         numbers[_NUM_NUMBERS : _NUM_NUMBERS + num] = slots_B
         copy_to_device(numbers, self._numbers[: len(numbers)])
         sampled_S, rejected_S = self._outcomes_2S
@@ -137,8 +139,8 @@ class DraftingGraphs:
         slots_B = self._numbers[_NUM_NUMBERS : _NUM_NUMBERS + size]
         texts = Texts(slots_B, self._states.total_len.gpu, self._states.all_token_ids.gpu)
         sampled_S, rejected_S = self._outcomes_2S
-        step, most, row, context = (self._numbers[i : i + 1] for i in range(_NUM_NUMBERS))
-        price = RowPrice(row.view(torch.float32), context.view(torch.float32))
+        price = RowPrice(*self._numbers[_PRICE].view(torch.float32).split(1))
+        step, most = self._numbers[:1], self._numbers[1:2]
         return StepInputs(texts, sampled_S[:size], rejected_S[:size], step, most, price)
 
 

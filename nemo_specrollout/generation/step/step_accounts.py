@@ -15,7 +15,6 @@ from nemo_specrollout.drafters.base import TRACED_STEPS
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine.arguments import DRAFT_ROWS
 from nemo_specrollout.generation.engine.transfers import agreed
-from nemo_specrollout.speculation.policy import SpeculationPolicy
 from nemo_specrollout.speculation.step_model import StepModel, is_due
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
@@ -47,24 +46,21 @@ class StepAccounts:
         self.num_weight_updates = 0
 
     def begin_step(self, batch: Any) -> None:
-        """Records a step whose tokens are sampled now, and lets a drafter with weights plan its drafts."""
+        """Records a step whose tokens are sampled now, lets a drafter with weights plan its drafts, and notes the contexts."""
         self.trace.begin_step(batch.num_reqs, len(batch.logits_indices), batch.num_tokens)
-        if self._router is not None:
-            self._note_contexts(batch, self._router.policy)
-            self._router.begin_step(self.trace.num_steps - 1, batch)
-
-    def _note_contexts(self, batch: Any, policy: SpeculationPolicy) -> None:
-        """Takes note of the contexts of a step, and lets the policy decide by them.
-
-        The scheduler's numbers are the same on all ranks. With asynchronous scheduling they count drafts of the step before as
-        if all of them were right, so they are too high by a few tokens.
-        """
+        router = self._router
+        if router is None:
+            return
+        # The scheduler's numbers are the same on all ranks. With asynchronous scheduling they count drafts of the step before
+        # as if all of them were right, so they are too high by a few tokens.
         slots_B = batch.idx_mapping_np
         tokens = int(self._states.num_computed_tokens_np[slots_B].sum())
         self._context = tokens / max(len(slots_B), 1)
         self._context_sums += len(slots_B), tokens
+        policy = router.policy
         if policy.costs is not None:
-            policy.costs = policy.costs.at(self._context)
+            policy.costs = policy.costs._replace(context=self._context)  # as `at`, which would be one more call
+        router.begin_step(self.trace.num_steps - 1, batch)
 
     def end_step(self) -> None:
         """Learns from the step's time. From time to time all ranks adopt the costs of the first one, most often at the start.
