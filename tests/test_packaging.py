@@ -46,6 +46,7 @@ EXTRAS = {
     "doctor": {"engine"},
     "sampling": {"engine"},
     "drafters": {"engine"},
+    "history": {"engine"},
     "generation": {"engine"},
     "remote": {"engine"},
     "heads": {"engine", "heads"},

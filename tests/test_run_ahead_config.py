@@ -155,9 +155,9 @@ def test_the_block_gets_its_drafter_and_room_for_its_drafts() -> None:
     assert arguments["speculative_config"]["num_speculative_tokens"] == 40
     assert arguments["max_num_batched_tokens"] >= 256 * 41
     named = replace(block, drafters=(AheadDrafterConfig(),))
-    assert named.with_ahead == named
+    assert named.with_own_drafters == named
     off = replace(block, run_ahead=RunAheadConfig(enabled=False))
-    assert off.with_ahead == off and off.most_drafts == 8
+    assert off.with_own_drafters == off and off.most_drafts == 8
     assert replace(block, budget=BudgetConfig("fixed", k=3)).most_drafts == 3
     assert replace(block, drafters=(DflashDrafterConfig(model="m"),)).most_drafts == 8, (
         "its network has eight positions"

@@ -35,6 +35,7 @@ ASSUMED_ACCEPTANCE = {
     "draft_model": 0.75,
     "remote": 0.75,
     "ahead": 0.75,
+    "history": 0.55,
     "suffix": 0.5,
     "ngram": 0.4,
     "random": 0.0,

@@ -11,12 +11,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
 from lab.local.sealed_folder import DamagedFolder, check_seal
+from nemo_specrollout.config.block import LearnedConfig
 from nemo_specrollout.config.strict import ConfigError, differences
 from nemo_specrollout.installed.versions import checkout_commit, installed_versions
 from nemo_specrollout.reports.records import FORMAT, METRICS, RUN, SUMMARY, read_lines, read_object_or_nothing
@@ -28,6 +30,8 @@ NUM_CHECKPOINTS = 2
 LOCK = "run.lock"
 LINES = (METRICS, "samples.jsonl", "trace.jsonl", "timeline.jsonl")
 PAGES = ("report.html", "picture.png")
+LEARNED = "learned"
+"""Folder for what the engines of a run have learned, which the next start of the run reads (`learned` of the block)."""
 _MAY_CHANGE = {"grpo.max_num_steps", "logger.log_dir"}
 """Keys of the config that may change when a run is resumed."""
 _WRITTEN = ("config.yaml", RUN, LADDER, *LINES, SUMMARY, *PAGES)
@@ -48,7 +52,7 @@ class CompleteRun(ConfigError):
 
 class RunDirectory:
     """`config.yaml`, `run.json`, `metrics.jsonl`, `samples.jsonl`, `trace.jsonl`, `summary.json`, `report.html`,
-    `ladder.json`, `checkpoints/step_N`.
+    `ladder.json`, `checkpoints/step_N`, `learned`.
 
     States: opened (only the lock is written), begun, closed. While it is open, no other run can open the folder.
 
@@ -81,7 +85,9 @@ class RunDirectory:
 
     def _check(self, max_num_steps: int) -> None:
         path = self.path
-        if all(entry.name == LOCK or _TEMPORARY.fullmatch(entry.name) for entry in path.iterdir()):
+        # Engines may have learned something before the start of the run failed.
+        left = (LOCK, LEARNED)
+        if all(entry.name in left or _TEMPORARY.fullmatch(entry.name) for entry in path.iterdir()):
             return
         about = read_object_or_nothing(path / RUN)
         if not {"command", "versions", "started"} <= about.keys():
@@ -154,6 +160,11 @@ class RunDirectory:
     def checkpoint(self) -> Path | None:
         """The checkpoint to go on from: the newest undamaged one. None in a new run."""
         return None if self._last is None else self._checkpoint(self._last)
+
+    def with_learned(self, learned: LearnedConfig) -> LearnedConfig:
+        """Returns `learned` with the folder of this run, unless it names another. The path is absolute for all processes."""
+        folder = Path(learned.folder or self.path / LEARNED)
+        return replace(learned, folder=str(folder.absolute()))
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """Appends a line to the file `name`; it is on disk when this returns."""

@@ -63,7 +63,7 @@ class GrpoRunner:
     def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress) -> None:
         """Starts engines and policy where the run goes on. Raises ConfigError for what vLLM refuses."""
         self.device = run_device(config.cluster.gpus_per_node)
-        self.config = self._with_engine_memory(config)
+        self.config = _with_learned_folder(self._with_engine_memory(config), directory)
         self.directory = directory
         self.progress = progress
         self.model = Path(config.policy.model_name)
@@ -265,6 +265,14 @@ class GrpoRunner:
             # The policy's weights for an audit of the step to come.
             hf_config = (self.model / "config.json").read_bytes() if block.records_rows else b""
             self.directory.keep_checkpoint(step, partial(self.policy.save, hf_config=hf_config))
+
+
+def _with_learned_folder(config: RunConfig, directory: RunDirectory) -> RunConfig:
+    """Returns a config whose engines keep what they learn in the folder of the run, unless the block names another."""
+    generation = config.policy.generation
+    block = generation.specrollout
+    block = replace(block, learned=directory.with_learned(block.learned))
+    return replace(config, policy=replace(config.policy, generation=replace(generation, specrollout=block)))
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:

@@ -10,6 +10,7 @@ from nemo_specrollout.config.drafter_configs import (
     BlockDrafterConfig,
     DrafterConfig,
     Eagle3DrafterConfig,
+    HistoryDrafterConfig,
     ModelDrafterConfig,
     NgramDrafterConfig,
     RemoteDrafterConfig,
@@ -242,11 +243,29 @@ class SpecrolloutConfig:
         return 1 + self.run_ahead.branches if self.runs_ahead and self.run_ahead is not None else 1
 
     @property
-    def with_ahead(self) -> "SpecrolloutConfig":
-        """The block with the drafter that `run_ahead` needs."""
-        if not self.runs_ahead or any(isinstance(d, AheadDrafterConfig) for d in self.drafters):
-            return self
-        return replace(self, drafters=(*self.drafters, AheadDrafterConfig()))
+    def keeps_history(self) -> bool:
+        """True if finished responses are kept, and are drafts for later samples of their prompts."""
+        return self.enabled and self.learned.history and self.learned.folder is not None and self.suffix is not None
+
+    @property
+    def suffix(self) -> SuffixDrafterConfig | None:
+        """The drafter of type `suffix`, if there is one."""
+        return next((d for d in self.drafters if isinstance(d, SuffixDrafterConfig)), None)
+
+    @property
+    def with_own_drafters(self) -> "SpecrolloutConfig":
+        """The block with the drafters that `run_ahead` and `learned.history` need.
+
+        The history looks up texts like the drafter `suffix`, and is left out where the user wants none of that.
+        """
+        added = list[DrafterConfig]()
+        if self.keeps_history and self.suffix is not None:
+            added.append(HistoryDrafterConfig(max_order=self.suffix.max_order))
+        if self.runs_ahead:
+            added.append(AheadDrafterConfig())
+        types = {drafter.type for drafter in self.drafters}
+        missing = [drafter for drafter in added if drafter.type not in types]
+        return replace(self, drafters=(*self.drafters, *missing)) if missing else self
 
     @property
     def model_drafter(self) -> ModelDrafterConfig | None:

@@ -94,6 +94,13 @@ class NgramDrafterConfig(LookupDrafterConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HistoryDrafterConfig(LookupDrafterConfig):
+    """`history`: looks up finished responses to the same prompt, of all engines and earlier starts (`learned.history`)."""
+
+    type: str = choice("history", default="history")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AheadDrafterConfig(TextDrafterConfig):
     """`ahead`: the text that a request brings along, made with older weights (`run_ahead`)."""
 
@@ -223,6 +230,7 @@ DRAFTERS: dict[str, type[DrafterConfig]] = {
         SuffixDrafterConfig,
         RandomDrafterConfig,
         AheadDrafterConfig,
+        HistoryDrafterConfig,
         Eagle3DrafterConfig,
         DraftModelDrafterConfig,
         MtpDrafterConfig,

@@ -55,6 +55,8 @@ GAIN = 4
 MAX_LEAD = 16
 """Largest number of ranks that counting can put a context above the lowest of its bucket."""
 
+NO_SALT = -(1 << 63)
+"""Salt of a request whose texts no index knows. Nothing is looked up for it."""
 NO_RANK = 1 << 20
 FREE = -1 << 20
 OWN = -1 << 21
@@ -148,3 +150,5 @@ class Lookup:
     """Number of tokens of each request that were counted, int32."""
     drafter: int = 0
     """The drafter's place on the draft board."""
+    learns: bool = True
+    """Whether the index learns the texts of the requests in each step."""

@@ -34,6 +34,7 @@ _GAIN = tl.constexpr(layout.GAIN)
 _MAX_LEAD = tl.constexpr(layout.MAX_LEAD)
 _COUNT_MASK = tl.constexpr(layout.COUNT_MASK)
 _MAX_COUNT = tl.constexpr(layout.MAX_COUNT)
+_NO_SALT = tl.constexpr(layout.NO_SALT)
 _NO_RANK = tl.constexpr(layout.NO_RANK)
 _FREE = tl.constexpr(layout.FREE)
 _OWN = tl.constexpr(layout.OWN)
@@ -247,7 +248,8 @@ def walk_row(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr = triton.next_power_of_2(LANES + MOST)
     slot = tl.load(texts.slots_B + row).to(tl.int64)
     has_slot = (slot >= 0) & (slot < num_slots)
-    salt = tl.load(index.salts_S + slot, mask=has_slot, other=0).to(tl.uint64, bitcast=True)
+    own_salt = tl.load(index.salts_S + slot, mask=has_slot, other=_NO_SALT)
+    salt = own_salt.to(tl.uint64, bitcast=True)
     length = tl.minimum(tl.load(texts.total_len_S + slot, mask=has_slot, other=0), longest)
     p_P = tl.arange(0, WINDOW)
     level_G = tl.arange(0, _NUM_LEVELS)
@@ -261,7 +263,7 @@ def walk_row(  # type: ignore[no-untyped-def]
     is_order_M = (tl.full((LANES,), ORDER_BITS, tl.int64) >> order_M) & 1 == 1
     i_I = tl.arange(0, _BUCKET_SLOTS)[None, :]
     survival, k = 1.0, 0
-    limit = tl.where(has_slot, MOST, 0)
+    limit = tl.where(own_salt != _NO_SALT, MOST, 0)
     while k < limit:
         age_P = LANES + k - p_P
         is_in_MP = (age_P[None, :] >= 1) & (age_P[None, :] <= order_M[:, None])

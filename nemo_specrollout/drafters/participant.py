@@ -24,7 +24,8 @@ class DraftStep(NamedTuple):
 
 
 class Participant:
-    """Follows the requests of an engine. The calls of a step: `open`, `close`, `observe`, `propose` of drafters, `end_step`.
+    """Follows the requests of an engine.
+    The calls of a step: `open`, `ended`, `close`, `observe`, `propose` of drafters, `end_step`.
 
     Invariant: nothing that a participant does can change a request's output, only when it arrives. It leaves out what it does
     not override.
@@ -32,6 +33,9 @@ class Participant:
 
     def open(self, slots: torch.Tensor, requests: Sequence[Any], put: Put) -> None:
         """Gives `slots`, int64, to `requests`, which are `generation.requests.NewRequest`s."""
+
+    def ended(self, slots: Sequence[int]) -> None:
+        """Sees requests that have ended, before their slots are closed. A preempted request has not ended."""
 
     def close(self, slots: Sequence[int]) -> None:
         """Forgets the requests in `slots`, which have ended or are preempted."""

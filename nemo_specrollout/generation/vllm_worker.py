@@ -144,6 +144,12 @@ class VllmWorkerMixin(WorkerCalls):
             self._capture.release()
         super().sleep(*args, **kwargs)  # type: ignore[misc]
 
+    def shutdown(self) -> None:
+        """Ends the worker, when all responses of the history are written."""
+        if self.specrollout_router is not None and self.specrollout_router.history is not None:
+            self.specrollout_router.history.service.close()
+        super().shutdown()  # type: ignore[misc]
+
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
         """Lets vLLM wake up. The head's weights may have been dropped and loaded again, so its canary starts over."""
         super().wake_up(*args, **kwargs)  # type: ignore[misc]
@@ -227,6 +233,9 @@ class VllmWorkerMixin(WorkerCalls):
         slots = [slot_of[name] for name in sorted(leaving) if name in slot_of]
         if not slots:
             return
+        if self.specrollout_router is not None:
+            finished = scheduler_output.finished_req_ids
+            self.specrollout_router.ended([slot_of[name] for name in sorted(finished) if name in slot_of])
         self.specrollout_samples.close(slots)
         if self.specrollout_ties is not None:
             self.specrollout_ties.close(slots, self._lengths_S)
@@ -315,6 +324,9 @@ class VllmWorkerMixin(WorkerCalls):
             return None
         router = self.specrollout_router
         alarms = self.specrollout_take_alarms()
+        if router is not None and router.history is not None:
+            router.history.end_rollout()
+            alarms += [{"sentence": sentence} for sentence in router.history.service.take_problems()]
         found = list(self.specrollout_samples.take(seeds).items())
         end = StepEnd(alarms, found, self.specrollout_policy_version)
         if router is not None and router.model is not None:

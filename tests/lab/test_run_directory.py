@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lab.local.run_directory import LOCK, CompleteRun, DirectoryLock, RunDirectory
+from lab.local.run_directory import LEARNED, LOCK, CompleteRun, DirectoryLock, RunDirectory
 from lab.local.sealed_folder import CHECKSUMS, DamagedFolder, check_seal, seal_folder
+from nemo_specrollout.config.block import LearnedConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.reports.records import read_lines
 from nemo_specrollout.storage.files import write_atomically
@@ -54,6 +55,19 @@ def run(tmp_path: Path) -> Path:
 
 def opened(path: Path, max_num_steps: int = 9) -> RunDirectory:
     return RunDirectory(path, CONFIG, max_num_steps)
+
+
+def test_engines_learn_into_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that fails after its engines have learned something can be repeated in the same folder."""
+    monkeypatch.chdir(tmp_path)
+    directory = opened(Path("run"))
+    folder = directory.with_learned(LearnedConfig()).folder
+    assert folder == str(tmp_path / "run" / LEARNED)
+    assert directory.with_learned(LearnedConfig(folder="/elsewhere")).folder == "/elsewhere"
+    Path(folder).mkdir()
+    (Path(folder) / "file").write_text("")
+    directory.close()
+    assert opened(Path("run")).next_step == 0
 
 
 # Checkpoints.

@@ -261,7 +261,7 @@ def _walk(  # type: ignore[no-untyped-def]
         for b in range(num_rows):
             s = slots_B[b]
             found_slots_B[b] = -1
-            if found_B[b] == k and s >= 0 and s < num_slots:
+            if found_B[b] == k and s >= 0 and s < num_slots and salts_S[s] != layout.NO_SALT:
                 found_slots_B[b] = 0
                 length = min(total_len_S[s], longest)
                 touched ^= _keys(words, orders_M, salts_S[s], token_ids_SL, s, length, tokens_BK, b, k, keys_BM, b)

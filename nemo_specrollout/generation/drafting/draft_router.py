@@ -16,7 +16,12 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import ModelDrafterConfig, RemoteDrafterConfig, TextDrafterConfig
+from nemo_specrollout.config.drafter_configs import (
+    HistoryDrafterConfig,
+    ModelDrafterConfig,
+    RemoteDrafterConfig,
+    TextDrafterConfig,
+)
 from nemo_specrollout.drafters.ahead import AHEAD_PRIORS, AheadText
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
@@ -25,6 +30,7 @@ from nemo_specrollout.drafters.text import LookupDrafter, build_text_drafter
 from nemo_specrollout.generation.drafting.draft_depth import DraftDepth
 from nemo_specrollout.generation.drafting.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
 from nemo_specrollout.generation.drafting.drafting_graphs import DraftingGraphs, Part, StepInputs
+from nemo_specrollout.generation.drafting.history_drafter import HistoryDrafter
 from nemo_specrollout.generation.drafting.model_drafter import ModelDrafter
 from nemo_specrollout.generation.drafting.remote_participant import RemoteParticipant, remote_drafter
 from nemo_specrollout.generation.engine.requests import NewRequest
@@ -68,6 +74,8 @@ class DraftRouter:
         """Follows the requests that the vLLM worker opens and closes, with the counts of the board."""
         self.remote: RemoteDrafter | None = None
         """None without remote drafters, and on a rank whose drafts are not used."""
+        self.history: HistoryDrafter | None = None
+        """None unless the block keeps a history, and on a rank whose drafts are not used."""
         self.model: ModelDrafter | None = None
         """None without a drafter with weights, like `head` and `monitor`."""
         self.head: HeadService | None = None
@@ -98,6 +106,11 @@ class DraftRouter:
 
     def _build(self, drafter: Any, config: SpecrolloutConfig, runner: Any) -> Drafter:
         """Returns the drafter of the block's entry `drafter`, and keeps what the vLLM worker asks."""
+        if isinstance(drafter, HistoryDrafterConfig):
+            if not is_output_rank() or not config.learned.history or config.learned.folder is None:
+                return Drafter()
+            self.history = HistoryDrafter(drafter, config.learned, runner)
+            return self.history
         if isinstance(drafter, TextDrafterConfig):
             sizes = (runner.max_num_reqs, runner.max_model_len, runner.vocab_size, runner.device)
             return build_text_drafter(drafter, *sizes, most_paths=config.most_paths)
@@ -124,6 +137,7 @@ class DraftRouter:
         self._participants = [*drafters, *self._observers]
         lookups = [drafter.lookup(i) for i, drafter in enumerate(drafters)]
         self._lookups = [lookup for lookup in lookups if lookup is not None]
+        self._learning = [lookup for lookup in self._lookups if lookup.learns]
         self._asked = [i for i, lookup in enumerate(lookups) if lookup is None]
         self._is_recordable = all(drafters[i].is_recordable for i in self._asked)
         """Whether one graph holds all of a step's drafting."""
@@ -133,6 +147,7 @@ class DraftRouter:
         """Participants that see every step in which the drafters do not rest."""
         self._watching = [p for p in self._observing if p is not self.model]
         """Those that see the others too. A drafter with weights only drafts from what it sees."""
+        self._seeing_ends = [p for p in self._participants if type(p).ended is not Participant.ended]
         self._ending = [p for p in self._participants if type(p).end_step is not Participant.end_step]
         self._planned = [d for d in drafters if type(d).plan is not Drafter.plan]
         self._following = [d for d in drafters if type(d).num_followed is not Drafter.num_followed]
@@ -143,7 +158,9 @@ class DraftRouter:
         slots_B = torch.full((1,), -1, dtype=torch.int64, device=self._device)
         none_B = torch.zeros(1, dtype=torch.int32, device=self._device)
         texts = Texts(slots_B, self._states.total_len.gpu, self._states.all_token_ids.gpu)
-        self.board.observe(texts, none_B, none_B, 0, self._lookups, max_new=1)
+        self.board.observe(texts, none_B, none_B, 0, self._learning, max_new=1)
+        if self.history is not None:
+            self.history.warm_up()
         batch = SimpleNamespace(num_reqs=1, idx_mapping_np=np.array([-1]))
         step = DraftStep((batch, None, None, None, None, none_B), {})
         for drafter in self._drafters:
@@ -154,7 +171,7 @@ class DraftRouter:
     def record_graphs(self) -> None:
         """Records drafting as CUDA graphs, where vLLM has CUDA graphs too."""
         if self._uses_graphs:
-            max_new = self.board.num_positions + 1 if self._lookups else 0
+            max_new = self.board.num_positions + 1 if self._learning else 0
             graphs = DraftingGraphs(self._parts(max_new), self._states, len(self.board.tables.limit_S), max_new)
             self._graphs = graphs if graphs.capture() else None
 
@@ -164,7 +181,7 @@ class DraftRouter:
 
         def observe(inputs: StepInputs) -> None:
             outcomes = (inputs.num_sampled_B, inputs.num_rejected_B)
-            self.board.observe(inputs.texts, *outcomes, inputs.step, self._lookups, max_new)
+            self.board.observe(inputs.texts, *outcomes, inputs.step, self._learning, max_new)
 
         def ask(inputs: StepInputs) -> None:
             for drafter, out in asked:
@@ -189,6 +206,11 @@ class DraftRouter:
         for participant in self._participants:
             participant.open(slots_N, requests, put)
 
+    def ended(self, slots: Sequence[int]) -> None:
+        """Sees requests that have ended, before their slots are closed."""
+        for participant in self._seeing_ends:
+            participant.ended(slots)
+
     def close(self, slots: list[int]) -> None:
         """Stops drafting for the requests in `slots`, which have ended or are preempted."""
         for participant in self._participants:
@@ -212,6 +234,8 @@ class DraftRouter:
         depth = self.policy.plan(batch.num_reqs, self._num_followed(slots_B))
         for drafter in self._planned:
             drafter.plan(depth)
+        if self.history is not None:
+            self.history.feed()
         self.host_s += time.perf_counter() - started
 
     def num_drafts(self, num_requests: int, most: int) -> int:
@@ -248,7 +272,7 @@ class DraftRouter:
     def _rest(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray, was_idle: bool) -> None:
         """Drafts nothing. The first step of a rest still observes what the step before it has submitted."""
         if not was_idle:
-            self.board.observe(texts, *outcomes, self._step, self._lookups, 0)
+            self.board.observe(texts, *outcomes, self._step, self._learning, 0)
             self.board.tables.rates_SK.zero_()
         for unread in self._unread:
             unread.skip(slots_B, self.board.num_positions + 1)
@@ -275,7 +299,7 @@ class DraftRouter:
         max_new = self._most_to_read(slots_B)
         graphs = self._graphs
         if graphs is None or max_new != graphs.max_new:  # long texts take more programs than a graph has
-            self.board.observe(texts, *outcomes, self._step, self._lookups, max_new)
+            self.board.observe(texts, *outcomes, self._step, self._learning, max_new)
             return self._draft(texts)
         graphs.load(slots_B, outcomes, self._step, self.policy.most_drafts, self.policy.row_price)
         native_s = 0.0

@@ -101,7 +101,7 @@ def with_specrollout(
     Raises ValueError if the user's arguments contradict the block.
     """
     result = dict(vllm_kwargs)
-    block = block.with_ahead
+    block = block.with_own_drafters
     if not block.enabled:
         return result
     if "worker_cls" in result:
@@ -188,7 +188,7 @@ def added_graphs(
 
     None are added where the host chooses the drafts of each step, or graphs hold no whole steps.
     """
-    block = block.with_ahead
+    block = block.with_own_drafters
     if not block.enabled or not block.drafters or not _has_full_graphs(arguments):
         return []
     if host_choice(arguments, abilities):

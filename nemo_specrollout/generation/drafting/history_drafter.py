@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter `history`: drafts from finished responses of a request's prompt, whichever engine and start has made them.
+
+What it reads and writes is in files of the history (`history/service.py`), whose thread works beside the steps. So this part
+only moves texts: those of ended requests from the device to the thread, and those that the thread has read to the device.
+
+Shapes: S request slots, L longest sequence, N requests that have ended, H pieces that are fed at a time.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+from nemo_specrollout.config.block import LearnedConfig
+from nemo_specrollout.config.drafter_configs import HistoryDrafterConfig
+from nemo_specrollout.drafters.base import Texts
+from nemo_specrollout.drafters.device_index import NO_SALT, ContextIndex, Lookup, context_orders, slots_for
+from nemo_specrollout.drafters.participant import Drafter, Put
+from nemo_specrollout.generation.engine.requests import NewRequest
+from nemo_specrollout.generation.engine.tokenizer_fingerprint import tokenizer_fingerprint
+from nemo_specrollout.generation.engine.transfers import StageTimer, copy_to_device, to_device
+from nemo_specrollout.history.feeding import PIECE, Feeding, tokens_of_index
+from nemo_specrollout.history.segments import Text
+from nemo_specrollout.history.service import HistoryFacts, HistoryService, Piece
+from nemo_specrollout.history.store import HistoryStore
+
+FOLDER = "history"
+"""Folder of the history within the folder of what a run learns."""
+PIECES = 16
+"""Most pieces that are fed at a time."""
+COPIED = 32
+"""Requests whose texts are copied from the device together."""
+FEED_SHARE = 0.01
+"""Share of the engine's time in which its index is fed."""
+LEAST_FED = 256
+"""Tokens that are fed at least, because a feeding of few tokens costs little less."""
+SETTLE_S = 10.0
+"""Most seconds for which the end of a training step waits until all of its responses are written."""
+_SHORTEST = 4
+"""Tokens of the shortest response that is kept."""
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A request in a slot, as far as its text is kept."""
+
+    group: int
+    first: int
+    """Place of its first token that is kept, which still belongs to the prompt."""
+    num_context: int
+    """Tokens of the prompt that are kept."""
+    limit: int
+    stop_token_ids: frozenset[int]
+
+    def text(self, tokens: np.ndarray) -> tuple[Text | None, bool]:
+        """Returns the text of the tokens from `first` on, and whether it has ended. A text that is too short is None."""
+        response = tokens[self.num_context : self.limit - self.first]
+        if self.stop_token_ids:
+            is_stop = np.isin(response, np.fromiter(self.stop_token_ids, np.int32, len(self.stop_token_ids)))
+            stops = np.flatnonzero(is_stop)
+        else:
+            stops = np.zeros(0, np.int64)
+        # An asynchronous engine may have sampled further tokens before it knew that this one is the last.
+        num_tokens = int(stops[0]) + 1 if len(stops) else len(response)
+        has_ended = len(stops) > 0 or self.first + self.num_context + num_tokens >= self.limit
+        if num_tokens < _SHORTEST:
+            return None, has_ended
+        return Text(self.group, self.num_context, tokens[: self.num_context + num_tokens].copy()), has_ended
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """Texts on their way from the device to the host."""
+
+    opened: list[_Open]
+    base: int
+    """Place of the first token that was copied."""
+    tokens_NL: torch.Tensor
+    lengths_N: torch.Tensor
+    """Number of tokens of each whole text."""
+    arrived: Any
+    """CUDA event of the copies; None on a CPU."""
+
+    def texts(self) -> list[tuple[Text | None, bool]]:
+        """Waits for the copies. Returns each text, None if it is too short, and whether it shows that it has ended."""
+        if self.arrived is not None:
+            with gpu_sync_allowed():
+                self.arrived.synchronize()
+        rows = zip(self.opened, self.tokens_NL.numpy(), self.lengths_N.tolist(), strict=True)
+        return [one.text(row[one.first - self.base : max(length - self.base, 0)]) for one, row, length in rows]
+
+    def whole(self) -> list[Text]:
+        """Waits for the copies. Returns the texts that are long enough."""
+        return [text for text, _ in self.texts() if text is not None]
+
+
+class HistoryDrafter(Drafter):
+    """Proposes what earlier responses to the same prompt went on with after the same last tokens.
+
+    Owns an index of contexts, which learns only what the history has, and the service that reads and writes the history. An
+    index of its own lets the draft board learn apart how good such drafts are, and counts them apart.
+    """
+
+    name = "history"
+
+    def __init__(self, config: HistoryDrafterConfig, learned: LearnedConfig, runner: Any) -> None:
+        """Allocates the index for vLLM's model runner, and starts to read the history in `learned.folder`."""
+        assert learned.folder is not None
+        self._states = runner.req_states
+        self._device = runner.device
+        orders = context_orders(1, config.max_order)
+        slots = config.num_slots or max(slots_for(runner.max_num_reqs, runner.max_model_len, orders) // 2, 1 << 10)
+        self.index = ContextIndex(slots, orders, self._device)
+        self._num_context = orders[-1]
+        self._salts_S = torch.full((runner.max_num_reqs,), NO_SALT, dtype=torch.int64, device=self._device)
+        self._lookup = Lookup(self.index, self._salts_S, torch.zeros_like(self._salts_S, dtype=torch.int32))
+        # What is fed: one row for each piece.
+        shape = (PIECES, PIECE + self._num_context)
+        self._tokens_HL = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._numbers_3H = torch.zeros(3, PIECES, dtype=torch.int32, device=self._device)
+        """Row, total length and number of learned tokens of each piece. A row of -1 has no piece."""
+        self._groups_H = torch.zeros(PIECES, dtype=torch.int64, device=self._device)
+        self._open: dict[int, _Open] = {}
+        self._kept: set[int] = set()
+        """Slots whose texts were kept before the requests left them."""
+        self._slots_of: dict[int, set[int]] = {}
+        """Slots of the requests of each group."""
+        self._timer = StageTimer(self._device)
+        self._token_s = 0.0
+        """Seconds in which one token is fed; 0 while unknown."""
+        self._fed_at = time.perf_counter()
+        store = HistoryStore(
+            Path(learned.folder) / FOLDER, learned.history_bytes, tokenizer_fingerprint(runner.vllm_config.model_config)
+        )
+        self.service = HistoryService(store, Feeding(tokens_of_index(slots, orders)), self._num_context)
+
+    def lookup(self, drafter: int) -> Lookup:
+        return Lookup(self.index, self._salts_S, self._lookup.learned_S, drafter, learns=False)
+
+    def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
+        self._salts_S.index_fill_(0, slots, NO_SALT)
+        for request in requests:
+            who = request.identity
+            self._slots_of.setdefault(who.group, set()).add(request.slot)
+            num_context = min(request.prompt_length, self._num_context)
+            first = request.prompt_length - num_context
+            kept = _Open(who.group, first, num_context, request.limit, request.stop_token_ids)
+            self._open[request.slot] = kept
+            if who.is_early or not who.speculate:  # their rows are decoded again
+                self._kept.add(request.slot)
+        self.service.opened([request.identity.group for request in requests])
+
+    def ended(self, slots: Sequence[int]) -> None:
+        """Keeps the responses of requests that have ended and still have these slots."""
+        self._keep([slot for slot in slots if slot in self._open and slot not in self._kept])
+
+    def close(self, slots: Sequence[int]) -> None:
+        groups = []
+        for slot in slots:
+            if (request := self._open.pop(slot, None)) is not None:
+                self._kept.discard(slot)
+                groups.append(request.group)
+                of_group = self._slots_of[request.group]
+                of_group.discard(slot)
+                if not of_group:
+                    del self._slots_of[request.group]
+        self.service.closed(groups)
+
+    def end_rollout(self) -> None:
+        """Keeps the responses of requests that have ended but have not left their slots, and waits until all are written.
+
+        vLLM takes the slots of the last requests with the next step, which may never come.
+        """
+        self._keep_ended([slot for slot in self._open if slot not in self._kept])
+        self.service.settle(SETTLE_S)
+
+    def feed(self) -> None:
+        """Lets the index learn texts that are ready, in a bounded share of the engine's time."""
+        if not self.service.has_pieces:
+            return
+        for num_tokens, seconds in self._timer.finished():
+            self._token_s = seconds / num_tokens if num_tokens else self._token_s
+        now = time.perf_counter()
+        most_tokens = int(FEED_SHARE * (now - self._fed_at) / self._token_s) if self._token_s else LEAST_FED
+        if most_tokens < LEAST_FED:
+            return
+        self._fed_at = now
+        pieces = self.service.take(most_tokens, PIECES)
+        texts = [piece for piece in pieces if len(piece.tokens)]
+        if texts:
+            self._timer.start()
+            self._learn(texts)
+            self._timer.stop(sum(len(piece.tokens) for piece in texts))
+        self._allow({piece.group for piece in pieces})
+
+    def warm_up(self) -> None:
+        """Feeds nothing, so that the kernels of feeding are compiled before the engine serves."""
+        self._learn([])
+
+    def facts(self) -> HistoryFacts:
+        return self.service.facts()
+
+    def _learn(self, pieces: Sequence[Piece]) -> None:
+        tokens_HL = np.zeros(self._tokens_HL.shape, np.int32)
+        numbers_3H = np.zeros(self._numbers_3H.shape, np.int32)
+        numbers_3H[0] = -1
+        groups_H = np.zeros(PIECES, np.int64)
+        for h, piece in enumerate(pieces):
+            tokens_HL[h, : len(piece.tokens)] = piece.tokens
+            numbers_3H[:, h] = (h, len(piece.tokens), piece.num_context)
+            groups_H[h] = piece.group
+        copy_to_device(tokens_HL, self._tokens_HL)
+        copy_to_device(numbers_3H, self._numbers_3H)
+        copy_to_device(groups_H, self._groups_H)
+        rows_H, lengths_H, learned_H = self._numbers_3H
+        self.index.learn(Texts(rows_H, lengths_H, self._tokens_HL), self._groups_H, learned_H, PIECE)
+
+    def _allow(self, groups: set[int]) -> None:
+        """Lets the open requests of these groups draft, because the index knows texts of theirs now."""
+        slots = [slot for group in groups for slot in self._slots_of.get(group, ())]
+        if not slots:
+            return
+        salts = [self._open[slot].group for slot in slots]
+        slots_N = to_device(slots, np.int64, self._device)
+        self._salts_S[slots_N] = to_device(salts, np.int64, self._device)
+
+    def _keep(self, slots: Sequence[int]) -> None:
+        """Starts to copy texts to the host. The service's thread waits for them and writes them."""
+        for copied, some in self._copies(slots):
+            self._kept.update(some)
+            self.service.ended(copied.whole)
+
+    def _keep_ended(self, slots: Sequence[int]) -> None:
+        """Keeps those texts that show that they have ended, because others go on. Waits for the device, which is idle."""
+        for copied, some in self._copies(slots):
+            found = [(slot, text) for slot, (text, has_ended) in zip(some, copied.texts(), strict=True) if has_ended]
+            self._kept.update(slot for slot, _ in found)
+            texts = [text for _, text in found if text is not None]
+            self.service.ended(partial(list, texts))
+
+    def _copies(self, slots: Sequence[int]) -> Iterator[tuple[_Copied, Sequence[int]]]:
+        """Yields texts on their way to the host, of some slots at a time. They begin where the first of them is kept from."""
+        states = self._states
+        is_cuda = self._device.type == "cuda"
+        for begin in range(0, len(slots), COPIED):
+            some = slots[begin : begin + COPIED]
+            opened = [self._open[slot] for slot in some]
+            base = min(one.first for one in opened)
+            slots_N = to_device(some, np.int64, self._device)
+            lengths_N = states.total_len.gpu.index_select(0, slots_N)
+            end = max(one.limit for one in opened) if is_cuda else max(int(lengths_N.max()), base)
+            tokens_NL = states.all_token_ids.gpu[:, base:end].index_select(0, slots_N)
+            arrived = None
+            if is_cuda:
+                tokens_NL, lengths_N = map(_to_host, (tokens_NL, lengths_N))
+                arrived = torch.cuda.Event(blocking=True)
+                arrived.record()
+            yield _Copied(opened, base, tokens_NL, lengths_N, arrived), some
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in pinned memory, which arrives later."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    return host

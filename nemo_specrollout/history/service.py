@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that does an engine's work on files of the history, so that no step waits for a file.
+
+The engine's own thread says which prompts are at work and which requests have ended, and takes pieces of texts that are ready.
+Both ways are queues, so neither side waits for the other.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nemo_specrollout.history.feeding import PIECE, Feeding
+from nemo_specrollout.history.segments import Place, Text
+from nemo_specrollout.history.store import HistoryStore
+
+logger = logging.getLogger(__name__)
+LOOK_S = 0.5
+"""Seconds between two looks at what other engines have written, if a look is quick."""
+LOOK_SHARE = 0.02
+"""Share of the thread's time that looks may take."""
+MOST_READY = 64
+"""Pieces that are kept ready for the engine."""
+
+
+class Piece(NamedTuple):
+    """A part of a text, ready for the index."""
+
+    group: int
+    num_context: int
+    """Number of the first tokens that are only contexts, because the prompt or an earlier piece has them."""
+    tokens: np.ndarray
+    """Tokens, int32. There are none if the index knows texts of the group already."""
+
+
+@dataclass(frozen=True)
+class HistoryFacts:
+    """What a history holds and has done, for the run's record."""
+
+    num_read: int
+    """Texts that were there when the engine started."""
+    bytes_read: int
+    """Bytes of their files."""
+    num_written: int
+    """Texts that this engine has added."""
+    num_fed: int
+    """Texts that its index was fed with."""
+    num_from_others: int
+    """Those of them that another engine or an earlier start has written."""
+
+
+class HistoryService:
+    """Owns the store of one engine, the thread that works on it, and the pieces that wait for the engine."""
+
+    def __init__(self, store: HistoryStore, feeding: Feeding, num_context: int) -> None:
+        """`num_context`: tokens of an earlier piece that stand before the next one of the same text."""
+        self._store = store
+        self._feeding = feeding
+        self._num_context = num_context
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ready: deque[Piece] = deque()
+        self._at_work: Counter[int] = Counter()
+        """Requests of each group that are at work."""
+        self._waiting: dict[int, deque[Place]] = {}
+        """Texts of each group that are to be fed. Groups take turns, so that each of them soon has a text in the index."""
+        self._pieces: Iterator[Piece] = iter(())
+        """The rest of a text that is being read."""
+        self._num_written = 0
+        self._num_fed = 0
+        self._num_from_others = 0
+        self._thread = threading.Thread(target=self._run, name="specrollout-history", daemon=True)
+        self._thread.start()
+
+    # Calls of the engine's thread. None of them waits, but `settle` and `close`.
+
+    def opened(self, groups: Sequence[int]) -> None:
+        """Takes note of new requests of these groups. Texts of a group become ready if the index does not know them."""
+        self._events.put(lambda: self._begin(groups))
+
+    def closed(self, groups: Sequence[int]) -> None:
+        """Takes note that a request of each of these groups has left the engine."""
+        self._events.put(lambda: self._end(groups))
+
+    def ended(self, texts: Callable[[], list[Text]]) -> None:
+        """Takes the texts of requests that have ended. The service's thread calls `texts`, which may wait for the device."""
+        self._events.put(lambda: self._write(texts()))
+
+    def take(self, most_tokens: int, most_pieces: int) -> list[Piece]:
+        """Returns pieces that are ready, at least one if there is any, beyond that no more than `most_tokens` tokens."""
+        pieces = list[Piece]()
+        num_tokens = 0
+        while self._ready and len(pieces) < most_pieces:
+            num_tokens += len(self._ready[0].tokens)
+            if pieces and num_tokens > most_tokens:
+                break
+            pieces.append(self._ready.popleft())
+        return pieces
+
+    @property
+    def has_pieces(self) -> bool:
+        return bool(self._ready)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until everything that was said so far is done. Returns whether it was done in time."""
+        done = threading.Event()
+        self._events.put(done.set)
+        return done.wait(timeout_s)
+
+    def facts(self) -> HistoryFacts:
+        store = self._store
+        return HistoryFacts(store.num_read, store.bytes_read, self._num_written, self._num_fed, self._num_from_others)
+
+    def take_problems(self) -> list[str]:
+        """Returns a sentence for each problem since the last call."""
+        return self._store.take_problems()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Writes what is left, and ends the thread."""
+        self._events.put(None)
+        self._thread.join(timeout_s)
+
+    # What the thread does.
+
+    def _run(self) -> None:
+        self._safely(self._store.open)
+        next_look = time.monotonic() + LOOK_S
+        while True:
+            num_ready = len(self._ready)
+            if num_ready < MOST_READY:
+                self._safely(self._prepare)
+            waits_s = 0.0 if len(self._ready) > num_ready else max(next_look - time.monotonic(), 0.0)
+            with suppress(queue.Empty):
+                event = self._events.get(timeout=waits_s) if waits_s else self._events.get_nowait()
+                if event is None:
+                    break
+                self._safely(event)
+            if time.monotonic() >= next_look:
+                started = time.monotonic()
+                self._safely(self._look)
+                took = time.monotonic() - started
+                next_look = time.monotonic() + max(LOOK_S, took / LOOK_SHARE)
+        self._safely(self._store.close)
+
+    def _safely(self, work: Callable[[], Any]) -> None:
+        """Does work whose failure must not end the thread, because drafts are never worth an engine."""
+        try:
+            work()
+        except Exception:
+            logger.exception("specrollout: the history of responses failed, and goes on")
+
+    def _prepare(self) -> None:
+        """Makes the next piece ready."""
+        if (piece := self._next_piece()) is not None:
+            self._ready.append(piece)
+
+    def _begin(self, groups: Sequence[int]) -> None:
+        new = {group for group in groups if not self._at_work[group]}
+        self._at_work.update(groups)
+        for group in sorted(new):
+            self._choose(group)
+
+    def _choose(self, group: int) -> None:
+        places, is_known = self._feeding.chosen(self._store.find(group), len(self._at_work))
+        self._wait(group, places)
+        if is_known:
+            self._ready.append(Piece(group, 0, np.zeros(0, np.int32)))
+
+    def _wait(self, group: int, places: Sequence[Place]) -> None:
+        if places:
+            self._waiting.setdefault(group, deque()).extend(places)
+
+    def _end(self, groups: Sequence[int]) -> None:
+        self._at_work.subtract(groups)
+        for group in set(groups):
+            if self._at_work[group] <= 0:
+                del self._at_work[group]
+
+    def _write(self, texts: list[Text]) -> None:
+        self._num_written += len(self._store.append(texts))
+
+    def _look(self) -> None:
+        """Looks what other engines have written for prompts that are at work here."""
+        for name, first, groups_R in self._store.refresh():
+            at_work_R = np.isin(groups_R, np.fromiter(self._at_work, np.int64, len(self._at_work)))
+            for i in np.flatnonzero(at_work_R).tolist():
+                self._wait(int(groups_R[i]), [Place(name, first + i)])
+
+    def _next_piece(self) -> Piece | None:
+        piece = next(self._pieces, None)
+        while piece is None and self._waiting:
+            group = next(iter(self._waiting))
+            places = self._waiting.pop(group)
+            place = places.popleft()
+            if not self._at_work[group]:
+                continue
+            if places:
+                self._waiting[group] = places  # at the end, so that the other groups come first
+            if (text := self._store.read(place)) is None:
+                continue
+            self._feeding.fed(place, len(text.tokens))
+            self._num_fed += 1
+            self._num_from_others += not self._store.is_own(place)
+            self._pieces = self._parts(text)
+            piece = next(self._pieces, None)
+        return piece
+
+    def _parts(self, text: Text) -> Iterator[Piece]:
+        """Yields a text in pieces, each with the tokens before it as its context."""
+        first = text.num_context
+        for begin in range(first, len(text.tokens), PIECE):
+            num_before = min(begin, self._num_context)
+            yield Piece(text.group, num_before, text.tokens[begin - num_before : begin + PIECE])

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The history of a run: a folder of segments, bounded in bytes, from which the oldest texts go first."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from nemo_specrollout.history.segments import (
+    ROWS,
+    TEXTS,
+    OtherSegment,
+    Place,
+    SegmentReader,
+    SegmentWriter,
+    Text,
+)
+
+SEGMENTS = 16
+"""A segment takes at most one part in so many of the folder. A smaller one would make room in smaller steps."""
+RETRY_S = 60.0
+"""Seconds after which a writer that could not write tries again."""
+_MIB = 1 << 20
+
+
+class HistoryStore:
+    """The texts of a folder. Owns one segment that it writes, and readers of all others.
+
+    Several processes and several runs may use one folder at once. Each writes its own segments, and reads those of all.
+    Whatever goes wrong is one sentence in `take_problems`, and the store goes on with what is left.
+    """
+
+    def __init__(
+        self, folder: Path, most_bytes: int, fingerprint: bytes, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`fingerprint`: 16 bytes that differ between tokenizers. `clock` returns seconds."""
+        self._folder = folder
+        self._most_bytes = most_bytes
+        self._fingerprint = fingerprint
+        self._clock = clock
+        self._readers: dict[str, SegmentReader] = {}
+        self._foreign: set[str] = set()
+        self._seen_bytes: dict[str, int] = {}
+        """Bytes of each segment when its rows were read last."""
+        self._writer: SegmentWriter | None = None
+        self._own: set[str] = set()
+        """Names of the segments that this store has written."""
+        self._writes_again_at = 0.0
+        """Clock at which writing is tried again after it failed."""
+        self._said: set[str] = set()
+        self._problems: list[str] = []
+        self.num_read = 0
+        """Texts that the folder held when it was opened."""
+        self.bytes_read = 0
+        """Bytes of the folder then."""
+
+    def open(self) -> None:
+        """Makes the folder, and reads the rows of all texts in it."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._say("folder", f"cannot be made ({error.strerror}), so responses are not kept")
+            return
+        self.bytes_read = sum(self._sizes().values())
+        if self.bytes_read > self._most_bytes:
+            held, most = self.bytes_read / _MIB, self._most_bytes / _MIB
+            self._say(
+                "bound", f"held {held:.1f} MiB, more than history_mib {most:.0f}, so the oldest responses were removed"
+            )
+        self.refresh()
+        self.num_read = sum(reader.num_rows for reader in self._readers.values())
+        if self._foreign:
+            self._say(
+                "foreign",
+                f"{len(self._foreign)} of its segments are of another tokenizer or format, or damaged, so their responses are "
+                "not used",
+            )
+
+    def append(self, texts: Sequence[Text]) -> list[Place]:
+        """Writes texts; returns their places, none if they could not be written."""
+        if not texts or self._clock() < self._writes_again_at:
+            return []
+        try:
+            writer = self._writer_for()
+            first = writer.num_rows
+            writer.append(texts)
+        except OSError as error:
+            self._say("write", f"cannot be written ({error.strerror}), so new responses are not kept")
+            self._writes_again_at = self._clock() + RETRY_S
+            self._drop_writer()
+            return []
+        return [Place(writer.name, first + i) for i in range(len(texts))]
+
+    def refresh(self) -> list[tuple[str, int, np.ndarray]]:
+        """Reads what other processes have added, and makes room.
+
+        Returns for each segment with new texts its name, the row of the first of them, and their groups, int64.
+        """
+        sizes = self._sizes()
+        self._make_room(sizes)
+        for name in [name for name in self._readers if name not in sizes]:
+            self._forget(name)
+        added = []
+        for name in sorted(sizes):
+            if (reader := self._reader(name)) is None:
+                continue
+            if self._seen_bytes.get(name) == sizes[name]:
+                continue
+            self._seen_bytes[name] = sizes[name]
+            first = reader.num_rows
+            try:
+                is_longer = reader.refresh() > 0
+            except OSError:  # removed by another process, or not readable any more
+                self._forget(name)
+                continue
+            if is_longer and name not in self._own:
+                added.append((name, first, reader.groups_R[first:]))
+        return added
+
+    def find(self, group: int) -> list[tuple[Place, int]]:
+        """Returns the places of a group's texts and their numbers of tokens, the newest first."""
+        found = []
+        for name in sorted(self._readers, reverse=True):
+            reader = self._readers[name]
+            found += [(Place(name, row), reader.num_tokens(row)) for row in reader.find(group)[::-1].tolist()]
+        return found
+
+    def is_own(self, place: Place) -> bool:
+        """Returns whether this store has written a text."""
+        return place.segment in self._own
+
+    def read(self, place: Place) -> Text | None:
+        """Returns a text; None for one that was removed, or is damaged."""
+        reader = self._readers.get(place.segment)
+        try:
+            text = None if reader is None else reader.read(place.row)
+        except OSError:
+            return None
+        if reader is not None and text is None:
+            self._say("damaged", f"a response in {place.segment} is damaged and was left out")
+        return text
+
+    def take_problems(self) -> list[str]:
+        """Returns a sentence for each kind of problem that was met since the last call, and once in the life of the store."""
+        problems = self._problems
+        self._problems = []
+        return problems
+
+    def close(self) -> None:
+        """Closes the segment that is written."""
+        self._drop_writer()
+
+    def _say(self, kind: str, sentence: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._problems.append(f"history: {self._folder} {sentence}")
+
+    def _writer_for(self) -> SegmentWriter:
+        """Returns the segment to write, which is a new one if there is none, it is full, or it was removed. Raises OSError."""
+        writer = self._writer
+        if writer is not None and (writer.num_bytes * SEGMENTS >= self._most_bytes or writer.is_removed()):
+            self._drop_writer()
+        if self._writer is None:
+            self._writer = SegmentWriter(self._folder, self._fingerprint, time.time_ns())
+            self._own.add(self._writer.name)
+        return self._writer
+
+    def _drop_writer(self) -> None:
+        writer = self._writer
+        self._writer = None
+        if writer is not None:
+            with suppress(OSError):
+                writer.close()
+
+    def _reader(self, name: str) -> SegmentReader | None:
+        """Returns the reader of a segment; None if it is of another tokenizer or format, or not there any more."""
+        if name in self._readers or name in self._foreign:
+            return self._readers.get(name)
+        try:
+            self._readers[name] = SegmentReader(self._folder, name, self._fingerprint)
+        except OtherSegment:
+            self._foreign.add(name)
+        except OSError:
+            return None
+        return self._readers.get(name)
+
+    def _forget(self, name: str) -> None:
+        self._readers.pop(name, None)
+        self._seen_bytes.pop(name, None)
+
+    def _sizes(self) -> dict[str, int]:
+        """Returns the bytes of each segment by its name; empty if the folder cannot be read."""
+        sizes: dict[str, int] = {}
+        try:
+            with os.scandir(self._folder) as entries:
+                for entry in entries:
+                    name, ending = os.path.splitext(entry.name)
+                    if ending in (TEXTS, ROWS):
+                        with suppress(OSError):
+                            sizes[name] = sizes.get(name, 0) + entry.stat(follow_symlinks=False).st_size
+        except OSError as error:
+            self._say("read", f"cannot be read ({error.strerror}), so earlier responses are not used")
+        return sizes
+
+    def _make_room(self, sizes: dict[str, int]) -> None:
+        """Removes the oldest segments until the others fit, and takes them out of `sizes`. The one that is written stays."""
+        total = sum(sizes.values())
+        for name in sorted(sizes):
+            if total <= self._most_bytes:
+                return
+            if self._writer is not None and name == self._writer.name:
+                continue
+            self._remove(name, (ROWS, TEXTS))
+            total -= sizes.pop(name)
+
+    def _remove(self, name: str, endings: Iterable[str]) -> None:
+        for ending in endings:
+            with suppress(OSError):  # another process was first, or nobody may
+                (self._folder / f"{name}{ending}").unlink()
