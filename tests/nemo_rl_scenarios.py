@@ -223,6 +223,8 @@ FEW_IN_FLIGHT = [
 ]
 FEW_APART = [*FEW, *DTENSOR, *APART]
 FEW_IN_TWO = [*FEW, *DTENSOR, *TWO_ENGINES, "policy.train_micro_batch_size=4"]
+# The same two prompts in each step, whose responses of earlier steps are drafts.
+FEW_RECURRING = [*FEW_IN_TWO, "data.train.data_path=${oc.env:TINY}/pair.jsonl", "grpo.max_num_epochs=3"]
 PIN_SCENARIOS: dict[str, dict[str, Any]] = {
     "megatron_plain": {"overrides": FEW + PLAIN},
     "megatron_drafted": {"overrides": FEW + DRAFTED},
@@ -237,6 +239,8 @@ PIN_SCENARIOS: dict[str, dict[str, Any]] = {
     "in_flight_ahead": {"overrides": FEW_IN_FLIGHT + AHEAD},
     "dtensor_plain": {"overrides": FEW_IN_TWO + PLAIN},
     "dtensor_moving": {"overrides": FEW_IN_TWO + MOVING, "environment": WILD},
+    "recurring_plain": {"overrides": FEW_RECURRING + PLAIN},
+    "recurring_drafted": {"overrides": FEW_RECURRING + DRAFTED},
     "async_moving": {"overrides": FEW + ASYNC + TWO_APART + MOVING, "environment": WILD},
 }
 
@@ -284,7 +288,10 @@ LEARNED_SCENARIOS: dict[str, dict[str, Any]] = {
     "killed": {"overrides": RECURRING + WITH_CHECKPOINTS, "kill_after": 5, "kill": "DTensorPolicyWorker"},
     "resumed": _second_start(),
     "resumed_at_random": {"overrides": RECURRING + WITH_CHECKPOINTS + DRAFTED, "earlier": "killed"},
-    **{damage: _second_start(damage) for damage in ("cut_short", "overwritten", "turned", "emptied", "a_folder")},
+    **{
+        damage: _second_start(damage)
+        for damage in ("cut_short", "overwritten", "turned", "other_format", "emptied", "a_folder")
+    },
     "spread_forgetting": {"overrides": SPREAD + DRAFTED + FORGETTING},
     "spread_learning": {"overrides": SPREAD + DRAFTED},
 }

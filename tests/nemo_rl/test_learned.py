@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's own GRPO loop with what engines learn shared and kept: no row may depend on it, whatever the folder holds."""
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
-from nemo_rl_host import ROUNDING, Run, count_equal
+from earlier_start import DAMAGES, LEARNED
+from kept_weights import audit_of
+from nemo_rl_host import ROUNDING, Host, Run, count_equal, num_drafts
 from nemo_rl_scenarios import LEARNED_SCENARIOS
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
 FINISHED = [name for name in LEARNED_SCENARIOS if name != "killed"]
 SECOND_STARTS = [name for name, facts in LEARNED_SCENARIOS.items() if "earlier" in facts]
-DAMAGED = [name for name, facts in LEARNED_SCENARIOS.items() if facts.get("damage")]
+AUDITED = ["forgetting", "learning", "resumed_at_random", "cut_short", "turned", "spread_learning"]
+SOUND = 1e-4  # nats: float32, two implementations of one model
+TOLD = ["cut_short", "overwritten", "turned", "other_format"]
+"""Damage of which the user hears. Files without content are like those of an engine that has only just begun."""
 
 
 @pytest.mark.parametrize("name", FINISHED)
@@ -46,3 +54,51 @@ def test_rows_before_the_end_of_a_killed_run_are_the_same(learned_runs: dict[str
     killed = learned_runs["killed"]
     assert killed.result["error"] is not None
     assert count_equal(learned_runs["forgetting"], killed, step) == (16, 16)
+
+
+def test_each_kind_of_damage_befalls_a_second_start() -> None:
+    assert {facts["damage"] for facts in LEARNED_SCENARIOS.values() if facts.get("damage")} == set(DAMAGES)
+
+
+@pytest.mark.parametrize("name", AUDITED)
+def test_every_row_is_what_its_policies_sample(
+    learned_runs: dict[str, Run], host: Host, name: str, tmp_path: Path
+) -> None:
+    found, num_rows = audit_of(learned_runs[name], host.tiny / "repetitive", tmp_path)
+    assert not found.skipped
+    assert not found.foreign, found.sentence
+    assert not found.differences, found.sentence
+    assert len(found.rows) == num_rows > 30
+    assert found.logprob_quantiles["largest"] < SOUND
+
+
+@pytest.mark.parametrize("name", ["learning", "spread_learning", "resumed_at_random"])
+def test_texts_of_the_history_are_drafts_and_some_are_right(learned_runs: dict[str, Run], name: str) -> None:
+    """Otherwise equal rows would show nothing."""
+    steps = learned_runs[name].metrics
+    proposed, accepted = (sum(num_drafts(step, "history", kind) for step in steps) for kind in ("proposed", "accepted"))
+    assert 0 < accepted < proposed
+
+
+@pytest.mark.parametrize("name", ["forgetting", "spread_forgetting"])
+def test_nothing_is_learned_or_kept_where_the_user_wants_none(learned_runs: dict[str, Run], name: str) -> None:
+    run = learned_runs[name]
+    assert sum(num_drafts(step, "history") for step in run.metrics) == 0
+    assert not [path for folder in run.folder.rglob(LEARNED) for path in folder.rglob("*")]
+
+
+@pytest.mark.parametrize("name", ["learning", "spread_learning", "killed", "resumed"])
+def test_no_alarm_is_raised_where_nothing_is_wrong(learned_runs: dict[str, Run], name: str) -> None:
+    assert _alarms(learned_runs[name]) == []
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_damage_is_told_in_a_sentence_and_once(learned_runs: dict[str, Run], name: str) -> None:
+    """Two engines read the folder, and what they say alike is said once."""
+    alarms = _alarms(learned_runs[name])
+    assert any(LEARNED in sentence and "history" in sentence for sentence in alarms)
+    assert max(Counter(alarms).values()) == 1
+
+
+def _alarms(run: Run) -> list[str]:
+    return [sentence for step in run.metrics for sentence in step.get("alarms", [])]

@@ -43,6 +43,7 @@ def main(out: Path) -> None:
     _save_repetitive_policy(out / "policy", out / "repetitive")
     threes = [s for s in sums if s["output"] == "3"]
     _write_lines(out / "threes.jsonl", threes)
+    _write_lines(out / "pair.jsonl", threes[:2])
     _write_lines(out / "few.jsonl", threes[:8])
     _write_lines(out / "recurring.jsonl", threes[:8] * 3)
 
