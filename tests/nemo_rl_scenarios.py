@@ -264,6 +264,9 @@ WITH_CHECKPOINTS = [
     "checkpointing={enabled: true, checkpoint_dir: '${logger.log_dir}/checkpoints', metric_name: null, save_period: 2, "
     "model_save_format: null}",
 ]
+# Another policy with the same tokenizer leaves its texts in the folder.
+OF_STRANGER = ["policy.generation.specrollout.learned.folder=${logger.log_dir}/../stranger/learned"]
+STRANGER = [*RECURRING, "policy.model_name=${oc.env:TINY}/policy", "grpo.max_num_steps=2", *OF_STRANGER]
 # The samples of a prompt go to two engines in turn. This loop has one epoch, so that the file has its prompts three times.
 SPREAD = [
     "policy.model_name=${oc.env:TINY}/repetitive",
@@ -292,6 +295,8 @@ LEARNED_SCENARIOS: dict[str, dict[str, Any]] = {
         damage: _second_start(damage)
         for damage in ("cut_short", "overwritten", "turned", "other_format", "emptied", "a_folder")
     },
+    "stranger": {"overrides": STRANGER},
+    "after_stranger": {"overrides": RECURRING + DRAFTED + OF_STRANGER},
     "spread_forgetting": {"overrides": SPREAD + DRAFTED + FORGETTING},
     "spread_learning": {"overrides": SPREAD + DRAFTED},
 }
