@@ -258,6 +258,7 @@ RECURRING = [
     *DTENSOR,
     *TWO_ENGINES,
 ]
+AS_MANY_AS_PAY = ["policy.generation.specrollout.budget={policy: auto}"]
 FORGETTING = ["policy.generation.specrollout.learned={history: false, warm_start: false}"]
 # The folder of checkpoints is the run's own. A second start begins with a copy of the earlier one's.
 WITH_CHECKPOINTS = [
@@ -282,13 +283,17 @@ SPREAD = [
 
 def _second_start(damage: str | None = None) -> dict[str, Any]:
     """A run that resumes from the checkpoints of `killed`, after what its engines had learned was damaged."""
-    return {"overrides": RECURRING + WITH_CHECKPOINTS, "earlier": "killed", "damage": damage}
+    return {"overrides": RECURRING + WITH_CHECKPOINTS + AS_MANY_AS_PAY, "earlier": "killed", "damage": damage}
 
 
 LEARNED_SCENARIOS: dict[str, dict[str, Any]] = {
     "forgetting": {"overrides": RECURRING + DRAFTED + FORGETTING},
     "learning": {"overrides": RECURRING + DRAFTED},
-    "killed": {"overrides": RECURRING + WITH_CHECKPOINTS, "kill_after": 5, "kill": "DTensorPolicyWorker"},
+    "killed": {
+        "overrides": RECURRING + WITH_CHECKPOINTS + AS_MANY_AS_PAY,
+        "kill_after": 5,
+        "kill": "DTensorPolicyWorker",
+    },
     "resumed": _second_start(),
     "resumed_at_random": {"overrides": RECURRING + WITH_CHECKPOINTS + DRAFTED, "earlier": "killed"},
     **{
