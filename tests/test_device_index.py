@@ -30,6 +30,7 @@ from nemo_specrollout.drafters.device_index import (
     MAX_LEAD,
     MAX_LISTED,
     MAX_SLOTS,
+    NO_SALT,
     NUM_CANDIDATES,
     RANK_MASK,
     ContextIndex,
@@ -145,6 +146,11 @@ def test_salts_separate_and_join():
     assert drafts_of(index, [1, 2], 5) == [3, 4]
     assert drafts_of(index, [1, 2], -6) == [7, 8]
     assert drafts_of(index, [1, 2], 0) == []
+
+
+def test_nothing_is_looked_up_without_a_salt():
+    index = learned([[1, 2, 3, 4]], salts=[NO_SALT]).index
+    assert drafts_of(index, [1, 2], NO_SALT) == []
 
 
 def test_the_longest_known_context_wins():
@@ -508,7 +514,7 @@ def check_blocks(orders: tuple[int, ...], rows: list[int]) -> None:
     """Compares the bodies on blocks of distinct contexts, several programs for a row, rows without a slot and short texts."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 1 << 17, n).tolist() for n in (50, 3, 40, 17, 0, 1)]
-    salts = rng.integers(-(2**63), 2**63, 6).tolist()
+    salts = [*rng.integers(-(2**63), 2**63, 5).tolist(), NO_SALT]
     both = [Requests(index, texts, salts) for index in pair_of_bodies(1 << 20, orders)]
     for requests in both:
         requests.learn(max_new=30, rows=tensor(rows, dtype=torch.int32))

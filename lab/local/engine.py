@@ -170,8 +170,12 @@ class RolloutEngine(HostedEngine):
         return 0.0 if counters is None else counters.capture_s
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms that the canary of a drafter with weights raised since the last call."""
+        """Returns the alarms of a canary, and of the file of what was learned, since the last call."""
         return self._ask(WorkerCalls.specrollout_take_alarms) or []
+
+    def keep_learned(self) -> None:
+        """Keeps what the engine has learned for later starts, if the block names a folder. Call it between two steps."""
+        self._ask(WorkerCalls.specrollout_keep_learned)
 
     def take_deaths(self) -> list[str]:
         """Returns a sentence for each drafter process that died since the last call."""

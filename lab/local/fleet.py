@@ -160,6 +160,9 @@ class RolloutFleet(RolloutSource):
     def take_alarms(self) -> list[dict[str, Any]]:
         return [a for alarms in self._ask_each("take_alarms").values() for a in alarms]
 
+    def keep_learned(self) -> None:
+        self._ask_each("keep_learned")
+
     def take_deaths(self) -> list[str]:
         return self.pool.take_deaths()
 

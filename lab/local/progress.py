@@ -39,6 +39,8 @@ class Progress:
             f"{facts['cudagraph_mode']}",
             style="dim",
         )
+        if facts.get("began"):
+            self.console.print(f"engine: {facts['began']}", style="dim", markup=False)
 
     @contextmanager
     def rollout(self, step: int, num_requests: int) -> Iterator[Callable[[int], None]]:

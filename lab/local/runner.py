@@ -27,7 +27,7 @@ from lab.local.step_rollout import (
     step_prompts,
 )
 from lab.local.tasks import build_task
-from nemo_specrollout.reports.records import METRICS, policy_lag
+from nemo_specrollout.reports.records import BEGAN, METRICS, policy_lag
 from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 
@@ -72,6 +72,8 @@ class GrpoRunner:
         # NeMo-RL trains on log-probs at the sampling temperature; greedy rollouts are scored at 1.
         self._temperature = config.policy.generation.temperature or 1.0
         self.refresher: LocalRefresher | None = None
+        self._began: str | bool | None = None
+        """What the engines began with from earlier starts, until a step's record says it."""
         with progress.phase("starting vLLM (the first start after an install compiles kernels, some 15 s)"):
             self.source = self._start_source()
         try:
@@ -102,6 +104,7 @@ class GrpoRunner:
         _, refit_s = timed(lambda: self.refit(step + 1))
         rollout = self.source.complete(rollout)
         record = _step_record(step, rollout, scored, trained, train_s, refit_s)
+        self.source.keep_learned()
         deaths = self.source.take_deaths()
         record["alarms"] = [
             *alarms(record, self.config.policy.generation.specrollout.logprob_gap_alarm),
@@ -109,6 +112,9 @@ class GrpoRunner:
             *deaths,
         ]
         record["deaths"] = len(deaths)
+        if self._began is not None:
+            record[BEGAN] = [f"engines {self._began}"]
+            self._began = None
         if self.refresher is not None:
             with self.progress.phase(f"step {step}: draft head"):
                 refresh = self.refresher.after_step(step, rollout.stats, time.perf_counter() - started)
@@ -218,6 +224,7 @@ class GrpoRunner:
     def _start_policy(self) -> None:
         """Builds the policy, and loads the checkpoint that the run goes on from into policy and engines."""
         facts = self.source.facts()
+        self._began = facts.get("began") or None
         block = asdict(self.config.policy.generation.specrollout)
         self.directory.facts = {**facts, "block": block, "audit": audit_facts(self.config, self.directory.path)}
         self.progress.engine_started(facts)

@@ -181,7 +181,10 @@ class RolloutSource(Protocol):
         """Returns the engine's seconds that capturing features has taken since the start."""
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms of canaries since the last call."""
+        """Returns the alarms of canaries, and about what is kept for later starts, since the last call."""
+
+    def keep_learned(self) -> None:
+        """Lets the engines keep what they have learned, for later starts. Call it between two steps."""
 
     def take_deaths(self) -> list[str]:
         """Returns a sentence for each process that died since the last call."""

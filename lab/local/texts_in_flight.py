@@ -16,6 +16,7 @@ from nemo_specrollout.reports.ahead_records import saved_figures
 from nemo_specrollout.run_ahead.coming_texts import AheadPlan, ComingTexts
 from nemo_specrollout.run_ahead.early_requests import EarlyMade
 from nemo_specrollout.run_ahead.early_texts import EarlyRow
+from nemo_specrollout.run_ahead.kept_updates import KeptUpdates
 from nemo_specrollout.run_ahead.texts import TextsAhead
 
 
@@ -34,10 +35,13 @@ class TextsInFlight:
         self._prompts = lru_cache(MOST_STEPS_AHEAD + 1)(prompts)  # a step's are asked for again while it comes nearer
         self._steps = range(0)
         self._coming = ComingTexts(chosen)
+        learned = config.policy.generation.specrollout.learned
+        self._kept = KeptUpdates(self._coming, learned, config.policy.model_name)
 
     def begin(self, steps: range) -> None:
-        """Names the steps of the run. No request of another step is begun."""
+        """Names the steps of the run. No request of another step is begun. A run that goes on begins with what it has kept."""
         self._steps = steps
+        self._kept.begin(resumes=steps.start > 0)
 
     def plans(self, step: int, num_engines: int) -> list[AheadPlan]:
         """Returns what each engine may begin while `step` is rolled out, the next step's requests first.
@@ -73,6 +77,7 @@ class TextsInFlight:
             texts.compare(self._seed(request), rollout.token_ids)
         learned = self._coming.learn(step, texts.take_kept())
         self._coming.forget_before(step + 1)
+        self._kept.keep()
         return learned
 
     def told(self, rollout: StepRollout, **figures: float) -> StepRollout:
@@ -86,7 +91,7 @@ class TextsInFlight:
 
     def take_alarms(self) -> list[dict[str, Any]]:
         """Returns the alarms since the last call."""
-        return [{"sentence": sentence} for sentence in self._coming.take_alarms()]
+        return [{"sentence": sentence} for sentence in self._coming.take_alarms() + self._kept.take_alarms()]
 
     def _rows(self, step: int) -> list[EarlyRow]:
         requests = [request for request in self._prompts(step).requests if request.speculate]

@@ -6,7 +6,7 @@ F = K + 2 rows and Q = NUM_BINS + 1 columns. E kinds of evidence: NUM_LEVELS lev
 the reference drafter; without one, E is NUM_LEVELS.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -29,6 +29,9 @@ from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 ALIGNMENT = 256
 """Bytes to whose multiples a table is aligned within the shared memory, as torch aligns a tensor on a GPU."""
+KEPT_WEIGHT = 64.0
+"""Most draft tokens for which the evidence of an earlier start counts. As many new ones count as much, so that the board soon
+notices a policy that has changed."""
 
 
 class Tables(NamedTuple):
@@ -171,6 +174,12 @@ def empty_tables(
     )
 
 
+def faded(learned_X2: np.ndarray) -> np.ndarray:
+    """Returns pairs of sums with the same ratios, in which no second sum exceeds `KEPT_WEIGHT`, float32."""
+    scaled_X2: np.ndarray = learned_X2 * (KEPT_WEIGHT / np.maximum(learned_X2[..., 1:], KEPT_WEIGHT))
+    return scaled_X2.astype(np.float32)
+
+
 def _zeros(*sizes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(sizes, dtype=dtype, device=device)
 
@@ -279,6 +288,28 @@ class DraftBoard:
             t.length_SD[:, drafter],
         ):
             table.zero_()
+
+    def learned(self, drafter: int) -> dict[str, np.ndarray]:
+        """Returns copies of the tables that say what was learned of a drafter, by name, float32. Waits for the device.
+
+        They end with the hits and the predicted hits of the proposals without the model.
+        """
+        return {name: table.cpu().numpy().copy() for name, table in self._learned_tables(drafter).items()}
+
+    def begin_with(self, drafter: int, learned: Mapping[str, np.ndarray]) -> None:
+        """Begins with what another board has `learned` of a drafter. Its shapes must be those of this board's tables."""
+        tables = self._learned_tables(drafter)
+        for name, table in tables.items():
+            table.copy_(torch.from_numpy(faded(learned[name])))
+
+    def _learned_tables(self, drafter: int) -> dict[str, torch.Tensor]:
+        t = self.tables
+        return {
+            "evidence_E2": t.evidence_DE2[drafter],
+            "factor_weight_2": t.factor_weight_D2[drafter],
+            "calibration_2": t.calibration_D2[drafter],
+            **({"alone_2": t.alone_2} if drafter == self.model else {}),
+        }
 
     def observe(
         self,

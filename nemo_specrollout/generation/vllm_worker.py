@@ -34,11 +34,13 @@ from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
 from nemo_specrollout.generation.engine.text_method import allow_text_drafters
 from nemo_specrollout.generation.engine.transfers import is_output_rank
+from nemo_specrollout.generation.kept import Kept
 from nemo_specrollout.generation.runners.installed import RUNNERS
 from nemo_specrollout.generation.step.host_budget import HostBudget
 from nemo_specrollout.generation.step.near_ties import NearTies
 from nemo_specrollout.generation.step.row_sampling import RowSampler
 from nemo_specrollout.generation.step.step_accounts import StepAccounts
+from nemo_specrollout.generation.warm_start import Learning
 from nemo_specrollout.heads.serving.feature_capture import FeatureCapture
 from nemo_specrollout.heads.serving.head_loading import accept_published_heads, own_lm_head, policy_teachers
 from nemo_specrollout.heads.serving.head_monitor import HeadMonitor
@@ -76,6 +78,8 @@ class VllmWorkerMixin(WorkerCalls):
     """Reason why the host chooses them; None if the device does."""
     specrollout_ties: NearTies | None = None
     """Near-ties of early requests; None if the block does not run ahead, and on a rank whose drafts are not used."""
+    specrollout_kept = Kept()
+    """What the engine keeps for later starts and for others. Empty without drafters, and until it has warmed up."""
     specrollout_policy_version = 0
 
     # Life cycle: methods of vLLM's worker.
@@ -132,6 +136,9 @@ class VllmWorkerMixin(WorkerCalls):
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if router is not None:
             router.stands_by = False
+            budget = self.specrollout_host_budget
+            learning = Learning(router, self.specrollout_accounts, None if budget is None else budget.foresight)
+            self.specrollout_kept = Kept.begun(self.specrollout_config, runner, learning)
         self._execute_model = runner.execute_model
         self._sample_tokens = runner.sample_tokens
         runner.execute_model = self._execute_step
@@ -146,8 +153,7 @@ class VllmWorkerMixin(WorkerCalls):
 
     def shutdown(self) -> None:
         """Ends the worker, when all responses of the history are written."""
-        if self.specrollout_router is not None and self.specrollout_router.history is not None:
-            self.specrollout_router.history.service.close()
+        self.specrollout_kept.close()
         super().shutdown()  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
@@ -323,12 +329,11 @@ class VllmWorkerMixin(WorkerCalls):
         if not is_output_rank():
             return None
         router = self.specrollout_router
+        self.specrollout_keep_learned()
         alarms = self.specrollout_take_alarms()
-        if router is not None and router.history is not None:
-            router.history.end_rollout()
-            alarms += [{"sentence": sentence} for sentence in router.history.service.take_problems()]
         found = list(self.specrollout_samples.take(seeds).items())
-        end = StepEnd(alarms, found, self.specrollout_policy_version)
+        kept = self.specrollout_kept
+        end = StepEnd(alarms, found, self.specrollout_policy_version, began=kept.take_began(), history=kept.facts())
         if router is not None and router.model is not None:
             dormant = router.model.is_dormant
             end = replace(end, head_version=self.specrollout_samples.head_version, head_is_dormant=dormant)
@@ -340,8 +345,12 @@ class VllmWorkerMixin(WorkerCalls):
         return [asdict(found[seed]) if seed in found else None for seed in seeds]
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms that the head's canary raised since the last call."""
-        return [] if self._monitor is None else self._monitor.take_alarms()
+        """Returns the alarms of the head's canary, and about what is kept, since the last call."""
+        return ([] if self._monitor is None else self._monitor.take_alarms()) + self.specrollout_kept.take_alarms()
+
+    def specrollout_keep_learned(self) -> None:
+        """Keeps what the engine has learned, for engines that start later. Call it while no request runs."""
+        self.specrollout_kept.keep()
 
     def specrollout_weights_updated(self, seconds: float) -> None:
         """Counts a weight update that kept the engine from steps for `seconds`."""
@@ -367,6 +376,7 @@ class VllmWorkerMixin(WorkerCalls):
         if router is None or router.head is None or router.monitor is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")
         router.head.load(Path(folder), self.specrollout_policy_version if head_version is None else head_version)
+        self.specrollout_kept.loaded_head(Path(folder))
         router.monitor.began("publish", expected_length=expected_length, num_positions=num_positions)
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:

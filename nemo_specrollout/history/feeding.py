@@ -32,9 +32,9 @@ class Feeding:
         chosen = []
         is_known = False
         for place, num_tokens in texts:
+            if num_tokens > room:
+                continue
             room -= num_tokens
-            if room < 0:
-                break
             if self._knows(place):
                 is_known = True
             else:

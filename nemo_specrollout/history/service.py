@@ -59,11 +59,15 @@ class HistoryFacts:
 class HistoryService:
     """Owns the store of one engine, the thread that works on it, and the pieces that wait for the engine."""
 
-    def __init__(self, store: HistoryStore, feeding: Feeding, num_context: int) -> None:
-        """`num_context`: tokens of an earlier piece that stand before the next one of the same text."""
+    def __init__(self, store: HistoryStore, feeding: Feeding, num_context: int, vocab_size: int) -> None:
+        """`num_context`: tokens of an earlier piece that stand before the next one of the same text.
+
+        A text ends before its first token outside of the vocabulary, which a policy could not read.
+        """
         self._store = store
         self._feeding = feeding
         self._num_context = num_context
+        self._vocab_size = vocab_size
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ready: deque[Piece] = deque()
         self._at_work: Counter[int] = Counter()
@@ -213,7 +217,8 @@ class HistoryService:
 
     def _parts(self, text: Text) -> Iterator[Piece]:
         """Yields a text in pieces, each with the tokens before it as its context."""
-        first = text.num_context
-        for begin in range(first, len(text.tokens), PIECE):
+        unknown = np.flatnonzero((text.tokens < 0) | (text.tokens >= self._vocab_size))
+        tokens = text.tokens[: unknown[0] if len(unknown) else None]
+        for begin in range(text.num_context, len(tokens), PIECE):
             num_before = min(begin, self._num_context)
-            yield Piece(text.group, num_before, text.tokens[begin - num_before : begin + PIECE])
+            yield Piece(text.group, num_before, tokens[begin - num_before : begin + PIECE])

@@ -50,6 +50,7 @@ class HistoryStore:
         """Names of the segments that this store has written."""
         self._writes_again_at = 0.0
         """Clock at which writing is tried again after it failed."""
+        self._has_folder = True
         self._said: set[str] = set()
         self._problems: list[str] = []
         self.num_read = 0
@@ -63,6 +64,7 @@ class HistoryStore:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._say("folder", f"cannot be made ({error.strerror}), so responses are not kept")
+            self._has_folder = False
             return
         self.bytes_read = sum(self._sizes().values())
         if self.bytes_read > self._most_bytes:
@@ -81,7 +83,7 @@ class HistoryStore:
 
     def append(self, texts: Sequence[Text]) -> list[Place]:
         """Writes texts; returns their places, none if they could not be written."""
-        if not texts or self._clock() < self._writes_again_at:
+        if not texts or not self._has_folder or self._clock() < self._writes_again_at:
             return []
         try:
             writer = self._writer_for()
@@ -194,6 +196,8 @@ class HistoryStore:
     def _sizes(self) -> dict[str, int]:
         """Returns the bytes of each segment by its name; empty if the folder cannot be read."""
         sizes: dict[str, int] = {}
+        if not self._has_folder:
+            return sizes
         try:
             with os.scandir(self._folder) as entries:
                 for entry in entries:

@@ -113,7 +113,9 @@ class SpecrolloutGeneration(VllmGeneration):
             return None
         engines = EngineClient(self.worker_group)
         self._gym_prompts = GymPrompts(engines)
-        return RunAhead(engines, config, begins_again=self.facts.in_flight)
+        ahead = RunAhead(engines, config, begins_again=self.facts.in_flight)
+        ahead.keep(self.block.learned, str(self.cfg["model_name"]), resumes=self.first_version > 0)
+        return ahead
 
     def end_supervision(self) -> None:
         supervisor = self._supervisor

@@ -13,7 +13,7 @@ from nemo_specrollout.nemo_rl.logprob_gap import logprob_gap
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.remote.protocol.drafter_stats import in_words
-from nemo_specrollout.reports.records import PREFIX, policy_lag
+from nemo_specrollout.reports.records import BEGAN, PREFIX, policy_lag
 
 _LINE = {
     "acceptance_length": "{:.2f} tokens a request and step",
@@ -104,6 +104,8 @@ def show_step(step: int, metrics: Mapping[str, Any], entries: Mapping[str, Any],
         print(f"  • specrollout draft head: {refresh.get('gate', refresh['decision'])}", flush=True)
     if (stats := entries.get("draft_supply")) is not None:
         print(f"  • specrollout drafters: {in_words(stats)}", flush=True)
+    for sentence in entries.get(BEGAN, ()):
+        print(f"  • specrollout: {sentence}", flush=True)
     for sentence in alarms:
         Console(stderr=True).print(f"specrollout ALARM, step {step}: {sentence}", style="bold red", highlight=False)
 

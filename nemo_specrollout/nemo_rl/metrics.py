@@ -95,7 +95,7 @@ def _num_tokens(done: EngineTotals) -> int:
 
 def head_metrics(ends: Sequence[StepEnd]) -> dict[str, float]:
     """Returns alarms, the age of the oldest head in policy versions, and the share of engines whose head lies dormant."""
-    metrics = {"canary_alarms": float(sum(len(end.alarms) for end in ends))}
+    metrics = {"canary_alarms": float(sum("event" in alarm for end in ends for alarm in end.alarms))}
     ages = [end.policy_version - end.head_version for end in ends if end.head_version is not None]
     if ages:
         metrics["head_age"] = float(max(ages))
@@ -103,6 +103,18 @@ def head_metrics(ends: Sequence[StepEnd]) -> dict[str, float]:
     if dormant:
         metrics["head_dormant"] = sum(dormant) / len(dormant)
     return {PREFIX + name: value for name, value in metrics.items()}
+
+
+def history_facts(ends: Sequence[StepEnd]) -> dict[str, int]:
+    """Returns what the engines' history of responses held and has done since the start; empty without a history.
+
+    All engines read the same history, so what was there at the start is counted once.
+    """
+    of_engines = [end.history for end in ends if end.history is not None]
+    if not of_engines:
+        return {}
+    once = ("num_read", "bytes_read")
+    return {name: (max if name in once else sum)(facts[name] for facts in of_engines) for name in of_engines[0]}
 
 
 def sample_lines(ends: Sequence[StepEnd], seeds: Sequence[int] | None) -> list[dict[str, Any]]:

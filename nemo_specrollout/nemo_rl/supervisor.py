@@ -3,6 +3,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
@@ -18,6 +19,7 @@ from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, start_head_refres
 from nemo_specrollout.nemo_rl.metrics import (
     acceptance_counts,
     head_metrics,
+    history_facts,
     metrics_below,
     sample_lines,
     step_facts,
@@ -29,7 +31,7 @@ from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters, start_draft
 from nemo_specrollout.nemo_rl.run_facts import RunFacts
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
-from nemo_specrollout.reports.records import PREFIX
+from nemo_specrollout.reports.records import BEGAN, HISTORY, PREFIX
 from nemo_specrollout.stragglers.decisions.speed_table import draft_method
 from nemo_specrollout.stragglers.decisions.speed_table_file import LADDER, SpeedTableFile, ladder_of
 from nemo_specrollout.stragglers.exchange import PAUSE_PATIENCE_S, SILENCE_S, StragglerExchange
@@ -267,8 +269,14 @@ class Supervisor:
         self._requested = []
         ends = [StepEnd.from_wire(reply) for reply in self._engines.call(WorkerCalls.specrollout_end_step, seeds)]
         log.samples += sample_lines(ends, seeds)
-        log.alarms += [alarm["sentence"] for end in ends for alarm in end.alarms]
+        # Engines that share a folder say alike what is wrong with it.
+        log.alarms += dict.fromkeys(alarm["sentence"] for end in ends for alarm in end.alarms)
+        if began := Counter(sentence for end in ends for sentence in end.began):
+            log.entries[BEGAN] = [f"{count} engine{'s' * (count > 1)} {what}" for what, count in began.items()]
         metrics |= head_metrics(ends)
+        if facts := history_facts(ends):
+            log.entries[HISTORY] = facts
+            metrics |= metrics_below("history", facts)
         if self._refresh is not None:
             metrics |= self._refreshed(self._refresh, version, done)
         if self._block.remote is not None:

@@ -24,6 +24,10 @@ Record = Mapping[str, Any]
 FORMAT = 1
 """Version of the records, `records` in `run.json`."""
 RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
+HISTORY = "history"
+"""Key of a step with what the engines' history of responses held and has done since the start (`learned.history`)."""
+BEGAN = "began"
+"""Key of a step with sentences about what engines that have started began with (`learned.warm_start`)."""
 AUDITS = "audit.json"
 """What `nemo-specrollout audit` has found."""
 PREFIX = "specrollout/"
@@ -34,7 +38,8 @@ PHASES = ("generation", "logprob", "train", "refit", "verify", "validation", "ch
 """Phases of a step, one after the other. Each is recorded as `<phase>_s`."""
 _KINDS: tuple[tuple[str, type, str], ...] = (
     ("alarms", list, "a list of sentences"),
-    *((key, dict, "a block") for key in ("acceptance", "draft_refresh", "draft_supply", "tail")),
+    (BEGAN, list, "a list of sentences"),
+    *((key, dict, "a block") for key in ("acceptance", "draft_refresh", "draft_supply", "tail", HISTORY)),
 )
 """Keys of a step that a report takes apart, with the kind of their values."""
 _MOST_STEPS = 1 << 53
@@ -70,6 +75,11 @@ class Run:
     def alarms(self) -> list[tuple[Any, str]]:
         """Step and sentence of every alarm."""
         return [(step["step"], str(sentence)) for step in self.steps for sentence in step.get("alarms") or ()]
+
+    @property
+    def began(self) -> list[tuple[Any, str]]:
+        """Step and sentence about what engines began with, of every step in which any has started."""
+        return [(step["step"], str(sentence)) for step in self.steps for sentence in step.get(BEGAN) or ()]
 
     def has(self, key: str) -> bool:
         """Returns whether a step has a number at `key`."""

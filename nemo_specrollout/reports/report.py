@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from nemo_specrollout.reports.charts import Draw, charts_of, save_picture
@@ -13,8 +14,10 @@ from nemo_specrollout.reports.page import NONE, card, chart, facts, folded, grid
 from nemo_specrollout.reports.records import (
     AUDITS,
     FOLDER,
+    HISTORY,
     Record,
     Run,
+    acceptance_totals,
     naming_damage,
     number,
     read_object_or_nothing,
@@ -79,7 +82,8 @@ def _page(run: Run, sections: Sequence[str]) -> str:
         alarms = step_list("Alarms", run.alarms[-MAX_ROWS:], "alarms")
         charts = grid("charts", (chart(*shown) for shown in charts_of(run)))
         audits = step_list("Audits", _audits(run))
-        lists = [grid("cards", _cards(run)), alarms, starts, audits]
+        began = step_list("What engines began with", run.began[-MAX_ROWS:])
+        lists = [grid("cards", _cards(run)), alarms, starts, audits, began]
         parts = [*lists, charts, *sections, _head_decisions(run), _table(run)]
     else:
         parts = [starts]
@@ -176,8 +180,23 @@ def _engine_cards(run: Run, summary: Record) -> Iterator[str]:
         named = number(supply, "num_drafters")
         note = f"drafters answer; drafts in time {in_time}; bottleneck: {supply.get('bottleneck') or 'not known'}"
         yield card("Remote drafters", f"{in_digits(ready, 'd')} of {named:.0f}", note, "bad" * (ready < named))
+    totals = acceptance_totals(run.steps)
+    if HISTORY in totals:
+        yield _history_card(run, totals)
     if (derived := number(summary, "seeds_derived")) > 0:
         yield card("Seeds derived", f"{derived:,.0f}", "requests over HTTP without a seed of their own")
+
+
+def _history_card(run: Run, totals: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
+    """Returns the card of drafts that came from earlier responses to the same prompts."""
+    verified, accepted = (int(counts.sum()) for counts in totals[HISTORY])
+    all_verified, all_accepted = (sum(int(of[i].sum()) for of in totals.values()) for i in (0, 1))
+    note = f"of accepted drafts are from earlier responses, and {verified / all_verified:.0%} of all drafts"
+    known = [step[HISTORY] for step in run.steps if step.get(HISTORY)]
+    if known:
+        read, kept = (int(known[-1].get(key, 0)) for key in ("num_read", "num_written"))
+        note += f"; {read:,} responses were there at the start, {kept:,} came in"
+    return card("From history", f"{accepted / max(all_accepted, 1):.0%}", note)
 
 
 def _audits(run: Run) -> Iterator[tuple[str, str]]:

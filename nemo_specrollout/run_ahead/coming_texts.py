@@ -7,6 +7,7 @@ Knows no Ray, no thread and no engine, so the driver of a NeMo-RL run and that o
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
 
 from nemo_specrollout.config.block import RunAheadConfig
 from nemo_specrollout.reports.ahead_records import flight_figures, kept_figures
@@ -37,6 +38,9 @@ class ComingTexts:
     `plans` says what each engine may begin, `keep` takes what engines have made when they end a plan, and `learn` takes how
     much of a step's texts was right.
     """
+
+    LEARNED: ClassVar = ("_flips", "_depth")
+    """What a later start of the run begins with (`learned/state.py`)."""
 
     def __init__(self, config: RunAheadConfig, *, begins_again: bool = False) -> None:
         """`config` bounds the steps and the memory of the texts.

@@ -11,11 +11,12 @@ from typing import Any, Concatenate, ParamSpec, Protocol
 
 import ray
 
-from nemo_specrollout.config.block import RunAheadConfig
+from nemo_specrollout.config.block import LearnedConfig, RunAheadConfig
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
 from nemo_specrollout.reports.records import PREFIX
 from nemo_specrollout.run_ahead.coming_texts import ComingTexts
 from nemo_specrollout.run_ahead.early_texts import EarlyRow
+from nemo_specrollout.run_ahead.kept_updates import KeptUpdates
 from nemo_specrollout.run_ahead.texts import KeptCounts
 
 Parameters = ParamSpec("Parameters")
@@ -85,6 +86,7 @@ class RunAhead:
         self._engines = engines
         self._begins_again = begins_again
         self._coming = ComingTexts(config, begins_again=begins_again)
+        self._kept: KeptUpdates | None = None
         self._version = 0
         """Policy version of the latest plan."""
         self.num_texts = 0
@@ -96,6 +98,11 @@ class RunAhead:
         self._stop = threading.Event()
         self._after = 0
         self._thread: threading.Thread | None = None
+
+    def keep(self, config: LearnedConfig, model: str, *, resumes: bool) -> None:
+        """Keeps what updates teach about texts from now on, and begins with what an earlier start has kept, if it resumes."""
+        self._kept = KeptUpdates(self._coming, config, model, begins_again=self._begins_again)
+        self._kept.begin(resumes=resumes)
 
     @property
     def steps(self) -> int:
@@ -177,6 +184,9 @@ class RunAhead:
         self.num_texts += self._coming.num_texts(self._version)
         self.num_brought += kept.num_brought
         alarms = self._alarms + self._coming.take_alarms()
+        if self._kept is not None:
+            self._kept.keep()
+            alarms += self._kept.take_alarms()
         self._alarms = []
         return {PREFIX + name: value for name, value in metrics.items()}, alarms
 

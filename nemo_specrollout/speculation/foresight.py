@@ -6,7 +6,7 @@ Shapes: B requests of a step, K draft positions, S request slots.
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -52,6 +52,8 @@ class Foresight:
     get the same rates foretell the same.
     """
 
+    LEARNED: ClassVar = ("_first", "_together", "_before")
+
     def __init__(self, num_slots: int, num_positions: int, text_rate: float) -> None:
         """`text_rate`: assumed rate of the drafts from a text that a request brings, before any such text was seen."""
         self._kind_S = np.full(num_slots, Kind.NEW, np.int8)
@@ -63,6 +65,10 @@ class Foresight:
         self._before = 1.0
         """The sum of the squares in the former of them."""
         self._foretold: _Foretold | None = None
+
+    def is_sound(self) -> bool:
+        """Returns whether survivals are probabilities, and the sum of squares is one."""
+        return self._before > 0.0 and all(bool(((s >= 0.0) & (s <= 1.0)).all()) for s in self._first.values())
 
     @property
     def persistence(self) -> float:

@@ -9,6 +9,7 @@ Shapes: K draft positions, F = K + 1 depths of drafting from 0 on, Q bins of sur
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,6 +24,8 @@ FORESEEN = 0.25
 """Weight of a draft that is only foreseen, relative to one that was made."""
 ENOUGH = 64
 """Requests, summed over steps, after which a look ends at the latest, and an estimate is trusted to stop a model."""
+KEPT = 32.0
+"""Most requests for which what an earlier start has seen of drafts counts."""
 GENERATION = 1024
 """Steps from which the sizes of batches are estimated."""
 PLANNED_STEPS = 4
@@ -106,6 +109,12 @@ class LookClock:
     Owns the seconds that were saved for looks, and the cost of the dearest look that was asked for.
     """
 
+    LEARNED: ClassVar = ("_saved_s", "_dearest_s")
+
+    def is_sound(self) -> bool:
+        """Returns whether seconds are saved, and not owed."""
+        return self._saved_s >= 0.0 and self._dearest_s >= 0.0
+
     def __init__(self, share: float) -> None:
         self._share = share
         self._saved_s = 0.0
@@ -137,8 +146,14 @@ class BatchSizes:
     long to shrink to 32 as one of 32 to shrink to 16, as it does when the lengths of responses are exponentially distributed.
     """
 
+    LEARNED: ClassVar = ("_steps",)
+
     def __init__(self) -> None:
         self._steps = np.ones(32)
+
+    def is_sound(self) -> bool:
+        """Returns whether steps are counted."""
+        return bool((self._steps > 0.0).all())
 
     def count(self, num_requests: int) -> None:
         """Adds a step."""
@@ -164,9 +179,19 @@ class Forecast:
     a depth counts for less than what was drafted.
     """
 
+    LEARNED: ClassVar = ("_change_FQ", "_weight_F")
+
     def __init__(self, num_positions: int) -> None:
         self._change_FQ: np.ndarray | None = None
         self._weight_F = np.zeros(num_positions + 1)
+
+    def is_sound(self) -> bool:
+        """Returns whether weights are numbers of requests, and nothing else is known of depths without one."""
+        return bool((self._weight_F >= 0.0).all()) and (self._change_FQ is not None or not self._weight_F.any())
+
+    def fade(self) -> None:
+        """Lets what an earlier start has seen count for a few requests."""
+        self._weight_F = np.minimum(self._weight_F, KEPT)
 
     @property
     def num_seen(self) -> float:
@@ -184,8 +209,9 @@ class Forecast:
         requests_F[foreseen] *= FORESEEN
         change_FQ = mean_FQ.copy()
         change_FQ[1:] -= mean_FQ[:-1]
-        if self._change_FQ is None:
+        if self._change_FQ is None or self._change_FQ.shape != change_FQ.shape:
             self._change_FQ = np.zeros_like(change_FQ)
+            self._weight_F = np.zeros(num_depths)
         self._weight_F = np.minimum(self._weight_F + requests_F, WINDOW)
         share_F = np.divide(requests_F, self._weight_F, out=np.zeros_like(requests_F), where=requests_F > 0)
         self._change_FQ += np.minimum(share_F, 1.0)[:, None] * (change_FQ - self._change_FQ)
@@ -213,6 +239,8 @@ class BeyondGraphs:
     launch them, and the step model learns from them. Owns the clock that pays for that. The first look is not paid for: until
     then every decision rests on a guess.
     """
+
+    LEARNED: ClassVar = ("_clock", "_has_looked")
 
     def __init__(self) -> None:
         self._clock = LookClock(REST_SHARE)
@@ -257,6 +285,10 @@ class AutoPolicy(SpeculationPolicy):
     weights rest, and are looked at, in the same way, and so are steps beyond the CUDA graphs.
     """
 
+    LEARNED: ClassVar = (
+        "_forecast", "_sizes", "_clock", "_rest_clock", "_beyond", "_to_look_at", "_enough", "is_dormant"
+    )  # fmt: skip
+
     def __init__(self, margin: float, num_positions: int, deepest: int) -> None:
         """`margin`: share by which drafts must exceed no drafts. `deepest`: the most tokens that a model may draft."""
         self.most_drafts = num_positions
@@ -289,6 +321,10 @@ class AutoPolicy(SpeculationPolicy):
         """Whether the drafters without weights rest."""
         self._has_changed = True
         """Whether the batch's size has another bit length than a step before, or at least half of its requests are new."""
+
+    def is_sound(self) -> bool:
+        """Returns whether a look ends."""
+        return self._to_look_at <= ENOUGH and 0 <= self._enough <= ENOUGH
 
     def observe(self, spread: Spread) -> None:
         self._forecast.observe(spread)

@@ -11,7 +11,7 @@ Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers o
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from scipy.optimize import isotonic_regression
@@ -22,6 +22,9 @@ COLD = 4.0
 """Factor on the noise of the first step with a number of rows, whose kernels and caches are cold."""
 MEMORY = 64.0
 """Steps from which a known coefficient is estimated."""
+UNSURE = 0.01
+"""Share of the prior in the variance of an earlier start's coefficients. So they are known to about a step's noise, and a few
+steps correct them if the machine has become faster or slower."""
 CLIP = 2.0
 """Standard deviations by which a sample may exceed the prediction."""
 NO_ROWS = np.zeros(0)
@@ -122,6 +125,8 @@ class Regression:
     later sample as the first one.
     """
 
+    LEARNED: ClassVar = ("is_known", "_scale_s", "coefficients_X", "covariance_XX")
+
     def __init__(self, mean_X: np.ndarray, deviation_X: np.ndarray) -> None:
         """Takes the prior means and standard deviations of the coefficients, in units of the first sample."""
         self._mean_X = mean_X
@@ -149,9 +154,26 @@ class Regression:
         left_XX = self.covariance_XX - np.outer(covariance_X, covariance_X) / variance
         self.covariance_XX = left_XX + (NOISE / MEMORY) ** 2 * (self._prior_XX - left_XX)
 
+    def is_sound(self) -> bool:
+        """Returns whether the unit is positive, and the covariance is one that samples have made of the prior."""
+        covariance_XX = self.covariance_XX
+        if self.is_known and not self._scale_s >= 1e-9:
+            return False
+        slack = 1e-6
+        shrank = bool((np.diag(covariance_XX) <= np.diag(self._prior_XX) + slack).all())
+        is_symmetric = np.allclose(covariance_XX, covariance_XX.T, atol=slack)
+        return shrank and is_symmetric and bool((np.linalg.eigvalsh(covariance_XX) >= -slack).all())
+
+    def fade(self) -> None:
+        """Makes coefficients of an earlier start less certain."""
+        self.covariance_XX = self.covariance_XX + UNSURE * (self._prior_XX - self.covariance_XX)
+
 
 class StepModel:
     """Learns the seconds of steps and of drafting. Owns a regression of steps in CUDA graphs, of others, and of drafting."""
+
+    LEARNED: ClassVar = ("_steps", "_launched", "_drafting", "_unit", "_unit_drafting")
+    """Not the sizes that were seen: kernels and caches are cold again in each process."""
 
     def __init__(self, max_rows: int, graph_sizes: Sequence[int] = (), least_depth: int = 1) -> None:
         """Takes the most rows of a step, the rows of the CUDA graphs, and the fewest tokens that a model drafts."""
@@ -182,6 +204,13 @@ class StepModel:
         self._unit_drafting = 1.0
         """Rows of the first drafting that was observed, which are the same for the terms of drafting."""
         self._sizes_seen: set[tuple[int, bool]] = set()
+
+    def is_sound(self) -> bool:
+        """Returns whether the units are numbers of rows, and steps take some time."""
+        if min(self._unit, self._unit_drafting) < 1.0:
+            return False
+        costs = self.costs()
+        return costs is None or bool(np.isfinite(costs.seconds_R).all())
 
     def observe(self, num_requests: int, num_rows: int, seconds: float, has_drafters: bool = True) -> None:
         """Adds the seconds of a pure decode step, without the time of a drafter with weights.

@@ -86,6 +86,10 @@ class StepEnd:
     """None without a drafter with weights."""
     head_is_dormant: bool | None = None
     """None without a drafter with weights."""
+    began: Sequence[str] = ()
+    """What the engine began with from earlier starts, told once: ends of sentences about it."""
+    history: Mapping[str, Any] | None = None
+    """`HistoryFacts` of the engine as plain values; None without a history."""
 
     @classmethod
     def from_wire(cls, reply: Mapping[str, Any]) -> "StepEnd":

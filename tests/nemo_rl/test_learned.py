@@ -82,6 +82,29 @@ def test_texts_of_the_history_are_drafts_and_some_are_right(learned_runs: dict[s
     assert 0 < accepted < proposed
 
 
+@pytest.mark.parametrize("name", ["learning", "spread_learning"])
+def test_an_engine_drafts_from_texts_of_the_other_one(learned_runs: dict[str, Run], name: str) -> None:
+    """Nothing was kept when these runs began."""
+    facts = learned_runs[name].metrics[-1]["history"]
+    assert facts["num_read"] == 0
+    assert 0 < facts["num_from_others"] <= facts["num_fed"]
+
+
+def test_a_second_start_reads_what_the_first_one_has_kept(learned_runs: dict[str, Run]) -> None:
+    written = learned_runs["killed"].metrics[-1]["history"]["num_written"]
+    for name in ("resumed", "resumed_at_random"):
+        assert learned_runs[name].metrics[0]["history"]["num_read"] >= written > 0
+    (told,) = [step["began"] for step in learned_runs["resumed"].metrics if "began" in step]
+    assert any("earlier responses" in sentence for sentence in told)
+    assert any("began with" in sentence for sentence in told), "rates and step times"
+
+
+def test_a_step_that_is_made_again_is_drafted_from_its_own_texts(learned_runs: dict[str, Run]) -> None:
+    """The engines had written the responses of step 5 before the trainer was killed, and the second start makes it again."""
+    made_again = learned_runs["resumed_at_random"].metrics[0]
+    assert num_drafts(made_again, "history", "accepted") > 0.5 * num_drafts(made_again, "history") > 0
+
+
 @pytest.mark.parametrize("name", ["forgetting", "spread_forgetting"])
 def test_nothing_is_learned_or_kept_where_the_user_wants_none(learned_runs: dict[str, Run], name: str) -> None:
     run = learned_runs[name]

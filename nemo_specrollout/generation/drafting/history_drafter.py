@@ -139,7 +139,8 @@ class HistoryDrafter(Drafter):
         store = HistoryStore(
             Path(learned.folder) / FOLDER, learned.history_bytes, tokenizer_fingerprint(runner.vllm_config.model_config)
         )
-        self.service = HistoryService(store, Feeding(tokens_of_index(slots, orders)), self._num_context)
+        feeding = Feeding(tokens_of_index(slots, orders))
+        self.service = HistoryService(store, feeding, self._num_context, runner.vocab_size)
 
     def lookup(self, drafter: int) -> Lookup:
         return Lookup(self.index, self._salts_S, self._lookup.learned_S, drafter, learns=False)

@@ -58,12 +58,19 @@ def engine_facts(llm: Any) -> dict[str, str | bool]:
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
         "host_chooses_drafts": llm.collective_rpc(_host_choice)[0] or False,
+        "began": llm.collective_rpc(_began)[0] or False,
     }
 
 
 def _host_choice(worker: Any) -> str | None:
     """Returns why the host chooses a step's drafts (`VllmWorkerMixin`); None if it does not, or the worker is vLLM's own."""
     return getattr(worker, "specrollout_host_chooses", None)
+
+
+def _began(worker: Any) -> str:
+    """Returns what the engine began with from earlier starts; empty if nothing is kept, or the worker is vLLM's own."""
+    kept = getattr(worker, "specrollout_kept", None)
+    return "" if kept is None else ", and ".join(kept.began())
 
 
 def device_facts(llm: Any) -> dict[str, Any]:

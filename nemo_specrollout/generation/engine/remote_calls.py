@@ -34,7 +34,14 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms that the head's canary raised since the last call."""
+        """Returns the alarms of the head's canary, and of the file of what was learned, since the last call."""
+        raise NotImplementedError
+
+    def specrollout_keep_learned(self) -> None:
+        """Keeps what the engine has learned, for engines that start later. Call it while no request runs.
+
+        `specrollout_end_step` does so by itself.
+        """
         raise NotImplementedError
 
     def specrollout_weights_updated(self, seconds: float) -> None:

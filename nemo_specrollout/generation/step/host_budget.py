@@ -42,7 +42,7 @@ class HostBudget:
         self._keeps_all = bool(getattr(options, "enable_return_routed_experts", False))
         num_slots, num_positions = router.board.tables.rates_SK.shape
         self._prefixes = [slice(count) for count in range(num_positions + 1)]
-        self._foresight = Foresight(num_slots, num_positions, float(AHEAD_PRIORS[-1]))
+        self.foresight = Foresight(num_slots, num_positions, float(AHEAD_PRIORS[-1]))
         self.read(HostCopy(router.board.tables.rates_SK))
 
     def read(self, known_rates: HostCopy) -> None:
@@ -51,7 +51,7 @@ class HostBudget:
 
     def opened(self, requests: Sequence[NewRequest]) -> None:
         """Takes note of requests that have taken slots."""
-        self._foresight.opened([request.slot for request in requests], [_kind_of(request) for request in requests])
+        self.foresight.opened([request.slot for request in requests], [_kind_of(request) for request in requests])
 
     def record(self) -> None:
         """Starts a copy of the acceptance rates of the latest drafts. On a GPU the host reads it a step later."""
@@ -81,7 +81,7 @@ class HostBudget:
         """Returns the survival of each request's first drafts as far as the host knows, float32 [B, `num_scheduled`]."""
         rates_SK = self._known_rates.values[:, :num_scheduled]
         if self._known_rates.is_late:
-            return self._foresight.survival(rates_SK, slots_B)
+            return self.foresight.survival(rates_SK, slots_B)
         return survival_of(rates_SK[slots_B])
 
     def _without(self, scheduled: Any, caps_B: np.ndarray, counts_B: np.ndarray, num_left_out: int) -> Any:

@@ -7,7 +7,7 @@ one's. Both scores are known while a text is made ahead, and so is their gap.
 Shapes: P positions, G bins of gaps.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,11 +34,23 @@ class FlipModel:
     a gap of many scales never. Counts of gaps are kept in bins, so the cost does not depend on the number of tokens.
     """
 
+    LEARNED: ClassVar = ("scale", "_gaps_G", "_num_flips")
+
     def __init__(self, scale: float = 1e-3) -> None:
         """`scale`, in nats, is what is assumed before the first update."""
         self.scale = scale
         self._gaps_G = np.zeros(len(_CENTRES_G))
         self._num_flips = 0.0
+
+    def is_sound(self) -> bool:
+        """Returns whether the scale is one, and counts are counts."""
+        is_scale = _SMALLEST / 2 <= self.scale <= 2 * _LARGEST
+        return is_scale and self._num_flips >= 0.0 and bool((self._gaps_G >= 0.0).all())
+
+    def fade(self) -> None:
+        """Lets what an earlier start has seen count like an update that is long past."""
+        self._gaps_G = _KEPT * self._gaps_G
+        self._num_flips = _KEPT * self._num_flips
 
     def probability(self, gap_P: Array) -> Array:
         """Returns the probability of a flip for each gap in nats, float64."""

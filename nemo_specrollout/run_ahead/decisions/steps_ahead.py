@@ -13,7 +13,7 @@ many costs little: most of its rows are not begun, and then the next plan has on
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from nemo_specrollout.config.block import MOST_STEPS_AHEAD
 
@@ -37,6 +37,8 @@ class Flight(NamedTuple):
 class StepsAhead:
     """Chooses how many coming steps are planned. Knows no clock and no engine, so a simulator can use it as well."""
 
+    LEARNED: ClassVar = ("_reach", "kept", "price")
+
     def __init__(self, most: int = MOST_STEPS_AHEAD) -> None:
         """`most` bounds the number of steps."""
         self._most = most
@@ -45,6 +47,10 @@ class StepsAhead:
         """Share of the tokens of a text that an update leaves right."""
         self.price = _ASSUMED_PRICE
         """Time of a verified row as a share of the time that a right token spares."""
+
+    def is_sound(self) -> bool:
+        """Returns whether the share is one, and the price is not negative."""
+        return 0.0 <= self.kept <= 1.0 and self.price >= 0.0 and self._reach >= 1
 
     def observe_kept(self, num_made: int, num_right: int) -> None:
         """Learns from one update, under which `num_right` of `num_made` tokens of its step's texts were right."""

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the first phase of a run whose engine begins with what an earlier engine has kept (`learned.warm_start`).
+
+    python -m lab.bench.warm_start_bench CONFIG --out DIR [--batch 16] [--before 1] [--rounds 1] [--cpu-time] [key=value ...]
+
+CONFIG is one of the local runner with drafters with and without weights. An earlier engine with all drafters rolls out
+`--before` phases of other requests, keeps what it has learned, and ends. Then engines start: plain decoding, the text
+drafters, the head, all drafters cold, and all drafters warm from the file. They take turns with the first requests of a run,
+of which `--batch` run at once. Speeds are tokens a second while the batch is full, over plain. "Over" is all drafters over
+the best of the text drafters and the head, which begin cold. Each round has new engines and other requests.
+"""
+
+import itertools
+import json
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+from lab.bench.bench import request_stream, take_batch
+from lab.bench.bench_command import bench_parser, write_facts
+from lab.bench.bench_rounds import Entrant, play_round, started
+from lab.bench.bench_rows import HEAD_ALONE, OURS, PLAIN, TEXT_ALONE, BenchRow, bench_rows
+from lab.bench.bench_tables import new_table
+from lab.bench.running_bins import bin_of
+from lab.local.run_config import RunConfig, read_run_config
+from nemo_specrollout.cli.terminal import log_console
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.generation.engine.requests import RolloutRequest
+
+WARM = "ours, warm"
+PARTS = (TEXT_ALONE, HEAD_ALONE)
+Rates = dict[str, float]
+
+
+def rows_of(config: RunConfig) -> dict[str, BenchRow]:
+    """Returns plain, each part of the drafters, and all of them, by name. None of them keeps anything."""
+    rows = bench_rows(replace(config, bench=replace(config.bench, rows=())))
+    return {row.name: row for row in rows if row.name in (PLAIN, *PARTS, OURS)}
+
+
+def kept_in(folder: Path, row: BenchRow) -> BenchRow:
+    """Returns the row with an engine that keeps what it learns in `folder`, and begins with what is there."""
+    block = row.generation.specrollout
+    block = replace(block, learned=replace(block.learned, warm_start=True, folder=str(folder)))
+    return BenchRow(WARM, OURS, replace(row.generation, specrollout=block))
+
+
+def learn(config: RunConfig, rows: dict[str, BenchRow], folder: Path, phases: Sequence[list[RolloutRequest]]) -> None:
+    """Lets an earlier engine roll out these phases, and keep what it has learned."""
+    engine_alone = [replace(kept_in(folder, rows[OURS]), name=PLAIN)]  # it is compared with nothing
+    with started(config, engine_alone) as entrants:
+        for requests in phases:
+            play_round(entrants, requests, keep=False, at_a_time=len(requests) // 2)
+        engine = entrants[0].engine
+        engine.keep_learned()
+        engine.run_in_worker(lambda worker: worker.specrollout_kept.warm_start.settle())
+
+
+def first_phase(config: RunConfig, options: Namespace, requests: Iterator[RolloutRequest]) -> Rates:
+    """Returns the tokens a second of each engine in the first phase of a run."""
+    rows = rows_of(config)
+    with TemporaryDirectory() as folder:
+        learn(config, rows, Path(folder), [take_batch(requests, options.batch) for _ in range(options.before)])
+        all_rows = [*rows.values(), kept_in(Path(folder), rows[OURS])]
+        with started(config, all_rows) as entrants:
+            print(next(e for e in entrants if e.row.name == WARM).engine.facts()["began"], flush=True)
+            play_round(entrants, take_batch(requests, options.batch), keep=True, at_a_time=options.batch)
+            return {entrant.row.name: rate_of(entrant, options.batch) for entrant in entrants}
+
+
+def rate_of(entrant: Entrant, batch: int) -> float:
+    """Returns the tokens a second while the batch was full. Raises AssertionError if they are not plain's."""
+    assert entrant.tokens_equal == entrant.tokens_total, f"{entrant.row.name} has made other tokens than plain decoding"
+    (found,) = entrant.rounds
+    full = bin_of(batch)
+    return float(found.tokens_N[full] / found.seconds_N[full])
+
+
+def table_of(rounds: Sequence[Rates]) -> Table:
+    """Returns the table: a row for each way, with medians over the rounds."""
+    table = new_table("the first phase of a run: speed over plain, and over the best part")
+    for name in ("drafters", "tokens/s", "over plain", "over the best part", "of each round"):
+        table.add_column(name, justify="right")
+    for way in (PLAIN, *PARTS, OURS, WARM):
+        over = [rates[way] / max(rates[part] for part in PARTS) for rates in rounds]
+        table.add_row(
+            way,
+            f"{statistics.median(rates[way] for rates in rounds):.0f}",
+            f"{statistics.median(rates[way] / rates[PLAIN] for rates in rounds):.3f}",
+            f"{statistics.median(over):.3f}",
+            " ".join(f"{one:.2f}" for one in over),
+        )
+    return table
+
+
+def main() -> None:
+    """Prints the table, and writes DIR/warm_start.json."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--batch", type=int, default=16, help="requests that run at once")
+    parser.add_argument("--before", type=int, default=1, help="phases of the earlier engine")
+    parser.add_argument("--rounds", type=int, default=1, help="runs, each with new engines")
+    parser.add_argument("--cpu-time", action="store_true", help="all clocks count CPU time, for a busy machine")
+    options = parser.parse_intermixed_args()
+    if options.cpu_time:
+        time.perf_counter = time.process_time
+    log_console()
+    config, _ = read_run_config(load_config(options.config, options.overrides))
+    requests = request_stream(config)
+    rounds: list[Rates] = []
+    for _ in itertools.repeat(None, options.rounds):
+        rounds.append(first_phase(config, options, requests))
+        print(json.dumps(rounds[-1]), flush=True)
+        write_facts(options.out / "warm_start.json", rounds)
+    Console(highlight=False, width=132).print(table_of(rounds))
+
+
+if __name__ == "__main__":
+    main()

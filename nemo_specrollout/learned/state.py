@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an object has learned, as plain numbers that JSON has: read out of the object, and put into another one of its class.
+
+A class names the fields that it learns in `LEARNED`. A field holds a number, an array of numbers, a dictionary of those, or
+another object with `LEARNED`. A number that is not known, or not finite, is null, and leaves the field of a new object as it
+is. The capital letters at the end of an array's name are its shape, as everywhere, so arrays of an object whose names have a
+letter in common have as many entries along it.
+
+A class may also have two methods. `is_sound` returns whether its fields fit each other, and `fade` makes what was learned
+count for less than what will be seen, because the policy, or the machine, may have changed since.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+LARGEST = 1e12
+"""No number that anything learns is larger than this. A larger one is damage, and might overflow."""
+_LETTERS = re.compile(r"_([A-Z]+)$")
+
+
+class Unfit(ValueError):
+    """A state does not fit the object that it is meant for. The message says where."""
+
+
+def state_of(thing: Any) -> dict[str, Any]:
+    """Returns the learned fields of an object, by name, as values that JSON has."""
+    return {name: _plain(getattr(thing, name)) for name in learned_fields(thing)}
+
+
+def learned_fields(thing: Any) -> tuple[str, ...]:
+    """Returns the names of the fields that an object learns; none for an object that learns nothing."""
+    return tuple(getattr(type(thing), "LEARNED", ()))
+
+
+def begin_with(given: Iterable[tuple[Any, Any]]) -> None:
+    """Gives objects what others of their classes have learned, and lets it fade: pairs of an object and a state.
+
+    Raises Unfit if a state does not fit. Then no object has changed.
+    """
+    changed: list[tuple[Any, str, Any]] = []
+    begun: list[Any] = []
+    try:
+        for thing, state in given:
+            _begin(thing, state, changed, begun)
+        for thing in reversed(begun):  # what an object owns comes before it
+            if hasattr(thing, "is_sound") and not thing.is_sound():
+                raise Unfit(f"{type(thing).__name__} has numbers that contradict each other")
+    except BaseException:
+        for thing, name, before in reversed(changed):
+            setattr(thing, name, before)
+        raise
+    for thing in begun:
+        if hasattr(thing, "fade"):
+            thing.fade()
+
+
+def _plain(value: Any) -> Any:
+    if learned_fields(value):
+        return state_of(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.tolist() if np.isfinite(value).all() else None
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _begin(thing: Any, state: Any, changed: list[tuple[Any, str, Any]], begun: list[Any]) -> None:
+    """Sets the learned fields of an object. Notes what they were in `changed`, and the object in `begun`."""
+    where = type(thing).__name__
+    names = learned_fields(thing)
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        raise Unfit(f"{where} learns other things")
+    sizes = _sizes(thing, names)
+    begun.append(thing)
+    for name in names:
+        now = getattr(thing, name)
+        if learned_fields(now):
+            _begin(now, state[name], changed, begun)
+        elif state[name] is not None:
+            value = _fitting(now, state[name], f"{where}.{name}", sizes)
+            changed.append((thing, name, now))
+            setattr(thing, name, value)
+
+
+def _sizes(thing: Any, names: Iterable[str]) -> dict[str, int]:
+    """Returns how many entries the arrays of an object have along each letter of their names."""
+    sizes: dict[str, int] = {}
+    for name in names:
+        array = getattr(thing, name)
+        if isinstance(array, np.ndarray) and len(letters := _letters(name)) == array.ndim:
+            sizes |= dict(zip(letters, array.shape, strict=True))
+    return sizes
+
+
+def _letters(name: str) -> str:
+    found = _LETTERS.search(name)
+    return found[1] if found else ""
+
+
+def _fitting(now: Any, given: Any, where: str, sizes: Mapping[str, int]) -> Any:
+    """Returns a value of a state as one of the kind that the field has now. Raises Unfit."""
+    if isinstance(now, Mapping):
+        if not isinstance(given, Mapping) or {str(key) for key in now} != set(given):
+            raise Unfit(f"{where} has other keys")
+        return {key: _fitting(item, given[str(key)], where, sizes) for key, item in now.items()}
+    if now is None or isinstance(now, np.ndarray):
+        return _fitting_array(now, given, where, sizes)
+    if isinstance(now, bool) or isinstance(given, bool):
+        if type(now) is not type(given):
+            raise Unfit(f"{where} is no truth value on both sides")
+        return given
+    if not isinstance(given, int | float) or (isinstance(now, int) and not isinstance(given, int)):
+        raise Unfit(f"{where} is no number of its kind")
+    if not abs(given) <= LARGEST:  # also NaN
+        raise Unfit(f"{where} is {given}")
+    return type(now)(given)
+
+
+def _fitting_array(now: np.ndarray | None, given: Any, where: str, sizes: Mapping[str, int]) -> np.ndarray:
+    try:
+        array = np.asarray(given, np.float64 if now is None else now.dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Unfit(f"{where} is no array of numbers") from error
+    letters = _letters(where)
+    has_shape = array.ndim == len(letters) if now is None else array.shape == now.shape
+    if not has_shape or any(
+        sizes.get(letter, size) != size for letter, size in zip(letters, array.shape, strict=False)
+    ):
+        raise Unfit(f"{where} has the shape {array.shape}")
+    if not bool((np.abs(array) <= LARGEST).all()):
+        raise Unfit(f"{where} has numbers that are not finite, or far too large")
+    return array

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights a drafter has, so that what was learned of other weights is not taken for what these can do."""
+
+import hashlib
+from pathlib import Path
+
+_SAMPLES = 32
+"""Places of a file that are read. Training moves all numbers of a head, so a few of them tell two heads apart."""
+_SAMPLE_BYTES = 4096
+
+
+def weights_digest(model: str | Path) -> str:
+    """Returns a digest of the weights in a folder, or of the name if it is no folder, such as a name on the Hub.
+
+    It is of the files' names and sizes and of samples of their content, because a small model has gigabytes. The digest of a
+    folder that cannot be read is that of its name.
+    """
+    digest = hashlib.sha256()
+    folder = Path(model)
+    try:
+        files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+        for file in files:
+            _add(digest, file)
+    except OSError:
+        digest = hashlib.sha256(str(model).encode())
+    return digest.hexdigest()
+
+
+def _add(digest: "hashlib._Hash", file: Path) -> None:
+    size = file.stat().st_size
+    digest.update(f"{file.name} {size}\n".encode())
+    with file.open("rb") as content:
+        for sample in range(_SAMPLES + 1):
+            content.seek(max(size - _SAMPLE_BYTES, 0) * sample // _SAMPLES)
+            digest.update(content.read(_SAMPLE_BYTES))
