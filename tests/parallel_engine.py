@@ -4,7 +4,8 @@
 Usage: parallel_engine.py MODEL RANKS BLOCK [host|late], with the block as JSON. The budget `random` stands for the policies of
 `lab.local.random_budgets`. With `host`, the host chooses the drafts of each step, as it must before vLLM 0.32; with `late`, by
 rates that are a step old, as on a GPU. The line then has the drafts that each rank kept in each step, how many objects and
-tensors the ranks told each other while they generated, and the number of steps.
+tensors the ranks told each other while they generated, and the number of steps. If the block names a folder for what engines
+learn, the line also has what each rank began with, and the engine keeps what it has learned.
 """
 
 import json
@@ -65,6 +66,19 @@ def be_late(worker: Any) -> None:
     worker.specrollout_host_budget.read(HostCopy(worker.specrollout_router.board.tables.rates_SK, is_late=True))
 
 
+def began_with(worker: Any) -> Any:
+    """Returns what a rank began with: the sentence, the board's evidence, and the coefficients of the step model."""
+    evidence_DE2 = worker.specrollout_router.board.tables.evidence_DE2
+    coefficients_X = worker.specrollout_accounts.step_model._steps.coefficients_X
+    return worker.specrollout_kept.warm_start.sentence, evidence_DE2.tolist(), coefficients_X.tolist()
+
+
+def keep(worker: Any) -> None:
+    """Lets a rank keep what it has learned, and waits for that."""
+    worker.specrollout_keep_learned()
+    worker.specrollout_kept.warm_start.settle()
+
+
 def kept_drafts_of(worker: Any) -> Any:
     """Returns the drafts of each request that were scheduled, and those that were kept, in each step with drafts.
 
@@ -94,6 +108,8 @@ def main(
         llm.collective_rpc(note_kept_drafts)
     if at_random:
         llm.collective_rpc(randomise)
+    learns = block.learned.folder is not None
+    began = llm.collective_rpc(began_with) if learns else None
     params = [
         SamplingParams(
             temperature=1.0,
@@ -109,7 +125,10 @@ def main(
     reporting = [t for t in totals if t is not None]
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     kept = llm.collective_rpc(kept_drafts_of) if host_chooses else None
-    print(json.dumps({"tokens": tokens, "ranks": len(totals), "totals": reporting, "kept_drafts": kept}))
+    if learns:
+        llm.collective_rpc(keep)
+    facts = {"ranks": len(totals), "totals": reporting, "kept_drafts": kept, "began": began}
+    print(json.dumps({"tokens": tokens, **facts}))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,12 @@ from lab.vllm_on_cpu.own_kernels.step import level_rates
 from nemo_specrollout.drafters.base import (
     LEVEL_PRIORS,
     MAX_RATE,
+    NO_PRICE,
     NUM_BINS,
     NUM_LEVELS,
     PRIOR_STRENGTH,
     TRACED_STEPS,
+    RowPrice,
     Texts,
 )
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
@@ -57,7 +59,9 @@ class World:
         length = int(self.total_len_S[slot])
         return self.text_SL[slot, length : length + num].tolist()
 
-    def choose(self, *slots: int, proposals: Proposals | None = None, level: int = 0, row_price: float = 0.0) -> Tensor:
+    def choose(
+        self, *slots: int, proposals: Proposals | None = None, level: int = 0, price: RowPrice = NO_PRICE
+    ) -> Tensor:
         """Lets the drafters propose and the board choose. Returns the rates of the submitted drafts, [B, K]."""
         t, self.slots = self.tables, slots
         t.found_DB.zero_()
@@ -66,7 +70,7 @@ class World:
             for slot, tokens in of_slot.items():
                 t.tokens_DBK[d, slots.index(slot), : len(tokens)] = tensor(tokens, dtype=torch.int32)
                 t.found_DB[d, slots.index(slot)] = len(tokens)
-        self.board.choose(self.texts(*slots), row_price)
+        self.board.choose(self.texts(*slots), price)
         return t.rates_SK[list(slots)].clone()
 
     def drafts(self, row: int) -> list[int]:
@@ -146,8 +150,19 @@ def test_tokens_that_do_not_pay_for_their_row_hardly_count(row_price: float, cho
     world = World(num_drafters=2)
     world.tables.evidence_DE2[0, :, 0] = 0.65 * world.tables.evidence_DE2[0, :, 1]
     world.tables.evidence_DE2[1, :, 0] = 0.9 * world.tables.evidence_DE2[1, :, 1]
-    world.choose(0, proposals={0: {0: [11, 12, 13]}, 1: {0: [14]}}, row_price=row_price)
+    world.choose(0, proposals={0: {0: [11, 12, 13]}, 1: {0: [14]}}, price=RowPrice(row_price))
     assert world.tables.chosen_S[0] == chosen
+
+
+def test_a_row_of_a_long_text_is_dearer() -> None:
+    """Two requests have the same proposals, as in the test above. Only the longer text makes half a token of the price."""
+    world = World(num_drafters=2)
+    world.tables.evidence_DE2[0, :, 0] = 0.65 * world.tables.evidence_DE2[0, :, 1]
+    world.tables.evidence_DE2[1, :, 0] = 0.9 * world.tables.evidence_DE2[1, :, 1]
+    world.total_len_S[1] = 300
+    proposals = {0: {0: [11, 12, 13], 1: [11, 12, 13]}, 1: {0: [14], 1: [14]}}
+    world.choose(0, 1, proposals=proposals, price=RowPrice(0.0, 0.5 / 300))
+    assert world.tables.chosen_S[:2].tolist() == [0, 1]
 
 
 def test_a_request_has_its_own_factor() -> None:

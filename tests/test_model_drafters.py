@@ -287,7 +287,7 @@ def test_acceptance_from_before_a_dormant_period_is_forgotten(
     class Rests(FixedPolicy):
         is_dormant = True
 
-        def requests_arrived(self, num_new: int) -> None:
+        def requests_arrived(self, num_new: int, num_read: int = 0) -> None:
             self.is_dormant = False
 
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)))

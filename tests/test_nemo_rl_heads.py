@@ -271,7 +271,7 @@ def test_samples_keep_their_order_and_the_oldest_head_counts() -> None:
     sample = {"policy_spans": [[3, 7]], "head_versions": [1, 1], "num_drafted": 4, "num_accepted": 2}
     replies: list[dict[str, Any]] = [
         {
-            "alarms": [{"sentence": "low"}],
+            "alarms": [{"event": "refit", "sentence": "low"}, {"sentence": "a file cannot be written"}],
             "sample_stats": [[11, sample]],
             "policy_version": 3,
             "head_version": 1,

@@ -78,6 +78,15 @@ def test_alarms_are_listed_and_escaped(tmp_path: Path) -> None:
     assert page.source.count('<td class="bad">') == 1
 
 
+def test_what_engines_began_with_is_listed(tmp_path: Path) -> None:
+    lines = [metrics(i, random.Random(0)) for i in (1, 2, 3)]
+    lines[0]["began"] = ["2 engines began with the rates and step times of <yesterday> after 40 steps"]
+    page = page_of(write_run(tmp_path, lines))
+    assert "What engines began with" in page.text
+    assert "step 1: 2 engines began with the rates and step times of <yesterday> after 40 steps" in page.text
+    assert "What engines began with" not in page_of(write_run(tmp_path / "other", lines[1:])).text
+
+
 TIMERS = {
     "data_processing": 0.4, "prepare_for_generation/total": 5.1, "prepare_for_generation/transfer_and_update_weights": 4.2,
     "generation": 70.0, "reward_calculation": 0.1, "logprob_inference_prep": 1.1, "policy_and_reference_logprobs": 14.2,

@@ -108,3 +108,16 @@ def test_two_ranks_whose_hosts_choose_keep_the_same_drafts(
     if policy == "random":  # the other policy drafts in as many steps as pay on this machine
         assert num_told < len(first) / 2
     assert any(asked != kept for asked, kept in first), "nothing was left out, so nothing was shown"
+
+
+def test_all_ranks_begin_with_what_the_first_one_has_read(two_heads: Path, head: Path, tmp_path: Path) -> None:
+    """Only the first rank writes. The times of the ranks differ, but what they begin with does not."""
+    drafters = [{"type": "eagle3", "model": str(head)}, {"type": "ngram"}]
+    block = json.dumps({"drafters": drafters, "learned": {"folder": str(tmp_path)}})
+    cold, warm = (engine.__wrapped__(two_heads, 2, block) for _ in range(2))
+    assert len(list(tmp_path.glob("engine-*.json"))) == 1
+    assert [sentence for sentence, *_ in cold["began"]] == [None, None]
+    first, second = warm["began"]
+    assert first == second
+    assert "rates and step times of" in first[0] and first[1:] != cold["began"][0][1:]
+    assert cold["tokens"] == warm["tokens"] == engine(two_heads, 1, PLAIN)["tokens"]

@@ -71,6 +71,15 @@ def stall() -> float:
     return 100.0 * (predicted(model) / 0.01 - 1.0)
 
 
+def context_guess() -> float:
+    """Returns the share of a step's surplus that is ascribed to contexts, which have grown from none to 4,096 tokens."""
+    model = steady(num_steps=1)
+    model.observe(8, 8, 0.012, context=4096.0)
+    costs = model.costs()
+    assert costs is not None
+    return (costs.at(4096.0).plain_s(8) - costs.plain_s(8)) / 0.002
+
+
 def guess() -> float:
     """Returns the share by which a step of twice the rows of the only sample is expected to take longer."""
     return predicted(steady(num_steps=1), 16) / 0.01 - 1.0
@@ -182,6 +191,7 @@ FIGURES: dict[tuple[Any, str], tuple[Callable[[], float], float, float]] = {
     (step_model, "MEMORY"): (steps_to_follow, 20, 60),
     (step_model, "CLIP"): (stall, 0.2, 2.0),
     (step_model, "OPTIMISM"): (guess, 0.15, 0.4),
+    (step_model, "CONTEXT"): (context_guess, 0.1, 0.5),
     (policy, "WINDOW"): (steps_to_forecast, 15, 40),
     (policy, "FORESEEN"): (lambda: steps_to_forecast(True), 60, 130),
     (policy, "ENOUGH"): (look_steps, 12, 30),

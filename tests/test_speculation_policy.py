@@ -23,6 +23,7 @@ from nemo_specrollout.speculation.policy import (
     LookClock,
     build_policy,
 )
+from nemo_specrollout.speculation.request_lives import RequestLives
 from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts, StepModel
 
@@ -54,10 +55,10 @@ class World:
     def __post_init__(self) -> None:
         self.policy.costs = COSTS
 
-    def arrive(self, num_new: int) -> None:
+    def arrive(self, num_new: int, num_read: int = 0) -> None:
         was_dormant = self.policy.is_dormant
         self.num_requests += num_new
-        self.policy.requests_arrived(num_new)
+        self.policy.requests_arrived(num_new, num_read)
         self.num_followed += 0 if self.policy.is_dormant else num_new
         self.wakes += was_dormant and not self.policy.is_dormant
 
@@ -207,6 +208,69 @@ def test_useless_text_drafters_rest_and_are_looked_at() -> None:
     assert looks >= 2 and looks * (COSTS.text_s + COSTS.verify_s) < 2 * REST_SHARE * 500 * 0.011
 
 
+def test_text_drafters_whose_drafts_win_less_than_their_time_rest() -> None:
+    """A draft that is right in a quarter of all cases is worth its row, but not the time in which it was proposed."""
+    costs = COSTS._replace(verify_s=0.0, text_s=0.002)
+    for right, rests in ((0.25, True), (0.8, False)):
+        world = World(text=right)
+        world.policy.costs = costs
+        world.num_requests = 8
+        world.step(20)
+        assert any(drafts > 0 for drafts in world.drafts)
+        assert all(world.rests[-5:]) == rests
+
+
+def play_batches(world: World, num_batches: int, num_steps: int, batch: int, prompt: int) -> tuple[float, float]:
+    """Rolls out batches whose requests all take as many steps. Returns the share of steps with text drafters, and of batches
+    that the model followed."""
+    asked, followed = 0, 0
+    for _ in range(num_batches):
+        world.arrive(batch, batch * prompt)
+        followed += not world.policy.is_dormant
+        world.step(num_steps)
+        asked += num_steps - sum(world.rests[-num_steps:])
+        world.leave(batch)
+    return asked / num_batches / num_steps, followed / num_batches
+
+
+def test_looks_at_useless_drafters_are_rare_where_requests_are_short() -> None:
+    """A new batch of long requests is a reason to ask text drafters again, but one of short requests begins too often."""
+    world = World()
+    play_batches(world, 4, 24, 64, 50)
+    asked, followed = play_batches(world, 200, 24, 64, 50)
+    assert COSTS.drafting is not None
+    plain_s = COSTS.plain_s(64)
+    assert 0.0 < asked * (COSTS.text_s + COSTS.verify_s) < 1.5 * REST_SHARE * plain_s
+    read_s = 50 * 64 * COSTS.drafting.row_s
+    assert 0.0 < followed * read_s < LOOK_SHARE * 24 * plain_s
+    world = World()
+    play_batches(world, 2, 1000, 64, 50)
+    world.arrive(64)
+    world.step(2)
+    assert not world.rests[-1]
+
+
+def test_a_model_does_not_follow_requests_that_end_before_it_has_won_back_their_prompts() -> None:
+    for num_steps, is_followed in ((12, False), (400, True)):
+        world = World(model=0.75)
+        play_batches(world, 3, num_steps, 8, 0)
+        _, followed = play_batches(world, 4, num_steps, 8, 2000)
+        assert (followed > 0.5) == is_followed
+
+
+def test_the_life_of_requests_follows_from_sums_over_steps() -> None:
+    lives = RequestLives()
+    assert lives.life_steps == np.inf
+    for _ in range(3):
+        lives.arrived(8, 80)
+        for _ in range(10):
+            lives.stepped(8)
+        for _ in range(10):
+            lives.stepped(4)
+        lives.stepped(0)
+    assert lives.life_steps == pytest.approx(15.0, rel=0.05)
+
+
 def test_drafters_that_rest_propose_again_when_they_pay() -> None:
     world = World()
     world.num_requests = 8
@@ -276,6 +340,24 @@ def test_the_price_of_a_row_is_what_the_engine_makes_in_its_time() -> None:
     tokens = 8 * (1 + sum((np.floor(0.9**k * NUM_BINS) + 0.5) / NUM_BINS for k in range(1, 9)))
     assert drafts[1] == 64
     assert world.policy.row_price == pytest.approx(tokens / step_s * (step_s - plain_s) / 64)
+
+
+def test_drafts_and_the_price_of_a_row_follow_the_contexts() -> None:
+    """Reading a context of 20,000 tokens for a draft row takes a tenth of a plain step, so few drafts are worth it."""
+    policy = build_policy(BudgetConfig("auto"), K)
+    costs = COSTS._replace(drafting=None, context_s=1e-7, draft_context_s=5e-8)
+    spread_FQ = np.zeros((K + 2, NUM_BINS + 1), np.int32)
+    _add(spread_FQ[-1], [0.9**k for k in range(1, 9)], 8)
+    policy.observe(Spread.of_table(spread_FQ))
+    drafts, prices = [], []
+    for context in (0.0, 20_000.0):
+        policy.costs = costs.at(context)
+        drafts.append(policy.num_drafts(8, 64))
+        prices.append((policy.row_price, policy.context_price))
+    assert drafts[0] > drafts[1] > 0
+    assert prices[0][1] == 0.0 < prices[1][1] and all(row >= 0.0 for row, _ in prices)
+    rate = (prices[1][0] + 20_000 * prices[1][1]) / prices[1][1]
+    assert rate > 20_000, "a row costs something besides its context"
 
 
 def test_a_fixed_policy_asks_for_k_drafts() -> None:

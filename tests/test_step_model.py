@@ -162,6 +162,70 @@ def test_resting_drafters_show_what_they_cost() -> None:
     assert costs.text_s == pytest.approx(4e-4, rel=0.5) and costs.plain_s(8) == pytest.approx(0.01, rel=0.02)
 
 
+# Contexts
+
+
+def reading(num_requests: int, num_drafts: int, context: float, draft_share: float) -> float:
+    """Returns seconds of which each token of context takes 20 ns for a request, and a share of that for each draft row."""
+    rows = num_requests + num_drafts
+    return 0.01 + 1e-4 * rows + 2e-8 * context * (num_requests + draft_share * num_drafts)
+
+
+@pytest.mark.parametrize("draft_share", [0.0, 0.3, 1.0])
+def test_what_contexts_cost_is_learned(draft_share: float) -> None:
+    """Some kernels read a context once for all of its rows, others once for each row. Batches begin short and end long."""
+    model, rng = StepModel(MAX_ROWS), np.random.default_rng(0)
+    for n in range(600):
+        num_requests, context = int(rng.integers(4, 17)), 500.0 + 40.0 * (n % 200)
+        num_drafts = int(rng.integers(0, 4 * num_requests))
+        true_s = reading(num_requests, num_drafts, context, draft_share)
+        noisy_s = true_s * float(np.exp(0.05 * rng.standard_normal()))
+        model.observe(num_requests, num_requests + num_drafts, noisy_s, context=context)
+    costs = learned(model)
+    assert costs.context_s == pytest.approx(2e-8, rel=0.3) and costs.draft_context_s >= 0.0
+    for context in (1000.0, 8000.0, 16000.0):
+        found_2 = costs.at(context).seconds(8, np.array([0, 32]))
+        true_2 = [reading(8, num_drafts, context, draft_share) for num_drafts in (0, 32)]
+        assert found_2 == pytest.approx(true_2, rel=0.12), context
+
+
+def test_short_contexts_change_no_prediction() -> None:
+    """Contexts that grow to 250 tokens explain nothing of a step whose seconds do not depend on them."""
+    models, rng = [StepModel(MAX_ROWS), StepModel(MAX_ROWS)], np.random.default_rng(0)
+    for n in range(400):
+        num_drafts = int(rng.integers(0, 32))
+        noisy_s = cpu(8, num_drafts) * float(np.exp(0.05 * rng.standard_normal()))
+        for model, context in zip(models, (0.0, 50.0 + n % 200), strict=True):
+            model.observe(8, 8 + num_drafts, noisy_s, context=context)
+    drafts = np.arange(0, 64, 8)
+    blind, seeing = (learned(model).at(250.0).seconds(8, drafts) for model in models)
+    assert seeing == pytest.approx(blind, rel=0.03)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 80), st.floats(1e-4, 0.5), st.floats(0, 1e6)), min_size=1))
+@settings(max_examples=50, deadline=None)
+def test_contexts_never_make_a_step_shorter(steps: list[tuple[int, int, float, float]]) -> None:
+    model = StepModel(MAX_ROWS)
+    for num_requests, num_drafts, seconds, context in steps:
+        model.observe(num_requests, num_requests + num_drafts, seconds, context=context)
+    costs = learned(model)
+    assert costs.context_s >= 0.0 and costs.draft_context_s >= 0.0
+    short, long = costs.at(100.0), costs.at(20_000.0)
+    drafts = np.arange(100)
+    assert np.isfinite(long.seconds(8, drafts)).all() and (short.seconds(8, drafts) > 0.0).all()
+    assert (long.seconds(8, drafts) >= short.seconds(8, drafts)).all() and long.plain_s(8) >= short.plain_s(8)
+    assert long.plain_steps_s(9)[8] == pytest.approx(long.plain_s(8)) and len(long.plain_steps_s(10**6)) == MAX_ROWS + 1
+
+
+def test_a_coefficient_that_would_be_negative_leaves_its_part_to_the_others() -> None:
+    """Steps of one context whose drafts cost nothing: what the terms of drafts explain together stays the same."""
+    model = StepModel(MAX_ROWS)
+    for num_drafts in (0, 24, 8, 16) * 50:
+        model.observe(8, 8 + num_drafts, 0.01, context=8192.0)
+    costs = learned(model).at(8192.0)
+    assert costs.seconds(8, np.array([0, 8, 16, 24])) == pytest.approx([0.01] * 4, rel=0.03)
+
+
 # Drafting with weights
 
 TRUE = DraftCosts(0.002, 2e-5, 0.0015, 4e-5, 5e-4)

@@ -451,6 +451,13 @@ def test_the_shape_of_engine_stats(engine: RolloutEngine, accounted: Accounted) 
     assert len(after.plain_step_s) > 64 and (np.diff(after.plain_step_s) >= 0).all()
     costs = worker_of(engine).specrollout_accounts.step_model.costs()
     assert costs.verify_s >= 0 and costs.text_s >= 0 and np.isfinite(costs.draft_row_s)
+    assert costs.context_s >= 0 and costs.draft_context_s >= 0
+
+
+def test_the_policy_knows_the_contexts_of_the_latest_step(engine: RolloutEngine, accounted: Accounted) -> None:
+    """All requests have ended, so the last of them had its prompt and nearly all of its response as context."""
+    context = worker_of(engine).specrollout_router.policy.costs.context
+    assert LENGTH / 2 < context < worker_of(engine).model_runner.max_model_len
 
 
 def test_accepted_drafts_are_proposed_drafts_and_prefixes(accounted: Accounted) -> None:

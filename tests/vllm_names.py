@@ -113,7 +113,8 @@ ATTRIBUTES = {
     "needs_logits_processing req_states return_sampling_mask sample sampling_states trace_replay_state use_fp64_gumbel",
     f"{GPU}.sample.states.SamplingStates": "add_request max_num_logprobs min_p seeds temperature top_k top_p vocab_size",
     f"{GPU}.spec_decode.rejection_sampler.RejectionSampler": "enable_adaptive_verification num_speculative_steps sampler",
-    f"{GPU}.states.RequestState": "req_id_to_index total_len all_token_ids prefill_len num_computed_tokens",
+    f"{GPU}.states.RequestState": "req_id_to_index total_len all_token_ids prefill_len num_computed_tokens "
+    "num_computed_tokens_np",
     "vllm.v1.core.sched.output.NewRequestData": "req_id prompt_token_ids prefill_token_ids sampling_params",
     "vllm.v1.core.sched.output.CachedRequestData": "req_ids",
     "vllm.sampling_params.SamplingParams": "seed stop_token_ids ignore_eos eos_token_id max_tokens extra_args "

@@ -144,7 +144,7 @@ class AheadSpeed:
 
     def possible(self, lengths: Sequence[int]) -> float:
         """Returns the ratio of plain decoding and of verifying right drafts, both by the measured step times."""
-        costs = self._engines[AHEAD].run_in_worker(lambda worker: worker.specrollout_accounts.step_model.costs())
+        costs = self._engines[AHEAD].run_in_worker(lambda worker: worker.specrollout_router.policy.costs)
         most = BLOCKS[AHEAD].most_drafts
         return drained_s(costs, lengths, 0) / drained_s(costs, lengths, most)
 

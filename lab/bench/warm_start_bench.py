@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the first phase of a run whose engine begins with what an earlier engine has kept (`learned.warm_start`).
 
-    python -m lab.bench.warm_start_bench CONFIG --out DIR [--batch 16] [--before 1] [--rounds 1] [--cpu-time] [key=value ...]
+    python -m lab.bench.warm_start_bench CONFIG --out DIR [--batch 16] [--before 1] [--rounds 1] [--head-only] [--cpu-time]
+        [key=value ...]
 
 CONFIG is one of the local runner with drafters with and without weights. An earlier engine with all drafters rolls out
 `--before` phases of other requests, keeps what it has learned, and ends. Then engines start: plain decoding, the text
 drafters, the head, all drafters cold, and all drafters warm from the file. They take turns with the first requests of a run,
 of which `--batch` run at once. Speeds are tokens a second while the batch is full, over plain. "Over" is all drafters over
-the best of the text drafters and the head, which begin cold. Each round has new engines and other requests.
+the best of the text drafters and the head, which begin cold. Each round has new engines and other requests. `--head-only`
+leaves the text drafters alone out, for a machine with little memory where the head is the best part anyway.
 """
 
 import itertools
@@ -39,10 +41,10 @@ PARTS = (TEXT_ALONE, HEAD_ALONE)
 Rates = dict[str, float]
 
 
-def rows_of(config: RunConfig) -> dict[str, BenchRow]:
-    """Returns plain, each part of the drafters, and all of them, by name. None of them keeps anything."""
+def rows_of(config: RunConfig, parts: Sequence[str]) -> dict[str, BenchRow]:
+    """Returns plain, these parts of the drafters, and all of them, by name. None of them keeps anything."""
     rows = bench_rows(replace(config, bench=replace(config.bench, rows=())))
-    return {row.name: row for row in rows if row.name in (PLAIN, *PARTS, OURS)}
+    return {row.name: row for row in rows if row.name in (PLAIN, *parts, OURS)}
 
 
 def kept_in(folder: Path, row: BenchRow) -> BenchRow:
@@ -65,7 +67,7 @@ def learn(config: RunConfig, rows: dict[str, BenchRow], folder: Path, phases: Se
 
 def first_phase(config: RunConfig, options: Namespace, requests: Iterator[RolloutRequest]) -> Rates:
     """Returns the tokens a second of each engine in the first phase of a run."""
-    rows = rows_of(config)
+    rows = rows_of(config, (HEAD_ALONE,) if options.head_only else PARTS)
     with TemporaryDirectory() as folder:
         learn(config, rows, Path(folder), [take_batch(requests, options.batch) for _ in range(options.before)])
         all_rows = [*rows.values(), kept_in(Path(folder), rows[OURS])]
@@ -88,8 +90,8 @@ def table_of(rounds: Sequence[Rates]) -> Table:
     table = new_table("the first phase of a run: speed over plain, and over the best part")
     for name in ("drafters", "tokens/s", "over plain", "over the best part", "of each round"):
         table.add_column(name, justify="right")
-    for way in (PLAIN, *PARTS, OURS, WARM):
-        over = [rates[way] / max(rates[part] for part in PARTS) for rates in rounds]
+    for way in rounds[0]:
+        over = [rates[way] / max(rates[part] for part in PARTS if part in rates) for rates in rounds]
         table.add_row(
             way,
             f"{statistics.median(rates[way] for rates in rounds):.0f}",
@@ -106,6 +108,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="requests that run at once")
     parser.add_argument("--before", type=int, default=1, help="phases of the earlier engine")
     parser.add_argument("--rounds", type=int, default=1, help="runs, each with new engines")
+    parser.add_argument("--head-only", action="store_true", help="the head is the only part that takes turns")
     parser.add_argument("--cpu-time", action="store_true", help="all clocks count CPU time, for a busy machine")
     options = parser.parse_intermixed_args()
     if options.cpu_time:

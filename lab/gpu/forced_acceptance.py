@@ -66,10 +66,18 @@ class OracleDrafter(Drafter):
 
     name = "suffix"
 
-    def __init__(self, num_slots: int, longest: int, device: torch.device, most_drafts: int = MAX_DRAFTS) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        longest: int,
+        device: torch.device,
+        most_drafts: int = MAX_DRAFTS,
+        vocab_size: int = VOCAB_SIZE,
+    ) -> None:
         """Knows no text yet; `longest` is the number of tokens of the longest."""
         self._device = device
         self._most_drafts = most_drafts
+        self._vocab_size = vocab_size
         self._longest = longest
         self._text_of_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._columns_K = torch.arange(most_drafts, device=device)
@@ -91,7 +99,7 @@ class OracleDrafter(Drafter):
         """Sets the probability that a draft is right."""
         uniform_NL = np.random.default_rng(SEED).random(self._texts_NL.shape)
         is_right_NL = torch.from_numpy(uniform_NL < rate)
-        spoilt_NL = (self._texts_NL + 1) % VOCAB_SIZE
+        spoilt_NL = (self._texts_NL + 1) % self._vocab_size
         self._drafts_NL = torch.where(is_right_NL, self._texts_NL, spoilt_NL).int().to(self._device)
 
     def open(self, slots: torch.Tensor, requests: Sequence[Any], put: Put) -> None:
@@ -118,6 +126,11 @@ class _NeverDraft(FixedPolicy):
         return True
 
 
+def never_draft(num_positions: int) -> SpeculationPolicy:
+    """Returns the policy of plain decoding in an engine that has drafters."""
+    return _NeverDraft(0, num_positions)
+
+
 class ForcedEngine:
     """An engine whose only drafter is an oracle, and whose budget can be replaced. Owns both."""
 
@@ -127,14 +140,17 @@ class ForcedEngine:
         self.engine = start_random(folder, replace(block("suffix"), num_speculative_tokens=most_drafts), **options)
         self._drafting = self.engine.run_in_worker(lambda worker: worker.specrollout_router)
         device = self._drafting.board.tables.limit_S.device
-        self.oracle = OracleDrafter(options["max_num_seqs"], options["length"], device, most_drafts)
+        vocab_size = self.engine.run_in_worker(lambda worker: worker.model_runner.vocab_size)
+        self.oracle = OracleDrafter(options["max_num_seqs"], options["length"], device, most_drafts, vocab_size)
+        self.rollouts: list[Rollout] = []
+        """Responses of the latest measurement."""
         self._drafting.use_drafters([self.oracle])
         self._drafting.record_graphs()
 
     def use_budget(self, config: BudgetConfig | None) -> None:
         """Decides by this budget from now on; None: never drafts."""
         most = self._most_drafts
-        self.use_policy(_NeverDraft(0, most) if config is None else build_policy(config, most))
+        self.use_policy(never_draft(most) if config is None else build_policy(config, most))
 
     def use_policy(self, policy: SpeculationPolicy) -> None:
         """Decides by this policy from now on, with the seconds of steps that are known."""
@@ -146,7 +162,7 @@ class ForcedEngine:
         engine = self.engine
         batch = len(requests)
         before = engine.counters()
-        engine.generate(requests)
+        self.rollouts = engine.generate(requests)
         assert before is not None
         stats = engine.stats(before.num_steps)
         assert stats is not None

@@ -18,7 +18,7 @@ import torch
 
 from lab.vllm_on_cpu import own_kernels
 from lab.vllm_on_cpu.own_kernels import step as step_bodies
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Texts
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, RowPrice, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders
 from nemo_specrollout.sampling.equality import accept_by_equality
@@ -109,7 +109,7 @@ class DraftingStep:
 
     def choose(self) -> None:
         """Lets the indexes propose, and chooses the drafts of the next step."""
-        self.board.choose(self.texts, 0.02, self.lookups)
+        self.board.choose(self.texts, RowPrice(0.02, 1e-4), self.lookups)
 
     def results(self) -> dict[str, torch.Tensor]:
         """Returns all tables by name."""

@@ -148,6 +148,8 @@ class RooflineCosts(Costs):
     expert_parallel: bool = False
     """Whether each expert is on one GPU, to which an all-to-all sends its tokens. Otherwise all GPUs share each expert."""
     drafter: Costs | None = None
+    reads_for_each_row: bool = False
+    """Whether attention reads the KV cache of a request once for each of its rows, and not once for all of them."""
 
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
         calibration = self.calibration
@@ -190,7 +192,8 @@ class RooflineCosts(Costs):
         return np.maximum(weights_s, compute_s)
 
     def _attention_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
-        read_s = num_requests * context * self._kv_bytes / self._bandwidth
+        num_readers = num_rows if self.reads_for_each_row else num_requests
+        read_s = num_readers * context * self._kv_bytes / self._bandwidth
         peak = self.device.bf16_flops * self.num_gpus * self.calibration.compute_share
         return np.maximum(read_s, self.shape.attention_flops(num_rows, context) / peak)
 

@@ -21,7 +21,7 @@ import torch
 from lab.simulation.replay_record import Record
 from lab.vllm_on_cpu.own_kernels import step as cpu_kernels
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.drafters.base import NUM_LEVELS, Texts
+from nemo_specrollout.drafters.base import NUM_LEVELS, RowPrice, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.speculation.decision import likeliest, survival_of
 from nemo_specrollout.speculation.foresight import Foresight, Kind
@@ -345,7 +345,9 @@ class Replay:
                 found_B = np.where(self._follows_S[slots_B], np.minimum(found_B, depth), -1)
             tables.found_DB[d, :num_requests] = torch.from_numpy(found_B)
         texts = self._texts._replace(slots_B=torch.from_numpy(slots_B))
-        self.board.choose(texts, self.policy.row_price, most=self.policy.most_drafts)
+        self.board.choose(
+            texts, RowPrice(self.policy.row_price, self.policy.context_price), most=self.policy.most_drafts
+        )
         self._drafts_SK[slots_B] = tables.drafts_BK[:num_requests].numpy()
 
     def _noise(self) -> float:

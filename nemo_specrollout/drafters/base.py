@@ -23,6 +23,21 @@ class Texts(NamedTuple):
     """Tokens of each slot's text, int32. Rows may be strided, or lie in host memory that the device reads."""
 
 
+class RowPrice(NamedTuple):
+    """What one more row costs: the number of tokens that the engine makes in that time.
+
+    A CUDA graph records both as tensors of one float32, which each replay reads anew.
+    """
+
+    row: "float | torch.Tensor" = 0.0
+    """For every row."""
+    context: "float | torch.Tensor" = 0.0
+    """For each token of its request's text, to which the row attends."""
+
+
+NO_PRICE = RowPrice()
+
+
 class Proposals(NamedTuple):
     """Buffers that a drafter writes its draft tokens to."""
 

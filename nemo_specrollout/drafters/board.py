@@ -16,12 +16,14 @@ import numpy as np
 import torch
 
 from nemo_specrollout.drafters.base import (
+    NO_PRICE,
     NUM_BINS,
     NUM_LEVELS,
     NUM_RELATIONS,
     PRIOR_STRENGTH,
     TRACED_STEPS,
     Proposals,
+    RowPrice,
     Texts,
 )
 from nemo_specrollout.drafters.device_index import Lookup
@@ -203,8 +205,9 @@ class DraftBoard:
       have predicted hits so far (`factor_weight_D2`).
 
     Survival of a token is the product of the rates up to it. A proposal is worth the sum of its survivals, less the price
-    of a row for each token. Every proposal is judged by what the policy samples later, submitted or not, so the board needs
-    no exploration. The host gets a histogram of survival (`spread_FQ`), calibrated by what was accepted.
+    of a row for each token, which grows with the length of the request's text. Every proposal is judged by what the policy
+    samples later, submitted or not, so the board needs no exploration. The host gets a histogram of survival (`spread_FQ`),
+    calibrated by what was accepted.
 
     Example: drafters 0 "suffix" and 1 "eagle3" (the reference drafter); request slot 5, in row b, has 10 tokens of text.
 
@@ -334,16 +337,16 @@ class DraftBoard:
     def choose(
         self,
         texts: Texts,
-        row_price: float | torch.Tensor = 0.0,
+        price: RowPrice = NO_PRICE,
         lookups: Sequence[Lookup] = (),
         most: int | torch.Tensor | None = None,
     ) -> None:
         """Lets indexes propose, then submits each request's proposal of the highest worth: `drafts_BK` and `rates_SK`.
 
-        `row_price` is the number of tokens that the engine makes in the time of one more row. Tokens that do not win their
-        price hardly count, so a long proposal is worth only what would be verified of it. At most `most` tokens of a
-        request are submitted. A model that does not follow a request has found a negative number.
+        A row costs `price`, which grows with the length of its request's text. Tokens that do not win their price hardly
+        count, so a long proposal is worth only what would be verified of it. At most `most` tokens of a request are
+        submitted. A model that does not follow a request has found a negative number.
 
-        A CUDA graph records `row_price` and `most` as tensors of one float32 and one int32, which each replay reads anew.
+        A CUDA graph records `most` as a tensor of one int32, which each replay reads anew, as it does the price.
         """
-        self._kernels.choose(self, texts, row_price, lookups, self.num_positions if most is None else most)
+        self._kernels.choose(self, texts, price, lookups, self.num_positions if most is None else most)

@@ -251,9 +251,9 @@ def _relation(token, is_draft, count, d, k, REFERENCE: tl.constexpr):  # type: i
 
 
 @triton.jit
-def _worth(survival, row_price):  # type: ignore[no-untyped-def]
+def _worth(survival, price):  # type: ignore[no-untyped-def]
     """Returns the worth of draft tokens, in tokens."""
-    return tl.maximum(survival - row_price, survival * _MIN_WORTH_SHARE)
+    return tl.maximum(survival - price, survival * _MIN_WORTH_SHARE)
 
 
 @triton.jit
@@ -298,12 +298,12 @@ def _calibration(t, d, D: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _count_without_model(t, slot, d, k, token, count, survival, row_price, MODEL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count_without_model(t, slot, d, k, token, count, survival, price, MODEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Counts what would be submitted without the drafts that the model has made, and keeps its first token.
 
     Does nothing if the model has made none.
     """
-    worth = tl.where(d == MODEL, 0.0, tl.sum(_worth(survival, row_price), axis=1))
+    worth = tl.where(d == MODEL, 0.0, tl.sum(_worth(survival, price), axis=1))
     other, _, other_count = _best(worth, count, d)
     first_token = -1
     if tl.sum(tl.where(d == MODEL, count, 0), axis=0) > 0:
@@ -318,7 +318,7 @@ def _count_without_model(t, slot, d, k, token, count, survival, row_price, MODEL
 
 @triton.jit
 def _count_choice(  # type: ignore[no-untyped-def]
-    t, d, k, found, count, most, rate, is_draft, row_price, MODEL: tl.constexpr, D: tl.constexpr, K: tl.constexpr
+    t, d, k, found, count, most, rate, is_draft, price, MODEL: tl.constexpr, D: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
     """Counts what is submitted, and what would be submitted at each depth (`_count_depths` of the lab's kernels).
 
@@ -327,7 +327,7 @@ def _count_choice(  # type: ignore[no-untyped-def]
     """
     survival = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
     calibration = _calibration(t, d, D)
-    worth = tl.sum(_worth(survival, row_price), axis=1)
+    worth = tl.sum(_worth(survival, price), axis=1)
     best, _, best_count = _best(worth, count, d)
     submitted = _of(d, best, survival * calibration)
     model_count = tl.sum(tl.where(d == MODEL, count, 0), axis=0)
@@ -343,7 +343,7 @@ def _count_choice(  # type: ignore[no-untyped-def]
         of_model = foreseen * tl.sum(tl.where((d == MODEL)[:, None], calibration, 0.0))
         depth = tl.sum(tl.where(d == MODEL, found, 0), axis=0)
         for f in range(1, tl.where(depth > 0, tl.minimum(2 * depth + 1, K), 0) + 1):
-            worth_f = tl.sum(tl.where(k < tl.minimum(f, most), _worth(foreseen, row_price), 0.0), axis=0)
+            worth_f = tl.sum(tl.where(k < tl.minimum(f, most), _worth(foreseen, price), 0.0), axis=0)
             of_f = tl.where(worth_f > other_worth, of_model, of_other)
             count_f = tl.where(worth_f > other_worth, tl.minimum(f, most), other_count)
             _count(t, f, of_f, count_f, (f <= depth).to(tl.int32), k)
@@ -351,7 +351,7 @@ def _count_choice(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def choose_for_request(  # type: ignore[no-untyped-def]
-    texts, t, request, row_price, most_drafts, MODEL: tl.constexpr, REFERENCE: tl.constexpr,
+    texts, t, request, row_price, context_price, most_drafts, MODEL: tl.constexpr, REFERENCE: tl.constexpr,
     S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Submits the proposal of the highest worth for a request."""
@@ -365,6 +365,7 @@ def choose_for_request(  # type: ignore[no-untyped-def]
         row = slot * D + d
         mask_D = d < D
         total_len = tl.load(texts.total_len_S + slot)
+        price = row_price + context_price * total_len.to(tl.float32)
         max_drafts = tl.minimum(tl.maximum(tl.load(t.limit_S + slot) - total_len - 1, 0), most_drafts)
         found = tl.load(t.found_DB + d * S + request, mask=mask_D, other=0)
         count = tl.maximum(tl.minimum(found, max_drafts), 0)
@@ -377,15 +378,15 @@ def choose_for_request(  # type: ignore[no-untyped-def]
         factor = _factor(t, row, d, mask_D)[:, None]
         if MODEL >= 0:  # without the model's drafts, text drafts have no relation to them
             survival = tl.where(is_draft, tl.cumprod(_level_rates(t, entry, is_draft, factor, E), axis=1), 0.0)
-            _count_without_model(t, slot, d, k, token, count, survival, row_price, MODEL)
+            _count_without_model(t, slot, d, k, token, count, survival, price, MODEL)
         if REFERENCE >= 0:
             level += _NUM_LEVELS * _relation(token, is_draft, count, d, k, REFERENCE)
             entry = 2 * (d[:, None] * E + level)
         rate = tl.minimum(_rate(t.evidence_DE2 + entry, is_draft) * factor, _MAX_RATE)
         survival = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
-        worth = tl.sum(_worth(survival, row_price), axis=1)
+        worth = tl.sum(_worth(survival, price), axis=1)
         best, most, best_count = _best(worth, count, d)
-        _count_choice(t, d, k, found, count, max_drafts, rate, is_draft, row_price, MODEL, D, K)
+        _count_choice(t, d, k, found, count, max_drafts, rate, is_draft, price, MODEL, D, K)
         is_best = (d == best) & (worth > 0.0)
         is_stored = (count > 0) & (is_best | (tl.load(t.length_SD + row, mask=mask_D, other=0) == 0))
         tl.debug_barrier()  # all lanes have read which proposals are open

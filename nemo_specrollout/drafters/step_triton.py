@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Proposals, Texts, num_looked_up
+from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Proposals, RowPrice, Texts, num_looked_up
 from nemo_specrollout.drafters.board_triton import Sums, choose_for_request, level_rates, observe_request
 from nemo_specrollout.drafters.device_index import MAX_LISTED, Lookup
 from nemo_specrollout.drafters.index_triton import (
@@ -94,15 +94,16 @@ def _learn(  # type: ignore[no-untyped-def]
                 record_learned(indexes[i], texts, num_slots, longest, max_new, num_rows)
 
 
-@triton.jit(do_not_specialize=[*_INTEGERS, "row_price", "most_drafts", "floor"])
+@triton.jit(do_not_specialize=[*_INTEGERS, "row_price", "context_price", "most_drafts", "floor"])
 def _propose(  # type: ignore[no-untyped-def]
-    texts, row_stride, num_slots, longest, t, row_price, row_price_ptr, most_drafts, most_drafts_ptr, indexes, outs,
-    level_rates_ptr, floor, MODEL: tl.constexpr, REFERENCE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-    K: tl.constexpr, MOST: tl.constexpr, E: tl.constexpr, DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr,
-    NUM_ORDERS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
+    texts, row_stride, num_slots, longest, t, row_price, row_price_ptr, context_price, context_price_ptr, most_drafts,
+    most_drafts_ptr, indexes, outs, level_rates_ptr, floor, MODEL: tl.constexpr, REFERENCE: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, MOST: tl.constexpr, E: tl.constexpr,
+    DRAFTERS: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program b walks all indexes for request b. With a board, it then chooses among the proposals of all drafters."""
     row_price = _given(row_price, row_price_ptr)
+    context_price = _given(context_price, context_price_ptr)
     most_drafts = _given(most_drafts, most_drafts_ptr)
     row = tl.program_id(0).to(tl.int64)
     for i in tl.static_range(len(LANES)):
@@ -113,7 +114,7 @@ def _propose(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     if D > 0:
         tl.debug_barrier()  # the walks' drafts are written
-        choose_for_request(texts, t, row, row_price, most_drafts, MODEL, REFERENCE, S, D, K, E)
+        choose_for_request(texts, t, row, row_price, context_price, most_drafts, MODEL, REFERENCE, S, D, K, E)
 
 
 def memory_of(tables: "Tables") -> BoardMemory:
@@ -182,20 +183,21 @@ def _launch_observe(
         _learn[(num_parts, len(lookups))](texts, *bounds, num_rows, indexes, num_warps=1, **shapes)
 
 
-def choose(board: "DraftBoard", texts: Texts, row_price: Any, lookups: Sequence[Lookup], most: Any) -> None:
+def choose(board: "DraftBoard", texts: Texts, price: RowPrice, lookups: Sequence[Lookup], most: Any) -> None:
     """Implements `DraftBoard.choose`."""
     walks = [(lookup, board.proposals_of(lookup.drafter)) for lookup in lookups]
     constants = {"MODEL": board.model, "REFERENCE": board.reference, "S": len(board.tables.limit_S), **_sizes(board)}
-    _launch_propose(
-        texts, walks, None, SMALLEST_SHARE, (board.tables, *_number(row_price), *_number(most)), **constants
-    )
+    choice = (board.tables, *_number(price.row), *_number(price.context), *_number(most))
+    _launch_propose(texts, walks, None, SMALLEST_SHARE, choice, **constants)
 
 
 def walk(lookup: Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
     """Implements `ContextIndex.walk`. The buffers must be contiguous, and hold a row for each of the batch."""
     assert out.tokens_BK.is_contiguous() and out.levels_BK.shape == out.tokens_BK.shape
     constants = {"MODEL": -1, "REFERENCE": -1, "S": 0, "D": 0, "K": out.tokens_BK.shape[1], "E": 0}
-    _launch_propose(texts, [(lookup, out)], level_rates, floor, (None, *_number(0.0), *_number(0)), **constants)
+    _launch_propose(
+        texts, [(lookup, out)], level_rates, floor, (None, *_number(0.0), *_number(0.0), *_number(0)), **constants
+    )
 
 
 def _launch_propose(

@@ -15,6 +15,7 @@ import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.speculation.decision import Choice, Steps, best_depth, best_steps
+from nemo_specrollout.speculation.request_lives import RequestLives
 from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepCosts
 
@@ -24,8 +25,6 @@ FORESEEN = 0.25
 """Weight of a draft that is only foreseen, relative to one that was made."""
 ENOUGH = 64
 """Requests, summed over steps, after which a look ends at the latest, and an estimate is trusted to stop a model."""
-KEPT = 32.0
-"""Most requests for which what an earlier start has seen of drafts counts."""
 GENERATION = 1024
 """Steps from which the sizes of batches are estimated."""
 PLANNED_STEPS = 4
@@ -36,6 +35,8 @@ LOOK_SHARE = 0.004
 """Share of the engine's time for looks at a dormant model."""
 REST_SHARE = 0.001
 """Share of the engine's time for looks at drafters without weights that rest, and as much for looks beyond the graphs."""
+CHANGE_SHARE = 0.003
+"""Share of what the running requests have before them that drafters which rest may cost when the batch changes."""
 PATIENCE = 4
 """Steps in a row without useful drafts before drafters without weights rest."""
 
@@ -50,9 +51,11 @@ class SpeculationPolicy(ABC):
     most_drafts: int
     """The most draft tokens of a request in a step."""
     costs: StepCosts | None = None
-    """Predicted seconds; None while unknown."""
+    """Predicted seconds of steps at the contexts of the latest step; None while unknown."""
     row_price = 0.0
-    """Tokens that the engine produces in the time of one more row."""
+    """Tokens that the engine produces in the time of one more row, without what the row takes to attend to its context."""
+    context_price = 0.0
+    """Tokens that the engine produces in the time in which a row attends to one more token of its context."""
     is_dormant = False
     """True if the model follows no request. It drafts for a request only if it has read the beginning."""
 
@@ -67,8 +70,11 @@ class SpeculationPolicy(ABC):
     def observe(self, spread: Spread) -> None:  # noqa: B027
         """Takes note of the latest proposals."""
 
-    def requests_arrived(self, num_new: int) -> None:  # noqa: B027
-        """Takes note of new requests. The model follows them from their first token on unless it is dormant afterwards."""
+    def requests_arrived(self, num_new: int, num_read: int = 0) -> None:  # noqa: B027
+        """Takes note of new requests, of which the step has read `num_read` tokens.
+
+        The model follows them from their first token on, for which it reads these too, unless it is dormant afterwards.
+        """
 
     def ends_step(self, num_requests: int, num_followed: int) -> bool:
         """Counts a step. Returns whether the next steps need no drafts."""
@@ -190,8 +196,8 @@ class Forecast:
         return bool((self._weight_F >= 0.0).all()) and (self._change_FQ is not None or not self._weight_F.any())
 
     def fade(self) -> None:
-        """Lets what an earlier start has seen count for a few requests."""
-        self._weight_F = np.minimum(self._weight_F, KEPT)
+        """Lets what an earlier start has seen count for a few requests, which do not suffice to stop a model."""
+        self._weight_F = np.minimum(self._weight_F, 0.5 * ENOUGH)
 
     @property
     def num_seen(self) -> float:
@@ -280,9 +286,11 @@ class AutoPolicy(SpeculationPolicy):
     """Chooses what makes the most tokens a second, by measured seconds and by what the draft board expects of drafts.
 
     The model either follows all new requests, or lies dormant. It becomes dormant when the time that its drafts will probably
-    win until the running requests end is shorter than the time in which it reads their texts. A look wakes it, as soon as
-    `LookClock` can pay for that. It then follows the requests that arrive, and drafts for some steps. Drafters without
-    weights rest, and are looked at, in the same way, and so are steps beyond the CUDA graphs.
+    win until the running requests end is shorter than the time in which it reads their texts, or when requests arrive that
+    will end before its drafts have won the time in which it reads their prompts. A look wakes it, as soon as `LookClock` can
+    pay for that. It then follows the requests that arrive, and drafts for some steps. Drafters without weights rest when
+    their drafts win less time than it takes to make them, and are looked at, in the same way, and so are steps beyond the
+    CUDA graphs.
     """
 
     LEARNED: ClassVar = (
@@ -296,6 +304,9 @@ class AutoPolicy(SpeculationPolicy):
         self._margin = margin
         self._forecast = Forecast(deepest)
         self._sizes = BatchSizes()
+        self._lives = RequestLives()
+        self._won_s = np.inf
+        """Seconds that the model wins in a step of a request, by the latest judgement."""
         self._clock = LookClock(LOOK_SHARE)
         self._rest_clock = LookClock(REST_SHARE)
         self._beyond = BeyondGraphs()
@@ -315,8 +326,8 @@ class AutoPolicy(SpeculationPolicy):
         """Steps for which the planned depth still holds."""
         self._judged = 0
         """Steps until the model is judged again."""
-        self._num_refused = 0
-        """Steps in a row that verified no drafts."""
+        self._num_refused = 0.0
+        """Steps in a row that verified no drafts, or drafts that won less than they cost; a part of such a step counts too."""
         self._rests = False
         """Whether the drafters without weights rest."""
         self._has_changed = True
@@ -348,10 +359,13 @@ class AutoPolicy(SpeculationPolicy):
         self._beyond.earn(float(steps.seconds_F[0]))
         if num_requests + num_drafts == costs.most_graph_rows:
             self._beyond.filled(steps, costs, partial(weigh, read_row_s=read_s))
-        self._num_refused = 0 if num_drafts else self._num_refused + 1
+        self._num_refused = self._refused(num_requests, num_drafts, steps)
         some = min(num_drafts or num_requests, costs.most_drafts(num_requests))
         seconds_2 = costs.seconds(num_requests, np.array([0.0, some]))
-        self.row_price = float(steps.rate_F[0] * (seconds_2[1] - seconds_2[0])) / max(some, 1)
+        price = float(steps.rate_F[0] * (seconds_2[1] - seconds_2[0])) / max(some, 1)
+        of_context = min(float(steps.rate_F[0]) * costs.draft_context_s * costs.context, price)
+        self.row_price = price - of_context
+        self.context_price = of_context / max(costs.context, 1.0)
         return num_drafts
 
     def plan(self, num_requests: int, num_followed: int) -> int:
@@ -360,6 +374,7 @@ class AutoPolicy(SpeculationPolicy):
         self._num_new = 0
         self._has_changed = has_changed
         self._sizes.count(num_requests)
+        self._lives.stepped(num_requests)
         if self.costs is not None:
             step_s = self.costs.plain_s(num_requests)
             self._clock.earn(step_s)
@@ -367,21 +382,26 @@ class AutoPolicy(SpeculationPolicy):
         self._depth = self._planned_depth(num_requests, num_followed, has_changed) if self.costs and num_followed else 0
         return self._depth
 
-    def requests_arrived(self, num_new: int) -> None:
+    def requests_arrived(self, num_new: int, num_read: int = 0) -> None:
         self._num_new += num_new
-        if num_new == 0 or not self.is_dormant or self.costs is None or self.costs.drafting is None:
+        self._lives.arrived(num_new, num_read)
+        if num_new == 0 or self.costs is None or self.costs.drafting is None:
+            return
+        read_s = num_read * self.costs.drafting.row_s
+        if not self.is_dormant:
+            self.is_dormant = self._to_look_at <= 0 and num_new * self._lives.life_steps * self._won_s < read_s
             return
         num_requests = min(self._num_requests + num_new, 2 * max(self._num_requests, num_new))
         to_look_at = min(ENOUGH, JUDGED_STEPS * num_new)
-        look_s = self.costs.drafting.seconds(num_requests, 1) * (1 + to_look_at / num_new)
+        look_s = self.costs.drafting.seconds(num_requests, 1) * (1 + to_look_at / num_new) + read_s
         if self._clock.pays(look_s, keeps=2 * num_new < num_requests):
             self.model_changed()
             self._to_look_at = to_look_at
             self._enough = to_look_at
 
     def ends_step(self, num_requests: int, num_followed: int) -> bool:
-        if self._has_changed or num_followed or self.costs is None:
-            self._num_refused = 0
+        if num_followed or self.costs is None or (self._has_changed and self._is_worth_a_look(num_requests)):
+            self._num_refused = 0.0
         rested = self._rests
         self._rests = self._num_refused >= PATIENCE
         if (
@@ -390,13 +410,34 @@ class AutoPolicy(SpeculationPolicy):
             and self.costs
             and self._rest_clock.pays(2.0 * (self.costs.text_s + self.costs.verify_s))
         ):
-            self._num_refused = PATIENCE - 2
+            self._num_refused = PATIENCE - 2.0
             self._rests = False
         return self._rests
+
+    def _is_worth_a_look(self, num_requests: int) -> bool:
+        """Returns whether drafters without weights may be asked anew, for a few steps, because the batch has changed.
+
+        With short requests the batch changes so often that this would be dear. Then it has to wait for the clock.
+        """
+        assert self.costs is not None
+        look_s = PATIENCE * (self.costs.text_s + self.costs.verify_s)
+        return look_s <= CHANGE_SHARE * self._lives.life_steps * self.costs.plain_s(num_requests)
+
+    def _refused(self, num_requests: int, num_drafts: int, steps: Steps) -> float:
+        """Returns the steps in a row in which drafters without weights have won less than their time, this one included."""
+        assert self.costs is not None
+        text_s = self.costs.text_s
+        if num_drafts == 0:
+            return self._num_refused + 1.0
+        token_s = self.costs.plain_s(num_requests) / num_requests / (1.0 + self._margin)
+        won_s = float(steps.tokens_F[0]) * token_s - float(steps.seconds_F[0])
+        won_steps = max(won_s / text_s, -1.0) if text_s > 0.0 else PATIENCE
+        return max(self._num_refused - won_steps, 0.0)
 
     def model_changed(self) -> None:
         self._forecast.forget_model()
         self.is_dormant = False
+        self._won_s = np.inf
         self._to_look_at = ENOUGH
         self._enough = ENOUGH
         self._judged = 0
@@ -428,6 +469,7 @@ class AutoPolicy(SpeculationPolicy):
         """Lets the model lie dormant if it will win no time until the requests end. Too little evidence decides nothing."""
         sizes = self._sizes.until_the_end(num_requests)
         won_s = sum(share * self._best(size, size).won_s for size, share in sizes)
+        self._won_s = won_s / sum(share * size for size, share in sizes)
         self.is_dormant = self._forecast.num_seen >= self._enough and won_s <= 0.0
 
 

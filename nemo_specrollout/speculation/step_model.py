@@ -7,7 +7,11 @@ launches each kernel of each layer, and the slower of the two decides. All are K
 slow down. A stall makes a step longer than it need be, but nothing makes a step shorter. So only samples above the prediction
 are clipped.
 
-Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers of drafts.
+A step also attends to the contexts of its requests. Some attention kernels read a request's context once for all of its rows,
+others once for each row, and the products of a row grow with its context anyway. So the regression has a term for the
+contexts of the requests and one for those of the draft rows, and finds out what each of them costs.
+
+Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers of drafts, C terms of contexts.
 """
 
 from collections.abc import Sequence
@@ -22,14 +26,15 @@ COLD = 4.0
 """Factor on the noise of the first step with a number of rows, whose kernels and caches are cold."""
 MEMORY = 64.0
 """Steps from which a known coefficient is estimated."""
-UNSURE = 0.01
-"""Share of the prior in the variance of an earlier start's coefficients. So they are known to about a step's noise, and a few
-steps correct them if the machine has become faster or slower."""
 CLIP = 2.0
 """Standard deviations by which a sample may exceed the prediction."""
 NO_ROWS = np.zeros(0)
+_CONTEXTS = slice(-2, None)
+"""The last terms of a step, which are about contexts."""
 OPTIMISM = 0.25
 """Assumed share of a step's seconds that grows with its rows. A low guess is tried and corrected; a high one never is."""
+CONTEXT = 4096.0
+"""Tokens of context at which attending to them may cost a row about as much as all else: the unit of contexts."""
 
 
 class DraftCosts(NamedTuple):
@@ -58,10 +63,14 @@ class DraftCosts(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """Predicted seconds of steps. A step has a row for each request and for each draft token."""
+    """Predicted seconds of steps whose requests have contexts of `context` tokens.
+
+    A step has a row for each request and for each draft token.
+    """
 
     seconds_R: np.ndarray
-    """Seconds of plain steps by their number of rows from 0 on, non-decreasing. More rows than that take no longer."""
+    """Seconds of plain steps by their number of rows from 0 on, without reading contexts, non-decreasing. More rows than that
+    take no longer."""
     graph_sizes: np.ndarray
     """Rows of the CUDA graphs, ascending. Empty without graphs."""
     draft_row_s: float = 0.0
@@ -76,16 +85,35 @@ class StepCosts(NamedTuple):
     """Rows beyond the largest graph at which a further row begins to cost more or less."""
     launch_s: float = 0.0
     """Seconds by which the smallest step without a CUDA graph takes longer than the largest with one."""
+    context_s: float = 0.0
+    """Seconds for each token of each request's context."""
+    draft_context_s: float = 0.0
+    """Seconds for each token of a request's context in each of its draft rows."""
+    context: float = 0.0
+    """Mean tokens of a request's context in the steps that are predicted."""
+
+    def at(self, context: float) -> "StepCosts":
+        """Returns the costs of steps whose requests have contexts of `context` tokens in the mean."""
+        return self._replace(context=context)
 
     def plain_s(self, num_requests: int) -> float:
         """Returns the seconds of a step without drafters."""
-        return float(self.seconds_R[min(num_requests, len(self.seconds_R) - 1)])
+        return self._rows_s(num_requests) + num_requests * self.context * self.context_s
+
+    def plain_steps_s(self, most_requests: int) -> np.ndarray:
+        """Returns the seconds of steps without drafters by their number of requests from 0 to at most `most_requests`."""
+        seconds_R = self.seconds_R[: most_requests + 1]
+        return seconds_R + np.arange(len(seconds_R)) * (self.context * self.context_s)
+
+    def _rows_s(self, num_rows: int) -> float:
+        return float(self.seconds_R[min(num_rows, len(self.seconds_R) - 1)])
 
     def seconds(self, num_requests: int, drafts_N: np.ndarray) -> np.ndarray:
         """Returns the seconds of steps with drafters that verify `drafts_N` draft tokens, float64 [N]."""
         rows_s_N = self.seconds_R.take(num_requests + drafts_N.astype(np.int64), mode="clip")
-        rows_s_N += (drafts_N > 0) * self.verify_s + drafts_N * self.draft_row_s
-        return np.maximum(rows_s_N, self.plain_s(num_requests)) + self.text_s
+        rows_s_N += (drafts_N > 0) * self.verify_s + drafts_N * (self.draft_row_s + self.context * self.draft_context_s)
+        others_s = self.text_s + num_requests * self.context * self.context_s
+        return np.maximum(rows_s_N, self._rows_s(num_requests)) + others_s
 
     def most_drafts(self, num_requests: int) -> int:
         """Returns the most drafts of a step whose seconds are known."""
@@ -165,8 +193,26 @@ class Regression:
         return shrank and is_symmetric and bool((np.linalg.eigvalsh(covariance_XX) >= -slack).all())
 
     def fade(self) -> None:
-        """Makes coefficients of an earlier start less certain."""
-        self.covariance_XX = self.covariance_XX + UNSURE * (self._prior_XX - self.covariance_XX)
+        """Makes coefficients of an earlier start as uncertain as if they rested on few steps.
+
+        Their deviation is then at least a share `NOISE` of the prior's, so that a few steps correct them if the machine has
+        become faster or slower.
+        """
+        self.covariance_XX = self.covariance_XX + NOISE**2 * (self._prior_XX - self.covariance_XX)
+
+    def with_none_negative(self, terms: slice) -> np.ndarray:
+        """Returns the likeliest coefficients if those of `terms` are not negative, as far as that is needed.
+
+        A negative one is held at 0, and the others move as the covariance says. So what the terms explain together is kept.
+        """
+        x = self.coefficients_X
+        covariance_XX = self.covariance_XX
+        for i in range(*terms.indices(len(x))):
+            if x[i] < 0.0:
+                share_X = covariance_XX[i] / covariance_XX[i, i]
+                x = x - share_X * x[i]
+                covariance_XX = covariance_XX - np.outer(share_X, covariance_XX[i])
+        return np.concatenate([x[: terms.start], np.maximum(x[terms], 0.0)])
 
 
 class StepModel:
@@ -188,9 +234,10 @@ class StepModel:
         self._edge = int(self._graph_sizes[-1]) if has_edge else max_rows
         """Rows of the largest CUDA graph; the most rows of a step if none is larger than the graphs, or there are none."""
         self._corners = self._knots_J[self._knots_J > self._edge]
-        # Terms: 1, rows, a change of slope at each inner knot, drafts, any drafts, drafters at work.
-        mean_X = np.concatenate([[1.0 - OPTIMISM, OPTIMISM], np.zeros(num_knots - 1), [0.02, 0.02]])
-        deviation_X = np.concatenate([[0.5, 0.5], np.full(num_knots - 2, 0.5), [0.1, 0.1, 0.05]])
+        # Terms: 1, rows, a change of slope at each inner knot, drafts, any drafts, drafters at work, contexts of requests and
+        # of draft rows.
+        mean_X = np.concatenate([[1.0 - OPTIMISM, OPTIMISM], np.zeros(num_knots - 1), [0.02, 0.02], np.zeros(2)])
+        deviation_X = np.concatenate([[0.5, 0.5], np.full(num_knots - 2, 0.5), [0.1, 0.1, 0.05], np.full(2, OPTIMISM)])
         self._steps = Regression(mean_X, deviation_X)
         # Terms: 1, rows beyond the largest graph, a change of slope at each inner corner.
         changes_J = np.full(max(len(self._corners) - 1, 0), 0.5)
@@ -212,10 +259,13 @@ class StepModel:
         costs = self.costs()
         return costs is None or bool(np.isfinite(costs.seconds_R).all())
 
-    def observe(self, num_requests: int, num_rows: int, seconds: float, has_drafters: bool = True) -> None:
+    def observe(
+        self, num_requests: int, num_rows: int, seconds: float, has_drafters: bool = True, context: float = 0.0
+    ) -> None:
         """Adds the seconds of a pure decode step, without the time of a drafter with weights.
 
-        Rows beyond `num_requests` are drafts. `has_drafters`: whether drafters were at work in it.
+        Rows beyond `num_requests` are drafts. `has_drafters`: whether drafters were at work in it. `context`: mean tokens of
+        its requests' contexts. Which requests have the drafts is not asked.
         """
         if not self._steps.is_known:
             self._unit = float(max(num_rows, 1))
@@ -225,10 +275,14 @@ class StepModel:
         num_drafts = num_rows - num_requests
         is_launched = min(num_rows, len(self._padded_R) - 1) > self._edge
         if not is_launched or not self._steps.is_known:
-            self._steps.observe(self._terms(num_requests, num_drafts, has_drafters), seconds, noise)
+            terms_X = self._terms(num_requests, num_drafts, has_drafters)
+            terms_X[_CONTEXTS] = self._context_terms(num_requests, num_drafts, context)
+            self._steps.observe(terms_X, seconds, noise)
         if is_launched:
-            draft_row_s, verify_s, text_s = self._surcharges()
+            x = self._steps.coefficients_X
+            draft_row_s, verify_s, text_s = self._surcharges(x)
             others_s = num_drafts * draft_row_s + (num_drafts > 0) * verify_s + has_drafters * text_s
+            others_s += float(self._context_terms(num_requests, num_drafts, context) @ x[_CONTEXTS])
             self._launched.observe(self._launched_terms(num_rows), max(seconds - others_s, 1e-9), noise)
 
     def observe_drafting(self, num_rows: int, num_requests: int, depth: int, seconds: float) -> None:
@@ -244,18 +298,23 @@ class StepModel:
         if not self._steps.is_known:
             return None
         terms_JX = np.stack([self._terms(0, 0, False, rows) for rows in self._knots_J])
-        x = self._steps.coefficients_X
+        x = self._steps.with_none_negative(_CONTEXTS)
         variance_J = np.einsum("jx,xy,jy->j", terms_JX, self._steps.covariance_XX, terms_JX)
         seconds_J = isotonic_regression(np.maximum(terms_JX @ x, 1e-9), weights=1.0 / (variance_J + 1e-9)).x
         seconds_R = np.interp(self._padded_R, self._knots_J, seconds_J)
         launch_s = self._add_launches(seconds_R)
-        known = *self._surcharges(), self._draft_costs(), self._corners, launch_s
-        return StepCosts(seconds_R, self._graph_sizes, *known)
+        known = *self._surcharges(x), self._draft_costs(), self._corners, launch_s
+        contexts = (x[_CONTEXTS] / (self._unit * CONTEXT)).tolist()
+        return StepCosts(seconds_R, self._graph_sizes, *known, *contexts)
 
-    def _surcharges(self) -> tuple[float, float, float]:
+    def _surcharges(self, x: np.ndarray) -> tuple[float, float, float]:
         """Returns the seconds by which drafts and drafters make a step longer: `draft_row_s`, `verify_s`, `text_s`."""
-        draft, verify, text = self._steps.coefficients_X[len(self._knots_J) :].tolist()
+        draft, verify, text = x[len(self._knots_J) : _CONTEXTS.start].tolist()
         return draft / self._unit, max(verify, 0.0), max(text, 0.0)
+
+    def _context_terms(self, num_requests: int, num_drafts: int, context: float) -> np.ndarray:
+        """Returns the terms of a step's contexts, [C]."""
+        return np.array([num_requests, num_drafts]) * (context / (self._unit * CONTEXT))
 
     def _add_launches(self, seconds_R: np.ndarray) -> float:
         """Replaces the seconds of steps beyond the largest graph by what was learned of them. Returns `StepCosts.launch_s`.
@@ -285,11 +344,11 @@ class StepModel:
         return DraftCosts(fixed_s, row_s / unit, pass_s, token_s / unit, saved_s, self._least_depth)
 
     def _terms(self, num_requests: int, num_drafts: int, has_drafters: bool, rows: float | None = None) -> np.ndarray:
-        """Returns the terms of a step. A change of slope is relative to its knot, so its prior has no unit."""
+        """Returns the terms of a step without contexts. A change of slope is relative to its knot: its prior has no unit."""
         if rows is None:
             rows = float(self._padded_R[min(num_requests + num_drafts, len(self._padded_R) - 1)])
         inner_J = self._knots_J[1:-1]
-        ends = (num_drafts / self._unit, float(num_drafts > 0), float(has_drafters))
+        ends = (num_drafts / self._unit, float(num_drafts > 0), float(has_drafters), 0.0, 0.0)
         return np.concatenate([(1.0, rows / self._unit), np.maximum(rows - inner_J, 0.0) / inner_J, ends])
 
     def _launched_terms(self, num_rows: float) -> np.ndarray:

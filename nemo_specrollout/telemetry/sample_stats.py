@@ -4,7 +4,7 @@
 Shapes: S request slots; a slot is vLLM's own number for a request.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,13 +126,21 @@ class SampleStatsLog:
     Counts stay on the device until they are asked for, which costs one copy for all requests together.
     """
 
-    def __init__(self, counts_S2: torch.Tensor, *, begins_again: bool = False) -> None:
+    def __init__(
+        self,
+        counts_S2: torch.Tensor,
+        *,
+        begins_again: bool = False,
+        put: Callable[[Sequence[int]], torch.Tensor] = torch.tensor,
+    ) -> None:
         """Creates an empty log.
 
         Args:
             counts_S2: draft tokens verified and accepted of the request in each slot, int32, on the device.
             begins_again: whether new weights make all running requests begin again (`run_ahead`). What they did is no sample.
+            put: returns a few numbers as a tensor of int64 on that device, without a wait.
         """
+        self._put = put
         self._begins_again = begins_again
         self.policy_version = 0
         """Weight updates of the engine."""
@@ -159,15 +167,17 @@ class SampleStatsLog:
         self._running[slot] = record
 
     def close(self, slots: list[int]) -> None:
-        """Archives the requests in `slots`, which have ended or are preempted."""
-        for slot in slots:
-            record = self._running.pop(slot, None)
-            if record is None or record.is_taken:
-                continue
-            record.row = self._num_archived % MAX_KEPT
-            self._archive[record.row] = self._counts_S2[slot]
+        """Archives the requests in `slots`, which have ended or are preempted, with one copy for all of them."""
+        left = {slot: self._running.pop(slot) for slot in slots if slot in self._running}
+        kept = {slot: record for slot, record in left.items() if not record.is_taken}
+        if not kept:
+            return
+        for row, record in enumerate(kept.values(), start=self._num_archived):
+            record.row = row % MAX_KEPT
             self._ended[record.seed] = record
-            self._num_archived += 1
+        self._num_archived += len(kept)
+        rows = self._put([record.row for record in kept.values()])
+        self._archive.index_copy_(0, rows, self._counts_S2.index_select(0, self._put([*kept])))
         while len(self._ended) > MAX_KEPT:
             del self._ended[next(iter(self._ended))]
 

@@ -17,7 +17,7 @@ from device import GPU, Launch, fake_gpu
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from nemo_specrollout.drafters.ahead import AheadText
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, RowPrice, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders
 from nemo_specrollout.generation.drafting.draft_sampling import sample_with_score_gap
@@ -62,7 +62,7 @@ def launches(num_requests: int = S, step: int = 0) -> dict[str, Launch]:
         lookups = [Lookup(index, salts_S, seen_S, drafter) for drafter, index in enumerate(indexes)]
         texts, counts_B = Texts(slots_B, zeros(S), zeros(S, L)), zeros(num_requests)
         board.observe(texts, counts_B, counts_B, step, lookups, K + 1 if step else L // 2)
-        board.choose(texts, 0.01 * step, lookups)
+        board.choose(texts, RowPrice(0.01 * step, 1e-4 * step), lookups)
         ahead = AheadText(S, L, V, GPU, most_paths=4)
         ahead.launch(texts, board.proposals_of(0))
         align(*texts, zeros(S, DraftStream.columns(16)), *board.proposals_of(0), zeros(3, dtype=torch.int64))
@@ -118,7 +118,7 @@ def launches_of_texts_made_ahead() -> dict[str, Launch]:
         lookups = [Lookup(index, salts_S, seen_S, drafter) for drafter, index in enumerate(indexes)]
         texts, counts_B = Texts(slots_B, zeros(S), zeros(S, L)), zeros(S)
         board.observe(texts, counts_B, counts_B, 1, lookups, num_positions + 1)
-        board.choose(texts, 0.01, lookups)
+        board.choose(texts, RowPrice(0.01), lookups)
         AheadText(S, L, V, GPU, most_paths=4).launch(texts, board.proposals_of(2))
         num_rows = 1056
         slots_R, positions_R = zeros(num_rows, dtype=torch.int64), zeros(num_rows, dtype=torch.int64)

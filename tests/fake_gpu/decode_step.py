@@ -74,6 +74,7 @@ class DecodeStep:
         states = SimpleNamespace(
             total_len=SimpleNamespace(gpu=zeros(S)), all_token_ids=SimpleNamespace(gpu=zeros(S, L)), device=GPU,
             req_id_to_index={name: b for b, name in enumerate(NAMES)}, max_num_reqs=S, num_speculative_steps=K,
+            num_computed_tokens_np=np.zeros(S, np.int32),
         )  # fmt: skip
         self.runner = SimpleNamespace(
             speculator=speculator or Speculator(), req_states=states, device=GPU, dtype=torch.bfloat16, vocab_size=V,

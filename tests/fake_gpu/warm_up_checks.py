@@ -14,7 +14,7 @@ from compiling import specialized
 from decode_step import HEAD, TEXT, DecodeStep, H, K, S, zeros
 from device import FakeGpu, fake_gpu
 
-from nemo_specrollout.drafters.base import Texts
+from nemo_specrollout.drafters.base import NO_PRICE, Texts
 
 SIZES = (1, 2, 3, 15, 16, 17, 31, S)
 """Numbers of requests: 1, multiples of 16 and others."""
@@ -75,5 +75,5 @@ def test_another_variant_is_noticed(gpu: FakeGpu, start: int) -> None:
     states = step.runner.req_states
     texts = Texts(zeros(3, dtype=torch.int64)[start:], states.total_len.gpu, states.all_token_ids.gpu)
     with gpu.step():
-        step.drafting.board.choose(texts, 0.0, step.drafting._lookups)
+        step.drafting.board.choose(texts, NO_PRICE, step.drafting._lookups)
     assert (variants(gpu) <= warm) == (start == 0)

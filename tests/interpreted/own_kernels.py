@@ -17,7 +17,7 @@ from lab.vllm_on_cpu import own_kernels
 from lab.vllm_on_cpu.kernels.noise import row_state
 from lab.vllm_on_cpu.own_kernels.draft_sampling import best_two
 from nemo_specrollout.drafters import step_triton
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, SCORE_GAP_EDGES, Texts
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, SCORE_GAP_EDGES, RowPrice, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders
 from nemo_specrollout.generation.drafting import draft_sampling_triton
@@ -30,6 +30,8 @@ assert interpreter.torch is torch  # imported before vllm
 own_kernels.register()
 CPU = torch.device("cpu")
 LONGEST = 60
+PRICE = RowPrice(0.01, 0.007)
+"""A row of a long text costs much more than one of a short text."""
 
 
 @pytest.mark.parametrize("num_positions", [1, 3, 8])
@@ -98,14 +100,14 @@ class BoardWorld:
         if graphs is None:
             board.observe(texts, *outcomes, number, self.lookups, 20 if number == 0 else 9)
         else:
-            graphs.load(slots_B.numpy(), outcomes, number, self.K, 0.01)
+            graphs.load(slots_B.numpy(), outcomes, number, self.K, PRICE)
             graphs.replay("observe")
         observed = self.state()
         tables.tokens_DBK.copy_(self.ints(*tables.tokens_DBK.shape, high=2))
         tables.levels_DBK.copy_(self.ints(*tables.levels_DBK.shape, high=NUM_LEVELS))
         tables.found_DB.copy_(self.ints(*tables.found_DB.shape, high=self.K + 1))
         if graphs is None:
-            board.choose(texts, 0.01, self.lookups)
+            board.choose(texts, PRICE, self.lookups)
         else:
             graphs.replay("choose")
         return {f"observed.{name}": value for name, value in observed.items()} | self.state()
@@ -161,7 +163,7 @@ def test_a_graph_of_more_rows_learns_and_chooses_the_same() -> None:
         board.observe(inputs.texts, *outcomes, inputs.step, graphed.lookups, 20)
 
     def choose(inputs: StepInputs) -> None:
-        board.choose(inputs.texts, inputs.row_price, graphed.lookups, inputs.most_drafts)
+        board.choose(inputs.texts, inputs.price, graphed.lookups, inputs.most_drafts)
 
     states = SimpleNamespace(
         total_len=SimpleNamespace(gpu=graphed.total_len_S), all_token_ids=SimpleNamespace(gpu=graphed.token_ids_SL)

@@ -135,13 +135,13 @@ def _relate(tokens_DK, count_D, reference, relation_DK):  # type: ignore[no-unty
 
 
 @njit(cache=True, nogil=True)
-def _worth(survival, row_price):  # type: ignore[no-untyped-def]
+def _worth(survival, price):  # type: ignore[no-untyped-def]
     """Returns the worth of a draft token, in tokens."""
-    return max(survival - F32(row_price), survival * F32(base.MIN_WORTH_SHARE))
+    return max(survival - price, survival * F32(base.MIN_WORTH_SHARE))
 
 
 @njit(cache=True, nogil=True)
-def _rate(rates_DE, evidence_DK, count_D, factor_D, row_price, rate_DK, worth_D):  # type: ignore[no-untyped-def]
+def _rate(rates_DE, evidence_DK, count_D, factor_D, price, rate_DK, worth_D):  # type: ignore[no-untyped-def]
     """Writes the rates of all draft tokens, and the worth of each proposal."""
     worth_D[:] = 0
     for d in range(len(count_D)):
@@ -149,7 +149,7 @@ def _rate(rates_DE, evidence_DK, count_D, factor_D, row_price, rate_DK, worth_D)
         for k in range(count_D[d]):
             rate_DK[d, k] = min(rates_DE[d, evidence_DK[d, k]] * factor_D[d], MAX_RATE)
             survival *= rate_DK[d, k]
-            worth_D[d] += _worth(survival, row_price)
+            worth_D[d] += _worth(survival, price)
 
 
 @njit(cache=True, nogil=True)
@@ -170,7 +170,7 @@ def _count(spread_Q, rate_K, calibration_2):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _count_depths(t, depth, most, model, worth_D, count_D, row_price, rate_DK):  # type: ignore[no-untyped-def]
+def _count_depths(t, depth, most, model, worth_D, count_D, price, rate_DK):  # type: ignore[no-untyped-def]
     """Counts what would be submitted at each depth, if the model has drafted `depth` tokens, in rows of `spread_FQ`.
 
     `worth_D` are the worths of the other drafters, and `most` the most draft tokens. Depths of up to 2 * depth + 1 are
@@ -183,7 +183,7 @@ def _count_depths(t, depth, most, model, worth_D, count_D, row_price, rate_DK): 
             if k >= count_D[model]:
                 rate_DK[model, k] = rate_DK[model, k - 1]
             survival *= rate_DK[model, k]
-            worth += _worth(survival, row_price)
+            worth += _worth(survival, price)
         d, count = (model, min(k + 1, most)) if worth > worth_D[other] else (other, other_count)
         _count(t.spread_FQ[k + 1], rate_DK[d, :count], t.calibration_D2[d])
         t.spread_FQ[k + 1, base.NUM_BINS] += k < depth
@@ -191,7 +191,7 @@ def _count_depths(t, depth, most, model, worth_D, count_D, row_price, rate_DK): 
 
 @on_tensors
 @njit(cache=True, nogil=True)
-def choose(texts, t, model, reference, row_price, most):  # type: ignore[no-untyped-def]
+def choose(texts, t, model, reference, row_price, context_price, most):  # type: ignore[no-untyped-def]
     num_drafters, _, num_positions = t.tokens_DBK.shape
     rates_DE = t.evidence_DE2[..., 0] / t.evidence_DE2[..., 1]
     tried_DL2 = t.evidence_DE2.reshape(num_drafters, -1, NUM_LEVELS, 2).sum(1)
@@ -207,6 +207,7 @@ def choose(texts, t, model, reference, row_price, most):  # type: ignore[no-unty
         if slot < 0:
             continue
         t.rates_SK[slot] = 0
+        price = F32(row_price) + F32(context_price) * F32(texts.total_len_S[slot])
         max_drafts = min(max(t.limit_S[slot] - texts.total_len_S[slot] - 1, 0), most)
         for d in range(num_drafters):
             count_D[d] = max(min(t.found_DB[d, b], max_drafts), 0)
@@ -215,7 +216,7 @@ def choose(texts, t, model, reference, row_price, most):  # type: ignore[no-unty
         has_model_drafts = model >= 0 and count_D[model] > 0
         t.alone_token_S[slot] = -1
         if has_model_drafts:
-            _rate(rates_DL, t.levels_DBK[:, b], count_D, factor_D, row_price, rate_DK, worth_D)
+            _rate(rates_DL, t.levels_DBK[:, b], count_D, factor_D, price, rate_DK, worth_D)
             worth_D[model] = 0
             best, count = _best(worth_D, count_D)
             _count(t.spread_FQ[0], rate_DK[best, :count], t.alone_2)
@@ -224,7 +225,7 @@ def choose(texts, t, model, reference, row_price, most):  # type: ignore[no-unty
         _relate(t.tokens_DBK[:, b], count_D, reference, evidence_DK)
         evidence_DK *= NUM_LEVELS
         evidence_DK += t.levels_DBK[:, b]
-        _rate(rates_DE, evidence_DK, count_D, factor_D, row_price, rate_DK, worth_D)
+        _rate(rates_DE, evidence_DK, count_D, factor_D, price, rate_DK, worth_D)
         best, count = _best(worth_D, count_D)
         _count(t.spread_FQ[num_positions + 1], rate_DK[best, :count], t.calibration_D2[best])
         t.spread_FQ[0, base.NUM_BINS] += 1
@@ -244,4 +245,4 @@ def choose(texts, t, model, reference, row_price, most):  # type: ignore[no-unty
                 t.evidence_SDK[slot, d, :count] = evidence_DK[d, :count]
         if model >= 0:  # last, because rates of tokens that were not drafted are written
             worth_D[model] = 0
-            _count_depths(t, t.found_DB[model, b], max_drafts, model, worth_D, count_D, row_price, rate_DK)
+            _count_depths(t, t.found_DB[model, b], max_drafts, model, worth_D, count_D, price, rate_DK)

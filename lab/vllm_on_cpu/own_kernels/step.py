@@ -13,7 +13,7 @@ import torch
 
 from lab.vllm_on_cpu.own_kernels import board as board_kernels
 from lab.vllm_on_cpu.own_kernels import index as index_kernels
-from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Texts
+from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, RowPrice, Texts
 from nemo_specrollout.drafters.device_index import Lookup
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ def observe(
         learn(lookup, texts, max_new)
 
 
-def choose(board: "DraftBoard", texts: Texts, row_price: float, lookups: Sequence[Lookup], most: int) -> None:
+def choose(board: "DraftBoard", texts: Texts, price: RowPrice, lookups: Sequence[Lookup], most: int) -> None:
     """Implements `DraftBoard.choose`."""
     rates_DL: Any = level_rates(board) if lookups else None
     for lookup in lookups:
         walk(lookup, texts, rates_DL[lookup.drafter], SMALLEST_SHARE, board.proposals_of(lookup.drafter))
-    board_kernels.choose(texts, board.memory, board.model, board.reference, row_price, most)
+    board_kernels.choose(texts, board.memory, board.model, board.reference, *price, most)
 
 
 def level_rates(board: "DraftBoard") -> torch.Tensor:

@@ -23,7 +23,7 @@ from nemo_specrollout.config.drafter_configs import (
     TextDrafterConfig,
 )
 from nemo_specrollout.drafters.ahead import AHEAD_PRIORS, AheadText
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, RowPrice, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.participant import Drafter, DraftStep, Participant
 from nemo_specrollout.drafters.text import LookupDrafter, build_text_drafter
@@ -70,7 +70,8 @@ class DraftRouter:
             config.budget, self.board.num_positions, config.num_speculative_tokens
         )
         """Decides what the drafters do. Its costs are set by `StepAccounts`."""
-        self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead)
+        put = partial(to_device, dtype=np.int64, device=self._device)
+        self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead, put=put)
         """Follows the requests that the vLLM worker opens and closes, with the counts of the board."""
         self.remote: RemoteDrafter | None = None
         """None without remote drafters, and on a rank whose drafts are not used."""
@@ -188,7 +189,7 @@ class DraftRouter:
                 drafter.launch(inputs.texts, out)
 
         def choose(inputs: StepInputs) -> None:
-            self.board.choose(inputs.texts, inputs.row_price, self._lookups, inputs.most_drafts)
+            self.board.choose(inputs.texts, inputs.price, self._lookups, inputs.most_drafts)
 
         if not self._is_recordable:
             return {OBSERVE: observe, CHOOSE: choose}
@@ -202,7 +203,7 @@ class DraftRouter:
         limits_N = put([r.limit if r.identity.speculate else 0 for r in requests], np.int32)
         is_early = [r.identity.is_early for r in requests]
         self.board.open(slots_N, limits_N, put(is_early, np.bool_) if any(is_early) else None)
-        self.policy.requests_arrived(len(requests))
+        self.policy.requests_arrived(len(requests), sum(r.num_tokens - r.num_cached for r in requests))
         for participant in self._participants:
             participant.open(slots_N, requests, put)
 
@@ -301,7 +302,7 @@ class DraftRouter:
         if graphs is None or max_new != graphs.max_new:  # long texts take more programs than a graph has
             self.board.observe(texts, *outcomes, self._step, self._learning, max_new)
             return self._draft(texts)
-        graphs.load(slots_B, outcomes, self._step, self.policy.most_drafts, self.policy.row_price)
+        graphs.load(slots_B, outcomes, self._step, self.policy.most_drafts, self._price())
         native_s = 0.0
         if self._is_recordable:
             graphs.replay(ALL_ASKED if self._asked and self._prepare() else ALL)
@@ -320,9 +321,13 @@ class DraftRouter:
     def _draft(self, texts: Texts) -> float:
         """Lets every drafter propose, and chooses. Returns the host's seconds in drafters with weights."""
         native_s = self._ask(texts)
-        self.board.choose(texts, self.policy.row_price, self._lookups, self.policy.most_drafts)
+        self.board.choose(texts, self._price(), self._lookups, self.policy.most_drafts)
         self._publish()
         return native_s
+
+    def _price(self) -> RowPrice:
+        """Returns what a row costs by the policy."""
+        return RowPrice(self.policy.row_price, self.policy.context_price)
 
     def _ask(self, texts: Texts) -> float:
         """Lets drafters without a lookup propose. Returns the host's seconds in those with weights."""

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nemo_specrollout.drafters.base import TRACED_STEPS, Texts
+from nemo_specrollout.drafters.base import TRACED_STEPS, RowPrice, Texts
 from nemo_specrollout.generation.engine.transfers import copy_to_device
 
 logger = logging.getLogger(__name__)
 _NUM_NUMBERS = 4
-"""Numbers before the slots in the buffer, one of them unused, so that the slots begin at a multiple of 16 bytes."""
+"""Numbers before the slots in the buffer. With four of them the slots begin at a multiple of 16 bytes."""
 
 
 class StepInputs(NamedTuple):
@@ -38,8 +38,8 @@ class StepInputs(NamedTuple):
     """Number of the step below `TRACED_STEPS`, int32 [1]."""
     most_drafts: torch.Tensor
     """The most drafts of a request, int32 [1]."""
-    row_price: torch.Tensor
-    """Tokens that the engine makes in the time of one more row, float32 [1]."""
+    price: RowPrice
+    """What one more row costs, float32 [1] each."""
 
 
 Part = Callable[[StepInputs], None]
@@ -109,7 +109,7 @@ class DraftingGraphs:
         outcomes: tuple[torch.Tensor, torch.Tensor],
         step: int,
         most_drafts: int,
-        row_price: float,
+        price: RowPrice,
     ) -> None:
         """Writes a step's inputs to the buffers, without waiting. `outcomes` are tokens sampled and drafts rejected, int32."""
         num = len(slots_B)
@@ -117,7 +117,7 @@ class DraftingGraphs:
         numbers = np.full(_NUM_NUMBERS + self._size, -1, np.int32)
         numbers[0] = step % TRACED_STEPS
         numbers[1] = most_drafts
-        numbers[2:3].view(np.float32)[0] = row_price
+        numbers[2:_NUM_NUMBERS].view(np.float32)[:] = price
         numbers[_NUM_NUMBERS : _NUM_NUMBERS + num] = slots_B
         copy_to_device(numbers, self._numbers[: len(numbers)])
         sampled_S, rejected_S = self._outcomes_2S
@@ -137,8 +137,9 @@ class DraftingGraphs:
         slots_B = self._numbers[_NUM_NUMBERS : _NUM_NUMBERS + size]
         texts = Texts(slots_B, self._states.total_len.gpu, self._states.all_token_ids.gpu)
         sampled_S, rejected_S = self._outcomes_2S
-        step, most, price = (self._numbers[i : i + 1] for i in range(3))
-        return StepInputs(texts, sampled_S[:size], rejected_S[:size], step, most, price.view(torch.float32))
+        step, most, row, context = (self._numbers[i : i + 1] for i in range(_NUM_NUMBERS))
+        price = RowPrice(row.view(torch.float32), context.view(torch.float32))
+        return StepInputs(texts, sampled_S[:size], rejected_S[:size], step, most, price)
 
 
 def _record(part: Part, inputs: StepInputs, pool: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +47,7 @@ _SHORTEST = 4
 """Tokens of the shortest response that is kept."""
 
 
-@dataclass(frozen=True)
-class _Open:
+class _Open(NamedTuple):
     """A request in a slot, as far as its text is kept."""
 
     group: int
@@ -62,14 +61,10 @@ class _Open:
     def text(self, tokens: np.ndarray) -> tuple[Text | None, bool]:
         """Returns the text of the tokens from `first` on, and whether it has ended. A text that is too short is None."""
         response = tokens[self.num_context : self.limit - self.first]
-        if self.stop_token_ids:
-            is_stop = np.isin(response, np.fromiter(self.stop_token_ids, np.int32, len(self.stop_token_ids)))
-            stops = np.flatnonzero(is_stop)
-        else:
-            stops = np.zeros(0, np.int64)
-        # An asynchronous engine may have sampled further tokens before it knew that this one is the last.
-        num_tokens = int(stops[0]) + 1 if len(stops) else len(response)
-        has_ended = len(stops) > 0 or self.first + self.num_context + num_tokens >= self.limit
+        # An asynchronous engine may have sampled further tokens before it knew that one is the last.
+        stops = [places[0] for stop in self.stop_token_ids if len(places := np.flatnonzero(response == stop))]
+        num_tokens = int(min(stops)) + 1 if stops else len(response)
+        has_ended = bool(stops) or self.first + self.num_context + num_tokens >= self.limit
         if num_tokens < _SHORTEST:
             return None, has_ended
         return Text(self.group, self.num_context, tokens[: self.num_context + num_tokens].copy()), has_ended

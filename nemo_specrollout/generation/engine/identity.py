@@ -56,9 +56,13 @@ class _Rule(NamedTuple):
 
 def _whole(low: int, high: int, words: str) -> _Rule:
     """Returns the rule for whole numbers. A bool is none, although Python counts with it."""
-    return _Rule(
-        lambda value: isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high, words
-    )
+
+    def holds(value: Any) -> bool:
+        # Nearly all numbers are plain ones, and to ask for the abstract class takes ten times as long.
+        is_whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+        return is_whole and low <= int(value) <= high
+
+    return _Rule(holds, words)
 
 
 def _are_branches(value: Any) -> bool:
@@ -147,7 +151,7 @@ def given_identity(params: Any) -> GivenIdentity:
 def _check_keys(extra_args: Mapping[Any, Any]) -> None:
     """Raises ValueError for a key that looks like ours, because vLLM ignores the keys that nobody knows."""
     for key in extra_args:
-        if isinstance(key, str) and key.startswith(EXTRA_ARGS_KEY) and key != EXTRA_ARGS_KEY:
+        if key != EXTRA_ARGS_KEY and isinstance(key, str) and key.startswith(EXTRA_ARGS_KEY):
             raise ValueError(
                 f'extra_args["{key}"]: {shortened(extra_args[key])}; this engine knows the key "{EXTRA_ARGS_KEY}" only: '
                 f"write {_FIELD}, with some of {', '.join(_RULES)}"

@@ -130,6 +130,8 @@ class NewRequest:
     stop_token_ids: frozenset[int] = frozenset()
     sampling_params: Any = None
     """vLLM's sampling parameters."""
+    num_cached: int = 0
+    """Tokens of the known text whose KV the engine had cached, and which a drafter with weights need not read."""
 
     @classmethod
     def from_vllm(cls, new: Any, identity: RequestIdentity, slot: int, max_model_len: int) -> "NewRequest":
@@ -139,7 +141,8 @@ class NewRequest:
         limit = min(max_model_len, prompt_length + params.max_tokens)
         eos = set() if params.ignore_eos or params.eos_token_id is None else {params.eos_token_id}
         stop_token_ids = frozenset(params.stop_token_ids or ()) | eos
-        return cls(slot, identity, prompt_length, new.prefill_token_ids, limit, stop_token_ids, params)
+        known = (prompt_length, new.prefill_token_ids, limit, stop_token_ids, params)
+        return cls(slot, identity, *known, num_cached=new.num_computed_tokens)
 
     @property
     def paths(self) -> list[np.ndarray]:

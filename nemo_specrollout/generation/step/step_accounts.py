@@ -15,6 +15,7 @@ from nemo_specrollout.drafters.base import TRACED_STEPS
 from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.engine.arguments import DRAFT_ROWS
 from nemo_specrollout.generation.engine.transfers import agreed
+from nemo_specrollout.speculation.policy import SpeculationPolicy
 from nemo_specrollout.speculation.step_model import StepModel
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
@@ -37,6 +38,11 @@ class StepAccounts:
         names = [] if router is None else router.board.names
         self.trace = StepTrace(names, self._draft_counts, TRACED_STEPS)
         self._most_requests = runner.max_num_reqs
+        self._states = runner.req_states
+        self._context = 0.0
+        """Mean tokens of the contexts of the latest step's requests."""
+        self._context_sums = np.zeros(2)
+        """Requests and the tokens of their contexts, both summed over the steps since the latest totals."""
         self._host_s = 0.0
         self.num_weight_updates = 0
 
@@ -44,7 +50,21 @@ class StepAccounts:
         """Records a step whose tokens are sampled now, and lets a drafter with weights plan its drafts."""
         self.trace.begin_step(batch.num_reqs, len(batch.logits_indices), batch.num_tokens)
         if self._router is not None:
+            self._note_contexts(batch, self._router.policy)
             self._router.begin_step(self.trace.num_steps - 1, batch)
+
+    def _note_contexts(self, batch: Any, policy: SpeculationPolicy) -> None:
+        """Takes note of the contexts of a step, and lets the policy decide by them.
+
+        The scheduler's numbers are the same on all ranks. With asynchronous scheduling they count drafts of the step before as
+        if all of them were right, so they are too high by a few tokens.
+        """
+        slots_B = batch.idx_mapping_np
+        tokens = int(self._states.num_computed_tokens_np[slots_B].sum())
+        self._context = tokens / max(len(slots_B), 1)
+        self._context_sums += len(slots_B), tokens
+        if policy.costs is not None:
+            policy.costs = policy.costs.at(self._context)
 
     def end_step(self) -> None:
         """Learns from the step's time. From time to time all ranks adopt the costs of the first one.
@@ -61,11 +81,12 @@ class StepAccounts:
         ended = self.trace.end_step(host_s, timed[-1][1] if timed else 0.0)
         sparseness = RESTED_STEPS if router.is_idle else 1
         if ended is not None and self.trace.num_steps % sparseness == 0:
-            self.step_model.observe(*ended, not router.is_idle)
+            self.step_model.observe(*ended, not router.is_idle, self._context)
         for sizes, seconds in timed:
             self.step_model.observe_drafting(*sizes, seconds)
         if router.policy.costs is None or self.trace.num_steps % (AGREED_STEPS * sparseness) == 0:
-            router.policy.costs = agreed(self.step_model.costs())
+            costs = agreed(self.step_model.costs())
+            router.policy.costs = None if costs is None else costs.at(self._context)
 
     def totals(self) -> EngineTotals:
         """Returns sums since the engine's start."""
@@ -74,12 +95,21 @@ class StepAccounts:
         if router is not None:
             for kind, counts_DK in self.verified().items():
                 known[kind] = list(zip(router.board.names, counts_DK, strict=True))
-        return self.trace.totals(self.plain_step_s(), **known)
+        totals = self.trace.totals(self.plain_step_s(), **known)
+        self._context_sums[:] = 0.0
+        return totals
 
     def plain_step_s(self) -> np.ndarray | None:
-        """Returns the seconds of a step without drafts by its number of requests, float64; None while unknown."""
+        """Returns the seconds of a step without drafts by its number of requests, float64; None while unknown.
+
+        Its requests have contexts as long as in the mean of the steps since the latest totals.
+        """
         costs = self.step_model.costs()
-        return None if costs is None else costs.seconds_R[: self._most_requests + 1]
+        if costs is None:
+            return None
+        num_requests, tokens = self._context_sums.tolist()
+        mean = tokens / num_requests if num_requests else self._context
+        return costs.at(mean).plain_steps_s(self._most_requests)
 
     def step_seconds(self) -> tuple[list[float], float] | None:
         """Returns the seconds of plain steps by their requests from none to all slots, and those of one more draft row.
@@ -90,12 +120,13 @@ class StepAccounts:
         costs = self.step_model.costs()
         if costs is None:
             return None
+        costs = costs.at(self._context)
         most_requests = self._most_requests
         most_drafts = costs.most_drafts(most_requests)
         drafts_2 = np.array([most_drafts // 2, most_drafts])
         half_s, full_s = costs.seconds(most_requests, drafts_2).tolist()
         row_s = (full_s - half_s) / max(int(drafts_2[1] - drafts_2[0]), 1)
-        return costs.seconds_R[: most_requests + 1].tolist(), row_s
+        return costs.plain_steps_s(most_requests).tolist(), row_s
 
     def verified(self) -> dict[str, Any]:
         """Returns draft tokens verified and accepted, [D, K] each, of an engine that drafts."""
