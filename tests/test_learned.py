@@ -22,6 +22,7 @@ from nemo_specrollout.run_ahead.kept_updates import KeptUpdates
 from nemo_specrollout.run_ahead.texts import KeptCounts
 from nemo_specrollout.speculation.foresight import Foresight, Kind
 from nemo_specrollout.speculation.policy import AutoPolicy, build_policy
+from nemo_specrollout.speculation.request_lives import RequestLives
 from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepModel
 
@@ -114,6 +115,28 @@ def test_a_fixed_policy_and_foresight_have_states_too() -> None:
     assert other.persistence == 0.5
     assert other._first[Kind.NEW].dtype == np.float32
     assert other._first[Kind.NEW].tolist() == [0.25] * 3
+
+
+def test_the_lives_of_requests_are_known_and_fade() -> None:
+    before = RequestLives()
+    for _ in range(40):
+        before.arrived(8, 160)
+        for _ in range(24):
+            before.stepped(8)
+        before.stepped(0)
+    lives = RequestLives()
+    begin_with([(lives, through_json(state_of(before)))])
+    assert lives.life_steps == pytest.approx(before.life_steps) and lives.tokens_read == pytest.approx(20.0)
+    for one in (before, lives):
+        for _ in range(8):
+            one.arrived(8, 160)
+            for _ in range(96):
+                one.stepped(8)
+            one.stepped(0)
+    assert before.life_steps < lives.life_steps - 10.0, "longer requests are noticed sooner"
+    new = RequestLives()
+    begin_with([(new, through_json(state_of(RequestLives())))])
+    assert new.life_steps == np.inf
 
 
 class Thing:

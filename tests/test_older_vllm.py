@@ -15,6 +15,7 @@ import torch
 from block_policy import save_block_policy, save_dflash, save_dspark
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
+from test_history_drafter import accepted, end_step, until_known
 from test_near_ties import assert_kept, assert_kept_beside_log_probs
 from test_racing import noisy
 from test_rolling import Rolling, charge
@@ -29,7 +30,7 @@ from nemo_specrollout.audit.replay import replay
 from nemo_specrollout.audit.rows import RecordedRow, RowParams
 from nemo_specrollout.audit.verdict import Rounding, judge
 from nemo_specrollout.config import vllm_features
-from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, LearnedConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DRAFTERS,
     DflashDrafterConfig,
@@ -122,6 +123,21 @@ def test_tokens_are_those_of_plain_decoding(
     sample_stats = engine.take_sample_stats(ASKED)
     assert all(s is not None for s in sample_stats)
     assert engine._llm.collective_rpc(WorkerCalls.specrollout_totals.__name__)[0]["accepted"]
+
+
+def test_an_engine_drafts_from_the_responses_of_another(
+    start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], tmp_path: Path
+) -> None:
+    learned = LearnedConfig(folder=str(tmp_path), warm_start=False)
+    block = SpecrolloutConfig(drafters=(SUFFIX,), budget=FIXED, learned=learned)
+    first, second = start(block), start(block)
+    for sampling in ("T=1", "T=0"):
+        assert_equal(first.generate(ASKED, **SAMPLINGS[sampling]), expected[sampling])
+        assert end_step(first) == []
+        until_known(second, tmp_path)
+        before = accepted(second)
+        assert_equal(second.generate(ASKED, **SAMPLINGS[sampling]), expected[sampling])
+        assert accepted(second) > before
 
 
 def test_a_head_drafts_as_deep_as_planned(

@@ -38,6 +38,7 @@ EXTRAS = {
     "config": set(),
     "installed": set(),
     "storage": set(),
+    "learned": set(),
     "reports": set(),
     "audit": {"heads"},
     "speculation": {"engine"},

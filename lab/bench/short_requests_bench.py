@@ -55,7 +55,7 @@ def started(ways: Sequence[str], most: int, stack: ExitStack) -> dict[str, Any]:
         drafters = WAYS[way]
         specrollout = STOCK if drafters is None else block(*drafters)
         options = {"max_num_seqs": most, "kv_cache_memory_bytes": 1 << 30}
-        engines[way] = start_engine(POLICY, specrollout, eager=True, **options)
+        engines[way] = start_engine(POLICY, specrollout, eager=True, **options)  # type: ignore[arg-type]
         stack.callback(engines[way].close)
     return engines
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +39,20 @@ from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 WARM = "ours, warm"
 PARTS = (TEXT_ALONE, HEAD_ALONE)
-Rates = dict[str, float]
+
+
+class Phase(NamedTuple):
+    """What an engine did in a phase."""
+
+    rate: float
+    """Tokens a second while the batch was full."""
+    length: float
+    """Tokens that a request gains in a step of the engine."""
+    drafts: float
+    """Draft tokens of a request in a step."""
+
+
+Phases = dict[str, Phase]
 
 
 def rows_of(config: RunConfig, parts: Sequence[str]) -> dict[str, BenchRow]:
@@ -50,7 +64,7 @@ def rows_of(config: RunConfig, parts: Sequence[str]) -> dict[str, BenchRow]:
 def kept_in(folder: Path, row: BenchRow) -> BenchRow:
     """Returns the row with an engine that keeps what it learns in `folder`, and begins with what is there."""
     block = row.generation.specrollout
-    block = replace(block, learned=replace(block.learned, warm_start=True, folder=str(folder)))
+    block = replace(block, learned=replace(block.learned, history=False, warm_start=True, folder=str(folder)))
     return BenchRow(WARM, OURS, replace(row.generation, specrollout=block))
 
 
@@ -65,8 +79,8 @@ def learn(config: RunConfig, rows: dict[str, BenchRow], folder: Path, phases: Se
         engine.run_in_worker(lambda worker: worker.specrollout_kept.warm_start.settle())
 
 
-def first_phase(config: RunConfig, options: Namespace, requests: Iterator[RolloutRequest]) -> Rates:
-    """Returns the tokens a second of each engine in the first phase of a run."""
+def first_phase(config: RunConfig, options: Namespace, requests: Iterator[RolloutRequest]) -> Phases:
+    """Returns what each engine did in the first phase of a run."""
     rows = rows_of(config, (HEAD_ALONE,) if options.head_only else PARTS)
     with TemporaryDirectory() as folder:
         learn(config, rows, Path(folder), [take_batch(requests, options.batch) for _ in range(options.before)])
@@ -74,28 +88,40 @@ def first_phase(config: RunConfig, options: Namespace, requests: Iterator[Rollou
         with started(config, all_rows) as entrants:
             print(next(e for e in entrants if e.row.name == WARM).engine.facts()["began"], flush=True)
             play_round(entrants, take_batch(requests, options.batch), keep=True, at_a_time=options.batch)
-            return {entrant.row.name: rate_of(entrant, options.batch) for entrant in entrants}
+            return {entrant.row.name: phase_of(entrant, options.batch) for entrant in entrants}
 
 
-def rate_of(entrant: Entrant, batch: int) -> float:
-    """Returns the tokens a second while the batch was full. Raises AssertionError if they are not plain's."""
+def phase_of(entrant: Entrant, batch: int) -> Phase:
+    """Returns what an engine did. Raises AssertionError if its tokens are not plain's."""
     assert entrant.tokens_equal == entrant.tokens_total, f"{entrant.row.name} has made other tokens than plain decoding"
     (found,) = entrant.rounds
     full = bin_of(batch)
-    return float(found.tokens_N[full] / found.seconds_N[full])
+    stats = found.stats
+    drafts = stats.num_draft_tokens / max(stats.num_request_steps, 1)
+    return Phase(float(found.tokens_N[full] / found.seconds_N[full]), stats.acceptance_length, drafts)
 
 
-def table_of(rounds: Sequence[Rates]) -> Table:
+def table_of(rounds: Sequence[Phases]) -> Table:
     """Returns the table: a row for each way, with medians over the rounds."""
     table = new_table("the first phase of a run: speed over plain, and over the best part")
-    for name in ("drafters", "tokens/s", "over plain", "over the best part", "of each round"):
+    for name in (
+        "drafters",
+        "tokens/s",
+        "tokens a step",
+        "drafts",
+        "over plain",
+        "over the best part",
+        "of each round",
+    ):
         table.add_column(name, justify="right")
     for way in rounds[0]:
-        over = [rates[way] / max(rates[part] for part in PARTS if part in rates) for rates in rounds]
+        over = [found[way].rate / max(found[part].rate for part in PARTS if part in found) for found in rounds]
         table.add_row(
             way,
-            f"{statistics.median(rates[way] for rates in rounds):.0f}",
-            f"{statistics.median(rates[way] / rates[PLAIN] for rates in rounds):.3f}",
+            f"{statistics.median(found[way].rate for found in rounds):.0f}",
+            f"{statistics.median(found[way].length for found in rounds):.2f}",
+            f"{statistics.median(found[way].drafts for found in rounds):.2f}",
+            f"{statistics.median(found[way].rate / found[PLAIN].rate for found in rounds):.3f}",
             f"{statistics.median(over):.3f}",
             " ".join(f"{one:.2f}" for one in over),
         )
@@ -116,7 +142,7 @@ def main() -> None:
     log_console()
     config, _ = read_run_config(load_config(options.config, options.overrides))
     requests = request_stream(config)
-    rounds: list[Rates] = []
+    rounds: list[Phases] = []
     for _ in itertools.repeat(None, options.rounds):
         rounds.append(first_phase(config, options, requests))
         print(json.dumps(rounds[-1]), flush=True)

@@ -294,7 +294,7 @@ class AutoPolicy(SpeculationPolicy):
     """
 
     LEARNED: ClassVar = (
-        "_forecast", "_sizes", "_clock", "_rest_clock", "_beyond", "_to_look_at", "_enough", "is_dormant"
+        "_forecast", "_sizes", "_lives", "_won_s", "_clock", "_rest_clock", "_beyond", "_to_look_at", "_enough", "is_dormant"
     )  # fmt: skip
 
     def __init__(self, margin: float, num_positions: int, deepest: int) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the requests of an engine live, in steps, as far as those that have ended tell it."""
 
+from typing import ClassVar
+
 import numpy as np
 
 REMEMBERED = 1024
@@ -18,12 +20,28 @@ class RequestLives:
     infinite, because nothing tells that requests are short.
     """
 
+    LEARNED: ClassVar = ("_request_steps", "_num_ended", "_num_arrived", "_num_read")
+
     def __init__(self) -> None:
         self._request_steps = 0.0
         self._num_ended = 0.0
         self._num_arrived = 0.0
         self._num_read = 0.0
         self._num_running = 0
+
+    def is_sound(self) -> bool:
+        """Returns whether the sums are sums of counts."""
+        return min(self._request_steps, self._num_ended, self._num_arrived, self._num_read) >= 0.0
+
+    def fade(self) -> None:
+        """Lets the requests of an earlier start count for a sixteenth of those that are remembered."""
+        most = REMEMBERED / 16.0
+        of_ended = most / max(self._num_ended, most)
+        of_arrived = most / max(self._num_arrived, most)
+        self._request_steps *= of_ended
+        self._num_ended *= of_ended
+        self._num_arrived *= of_arrived
+        self._num_read *= of_arrived
 
     @property
     def life_steps(self) -> float:
