@@ -18,6 +18,7 @@ from nemo_rl_scenarios import (
     DISTILLATION_SCENARIOS,
     GYM_CONTROLLER_SCENARIOS,
     GYM_SCENARIOS,
+    LEARNED_SCENARIOS,
     PAIR,
     PIN_SCENARIOS,
     PPO_SCENARIOS,
@@ -42,6 +43,9 @@ _QUIET = {
     "NRL_DISABLE_NUMA_BINDING": "1",
     "OMP_NUM_THREADS": "1",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Ray's workers are as polite as the test is, and none is killed because others have filled the machine's memory.
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCHDYNAMO_DISABLE": "1",
     "TORCH_COMPILE_DISABLE": "1",
@@ -305,6 +309,12 @@ def data_plane_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dic
 def runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """GRPO's scenarios, an hour on two cores."""
     return run_all(host, "grpo", "base.yaml", SCENARIOS, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def learned_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """GRPO with prompts that recur, in two engines and after another start: half an hour on two cores."""
+    return run_all(host, "learned", "base.yaml", LEARNED_SCENARIOS, tmp_path_factory.mktemp("learned"))
 
 
 @pytest.fixture(scope="session")

@@ -223,6 +223,8 @@ FEW_IN_FLIGHT = [
 ]
 FEW_APART = [*FEW, *DTENSOR, *APART]
 FEW_IN_TWO = [*FEW, *DTENSOR, *TWO_ENGINES, "policy.train_micro_batch_size=4"]
+# The same two prompts in each step, whose responses of earlier steps are drafts.
+FEW_RECURRING = [*FEW_IN_TWO, "data.train.data_path=${oc.env:TINY}/pair.jsonl", "grpo.max_num_epochs=3"]
 PIN_SCENARIOS: dict[str, dict[str, Any]] = {
     "megatron_plain": {"overrides": FEW + PLAIN},
     "megatron_drafted": {"overrides": FEW + DRAFTED},
@@ -237,7 +239,71 @@ PIN_SCENARIOS: dict[str, dict[str, Any]] = {
     "in_flight_ahead": {"overrides": FEW_IN_FLIGHT + AHEAD},
     "dtensor_plain": {"overrides": FEW_IN_TWO + PLAIN},
     "dtensor_moving": {"overrides": FEW_IN_TWO + MOVING, "environment": WILD},
+    "recurring_plain": {"overrides": FEW_RECURRING + PLAIN},
+    "recurring_drafted": {"overrides": FEW_RECURRING + DRAFTED},
     "async_moving": {"overrides": FEW + ASYNC + TWO_APART + MOVING, "environment": WILD},
+}
+
+# So little KV cache that several engines fit beside other work on this machine.
+SMALL_CACHE = ["policy.generation.vllm_kwargs.num_gpu_blocks_override=256"]
+# Two engines see eight prompts again and again, in another order in each epoch, so that a prompt comes to either engine.
+RECURRING = [
+    "policy.model_name=${oc.env:TINY}/repetitive",
+    "data.train.data_path=${oc.env:TINY}/few.jsonl",
+    "grpo.max_num_epochs=3",
+    "policy.optimizer.kwargs.lr=1e-4",
+    *SIX_STEPS,
+    *SHORT,
+    *SMALL_CACHE,
+    *DTENSOR,
+    *TWO_ENGINES,
+]
+AS_MANY_AS_PAY = ["policy.generation.specrollout.budget={policy: auto}"]
+FORGETTING = ["policy.generation.specrollout.learned={history: false, warm_start: false}"]
+# The folder of checkpoints is the run's own. A second start begins with a copy of the earlier one's.
+WITH_CHECKPOINTS = [
+    "checkpointing={enabled: true, checkpoint_dir: '${logger.log_dir}/checkpoints', metric_name: null, save_period: 2, "
+    "model_save_format: null}",
+]
+# Another policy with the same tokenizer leaves its texts in the folder.
+OF_STRANGER = ["policy.generation.specrollout.learned.folder=${logger.log_dir}/../stranger/learned"]
+STRANGER = [*RECURRING, "policy.model_name=${oc.env:TINY}/policy", "grpo.max_num_steps=2", *OF_STRANGER]
+# The samples of a prompt go to two engines in turn. This loop has one epoch, so that the file has its prompts three times.
+SPREAD = [
+    "policy.model_name=${oc.env:TINY}/repetitive",
+    "data.train.data_path=${oc.env:TINY}/recurring.jsonl",
+    "data.shuffle=false",
+    "grpo.max_num_steps=4",
+    *SHORT,
+    *SMALL_CACHE,
+    *ASYNC,
+    *TWO_APART,
+]
+
+
+def _second_start(damage: str | None = None) -> dict[str, Any]:
+    """A run that resumes from the checkpoints of `killed`, after what its engines had learned was damaged."""
+    return {"overrides": RECURRING + WITH_CHECKPOINTS + AS_MANY_AS_PAY, "earlier": "killed", "damage": damage}
+
+
+LEARNED_SCENARIOS: dict[str, dict[str, Any]] = {
+    "forgetting": {"overrides": RECURRING + DRAFTED + FORGETTING},
+    "learning": {"overrides": RECURRING + DRAFTED},
+    "killed": {
+        "overrides": RECURRING + WITH_CHECKPOINTS + AS_MANY_AS_PAY,
+        "kill_after": 5,
+        "kill": "DTensorPolicyWorker",
+    },
+    "resumed": _second_start(),
+    "resumed_at_random": {"overrides": RECURRING + WITH_CHECKPOINTS + DRAFTED, "earlier": "killed"},
+    **{
+        damage: _second_start(damage)
+        for damage in ("cut_short", "overwritten", "turned", "other_format", "emptied", "a_folder")
+    },
+    "stranger": {"overrides": STRANGER},
+    "after_stranger": {"overrides": RECURRING + DRAFTED + OF_STRANGER},
+    "spread_forgetting": {"overrides": SPREAD + DRAFTED + FORGETTING},
+    "spread_learning": {"overrides": SPREAD + DRAFTED},
 }
 
 PAIR: dict[str, Any] = {"plain": {"overrides": PLAIN}, "drafted": {"overrides": DRAFTED}}
@@ -280,7 +346,7 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
         "kill_after": 1,
     },
 }
-for scenarios in (SCENARIOS, PIN_SCENARIOS, DATA_PLANE_SCENARIOS, CONTROLLER_SCENARIOS):
+for scenarios in (SCENARIOS, PIN_SCENARIOS, LEARNED_SCENARIOS, DATA_PLANE_SCENARIOS, CONTROLLER_SCENARIOS):
     for scenario_name, scenario in scenarios.items():  # for the audit of its rows
         kept = {"NEMO_RL_CPU_KEPT_WEIGHTS": f"$OUT/{scenario_name}/weights"}
         scenario["environment"] = {**scenario.get("environment", {}), **kept}

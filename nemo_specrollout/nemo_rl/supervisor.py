@@ -269,7 +269,8 @@ class Supervisor:
         self._requested = []
         ends = [StepEnd.from_wire(reply) for reply in self._engines.call(WorkerCalls.specrollout_end_step, seeds)]
         log.samples += sample_lines(ends, seeds)
-        log.alarms += [alarm["sentence"] for end in ends for alarm in end.alarms]
+        # Engines that share a folder say alike what is wrong with it.
+        log.alarms += dict.fromkeys(alarm["sentence"] for end in ends for alarm in end.alarms)
         if began := Counter(sentence for end in ends for sentence in end.began):
             log.entries[BEGAN] = [f"{count} engine{'s' * (count > 1)} {what}" for what, count in began.items()]
         metrics |= head_metrics(ends)

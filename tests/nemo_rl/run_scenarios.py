@@ -4,7 +4,8 @@
 run_scenarios.py BASE.yaml SCENARIOS.json OUT_DIR; a scenario is a name and its overrides. OUT_DIR/<name>/result.json tells
 how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine actor after N steps,
 or after N recorded prompt groups where the scenario records them. `"kill"` names another actor by a part of its class name.
-`"environment"` is set while it runs.
+`"environment"` is set while it runs. `"earlier": NAME` lets it begin with the checkpoints of that scenario and with what its
+engines had learned, and `"damage"` says what had become of the latter (`earlier_start.py`).
 How far the weights move is in OUT_DIR/<name>/weights.jsonl, written by `cpu_host`.
 NEMO_RL_CPU_PROFILE=1 writes OUT_DIR/<name>/profile.pstats, of the driver.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from earlier_start import put_earlier_start
 from ray._private.state import actors  # the public list needs Ray's dashboard
 
 from nemo_specrollout.cli.main import main
@@ -46,6 +48,8 @@ def run_all(base: Path, scenarios: dict[str, Any], out: Path) -> None:
         folder = out / name
         folder.mkdir(parents=True)
         print(f"=== scenario {name}", flush=True)
+        if (earlier := facts.get("earlier")) is not None:
+            put_earlier_start(out / earlier / "checkpoints", folder / "checkpoints", facts.get("damage"))
         killing = Killing.of(facts)
         environment = {"NEMO_RL_CPU_WEIGHTS": str(folder / "weights.jsonl"), **facts.get("environment", {})}
         os.environ.update(environment)

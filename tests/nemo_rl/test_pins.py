@@ -31,6 +31,7 @@ PLAIN_OF = {
     "async_drafted": "async_plain",
     "async_moving": "async_plain",
     "dtensor_moving": "dtensor_plain",
+    "recurring_drafted": "recurring_plain",
 }
 """Runs whose weights change between requests only, and the same runs without drafters."""
 IN_FLIGHT = ("in_flight", "in_flight_ahead")
@@ -45,6 +46,7 @@ DRAFTERS = {
     "async_moving": ("suffix", "ngram"),
     "dtensor_moving": ("suffix", "ngram"),
     "in_flight": ("suffix", "ngram"),
+    "recurring_drafted": ("suffix", "ngram", "history"),
 }
 """Drafters of which NeMo-RL's metrics tell. Its windows leave out most engine steps of an asynchronous run."""
 
@@ -57,6 +59,7 @@ RANDOM = (
     "async_moving",
     "dtensor_moving",
     "in_flight",
+    "recurring_drafted",
 )
 """Runs that draft at random, in which the number of drafts does not depend on the speed of the machine."""
 

@@ -41,7 +41,11 @@ def main(out: Path) -> None:
     (out / "system.txt").write_text(SYSTEM)
     _write_lines(out / "gym.jsonl", [_gym_row(s["input"], s["output"]) for s in sums])
     _save_repetitive_policy(out / "policy", out / "repetitive")
-    _write_lines(out / "threes.jsonl", [s for s in sums if s["output"] == "3"])
+    threes = [s for s in sums if s["output"] == "3"]
+    _write_lines(out / "threes.jsonl", threes)
+    _write_lines(out / "pair.jsonl", threes[:2])
+    _write_lines(out / "few.jsonl", threes[:8])
+    _write_lines(out / "recurring.jsonl", threes[:8] * 3)
 
 
 def _gym_row(question: str, answer: str) -> dict[str, Any]:
