@@ -15,6 +15,7 @@ Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers o
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -294,7 +295,7 @@ class StepModel:
         """Returns predictions, or None before the first sample."""
         if not self._steps.is_known:
             return None
-        terms_JX = np.stack([self._terms(0, 0, False, rows=rows) for rows in self._knots_J])
+        terms_JX = np.stack(list(map(partial(self._terms, 0, 0, False, 0.0), self._knots_J)))
         x = self._steps.with_none_negative(_CONTEXTS)
         variance_J = np.einsum("jx,xy,jy->j", terms_JX, self._steps.covariance_XX, terms_JX)
         seconds_J = isotonic_regression(np.maximum(terms_JX @ x, 1e-9), weights=1.0 / (variance_J + 1e-9)).x

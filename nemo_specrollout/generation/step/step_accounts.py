@@ -82,7 +82,7 @@ class StepAccounts:
             self.step_model.observe_drafting(*sizes, seconds)
         if router.policy.costs is None or is_due(self.trace.num_steps, AGREED_STEPS * sparseness):
             costs = agreed(self.step_model.costs())
-            router.policy.costs = None if costs is None else costs.at(self._context)
+            router.policy.costs = None if costs is None else costs._replace(context=self._context)
 
     def totals(self) -> EngineTotals:
         """Returns sums since the engine's start."""
