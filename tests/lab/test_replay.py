@@ -60,7 +60,7 @@ def test_all_drafters_are_no_slower_than_their_best_part(record: Record, machine
     found = phases(record, MACHINES[machine], [MIXED, FREE, 2, REPETITIVE, FREE, 5], at_a_time)
     over = union_over_best(found)
     assert min(over) > 0.95 and np.exp(np.mean(np.log(over))) > 0.99, over
-    assert _gain(found, -1) > 1.5 and _gain(found, 0) > 1.5
+    assert _gain(found, -1) > 1.5 and _gain(found, 0) > 1.45
 
 
 def test_a_head_asleep_after_free_text_helps_in_the_next_batch(record: Record) -> None:
