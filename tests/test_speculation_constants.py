@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_specrollout.speculation import policy, step_model
-from nemo_specrollout.speculation.policy import AutoPolicy, BatchSizes, Forecast
+from nemo_specrollout.speculation import forecast, policy, step_model
+from nemo_specrollout.speculation.forecast import BatchSizes, Forecast
+from nemo_specrollout.speculation.policy import AutoPolicy
 from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import DraftCosts, StepCosts, StepModel
 
@@ -87,14 +88,14 @@ def guess() -> float:
 
 def steps_to_forecast(is_foreseen: bool = False) -> float:
     """Returns the steps of four requests after which half of a change of their drafts is believed."""
-    forecast, depth = Forecast(K), 2 if is_foreseen else 0
+    drafts, depth = Forecast(K), 2 if is_foreseen else 0
     for _ in range(100):
-        forecast.observe(spread([0.5], 4, depth))
+        drafts.observe(spread([0.5], 4, depth))
     for n in range(10_000):
-        if forecast.counts(1, 1)[depth, 64] < 0.5:
+        if drafts.counts(1, 1)[depth, 64] < 0.5:
             return n
         known = spread([], 4, 1)
-        forecast.observe(known if is_foreseen else spread([], 4, depth))
+        drafts.observe(known if is_foreseen else spread([], 4, depth))
     return np.inf
 
 
@@ -192,11 +193,11 @@ FIGURES: dict[tuple[Any, str], tuple[Callable[[], float], float, float]] = {
     (step_model, "CLIP"): (stall, 0.2, 2.0),
     (step_model, "OPTIMISM"): (guess, 0.15, 0.4),
     (step_model, "CONTEXT"): (context_guess, 0.1, 0.5),
-    (policy, "WINDOW"): (steps_to_forecast, 15, 40),
-    (policy, "FORESEEN"): (lambda: steps_to_forecast(True), 60, 130),
+    (forecast, "WINDOW"): (steps_to_forecast, 15, 40),
+    (forecast, "FORESEEN"): (lambda: steps_to_forecast(True), 60, 130),
     (policy, "ENOUGH"): (look_steps, 12, 30),
-    (policy, "GENERATION"): (steps_to_forget_sizes, 400, 1200),
-    (policy, "PLANNED_STEPS"): (plans, 40, 90),
+    (forecast, "GENERATION"): (steps_to_forget_sizes, 400, 1200),
+    (policy, "PLANNED_STEPS"): (plans, 50, 120),
     (policy, "JUDGED_STEPS"): (judgements, 15, 40),
     (policy, "LOOK_SHARE"): (wakes, 2.0, 6.0),
     (policy, "REST_SHARE"): (looks_at_rest, 1.0, 4.0),
@@ -219,7 +220,7 @@ def test_a_constant_four_times_off_shows(module: Any, name: str, monkeypatch: py
 def test_every_constant_is_here() -> None:
     constants = {
         (m, name)
-        for m in (policy, step_model)
+        for m in (policy, forecast, step_model)
         for name in vars(m)
         if isinstance(vars(m)[name], (int, float)) and name.isupper()
     }

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from nemo_specrollout.config.block import BudgetConfig
+from nemo_specrollout.speculation.forecast import BatchSizes
 from nemo_specrollout.speculation.policy import (
     ENOUGH,
     LOOK_SHARE,
@@ -18,7 +19,6 @@ from nemo_specrollout.speculation.policy import (
     PLANNED_STEPS,
     REST_SHARE,
     AutoPolicy,
-    BatchSizes,
     FixedPolicy,
     LookClock,
     build_policy,

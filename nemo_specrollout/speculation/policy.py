@@ -15,29 +15,23 @@ import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.speculation.decision import Choice, Steps, best_depth, best_steps
+from nemo_specrollout.speculation.forecast import BatchSizes, Forecast
 from nemo_specrollout.speculation.request_lives import RequestLives
 from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepCosts
 
-WINDOW = 128
-"""Requests, summed over steps, from which the survival of drafts is estimated."""
-FORESEEN = 0.25
-"""Weight of a draft that is only foreseen, relative to one that was made."""
 ENOUGH = 64
 """Requests, summed over steps, after which a look ends at the latest, and an estimate is trusted to stop a model."""
-GENERATION = 1024
-"""Steps from which the sizes of batches are estimated."""
 PLANNED_STEPS = 4
 """Steps for which a depth is planned, if the number of requests keeps its bit length and the model's drafts are well known.
 A look beyond graphs takes as many."""
 JUDGED_STEPS = 8
 """Steps between two judgements of a model, or of a look beyond the graphs, and the most steps of a look at a dormant model."""
 LOOK_SHARE = 0.004
-"""Share of the engine's time for looks at a dormant model."""
+"""Share of the engine's time for looks at a dormant model, and of the time that the running requests have before them for a
+look at drafters without weights when the batch changes."""
 REST_SHARE = 0.001
 """Share of the engine's time for looks at drafters without weights that rest, and as much for looks beyond the graphs."""
-CHANGE_SHARE = 0.003
-"""Share of what the running requests have before them that drafters which rest may cost when the batch changes."""
 PATIENCE = 4
 """Steps in a row without useful drafts before drafters without weights rest."""
 
@@ -146,98 +140,6 @@ class LookClock:
         is_paid = cost_s + keeps * self._dearest_s <= self._saved_s
         self._saved_s -= cost_s * is_paid
         return is_paid
-
-
-class BatchSizes:
-    """The sizes of an engine's batches. Owns the number of steps for each bit length of a size, in which old steps fade.
-
-    It begins with one step for each bit length. So until smaller batches were seen, it assumes that a batch of 64 takes as
-    long to shrink to 32 as one of 32 to shrink to 16, as it does when the lengths of responses are exponentially distributed.
-    """
-
-    LEARNED: ClassVar = ("_steps",)
-
-    def __init__(self) -> None:
-        self._steps = np.ones(32)
-
-    def is_sound(self) -> bool:
-        """Returns whether steps are counted."""
-        return bool((self._steps > 0.0).all())
-
-    def count(self, num_requests: int) -> None:
-        """Adds a step."""
-        self._steps *= 1.0 - 1.0 / GENERATION
-        self._steps[self._bits(num_requests)] += 1.0
-
-    def until_the_end(self, num_requests: int) -> list[tuple[int, float]]:
-        """Returns the sizes that a batch will have until it ends, and the share of its steps that each takes."""
-        most = self._bits(num_requests)
-        share = self._steps[1 : most + 1] / self._steps[1 : most + 1].sum()
-        return [(min(num_requests, 3 * 2**i // 2), float(share[i])) for i in range(most)]
-
-    def _bits(self, num_requests: int) -> int:
-        """Returns the bit length of a size; all sizes beyond the longest one that is counted have that."""
-        return min(num_requests.bit_length(), len(self._steps) - 1)
-
-
-class Forecast:
-    """The drafts that a request can expect, by depth of drafting. Owns means over the latest requests.
-
-    What a depth yields is known only from steps in which the model drafted as deep, and those are other steps for each depth.
-    So a mean is kept of what depth 0 yields, and of the change from each depth to the next. What the board merely foresees of
-    a depth counts for less than what was drafted.
-    """
-
-    LEARNED: ClassVar = ("_change_FQ", "_weight_F")
-
-    def __init__(self, num_positions: int) -> None:
-        self._change_FQ: np.ndarray | None = None
-        self._weight_F = np.zeros(num_positions + 1)
-
-    def is_sound(self) -> bool:
-        """Returns whether weights are numbers of requests, and nothing else is known of depths without one."""
-        return bool((self._weight_F >= 0.0).all()) and (self._change_FQ is not None or not self._weight_F.any())
-
-    def fade(self) -> None:
-        """Lets what an earlier start has seen count for a few requests, which do not suffice to stop a model."""
-        self._weight_F = np.minimum(self._weight_F, 0.5 * ENOUGH)
-
-    @property
-    def num_seen(self) -> float:
-        """Requests, summed over steps, from which the model's first drafts are known."""
-        return float(self._weight_F[1:2].sum())  # none where the model may draft nothing
-
-    def observe(self, spread: Spread) -> None:
-        """Adds the latest proposals, up to the deepest drafting that is forecast."""
-        num_depths = len(self._weight_F)
-        requests_F = spread.requests_F[:num_depths].astype(np.float64)
-        depth = int(np.count_nonzero(requests_F[1:]))
-        foreseen = slice(depth + 1, 2 * depth + 2)
-        requests_F[foreseen] = requests_F[1:2]
-        mean_FQ = spread.tokens_FQ[:num_depths] / np.maximum(requests_F, 1.0)[:, None]
-        requests_F[foreseen] *= FORESEEN
-        change_FQ = mean_FQ.copy()
-        change_FQ[1:] -= mean_FQ[:-1]
-        if self._change_FQ is None or self._change_FQ.shape != change_FQ.shape:
-            self._change_FQ = np.zeros_like(change_FQ)
-            self._weight_F = np.zeros(num_depths)
-        self._weight_F = np.minimum(self._weight_F + requests_F, WINDOW)
-        share_F = np.divide(requests_F, self._weight_F, out=np.zeros_like(requests_F), where=requests_F > 0)
-        self._change_FQ += np.minimum(share_F, 1.0)[:, None] * (change_FQ - self._change_FQ)
-
-    def forget_model(self) -> None:
-        """Forgets all depths above 0."""
-        self._weight_F[1:] = 0.0
-        if self._change_FQ is not None:
-            self._change_FQ[1:] = 0.0
-
-    def counts(self, num_requests: int, num_followed: int) -> np.ndarray:
-        """Returns the draft tokens of a batch by depth and bin of survival, float64 [F, Q]."""
-        if self._change_FQ is None:
-            return np.zeros((len(self._weight_F), 1))
-        scale_F = np.full(len(self._weight_F), float(num_followed))
-        scale_F[0] = num_requests
-        return np.maximum(np.cumsum(scale_F[:, None] * self._change_FQ, axis=0), 0.0)
 
 
 class BeyondGraphs:
@@ -425,7 +327,7 @@ class AutoPolicy(SpeculationPolicy):
         """
         assert self.costs is not None
         look_s = PATIENCE * (self.costs.text_s + self.costs.verify_s)
-        return look_s <= CHANGE_SHARE * self._lives.life_steps * self.costs.plain_s(num_requests)
+        return look_s <= LOOK_SHARE * self._lives.life_steps * self.costs.plain_s(num_requests)
 
     def _refused(self, num_requests: int, num_drafts: int, steps: Steps) -> float:
         """Returns the steps in a row in which drafters without weights have won less than their time, this one included."""
@@ -453,7 +355,7 @@ class AutoPolicy(SpeculationPolicy):
         self._planned = self._planned - 1
         self._judged = self._judged - 1
         depth = self._depth
-        if self._planned <= 0 or has_changed or self._forecast.num_seen < WINDOW:
+        if self._planned <= 0 or has_changed or not self._forecast.is_well_known:
             self._planned = PLANNED_STEPS
             depth = self._best(num_requests, num_followed).depth
         if self._to_look_at > 0:
