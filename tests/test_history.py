@@ -134,6 +134,15 @@ def test_two_stores_share_a_folder(tmp_path: Path) -> None:
     assert other.refresh() == []
 
 
+def test_equal_texts_of_a_prompt_are_written_once(tmp_path: Path) -> None:
+    one, other = store_at(tmp_path), store_at(tmp_path)
+    one.append([text(7, 1, 2)])
+    other.refresh()
+    other.append([text(7, 1, 2), text(7, 1, 3), text(8, 1, 2)])
+    other.refresh()
+    assert sorted(found or [] for found in tokens_of(other, 7)) == [[1, 2], [1, 3]] and tokens_of(other, 8) == [[1, 2]]
+
+
 def test_the_oldest_texts_make_room(tmp_path: Path) -> None:
     most = 64 << 10
     store = store_at(tmp_path, most)

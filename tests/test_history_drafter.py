@@ -123,6 +123,7 @@ def test_each_response_is_kept_once_and_as_it_is(start_engine: Start, tmp_path: 
     for request, rollout in zip([*ASKED, *later], rollouts, strict=True):
         if len(rollout.token_ids) >= 4:
             wanted.setdefault(request.prompt_index, []).append(rollout.token_ids)
+    assert all(len(set(map(tuple, texts))) == len(texts) for texts in wanted.values()), "equal texts are kept once"
     found = texts_in(tmp_path, ASKED, engine)
     assert {index: sorted(texts) for index, texts in found.items()} == {
         index: sorted(texts) for index, texts in wanted.items()

@@ -20,6 +20,8 @@ from lab.local.step_rollout import load_tokenizer
 from nemo_specrollout.config.block import LearnedConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig, NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.kept import Kept
+from nemo_specrollout.generation.warm_start import Learning
 from nemo_specrollout.learned.weights import weights_digest
 
 pytestmark = pytest.mark.integration
@@ -255,3 +257,22 @@ def test_other_engines_begin_cold(start_engine: Start, written: Path) -> None:
     engine = start_engine(STEP_ADDER, block(None, learned=off))
     assert warm_start(engine, lambda it: it.sentence) is None
     assert engine.take_alarms() == []
+
+
+def test_a_host_that_chooses_the_drafts_begins_with_its_foresight(start_engine: Start, tmp_path: Path) -> None:
+    engine = start_engine(STEP_ADDER, block(tmp_path))
+
+    def use_host(worker: Any) -> None:
+        own = worker.worker  # vLLM's wrapper has other attributes than our worker
+        own._settle_budget("a test")
+        learning = Learning(own.specrollout_router, own.specrollout_accounts, own.specrollout_host_budget.foresight)
+        own.specrollout_kept = Kept.begun(own.specrollout_config, own.model_runner, learning)
+
+    engine.run_in_worker(use_host)
+    engine.run_in_worker(lambda worker: setattr(worker.specrollout_host_budget.foresight, "_together", 0.25))
+    engine.generate(requests(2))
+    engine.run_in_worker(lambda worker: setattr(worker.specrollout_host_budget.foresight, "_together", 0.25))
+    kept(engine)
+    later = start_engine(STEP_ADDER, block(tmp_path))
+    later.run_in_worker(use_host)
+    assert later.run_in_worker(lambda worker: worker.specrollout_host_budget.foresight._together) == 0.25

@@ -33,9 +33,7 @@ class Kept:
         if self.history is not None:
             facts = self.history.facts()
             if facts.num_read:
-                found.append(
-                    f"found {facts.num_read:,} earlier responses to draft from ({facts.bytes_read / 2**20:.1f} MiB)"
-                )
+                found.append(f"found {facts.num_read:,} earlier responses ({max(facts.bytes_read >> 10, 1):,} KiB)")
         return [sentence for sentence in found if sentence is not None]
 
     def take_began(self) -> list[str]:

@@ -170,6 +170,12 @@ class SegmentReader:
         first, end = np.searchsorted(groups_R, group, "left"), np.searchsorted(groups_R, group, "right")
         return self._by_group_R[first:end]
 
+    def has(self, text: Text) -> bool:
+        """Returns whether the segment has an equal text of the same prompt, by length and checksum."""
+        rows_R = self._rows_R[self.find(text.group)]
+        of_length_R = rows_R[rows_R["num_tokens"] == len(text.tokens)]
+        return len(of_length_R) > 0 and bool((of_length_R["checksum"] == checksum_of(text)).any())
+
     def num_tokens(self, row: int) -> int:
         """Returns the number of tokens that a row claims, at most `MOST_TOKENS`."""
         return min(int(self._rows_R[row]["num_tokens"]), MOST_TOKENS)
@@ -189,6 +195,11 @@ class SegmentReader:
         if len(content) < 4 * num_tokens or _checksum(group, content) != int(facts["checksum"]):
             return None
         return Text(group, num_context, np.frombuffer(content, "<i4"))
+
+
+def checksum_of(text: Text) -> int:
+    """Returns the checksum in the row of a text."""
+    return _checksum(text.group, np.ascontiguousarray(text.tokens, "<i4").tobytes())
 
 
 def _checksum(group: int, content: bytes) -> int:

@@ -82,7 +82,11 @@ class HistoryStore:
             )
 
     def append(self, texts: Sequence[Text]) -> list[Place]:
-        """Writes texts; returns their places, none if they could not be written."""
+        """Writes texts that are not there yet; returns their places, none if they could not be written.
+
+        Steps that are made again, and greedy samples, make the same texts again.
+        """
+        texts = [text for text in texts if not any(reader.has(text) for reader in self._readers.values())]
         if not texts or not self._has_folder or self._clock() < self._writes_again_at:
             return []
         try:
