@@ -77,7 +77,8 @@ def drafts_of_a_busy_head(start_engine: Callable[..., RolloutEngine], head: Draf
 
 def test_only_decode_steps_teach_the_seconds_of_drafting(start_engine: Callable[..., RolloutEngine]) -> None:
     """After a prefill the model reads whole prompts, beside which no draft token has a price."""
-    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model=str(STEP_ADDER_HEAD)),)))
+    drafters = (Eagle3DrafterConfig(model=str(STEP_ADDER_HEAD)),)
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=drafters, budget=BudgetConfig("fixed", k=3)))
     worker = worker_of(engine)
     step_model, most_rows = worker.specrollout_accounts.step_model, 1 + worker.model_runner.num_speculative_steps
     observe, seen = step_model.observe_drafting, list[tuple[int, int, int]]()
