@@ -100,12 +100,27 @@ def describe_speculation(
             if block.run_ahead and block.runs_ahead
             else []
         ),
+        ("learned", _learned_in_words(block)),
         (
             "exactness",
             "a draft is accepted only if it equals the policy's own sample: tokens do not depend on drafters; "
             + checked,
         ),
     ]
+
+
+def _learned_in_words(block: SpecrolloutConfig) -> str:
+    learned = block.learned
+    what = []
+    if learned.history and block.suffix is not None:
+        what.append(
+            f"responses, up to {learned.history_mib:,} MiB, which are drafts for later samples of their prompts"
+        )
+    if learned.warm_start:
+        what.append("acceptance rates and step times, with which the next start begins")
+    if not what:
+        return "nothing is kept for the next start"
+    return f"kept in {learned.folder or 'a folder beside the checkpoints'}: {'; '.join(what)}"
 
 
 def _ahead_in_words(block: SpecrolloutConfig, ahead: RunAheadConfig, begins_again: bool) -> str:
