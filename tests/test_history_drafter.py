@@ -12,7 +12,7 @@ import pytest
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
 
-from lab.local.engine import RolloutEngine
+from lab.local.engine import Generation, RolloutEngine
 from nemo_specrollout.config.block import BudgetConfig, LearnedConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.generation.drafting.history_drafter import HistoryDrafter
@@ -44,8 +44,11 @@ def history_of(engine: RolloutEngine) -> HistoryDrafter:
 
 
 def end_step(engine: RolloutEngine) -> list[str]:
-    """Ends a training step; returns its alarms."""
+    """Ends a training step, and waits until all is written. Returns its alarms."""
     alarms = engine._ask(WorkerCalls.specrollout_end_step, None)["alarms"]
+    if (history := history_of(engine)) is not None:
+        assert history.service.settle(300.0)
+    alarms += engine._ask(WorkerCalls.specrollout_take_alarms)
     return [alarm["sentence"] for alarm in alarms]
 
 
@@ -128,6 +131,25 @@ def test_each_response_is_kept_once_and_as_it_is(start_engine: Start, tmp_path: 
     assert {index: sorted(texts) for index, texts in found.items()} == {
         index: sorted(texts) for index, texts in wanted.items()
     }
+
+
+def test_samples_that_begin_later_draft_from_history_too(start_engine: Start, tmp_path: Path) -> None:
+    one_prompt = requests(1, 6)
+    first = start_engine(STEP_ADDER, block_at(tmp_path))
+    first.generate(one_prompt, temperature=1.0)
+    end_step(first)
+    engine = start_engine(STEP_ADDER, block_at(tmp_path), max_num_seqs=2)
+    history = history_of(engine)
+    later = [replace(request, policy_version=1) for request in one_prompt]
+    running = Generation(engine, later, sampling={"temperature": 1.0})
+    running.advance(0.0)
+    while not history.service.has_pieces:
+        time.sleep(0.01)
+    while running.num_done < 4:
+        running.advance(0.0)
+    salts = history._salts_S[list(history._open)].tolist()
+    assert salts and set(salts) == {content_hash(one_prompt[0].prompt_token_ids)}
+    running.advance()
 
 
 def test_early_requests_and_checks_are_not_kept(start_engine: Start, tmp_path: Path) -> None:

@@ -41,8 +41,6 @@ FEED_SHARE = 0.01
 """Share of the engine's time in which its index is fed."""
 LEAST_FED = 256
 """Tokens that are fed at least, because a feeding of few tokens costs little less."""
-SETTLE_S = 10.0
-"""Most seconds for which the end of a training step waits until all of its responses are written."""
 _SHORTEST = 4
 """Tokens of the shortest response that is kept."""
 
@@ -86,8 +84,7 @@ class _Copied:
     def texts(self) -> list[tuple[Text | None, bool]]:
         """Waits for the copies. Returns each text, None if it is too short, and whether it shows that it has ended."""
         if self.arrived is not None:
-            with gpu_sync_allowed():
-                self.arrived.synchronize()
+            self.arrived.synchronize()
         rows = zip(self.opened, self.tokens_NL.numpy(), self.lengths_N.tolist(), strict=True)
         return [one.text(row[one.first - self.base : max(length - self.base, 0)]) for one, row, length in rows]
 
@@ -127,6 +124,8 @@ class HistoryDrafter(Drafter):
         """Slots whose texts were kept before the requests left them."""
         self._slots_of: dict[int, set[int]] = {}
         """Slots of the requests of each group."""
+        self._allowed: set[int] = set()
+        """Groups of such requests of which the index knows texts."""
         self._timer = StageTimer(self._device)
         self._token_s = 0.0
         """Seconds in which one token is fed; 0 while unknown."""
@@ -141,7 +140,8 @@ class HistoryDrafter(Drafter):
         return Lookup(self.index, self._salts_S, self._lookup.learned_S, drafter, learns=False)
 
     def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
-        self._salts_S.index_fill_(0, slots, NO_SALT)
+        groups = [request.identity.group for request in requests]
+        self._salts_S[slots] = put([group if group in self._allowed else NO_SALT for group in groups], np.int64)
         for request in requests:
             who = request.identity
             self._slots_of.setdefault(who.group, set()).add(request.slot)
@@ -151,7 +151,7 @@ class HistoryDrafter(Drafter):
             self._open[request.slot] = kept
             if who.is_early or not who.speculate:  # their rows are decoded again
                 self._kept.add(request.slot)
-        self.service.opened([request.identity.group for request in requests])
+        self.service.opened(groups)
 
     def ended(self, slots: Sequence[int]) -> None:
         """Keeps the responses of requests that have ended and still have these slots."""
@@ -167,15 +167,17 @@ class HistoryDrafter(Drafter):
                 of_group.discard(slot)
                 if not of_group:
                     del self._slots_of[request.group]
+                    self._allowed.discard(request.group)
         self.service.closed(groups)
 
     def end_rollout(self) -> None:
-        """Keeps the responses of requests that have ended but have not left their slots, and waits until all are written.
+        """Keeps the responses of requests that have ended but have not left their slots.
 
-        vLLM takes the slots of the last requests with the next step, which may never come.
+        vLLM takes the slots of the last requests with the next step, which may never come. Waits for the device, which is
+        idle, but not for the disk.
         """
-        self._keep_ended([slot for slot in self._open if slot not in self._kept])
-        self.service.settle(SETTLE_S)
+        with gpu_sync_allowed():
+            self._keep_ended([slot for slot in self._open if slot not in self._kept])
 
     def feed(self) -> None:
         """Lets the index learn texts that are ready, in a bounded share of the engine's time."""
@@ -220,7 +222,9 @@ class HistoryDrafter(Drafter):
 
     def _allow(self, groups: set[int]) -> None:
         """Lets the open requests of these groups draft, because the index knows texts of theirs now."""
-        slots = [slot for group in groups for slot in self._slots_of.get(group, ())]
+        at_work = groups & self._slots_of.keys()
+        self._allowed |= at_work
+        slots = [slot for group in at_work for slot in self._slots_of[group]]
         if not slots:
             return
         salts = [self._open[slot].group for slot in slots]
@@ -234,7 +238,7 @@ class HistoryDrafter(Drafter):
             self.service.ended(copied.whole)
 
     def _keep_ended(self, slots: Sequence[int]) -> None:
-        """Keeps those texts that show that they have ended, because others go on. Waits for the device, which is idle."""
+        """Keeps those texts that show that they have ended, because others go on."""
         for copied, some in self._copies(slots):
             found = [(slot, text) for slot, (text, has_ended) in zip(some, copied.texts(), strict=True) if has_ended]
             self._kept.update(slot for slot, _ in found)
