@@ -27,6 +27,8 @@ from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.engine.requests import NewRequest, RequestIdentity
 from nemo_specrollout.generation.step.near_ties import NearTies
 from nemo_specrollout.generation.step.step_accounts import StepAccounts
+from nemo_specrollout.speculation.forecast import WINDOW
+from nemo_specrollout.speculation.policy import AutoPolicy
 
 with mock.patch.object(compat, "device_type", lambda: "cuda"):  # a CPU's worker copies nothing to a device
     from nemo_specrollout.generation.vllm_worker import VllmWorkerMixin
@@ -158,6 +160,11 @@ class Counts:
             engine = Engine(state)
             for _ in range(NUM_STEPS):  # the first steps open requests, and read what is behind
                 engine.step()
+            # No kernel runs, so no draft is ever seen. In a steady step of an engine they are well known, and good ones.
+            policy = getattr(engine.specrollout_router, "policy", None)
+            if isinstance(policy, AutoPolicy) and policy._forecast._change_FQ is not None:
+                policy._forecast._weight_F[1:] = WINDOW
+                policy._forecast._change_FQ[1:, -1] = 1.0
             spoil(engine)
             self._count(gpu, engine)
 
@@ -199,12 +206,12 @@ class Counts:
 
 MOST = {
     "no drafters": (2, 0, 2, 1, 18),
-    "resting": (2, 0, 2, 1, 35.1),
-    "resting head": (2, 0, 2.2, 1, 48),
-    "text": (2, 1, 15, 2, 74.4),
-    "ahead": (2, 1, 15, 2, 77.4),
-    "early requests": (2, 1, 15, 2, 78.4),
-    "head": (2, 2, 21.2, 2, 109),
+    "resting": (2, 0, 2, 1, 37.1),
+    "resting head": (2, 0, 2.2, 1, 50),
+    "text": (2, 1, 15, 2, 77.4),
+    "ahead": (2, 1, 15, 2, 80.4),
+    "early requests": (2, 1, 15, 2, 81.4),
+    "head": (2, 2, 21.2, 2, 113.5),
 }
 """Launches of our kernels, replays of graphs, operations of torch, launches of vLLM's kernels in our place, and calls of our
 functions, in a step. If a change saves some, lower the number."""
