@@ -96,8 +96,10 @@ def play(ways: Sequence[Way], work: Work, *, keep: bool) -> tuple[int, int]:
     }
     took = dict.fromkeys(running, 0.0)
     before = {way.name: drafts_of(way) for way in ways}
+    order = list(running.items())
     while not all(part.is_done for parts in running.values() for part in parts):
-        for name, parts in running.items():
+        order.reverse()
+        for name, parts in order:
             for part in parts:
                 if not part.is_done:
                     started = time.perf_counter()
