@@ -25,7 +25,7 @@ from nemo_specrollout.drafters.device_index import NO_SALT, ContextIndex, Lookup
 from nemo_specrollout.drafters.participant import Drafter, Put
 from nemo_specrollout.generation.engine.requests import NewRequest
 from nemo_specrollout.generation.engine.tokenizer_fingerprint import tokenizer_fingerprint
-from nemo_specrollout.generation.engine.transfers import StageTimer, copy_to_device, to_device
+from nemo_specrollout.generation.engine.transfers import StageTimer, copy_to_device, to_device, to_host
 from nemo_specrollout.history.feeding import PIECE, Feeding, tokens_of_index
 from nemo_specrollout.history.segments import Text
 from nemo_specrollout.history.service import HistoryFacts, HistoryService, Piece
@@ -112,7 +112,7 @@ class HistoryDrafter(Drafter):
         self.index = ContextIndex(slots, orders, self._device)
         self._num_context = orders[-1]
         self._salts_S = torch.full((runner.max_num_reqs,), NO_SALT, dtype=torch.int64, device=self._device)
-        self._lookup = Lookup(self.index, self._salts_S, torch.zeros_like(self._salts_S, dtype=torch.int32))
+        self._learned_S = torch.zeros_like(self._salts_S, dtype=torch.int32)
         # What is fed: one row for each piece.
         shape = (PIECES, PIECE + self._num_context)
         self._tokens_HL = torch.zeros(shape, dtype=torch.int32, device=self._device)
@@ -137,7 +137,7 @@ class HistoryDrafter(Drafter):
         self.service = HistoryService(store, feeding, self._num_context, runner.vocab_size)
 
     def lookup(self, drafter: int) -> Lookup:
-        return Lookup(self.index, self._salts_S, self._lookup.learned_S, drafter, learns=False)
+        return Lookup(self.index, self._salts_S, self._learned_S, drafter, learns=False)
 
     def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
         groups = [request.identity.group for request in requests]
@@ -259,14 +259,7 @@ class HistoryDrafter(Drafter):
             tokens_NL = states.all_token_ids.gpu[:, base:end].index_select(0, slots_N)
             arrived = None
             if is_cuda:
-                tokens_NL, lengths_N = map(_to_host, (tokens_NL, lengths_N))
+                tokens_NL, lengths_N = map(to_host, (tokens_NL, lengths_N))
                 arrived = torch.cuda.Event(blocking=True)
                 arrived.record()
             yield _Copied(opened, base, tokens_NL, lengths_N, arrived), some
-
-
-def _to_host(values: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in pinned memory, which arrives later."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    return host

@@ -46,6 +46,13 @@ def copy_to_device(values: np.ndarray, out: torch.Tensor) -> None:
     out.copy_(staged, non_blocking=True)
 
 
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """Returns a copy on the host, which on a GPU arrives later."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    host.copy_(values, non_blocking=True)
+    return host
+
+
 class HostCopy:
     """The values that a device tensor had in an earlier step. Owns two host buffers: one is read while the other is written.
 

@@ -15,7 +15,7 @@ import torch
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from nemo_specrollout.generation.engine.requests import NewRequest
-from nemo_specrollout.generation.engine.transfers import to_device
+from nemo_specrollout.generation.engine.transfers import to_device, to_host
 from nemo_specrollout.generation.step.sampled_rows import TieTables
 
 logger = logging.getLogger(__name__)
@@ -137,13 +137,13 @@ class NearTies:
         leaving = [name for name, live in self._live.items() if live.slot in slots]
         if not leaving:
             return
-        lengths_S = self._to_host(lengths_S)
+        lengths_S = to_host(lengths_S)
         arrived = None
         left = list[tuple[int, torch.Tensor, torch.Tensor]]()
         for name in leaving:
             live = self._live[name]
             row = (live.slot, slice(live.first, live.limit))
-            left.append((name, self._to_host(self.tables.gap_SL[row]), self._to_host(self.tables.runner_up_SL[row])))
+            left.append((name, to_host(self.tables.gap_SL[row]), to_host(self.tables.runner_up_SL[row])))
         if self._device.type == "cuda":
             arrived = torch.cuda.Event(blocking=True)
             arrived.record()
@@ -153,12 +153,6 @@ class NearTies:
             parts.append(_Left(live.first, gaps_N, runners_up_N, lengths_S, live.slot, arrived))
         while len(self._left) > MOST_KEPT:
             del self._left[next(iter(self._left))]
-
-    def _to_host(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the host, which on a GPU arrives later."""
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-        host.copy_(values, non_blocking=True)
-        return host
 
     def take(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
         """Returns the near-ties of requests by name that were not taken before, and forgets them.
