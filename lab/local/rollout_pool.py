@@ -320,6 +320,7 @@ class RolloutPool:
 
         Engines with requests of their own must keep their cached prefixes, which these use.
         """
+        self._worth = {}
         asked = {engine: actor.end_ahead.remote(keeps_cache) for engine, actor in sorted(self._actors.items())}
         answers = [self._answer(engine, ref) for engine, ref in asked.items()]
         return [made for made in answers if made is not DEAD]
