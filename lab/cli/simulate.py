@@ -175,7 +175,7 @@ def _row(comparison: Comparison, step: StepResult) -> tuple[str, ...]:
         f"{step.step_s - sum(main_parts):.1f}",
         f"{step.idle_share:.0%}",
         "-" if peak is None else f"{peak:.1%}",
-        str(step.rollout.num_moves),
+        f"{step.moves:.0f}" if isinstance(step, RollingResult) else str(step.rollout.num_moves),
         str(step.rollout.num_races),
     )
 
@@ -208,7 +208,7 @@ def _variant(comparison: Comparison, step: StepResult) -> dict[str, object]:
         "rollout_speedup": comparison.rollout_speedup(step),
         "idle_share": step.idle_share,
         "peak_share": comparison.peak_share(step),
-        "num_moves": step.rollout.num_moves,
+        "num_moves": step.moves if isinstance(step, RollingResult) else step.rollout.num_moves,
         "num_races": step.rollout.num_races,
         "num_wasted_tokens": step.rollout.num_wasted_tokens,
         "early": asdict(step.early) if isinstance(step, RollingResult) else None,

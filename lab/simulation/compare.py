@@ -160,17 +160,27 @@ def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison
 
 
 def _with_texts_in_flight(fleet: Fleet, kind: str, traced: tuple[np.ndarray, ...]) -> list[StepResult]:
-    """Simulates synchronous steps with texts in flight: of one coming step, of two, ..., and of as many as `auto` chooses."""
+    """Simulates synchronous steps with texts in flight: of one coming step, of two, ..., and of as many as `auto` chooses.
+
+    With several engines, `auto` is simulated with moves as well, and so are moves alone over the same steps.
+    """
     training = fleet.scenario.training
     ahead = training.run_ahead
     if ahead is None:
         return []
-    names = {f"{RUN_AHEAD} {number}": number for number in range(1, ahead.steps + 1)} | {
-        f"{RUN_AHEAD} auto": AUTO_STEPS
+    numbers = {f"{RUN_AHEAD} {number}": number for number in range(1, ahead.steps + 1)}
+    variants: dict[str, tuple[int, FastestOfNConfig | None]] = {
+        name: (number, None) for name, number in (numbers | {f"{RUN_AHEAD} auto": AUTO_STEPS}).items()
     }
     if training.mode == "async":
-        names = {ON_POLICY: 0} | names
-    return [rolling_steps(Setting(fleet, Variant(name, kind), traced), number) for name, number in names.items()]
+        variants = {ON_POLICY: (0, None)} | variants
+    if fleet.num_engines(kind) > 1:
+        moving = FastestOfNConfig(max_racers=1)
+        variants |= {f"{ON_POLICY}, {MOVING}": (0, moving), f"{RUN_AHEAD} auto, {MOVING}": (AUTO_STEPS, moving)}
+    return [
+        rolling_steps(Setting(fleet, Variant(name, kind, tail), traced), number)
+        for name, (number, tail) in variants.items()
+    ]
 
 
 def as_configured(scenario: Scenario, block: SpecrolloutConfig) -> Comparison:

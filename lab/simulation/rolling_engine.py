@@ -8,7 +8,7 @@ requests of the engine advance at constant speed.
 Shapes: I requests, R numbers of requests from 0 on, L lengths of responses, B requests of a step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -40,6 +40,29 @@ class TextsInFlight:
     """Whether the text that was made had an end, which is wrong if it parts before."""
     done_I: np.ndarray
     """Tokens that the present weights have made or verified."""
+    end_I: np.ndarray
+    """Second at which each request has ended, NaN before."""
+    has_begun_I: np.ndarray
+    """Whether the engine has read the prompt of each."""
+
+    @classmethod
+    def at_start(
+        cls,
+        numbers_I: np.ndarray,
+        work: Workload,
+        steps_ahead_I: np.ndarray,
+        known_I: np.ndarray,
+        is_complete_I: np.ndarray,
+    ) -> "TextsInFlight":
+        """Returns requests of which nothing is made or verified in this phase."""
+        num = len(numbers_I)
+        progress = (np.zeros(num), np.full(num, np.nan), np.zeros(num, bool))
+        return cls(numbers_I, work, steps_ahead_I, known_I, is_complete_I, *progress)
+
+    @property
+    def is_own_I(self) -> np.ndarray:
+        """Which requests are the engine's own."""
+        return self.steps_ahead_I == 0
 
     def is_open_I(self) -> np.ndarray:
         """Returns which requests have tokens to come."""
@@ -48,6 +71,20 @@ class TextsInFlight:
     def is_verifying_I(self) -> np.ndarray:
         """Returns which requests have known tokens ahead of them."""
         return self.done_I < self.known_I - _CLOSE
+
+    def part(self, rows_i: np.ndarray) -> "TextsInFlight":
+        """Returns some of the requests."""
+        return replace(
+            self, work=self.work.part(rows_i), **{name: getattr(self, name)[rows_i] for name in self._columns()}
+        )
+
+    def with_others(self, others: "TextsInFlight") -> "TextsInFlight":
+        """Returns these requests and others of the same steps."""
+        columns = {n: np.concatenate([getattr(self, n), getattr(others, n)]) for n in self._columns()}
+        return replace(self, work=self.work.with_others(others.work), **columns)
+
+    def _columns(self) -> list[str]:
+        return [field.name for field in fields(self) if field.name != "work"]
 
 
 def early_prices(
@@ -81,34 +118,59 @@ class EarlyTerms:
 
 
 class RollingEngine:
-    """One engine in one phase: until its own requests have ended, and then as long as it is asked to go on."""
+    """One engine in one phase: until its own requests have ended, and then as long as it is asked to go on.
+
+    A straggler policy sees it like a `SimulatedEngine`, with its own requests only.
+    """
 
     def __init__(
         self, index: int, speculation: Speculation, num_slots: int, texts: TextsInFlight, terms: EarlyTerms | None
     ) -> None:
         """`terms` is None for an engine that fills all of its slots, whatever that costs."""
+        self.index = index
+        self.num_slots = num_slots
+        self.method = 0
         self.texts = texts
         self.seconds = 0.0
         self.spans: list[Span] = []
         self.num_early_tokens = 0.0
-        self.end_I = np.full(len(texts.done_I), np.nan)
-        """Second at which each request has ended."""
-        self._index = index
         self._speculation = speculation
-        self._num_slots = num_slots
         self._terms = terms
-        self._is_own_I = texts.steps_ahead_I == 0
-        self._has_begun_I = np.zeros(len(texts.done_I), bool)
 
     @property
     def is_done(self) -> bool:
         """Whether its own requests have ended."""
-        return not (self._is_own_I & self.texts.is_open_I()).any()
+        return not self._is_under_way_I().any()
 
-    def run(self, until_s: float = np.inf) -> None:
-        """Goes on until its own requests have ended, or, if `until_s` is given, until that moment."""
-        while self.seconds < until_s - 1e-12 and not (self.is_done and np.isinf(until_s)):
-            own = np.flatnonzero(self._is_own_I & self.texts.is_open_I())[: self._num_slots]
+    @property
+    def load(self) -> int:
+        """Number of its own requests, including waiting ones."""
+        return int(self._is_under_way_I().sum())
+
+    @property
+    def requests_B(self) -> np.ndarray:
+        """Numbers of its own requests that have begun and not ended, int64."""
+        return self.texts.numbers_I[self._is_running_I()]
+
+    @property
+    def known_B(self) -> np.ndarray:
+        """Tokens of their texts that were made early, float64."""
+        return self.texts.known_I[self._is_running_I()]
+
+    @property
+    def waiting(self) -> np.ndarray:
+        """Numbers of its own requests that have not begun, int64."""
+        return self.texts.numbers_I[self._is_under_way_I() & ~self.texts.has_begun_I]
+
+    def tokens_at(self, now_s: float) -> np.ndarray:
+        """Returns the tokens of `requests_B`, float64 [B], at the moment until which the engine has run."""
+        return self.texts.done_I[self._is_running_I()]
+
+    def run(self, until_s: float = np.inf, *, only_own: bool = False) -> None:
+        """Goes on until `until_s`, or, with `only_own` or without that moment, until its own requests have ended."""
+        only_own |= np.isinf(until_s)
+        while self.seconds < until_s - 1e-12 and not (only_own and self.is_done):
+            own = np.flatnonzero(self._is_under_way_I())[: self.num_slots]
             running = np.concatenate([own, self._early(len(own))])
             if not len(running):
                 self.seconds = until_s
@@ -116,32 +178,77 @@ class RollingEngine:
             self._prefill(running)
             self._advance(running, len(own), until_s)
 
+    def give(self, request: int) -> TextsInFlight:
+        """Returns a request that goes on in another engine."""
+        is_it_I = self.texts.numbers_I == request
+        given = self.texts.part(np.flatnonzero(is_it_I))
+        self.texts = self.texts.part(np.flatnonzero(~is_it_I))
+        return given
+
+    def take(self, given: TextsInFlight) -> None:
+        """Goes on with requests of other engines, after a prefill of all that is made of them."""
+        self.texts = self.texts.with_others(given)
+        work = given.work
+        self._compute(float(work.prompt_tokens * len(given.done_I) + given.done_I.sum()))
+
+    def early_worths(self, most_own: int) -> np.ndarray:
+        """Returns what the engine's early work is worth beside 0, 1, ... `most_own` requests of its own.
+
+        These are the seconds that the work spares in coming steps for each second in which the engine does it, float64. They
+        are 0 where no early request would run.
+        """
+        if self._terms is None:
+            return np.zeros(most_own + 1)
+        return np.array([self._early_worth(self._terms, num_own) for num_own in range(most_own + 1)])
+
+    def _early_worth(self, terms: EarlyTerms, num_own: int) -> float:
+        prices = _with_branches(terms, num_own)
+        worths = self._early_candidates(terms, num_own)[1]
+        num = num_early(prices, num_own, worths)
+        return float(prices.gain_E(worths[:num]).sum()) / prices.step_s(num_own + num) if num else 0.0
+
+    def _is_under_way_I(self) -> np.ndarray:
+        return self.texts.is_own_I & self.texts.is_open_I()
+
+    def _is_running_I(self) -> np.ndarray:
+        return self._is_under_way_I() & self.texts.has_begun_I
+
     def _early(self, num_own: int) -> np.ndarray:
         """Returns the early requests that run beside the engine's own ones, best first."""
         texts = self.texts
         terms = self._terms
-        candidates = np.flatnonzero(~self._is_own_I & texts.is_open_I())
-        free = self._num_slots - num_own
         if terms is None:
-            return candidates[: max(free, 0)]
+            candidates = np.flatnonzero(~texts.is_own_I & texts.is_open_I())
+            return candidates[: max(self.num_slots - num_own, 0)]
+        candidates, worths = self._early_candidates(terms, num_own)
+        return candidates[: num_early(_with_branches(terms, num_own), num_own, worths)]
+
+    def _early_candidates(self, terms: EarlyTerms, num_own: int) -> tuple[np.ndarray, list[Worth]]:
+        """Returns the early requests for which there are slots beside `num_own` own requests, best first, and their worth."""
+        texts = self.texts
+        candidates = np.flatnonzero(~texts.is_own_I & texts.is_open_I())
+        free = self.num_slots - num_own
         seems_complete_i = (texts.is_complete_I & texts.is_verifying_I())[candidates]
         k_i = texts.steps_ahead_I[candidates]
         p_i = terms.kept**k_i * np.where(seems_complete_i, 1.0 - terms.kept, 1.0)
         order = np.argsort(-p_i, kind="stable")[: max(int(free / (1.0 + terms.rows_of_branches)), 0)]
         known_i = np.maximum(texts.known_I, texts.done_I)[candidates]
         fields = (p_i, k_i, k_i, known_i)
-        worths = list(map(Worth, *(values_i[order].tolist() for values_i in fields)))
-        return candidates[order][: num_early(_with_branches(terms, num_own), num_own, worths)]
+        return candidates[order], list(map(Worth, *(values_i[order].tolist() for values_i in fields)))
 
     def _prefill(self, running: np.ndarray) -> None:
         """Computes the prompts of requests that begin."""
-        new = running[~self._has_begun_I[running]]
+        new = running[~self.texts.has_begun_I[running]]
         if len(new):
-            self._has_begun_I[new] = True
-            begin_s = self.seconds
-            self.seconds += self._speculation.costs.prefill_s(self.texts.work.tokens_to_prefill(new))
-            if self.seconds > begin_s:
-                self.spans.append(Span(begin_s, self.seconds, self._index, 0, 0.0))
+            self.texts.has_begun_I[new] = True
+            self._compute(self.texts.work.tokens_to_prefill(new))
+
+    def _compute(self, num_tokens: float) -> None:
+        """Computes texts of `num_tokens` tokens; other requests wait."""
+        begin_s = self.seconds
+        self.seconds += self._speculation.costs.prefill_s(num_tokens)
+        if self.seconds > begin_s:
+            self.spans.append(Span(begin_s, self.seconds, self.index, 0, 0.0))
 
     def _advance(self, running: np.ndarray, num_own: int, until_s: float) -> None:
         """Goes on to the next event: a request has ended or has no known tokens left, or the time is up."""
@@ -163,10 +270,10 @@ class RollingEngine:
         begin_s = self.seconds
         self.seconds += num_steps * step_s
         ended = running[~texts.is_open_I()[running]]
-        self.end_I[ended] = self.seconds
+        texts.end_I[ended] = self.seconds
         if num_own:
             own = float(made_B[:num_own].sum())
-            self.spans.append(Span(begin_s, self.seconds, self._index, num_own, own, num_steps))
+            self.spans.append(Span(begin_s, self.seconds, self.index, num_own, own, num_steps))
         self.num_early_tokens += float(made_B[num_own:].sum()) + num_steps * num_branches
 
     def _step(self, is_known_B: np.ndarray, p_B: np.ndarray, num_branches: float, context: float) -> DecodeStep:

@@ -5,6 +5,9 @@ While a rollout drains, requests of coming steps run in free slots of the engine
 update changes the text of a response after a number of tokens that is drawn for each. All tokens before are verified under
 the new weights, and the response is decoded from there on. So tokens are those of steps without `run_ahead`.
 
+With `fastest_of_n` in the variant, engines also take over each other's stragglers (`rolling_tail.py`), with or without texts of
+coming steps.
+
 Shapes: R requests of all steps, E engines, r requests of a step.
 """
 
@@ -15,6 +18,7 @@ import numpy as np
 from lab.simulation.dealing import in_shards
 from lab.simulation.event_loop import RolloutResult, StepResult
 from lab.simulation.rolling_engine import EarlyTerms, RollingEngine, TextsInFlight, early_prices
+from lab.simulation.rolling_tail import RollingTail
 from lab.simulation.scenario import AheadConfig
 from lab.simulation.setting import Setting
 from nemo_specrollout.config.block import MOST_STEPS_AHEAD
@@ -50,6 +54,8 @@ class RollingResult(StepResult):
     """Result of a step with texts in flight."""
 
     early: EarlyFigures = EarlyFigures(1.0, 0.0, 0.0, 0.0, 0.0)
+    moves: float = 0.0
+    """Requests of a step that moved to another engine."""
 
 
 AUTO = -1
@@ -88,6 +94,7 @@ class _Rolling:
         self._speculation = fleet.speculation(kind, 0)
         self._num_engines = fleet.num_engines(kind)
         self._engine_r = in_shards(self._steps.shape[1], self._num_engines)
+        self._tail, self._tail_alone = self._new_tail(), self._new_tail()
 
     def result(self) -> RollingResult:
         """Simulates all steps."""
@@ -99,14 +106,10 @@ class _Rolling:
             ready[step] = self._right_R[self._steps[step]].sum() / own.num_tokens
             num_ahead[step] = steps_ahead = self._steps_ahead(step)
             engines = self._engines(step, steps_ahead)
-            alone = self._engines(step, 0)
-            for engine in (*engines, *alone):
-                engine.run()
-            alone_s[step] = max(engine.seconds for engine in alone)
-            generated_s[step] = max(engine.seconds for engine in engines)
-            ends_s = [engine.seconds for engine in engines]
-            idle_s[step] = generated_s[step] - float(np.mean(ends_s))
+            generated_s[step] = _roll_out(engines, self._tail)
+            alone_s[step] = _roll_out(self._engines(step, 0), self._tail_alone) if self._most_ahead else np.nan
             rollout = self._rollout(step, engines)
+            idle_s[step] = generated_s[step] - rollout.busy_s / self._num_engines
             self._go_on(engines, float(generated_s[step]), parts_s)
             self._observe(step, steps_ahead)
             made[step] = sum(engine.num_early_tokens for engine in engines) / own.num_tokens
@@ -118,10 +121,15 @@ class _Rolling:
             float(ready[late].mean()),
             float(made[late].mean()),
             float(num_ahead[late].mean()),
-            float(generated_s[late].sum() / alone_s[late].sum()) - 1.0,
+            float(generated_s[late].sum() / alone_s[late].sum()) - 1.0 if self._most_ahead else 0.0,
         )
         idle_share = float(idle_s[late].mean()) / sum(parts_s.values())
-        return RollingResult(self._setting.variant.name, parts_s, generate_s, idle_share, rollout, figures)
+        moves = self._tail.num_moves / NUM_STEPS if self._tail else 0.0
+        return RollingResult(self._setting.variant.name, parts_s, generate_s, idle_share, rollout, figures, moves)
+
+    def _new_tail(self) -> RollingTail | None:
+        policy = self._setting.tail()
+        return None if policy is None or self._num_engines == 1 else RollingTail(policy, self._requests)
 
     def _update(self, step: int) -> float:
         """Cuts the texts in flight where new weights change them. Returns the share that is left, NaN if there was none.
@@ -177,15 +185,10 @@ class _Rolling:
     def _engine(self, index: int, numbers_I: np.ndarray, ahead_I: np.ndarray, step: int) -> RollingEngine:
         work = self._requests.part(numbers_I)
         right_I = self._right_R[numbers_I]
-        done_I = np.zeros(len(numbers_I)) if self._is_exact else right_I.copy()
-        texts = TextsInFlight(
-            numbers_I,
-            work,
-            ahead_I,
-            right_I,
-            self._is_complete_R[numbers_I],
-            done_I,
-        )
+        texts = TextsInFlight.at_start(numbers_I, work, ahead_I, right_I, self._is_complete_R[numbers_I])
+        if not self._is_exact:
+            texts.done_I = right_I.copy()
+            texts.end_I[~texts.is_open_I()] = 0.0
         return RollingEngine(
             index,
             self._speculation,
@@ -222,9 +225,20 @@ class _Rolling:
         """Returns the rollout of a step's own requests."""
         end_R = np.zeros(self._steps.shape[1])
         for engine in engines:
-            is_own_I = engine.texts.steps_ahead_I == 0
-            end_R[engine.texts.numbers_I[is_own_I] - self._steps[step][0]] = engine.end_I[is_own_I]
+            texts = engine.texts
+            end_R[texts.numbers_I[texts.is_own_I] - self._steps[step][0]] = texts.end_I[texts.is_own_I]
         own = self._requests.part(self._steps[step])
         spans = tuple(span for engine in engines for span in engine.spans)
         num_tokens = sum(span.num_tokens for span in spans)
         return RolloutResult(end_R, own.length_R, spans, len(engines), num_tokens, 0.0)
+
+
+def _roll_out(engines: list[RollingEngine], tail: RollingTail | None) -> float:
+    """Runs engines until their own requests have ended. Returns the seconds until the last of them."""
+    if tail is None:
+        for engine in engines:
+            engine.run()
+    else:
+        tail.roll_out(engines)
+    own = [engine.texts.end_I[engine.texts.is_own_I] for engine in engines]
+    return float(np.concatenate(own).max())

@@ -196,7 +196,7 @@ class Setting:
 
     def rollout(self, requests: Workload) -> Rollout:
         """Returns a rollout whose engines have no requests yet."""
-        return Rollout(requests, self._engines(), self._tail())
+        return Rollout(requests, self._engines(), self.tail())
 
     def parts_s(self, num_tokens: int, num_requests: int) -> dict[str, float]:
         """Returns the seconds of all parts, with 0 for generation.
@@ -260,7 +260,8 @@ class Setting:
         pattern = [names.index(name) for name in drafting.methods_of_workers] or list(range(len(names)))
         return [pattern[i % len(pattern)] for i in range(num_engines)]
 
-    def _tail(self) -> TailPolicy | None:
+    def tail(self) -> TailPolicy | None:
+        """Returns a straggler policy that has seen a rollout of other prompts, or None if the variant has none."""
         if self.variant.tail is None:
             return None
         scenario = self.fleet.scenario

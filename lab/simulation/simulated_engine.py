@@ -7,8 +7,9 @@ Shapes: B requests of an engine, R requests under way, M draft methods, A attemp
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -66,6 +67,11 @@ class SimulatedEngine:
     def load(self) -> int:
         """Number of requests, including waiting ones."""
         return len(self.requests_B) + len(self.waiting)
+
+    @property
+    def known_B(self) -> np.ndarray:
+        """Tokens of each request that were made before its step: none."""
+        return np.zeros(len(self.requests_B))
 
     def tokens_at(self, now_s: float) -> np.ndarray:
         """Returns the tokens of each request, float64 [B], at a moment of the current plan."""
@@ -147,6 +153,33 @@ class SimulatedEngine:
         return max(now_s - self.begin_s, 0.0) / (self.end_s - self.begin_s)
 
 
+class TailEngine(Protocol):
+    """An engine as the straggler policy sees it."""
+
+    index: int
+    num_slots: int
+    method: int
+
+    @property
+    def load(self) -> int:
+        """Number of requests, including waiting ones."""
+
+    @property
+    def requests_B(self) -> np.ndarray:
+        """Requests under way, int64."""
+
+    @property
+    def known_B(self) -> np.ndarray:
+        """Tokens of each that were made before its step (`run_ahead`), float64."""
+
+    @property
+    def waiting(self) -> Sized:
+        """Requests that wait for a slot."""
+
+    def tokens_at(self, now_s: float) -> np.ndarray:
+        """Returns the tokens of each request under way, float64 [B]."""
+
+
 _TYPICAL_K = 4
 """Draft length at which acceptances are converted to relative speeds."""
 
@@ -184,11 +217,11 @@ class TailPolicy:
         self.every_s = every_s
         self._next_s = 0.0
 
-    def is_due(self, engines: Sequence[SimulatedEngine], now_s: float) -> bool:
+    def is_due(self, engines: Sequence[TailEngine], now_s: float) -> bool:
         """Returns whether to ask the policy now that a request has ended."""
         return now_s >= self._next_s and any(not engine.load for engine in engines)
 
-    def decide(self, workload: Workload, engines: Sequence[SimulatedEngine], now_s: float) -> TailDecision:
+    def decide(self, workload: Workload, engines: Sequence[TailEngine], now_s: float) -> TailDecision:
         """Returns the policy's decision, by the numbers of requests and engines."""
         self._next_s = now_s + self.every_s
         # Requests that wait in an engine have no text yet, and stay there.
@@ -202,7 +235,7 @@ class TailPolicy:
         return TailDecision(starts, stops)
 
     def _observation(
-        self, workload: Workload, engines: Sequence[SimulatedEngine], requests_R: np.ndarray, now_s: float
+        self, workload: Workload, engines: Sequence[TailEngine], requests_R: np.ndarray, now_s: float
     ) -> TailObservation:
         request_A = np.searchsorted(requests_R, np.concatenate([e.requests_B for e in engines]))
         engine_A = np.repeat([e.index for e in engines], [len(e.requests_B) for e in engines])
@@ -210,7 +243,9 @@ class TailPolicy:
         tokens_R = np.zeros(len(requests_R))
         np.maximum.at(tokens_R, request_A, tokens_A)
         groups = workload.prompt_R[requests_R].tolist()
-        remaining_R = self.estimator.remaining(groups, tokens_R.astype(np.int64))
+        known_R = np.zeros(len(requests_R))
+        np.maximum.at(known_R, request_A, np.concatenate([e.known_B for e in engines]))
+        remaining_R = self.estimator.remaining(groups, tokens_R.astype(np.int64), known_R.astype(np.int64))
         method_E = np.array([e.method for e in engines])
         speeds = self._speeds(workload.acceptance_RM[requests_R], request_A, method_E[engine_A], tokens_A)
         return TailObservation(

@@ -97,6 +97,15 @@ class Workload:
             acceptance_RM=self.acceptance_RM[rows_r],
         )
 
+    def with_others(self, others: "Workload") -> "Workload":
+        """Returns these requests and others, whose prompts have as many tokens."""
+        return replace(
+            self,
+            prompt_R=np.concatenate([self.prompt_R, others.prompt_R]),
+            length_R=np.concatenate([self.length_R, others.length_R]),
+            acceptance_RM=np.concatenate([self.acceptance_RM, others.acceptance_RM]),
+        )
+
     def tokens_to_prefill(self, requests_b: np.ndarray) -> int:
         """Returns the prompt tokens that an engine computes when these requests begin.
 

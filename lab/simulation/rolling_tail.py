@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Idle engines of a simulated step: each takes over stragglers of other engines, or makes texts of coming steps, or both.
+
+The straggler policy is asked at moments of equal distance, while an engine has none of its own requests left. Until the next
+moment its engines go on with what they have. An engine without own requests makes texts of coming steps, and one that takes
+over a straggler goes on with as many of them as pay beside it (`run_ahead/decisions/early_share.py`).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lab.simulation.rolling_engine import RollingEngine
+from lab.simulation.simulated_engine import TailPolicy
+from lab.simulation.workload import Workload
+from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
+
+
+class RollingTail:
+    """Owns the straggler policy of rolling engines, and what it has seen of the requests.
+
+    All engines draft alike, so requests move and are never raced.
+    """
+
+    def __init__(self, policy: TailPolicy, requests: Workload) -> None:
+        """`requests` are those of all steps."""
+        self._policy = policy
+        self._requests = requests
+        self._is_known_R = np.zeros(len(requests.length_R), bool)
+        self.num_moves = 0
+        """Requests that moved, over all steps."""
+
+    def roll_out(self, engines: Sequence[RollingEngine]) -> None:
+        """Runs the engines until all of their own requests have ended."""
+        until_s = 0.0
+        while not all(engine.is_done for engine in engines):
+            until_s += self._policy.every_s
+            for engine in engines:
+                engine.run(until_s, only_own=True)
+            self._learn(engines)
+            if all(engine.is_done for engine in engines):
+                break
+            for engine in engines:
+                engine.run(until_s)
+            if any(engine.is_done for engine in engines):
+                self._carry_out(engines, self._decide(engines, until_s))
+
+    def _decide(self, engines: Sequence[RollingEngine], now_s: float) -> TailDecision:
+        """Returns the requests that move.
+
+        What an engine's early work is worth beside 0, 1, 2, ... own requests is `engine.early_worths(2)`.
+        """
+        return self._policy.decide(self._requests, engines, now_s)
+
+    def _carry_out(self, engines: Sequence[RollingEngine], decision: TailDecision) -> None:
+        source_of = dict(decision.stops)
+        for request, target in decision.starts:
+            engines[target].take(engines[source_of[request]].give(request))
+            self.num_moves += 1
+
+    def _learn(self, engines: Sequence[RollingEngine]) -> None:
+        """Lets the policy see the lengths of the requests that have ended since it last looked."""
+        for engine in engines:
+            texts = engine.texts
+            for request in texts.numbers_I[texts.is_own_I & ~texts.is_open_I()].tolist():
+                if not self._is_known_R[request]:
+                    self._is_known_R[request] = True
+                    work = self._requests
+                    self._policy.estimator.finished(int(work.prompt_R[request]), int(work.length_R[request]))
