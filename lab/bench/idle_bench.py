@@ -36,29 +36,18 @@ from lab.local.statistics import count_equal
 from lab.local.step_rollout import StepPrompts, load_tokenizer, step_prompts
 from lab.local.tasks import build_task
 from lab.local.texts_in_flight import TextsInFlight
+from lab.simulation.simulated_engine import BlindToEarlyWork
 from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.block import FastestOfNConfig, LearnedConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.generation.engine.requests import Rollout
-from nemo_specrollout.stragglers.decisions.idle_time import NO_EARLY_WORK
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
 from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
-from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN, TailDecision, TailPolicy
-from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
+from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN, TailPolicy
 
 NOTHING, MOVING, AHEAD, UNPRICED, PRICED = "nothing", "moving", "run_ahead", "both, unpriced", "both"
 WAYS = (NOTHING, MOVING, AHEAD, UNPRICED, PRICED)
 Weights = dict[str, torch.Tensor]
-
-
-class BlindToEarlyWork:
-    """A policy that takes the time of idle engines for worthless, as it is without `run_ahead`."""
-
-    def __init__(self, policy: TailPolicy) -> None:
-        self._policy = policy
-
-    def decide(self, seen: TailObservation) -> TailDecision:
-        return self._policy.decide(replace(seen, idle=NO_EARLY_WORK))
 
 
 @dataclass(frozen=True)

@@ -152,17 +152,20 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
     return best + 1 if gain_E[best] > cost_E[best] else 0
 
 
-def worth_by_own(prices: EarlyPrices, worths: Sequence[Worth]) -> tuple[float, ...]:
-    """Returns what early requests of an engine are worth beside 0, 1, ..., `MOST_OWN` requests of its own.
+def worth_beside(prices: EarlyPrices, worths: Sequence[Worth], num_own: int) -> float:
+    """Returns what early requests of an engine are worth beside a number of requests of its own.
 
     It is the seconds that they spare the engine later for each second in which they run, less those by which they make steps
     of its own requests longer. As many run as `num_early` says. `worths` are those of all that run or could begin, best first.
     """
-    gain_E = prices.gain_E(worths).cumsum() if worths else np.zeros(0)
-    rates = []
-    for num_own in range(MOST_OWN + 1):
-        number = num_early(prices, num_own, worths)
-        spared_s = float(gain_E[number - 1]) if number else 0.0
-        delay_s = prices.delay_s(num_own, number) if num_own else 0.0
-        rates.append(max(spared_s - delay_s, 0.0) / max(prices.step_s(num_own + number), 1e-9))
-    return tuple(rates)
+    number = num_early(prices, num_own, worths)
+    if not number:
+        return 0.0
+    gain_s = float(prices.gain_E(worths[:number]).sum())
+    delay_s = prices.delay_s(num_own, number) if num_own else 0.0
+    return max(gain_s - delay_s, 0.0) / max(prices.step_s(num_own + number), 1e-9)
+
+
+def worth_by_own(prices: EarlyPrices, worths: Sequence[Worth]) -> tuple[float, ...]:
+    """Returns `worth_beside` 0, 1, ..., `MOST_OWN` requests of the engine's own."""
+    return tuple(worth_beside(prices, worths, num_own) for num_own in range(MOST_OWN + 1))
