@@ -83,6 +83,9 @@ class EnginesInTurn:
     def is_alive(self, worker: int) -> bool:
         return worker in self._workers
 
+    def early_worth(self, worker: int) -> tuple[float, ...]:
+        return ()
+
     def finish_turns(self) -> None:
         while any(self._turns.values()):
             self.results()

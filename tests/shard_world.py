@@ -5,17 +5,19 @@ import asyncio
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from lab.local.engine import RolloutEngine
+from nemo_specrollout.generation.engine.ahead_branches import pack
 from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
 from nemo_specrollout.generation.engine.vllm_requests import RolloutSamplingParams, shard_request, text_and_params
+from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 from nemo_specrollout.sampling.seeds import request_seed
 from nemo_specrollout.stragglers.exchange import StragglerExchange
-from nemo_specrollout.stragglers.turn_engine import Ask, roll_out_shard
+from nemo_specrollout.stragglers.turn_engine import Answer, Ask, roll_out_shard
 from nemo_specrollout.stragglers.turns import ExchangeFailed
 
 _ENGINES_TURN = threading.Lock()
@@ -38,6 +40,19 @@ class OneAtATime(HostedEngine):
 
 
 @dataclass
+class ThreadAnswer:
+    """The answer of an exchange in this process."""
+
+    future: Future[Any]
+
+    def is_there(self) -> bool:
+        return self.future.done()
+
+    def __call__(self) -> Any:
+        return self.future.result()
+
+
+@dataclass
 class ThreadLink:
     """A link to an exchange in this process, which is lost after `dies_after` exchanges."""
 
@@ -48,17 +63,34 @@ class ThreadLink:
     _event: tuple[int, Callable[[], None]] = (0, lambda: None)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
-    def __call__(self, method: Callable[..., object], *arguments: Any) -> Callable[[], Any]:
+    def __call__(self, method: Callable[..., object], *arguments: Any) -> Answer:
         self.num_exchanges += method is StragglerExchange.exchange
         if self.num_exchanges == self._event[0]:
             self._event[1]()
         if self.num_exchanges > self.dies_after:
             raise ExchangeFailed("it died")
-        return self._pool.submit(method, self.exchange_, self.worker, *arguments).result
+        return ThreadAnswer(self._pool.submit(method, self.exchange_, self.worker, *arguments))
 
     def when_exchanged(self, number: int, event: Callable[[], None]) -> None:
         """Has `event` called at the exchange of that number."""
         self._event = (number, event)
+
+
+@dataclass
+class IdleInTurn:
+    """Work for coming steps of an engine that waits for the others with each slice."""
+
+    rolling: RollingEngine
+    has_begun: threading.Event = field(default_factory=threading.Event)
+
+    def slice(self, seconds: float) -> bool:
+        with _ENGINES_TURN:
+            has_more = self.rolling.slice(seconds)
+        self.has_begun.set()
+        return has_more
+
+    def worth(self) -> tuple[float, ...]:
+        return self.rolling.worth()
 
 
 @dataclass
@@ -67,11 +99,12 @@ class Shard:
 
     engine: OneAtATime
     ask: Ask
+    idle: IdleInTurn | None = None
     failure: str | None = None
 
     def run(self, requests: Sequence[ShardRequest]) -> list[Rollout]:
         try:
-            return roll_out_shard(self.engine, self.ask, requests)
+            return roll_out_shard(self.engine, self.ask, requests, self.idle)
         except ExchangeFailed as error:
             self.failure = str(error)
         texts, params = zip(*(text_and_params(r, streams=False) for r in requests), strict=True)
@@ -154,9 +187,10 @@ def _as_sent(
 
 def given(engine: RolloutEngine, request: RolloutRequest, sampling: Mapping[str, Any]) -> RolloutSamplingParams:
     seed = request_seed(engine._seed, request.prompt_index, request.sample_index, request.policy_version)
-    return RolloutSamplingParams(
-        **{**engine._sampling(request), **sampling, "extra_args": {EXTRA_ARGS_KEY: {"seed": seed}}}
-    )
+    identity: dict[str, Any] = {"seed": seed}
+    if request.ahead:
+        identity |= {"ahead": request.ahead, "branches": pack(request.branches)}
+    return RolloutSamplingParams(**{**engine._sampling(request), **sampling, "extra_args": {EXTRA_ARGS_KEY: identity}})
 
 
 def rolled_out(

@@ -51,10 +51,16 @@ class DealingCoordinator(Coordinator):
         lengths: LengthEstimator,
         *,
         begins_again: bool = False,
+        deals_shards: bool | None = None,
     ) -> None:
-        """`begins_again`: new weights make every response under way again, with its text so far as drafts (`run_ahead`)."""
+        """`begins_again`: new weights make every response under way again, with its text so far as drafts (`run_ahead`).
+
+        `deals_shards`: requests are dealt out in equal shards, as NeMo-RL does, and not by their expected lengths. By default
+        that is so without a policy.
+        """
         super().__init__(engines, policy or Stay(), ladder, lengths)
         self._stays = policy is None
+        self._deals_shards = self._stays if deals_shards is None else deals_shards
         self._begins_again = begins_again
 
     def roll_out(
@@ -107,13 +113,13 @@ class DealingCoordinator(Coordinator):
             super()._consult_policy()
 
     def _deal_out(self, keys: Sequence[int]) -> None:
-        """Starts requests: by expected length if there is a policy, else in equal shards as NeMo-RL does."""
+        """Starts requests, in equal shards or by their expected lengths."""
         is_alive_E = self._is_alive_E()
         if not keys or not is_alive_E.any():
             return
         responses = [self.responses[key] for key in keys]
         expected_R = self._remaining(responses)
-        if self._stays:
+        if self._deals_shards:
             alive = np.flatnonzero(is_alive_E)
             engine_R = alive[in_shards(len(keys), len(alive))]
         else:

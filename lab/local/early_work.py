@@ -60,6 +60,11 @@ class EarlyWork:
         """Lets the thread work from the end of this call on, if anything is left to do. Call it within `set_aside`."""
         self._has_work = True
 
+    def worth(self) -> tuple[float, ...]:
+        """Returns what the early requests are worth now (`RollingEngine.worth`)."""
+        with self.set_aside():
+            return self._rolling.worth()
+
     def end(self, *, keeps_cache: bool) -> EarlyMade:
         """Stops all early requests and returns their texts."""
         with self.set_aside():

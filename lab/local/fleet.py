@@ -83,7 +83,7 @@ class RolloutFleet(RolloutSource):
         before, after = self._stats_since()
         shards = in_shards(len(rollouts), len(self.pool.methods))
         stats = fleet_stats(before, after, rollouts, shards, seconds, self.pool.capacity)
-        stats = replace(stats, tail=timeline.figures())
+        stats = replace(stats, tail={**timeline.figures(), **self.coordinator.take_idle_figures()})
         sample_stats = self.take_sample_stats(prompts.requests, timeline)
         return StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline.record())
 

@@ -156,6 +156,11 @@ class RolloutActor:
         assert self._early is not None
         self._early.plan(plan)
 
+    def early_worth(self) -> tuple[float, ...]:
+        """Returns what such requests are worth now (`RollingEngine.worth`)."""
+        assert self._early is not None
+        return self._early.worth()
+
     def end_ahead(self, keeps_cache: bool) -> EarlyMade:
         """Stops the requests of coming steps and returns their texts (`RollingEngine.end`)."""
         assert self._early is not None
@@ -219,6 +224,9 @@ class RolloutPool:
         """Dead engines that `take_deaths` has not told of, each with its last error."""
         self._last_error = ""
         self._heard_s = [0.0] * num_engines
+        self._runs_ahead = generation.specrollout.runs_ahead
+        self._worth: dict[int, tuple[tuple[float, ...], Any]] = {}
+        """What each engine's early work was worth, and Ray's reference to a newer answer if it was asked for."""
         self._weights: _Sent | None = None
         self._ray = OwnRay()
         try:
@@ -254,6 +262,19 @@ class RolloutPool:
         deaths = self._deaths
         self._deaths = {}
         return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
+
+    def early_worth(self, engine: int) -> tuple[float, ...]:
+        """Returns what an engine's early work was worth when it last answered, and asks an engine without turns again."""
+        if not self._runs_ahead or not self.is_alive(engine):
+            return ()
+        known, call = self._worth.get(engine, ((), None))
+        if call is not None and ray.wait([call], timeout=0)[0]:
+            answer = self._answer(engine, call)
+            known, call = () if answer is DEAD else answer, None
+        if call is None and self.is_alive(engine) and not self.num_turns(engine):
+            call = self._actors[engine].early_worth.remote()
+        self._worth[engine] = known, call
+        return known
 
     def revive(self) -> None:
         """Begins to restart dead engines with the newest weights, each at most `MAX_RESTARTS` times.
@@ -299,6 +320,7 @@ class RolloutPool:
 
         Engines with requests of their own must keep their cached prefixes, which these use.
         """
+        self._worth = {}
         asked = {engine: actor.end_ahead.remote(keeps_cache) for engine, actor in sorted(self._actors.items())}
         answers = [self._answer(engine, ref) for engine, ref in asked.items()]
         return [made for made in answers if made is not DEAD]

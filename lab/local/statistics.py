@@ -41,6 +41,10 @@ class RolloutStats:
     """Metrics of remote drafters; None without any."""
     tail: dict[str, Any] | None = None
     """Metrics of moves and races; None with one engine."""
+    engine_s: tuple[float, ...] = ()
+    """Seconds of steps of each engine; empty with one engine."""
+    draft_s: float = 0.0
+    """Seconds of a drafter with weights within steps, mean over engines."""
 
     @property
     def acceptance_length(self) -> float:
@@ -50,11 +54,14 @@ class RolloutStats:
     def metrics(self) -> dict[str, Any]:
         """Returns the rollout's part of a line of `metrics.jsonl`."""
         plain_s = self.plain_estimate_s
-        optional = {
+        optional: dict[str, Any] = {
             "head_dormant": None if self.head_is_dormant is None else int(self.head_is_dormant),
             "draft_supply": self.drafter_stats,
             "tail": self.tail,
         }
+        if self.engine_s:
+            idle_share = 1.0 - sum(self.engine_s) / (len(self.engine_s) * max(*self.engine_s, 1e-9))
+            optional |= {"num_engines": len(self.engine_s), "engine_idle_share": idle_share}
         return {
             "num_tokens": self.num_tokens,
             "rollout_s": self.seconds,
@@ -67,6 +74,7 @@ class RolloutStats:
             "draft_tokens_per_request_step": self.num_draft_tokens / max(self.num_request_steps, 1),
             "steps_with_drafts": self.num_steps_with_drafts / max(self.num_engine_steps, 1),
             "host_share": self.host_s / self.seconds if self.seconds else 0.0,
+            "draft_s": self.draft_s,
             **{name: value for name, value in optional.items() if value is not None},
         }
 
@@ -96,6 +104,7 @@ def rollout_stats(
         num_request_steps=int(num_requests.sum()),
         plain_estimate_s=estimate,
         host_s=float(after.trace.column("host_s").sum()),
+        draft_s=float(after.trace.column("draft_s").sum()),
         num_draft_tokens=int((num_rows - num_requests).sum()),
         num_steps_with_drafts=int((num_rows > num_requests).sum()),
         proposed=_difference(before, after, "proposed"),
@@ -132,6 +141,8 @@ def fleet_stats(
         num_tokens=sum(len(r.token_ids) for r in rollouts),
         plain_estimate_s=max(estimates) if estimates and None not in estimates else None,
         host_s=sum(p.host_s for p in of_all) / max(len(of_all), 1),
+        draft_s=sum(p.draft_s for p in of_all) / max(len(of_all), 1),
+        engine_s=tuple(p.seconds for p in of_all),
         proposed=_sum_counts([p.proposed for p in of_all]),
         accepted=_sum_counts([p.accepted for p in of_all]),
         trace={"columns": [], "rows": [], "workers": [{"worker": e, **p.trace} for e, p in parts.items()]},

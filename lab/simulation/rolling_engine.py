@@ -15,7 +15,14 @@ import numpy as np
 from lab.simulation.event_loop import Span
 from lab.simulation.speculation import DecodeStep, Speculation
 from lab.simulation.workload import Workload
-from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, PlainRollout, Worth, num_early
+from nemo_specrollout.run_ahead.decisions.early_share import (
+    MOST_OWN,
+    EarlyPrices,
+    PlainRollout,
+    Worth,
+    num_early,
+    worth_beside,
+)
 
 VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Possible drafts a step of a request whose text is known."""
@@ -191,21 +198,14 @@ class RollingEngine:
         work = given.work
         self._compute(float(work.prompt_tokens * len(given.done_I) + given.done_I.sum()))
 
-    def early_worths(self, most_own: int) -> np.ndarray:
-        """Returns what the engine's early work is worth beside 0, 1, ... `most_own` requests of its own.
-
-        These are the seconds that the work spares in coming steps for each second in which the engine does it, float64. They
-        are 0 where no early request would run.
-        """
+    def early_worth(self) -> tuple[float, ...]:
+        """Returns what the engine's early work is worth beside 0, 1, ... requests of its own (`worth_by_own`)."""
         if self._terms is None:
-            return np.zeros(most_own + 1)
-        return np.array([self._early_worth(self._terms, num_own) for num_own in range(most_own + 1)])
+            return ()
+        return tuple(self._early_worth(self._terms, num_own) for num_own in range(MOST_OWN + 1))
 
     def _early_worth(self, terms: EarlyTerms, num_own: int) -> float:
-        prices = _with_branches(terms, num_own)
-        worths = self._early_candidates(terms, num_own)[1]
-        num = num_early(prices, num_own, worths)
-        return float(prices.gain_E(worths[:num]).sum()) / prices.step_s(num_own + num) if num else 0.0
+        return worth_beside(_with_branches(terms, num_own), self._early_candidates(terms, num_own)[1], num_own)
 
     def _is_under_way_I(self) -> np.ndarray:
         return self.texts.is_own_I & self.texts.is_open_I()

@@ -46,10 +46,7 @@ class RollingTail:
                 self._carry_out(engines, self._decide(engines, until_s))
 
     def _decide(self, engines: Sequence[RollingEngine], now_s: float) -> TailDecision:
-        """Returns the requests that move.
-
-        What an engine's early work is worth beside 0, 1, 2, ... own requests is `engine.early_worths(2)`.
-        """
+        """Returns the requests that move, where that is worth more than the texts of coming steps that they displace."""
         return self._policy.decide(self._requests, engines, now_s)
 
     def _carry_out(self, engines: Sequence[RollingEngine], decision: TailDecision) -> None:

@@ -168,6 +168,8 @@ class Variant:
     """Config of the straggler policy; None if each engine keeps its share."""
     is_split: bool = False
     """Whether each engine drafts by its own method even without races. Otherwise all use the first method."""
+    is_blind: bool = False
+    """Whether moves do not count the texts of coming steps that they displace, which shows what counting them brings."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ class Setting:
         centres = tuple(method.centre for method in scenario.drafting.methods)
         speeds = SimulatedSpeeds(tuple(self._speculations()), centres, context)
         every_s = scenario.lengths.max_tokens / speeds.tokens_per_s(0, 1) / _ASKED
-        return TailPolicy(self.variant.tail, speeds, self._estimator(), every_s)
+        return TailPolicy(self.variant.tail, speeds, self._estimator(), every_s, is_blind=self.variant.is_blind)
 
     def _estimator(self) -> LengthEstimator:
         """Returns an estimator that has seen a rollout of other prompts."""

@@ -8,7 +8,7 @@ Shapes: B requests of an engine, R requests under way, M draft methods, A attemp
 
 from collections import deque
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,8 +16,10 @@ import numpy as np
 from lab.simulation.speculation import DecodeStep, Speculation
 from lab.simulation.workload import Workload
 from nemo_specrollout.config.block import FastestOfNConfig
+from nemo_specrollout.stragglers.decisions.idle_time import NO_EARLY_WORK, IdleTime
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator, RequestSpeeds
 from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN, TailDecision
+from nemo_specrollout.stragglers.decisions.straggler_policy import TailPolicy as RealTailPolicy
 from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
 
 _CLOSE = 1e-6
@@ -72,6 +74,10 @@ class SimulatedEngine:
     def known_B(self) -> np.ndarray:
         """Tokens of each request that were made before its step: none."""
         return np.zeros(len(self.requests_B))
+
+    def early_worth(self) -> tuple[float, ...]:
+        """Returns that there is no work for coming steps."""
+        return ()
 
     def tokens_at(self, now_s: float) -> np.ndarray:
         """Returns the tokens of each request, float64 [B], at a moment of the current plan."""
@@ -179,6 +185,19 @@ class TailEngine(Protocol):
     def tokens_at(self, now_s: float) -> np.ndarray:
         """Returns the tokens of each request under way, float64 [B]."""
 
+    def early_worth(self) -> tuple[float, ...]:
+        """Returns what its work for coming steps is worth beside 0, 1, ... own requests (`worth_by_own`)."""
+
+
+class BlindToEarlyWork:
+    """A straggler policy that takes the time of idle engines for worthless, to show what it brings to count it."""
+
+    def __init__(self, policy: RealTailPolicy) -> None:
+        self._policy = policy
+
+    def decide(self, seen: TailObservation) -> TailDecision:
+        return self._policy.decide(replace(seen, idle=NO_EARLY_WORK))
+
 
 _TYPICAL_K = 4
 """Draft length at which acceptances are converted to relative speeds."""
@@ -209,9 +228,17 @@ class TailPolicy:
     """
 
     def __init__(
-        self, config: FastestOfNConfig, speeds: SimulatedSpeeds, estimator: LengthEstimator, every_s: float
+        self,
+        config: FastestOfNConfig,
+        speeds: SimulatedSpeeds,
+        estimator: LengthEstimator,
+        every_s: float,
+        *,
+        is_blind: bool = False,
     ) -> None:
-        self.policy = FastestOfN(config, speeds)
+        """`is_blind`: moves and races do not count the early work that they displace."""
+        policy = FastestOfN(config, speeds)
+        self.policy: RealTailPolicy = BlindToEarlyWork(policy) if is_blind else policy
         self.speeds = speeds
         self.estimator = estimator
         self.every_s = every_s
@@ -232,7 +259,7 @@ class TailPolicy:
         starts, stops = (
             tuple((int(requests_R[r]), e) for r, e in pairs) for pairs in (decision.starts, decision.stops)
         )
-        return TailDecision(starts, stops)
+        return TailDecision(starts, stops, decision.num_declined)
 
     def _observation(
         self, workload: Workload, engines: Sequence[TailEngine], requests_R: np.ndarray, now_s: float
@@ -258,6 +285,7 @@ class TailPolicy:
             (tokens_R[request_A] - tokens_A).astype(np.int64),
             method_E,
             np.array([e.num_slots - len(e.waiting) for e in engines]),
+            idle=IdleTime(tuple(e.early_worth() for e in engines)),
         )
 
     def _speeds(

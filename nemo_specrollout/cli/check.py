@@ -20,6 +20,8 @@ from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG, VLLM_KWAR
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.arguments import with_specrollout
 from nemo_specrollout.heads.files.block_heads import drafter_misfits
+from nemo_specrollout.reports.advice import advice_of, lines_of
+from nemo_specrollout.reports.run_folders import latest_run
 from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 
@@ -53,11 +55,26 @@ def check(parsed: argparse.Namespace) -> int:
     subject = describe_config(read_nemo_rl_config(parsed.config, parsed.overrides))
     unknown = ((finding.kind, str(finding)) for finding in unknown_overrides(parsed.config, parsed.overrides))
     traps = ((trap.state, str(trap)) for trap in subject.traps)
-    for name, text in [*subject.lines, *subject.notes, *unknown, *traps]:
+    for name, text in [*subject.lines, *_advice(subject), *subject.notes, *unknown, *traps]:
         print(f"{name:<12} {text}")
     for error in subject.errors:
         complain(error)
     return EXIT_BAD_INPUT if subject.errors else 0
+
+
+def _advice(subject: Subject) -> list[tuple[str, str]]:
+    """Returns what would pay by the records of the latest run with this config's log folder, if the block is on."""
+    if subject.errors or not subject.block.enabled:
+        return []
+    log_dir = Path(str(at(subject.tree, "logger.log_dir", "logs")))
+    run = latest_run(log_dir)
+    if run is None:
+        text = (
+            f"no run in {log_dir} yet; after one, its report and check say what would pay: moving, run_ahead, drafters"
+        )
+        return [("advice", text)]
+    of_run = advice_of(run.steps, run.about.get("block") or {})
+    return [("advice", f"by {run.folder}: {line}") for line in lines_of(of_run)]
 
 
 def read_nemo_rl_config(path: Path, overrides: list[str]) -> dict[str, Any]:

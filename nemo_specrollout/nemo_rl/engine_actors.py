@@ -225,12 +225,17 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
 
     def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
         """Joins the exchange of requests as engine number `engine`."""
-        self._racing = TurnShard(self.llm, engine, partial(ask_exchange, actor, engine))
+        idle = self._roll() if block_of(self.cfg).runs_ahead else None
+        self._racing = TurnShard(self.llm, engine, partial(ask_exchange, actor, engine), idle)
 
     def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
         """Gets rows of coming steps, to be decoded in slots that are free."""
+        self._roll().plan(rows, scale, kept)
+
+    def _roll(self) -> RollingEngine:
+        """Returns what decodes rows of coming steps in this engine. It has nothing to do until some are planned."""
         self._rolling = self._rolling or RollingEngine(self.llm, self._early_request, self._most_branches)
-        self._rolling.plan(rows, scale, kept)
+        return self._rolling
 
     def specrollout_run_ahead(self, seconds: float, after: int) -> bool | None:
         """Decodes rows of coming steps for about `seconds`, in which the engine has nothing else to do.
@@ -380,8 +385,12 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         """Joins the exchange of requests as engine number `engine`."""
         stream = StreamEngine(self._generate, int(self.llm.vllm_config.scheduler_config.max_num_seqs))
         stays = reason_to_stay(self.llm.vllm_config)
-        self._racing = StreamShard(engine, stream, partial(ask_exchange_async, actor, engine), stays)
+        ask = partial(ask_exchange_async, actor, engine)
+        self._racing = StreamShard(engine, stream, ask, stays, self._early_worth)
         await self._racing.begin()
+
+    def _early_worth(self) -> tuple[float, ...]:
+        return () if self._rolling is None else self._rolling.worth()
 
     async def specrollout_leave_exchange(self) -> None:
         """Stops the requests of the exchange. The engine decodes its own requests alone from now on."""

@@ -3,6 +3,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import reduce
+from operator import add
 from typing import Any
 
 from nemo_specrollout.heads.decisions.refresh_schedule import DecodeCosts, StepFacts, head_use
@@ -11,8 +13,10 @@ from nemo_specrollout.telemetry.engine_stats import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import SampleStats, StepEnd
 
 
-def step_metrics(done: EngineTotals, num_engines: int) -> dict[str, float]:
-    """Returns metrics of what all engines have `done` in a step, by name (docs/reference/metrics.md)."""
+def step_metrics(done_E: Sequence[EngineTotals]) -> dict[str, float]:
+    """Returns metrics of what each engine has done in a step, by name (docs/reference/metrics.md)."""
+    num_engines = len(done_E)
+    done = reduce(add, done_E)
     metrics: dict[str, float] = {
         "engine_steps": done.num_steps,
         "request_steps": done.num_request_steps,
@@ -21,6 +25,10 @@ def step_metrics(done: EngineTotals, num_engines: int) -> dict[str, float]:
     rollout_s, plain_s = _seconds(done, num_engines)
     if rollout_s:
         metrics |= {"rollout_s": rollout_s, "host_share": done.host_s / num_engines / rollout_s}
+        metrics["draft_s"] = done.draft_s / num_engines
+        if num_engines > 1:
+            longest_s = max(own.decode_s + own.other_s for own in done_E)
+            metrics |= {"num_engines": num_engines, "engine_idle_share": 1.0 - rollout_s / longest_s}
     if plain_s is not None:
         metrics |= {"plain_estimate_s": plain_s, "speedup_estimate": plain_s / rollout_s}
     if done.num_steps:

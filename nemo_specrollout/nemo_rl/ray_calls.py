@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVarTuple
 
 import ray
@@ -234,9 +234,23 @@ ExchangeMethod = Callable[Concatenate[StragglerExchange, int, ...], object]
 """A method of the exchange that takes the number of an engine first."""
 
 
-def ask_exchange(actor: Any, engine: int, method: ExchangeMethod, *arguments: Any) -> Callable[[], Any]:
-    """Calls a method of the exchange for an engine. Returns a function that waits for the answer or raises ExchangeFailed."""
-    return partial(answer_of, getattr(actor, method.__name__).remote(engine, *arguments))
+@dataclass(frozen=True)
+class ExchangeAnswer:
+    """The exchange's answer to a call (`turn_engine.Answer`)."""
+
+    call: Any
+    """Ray's reference to it."""
+
+    def is_there(self) -> bool:
+        return bool(ray.wait([self.call], timeout=0)[0])
+
+    def __call__(self) -> Any:
+        return answer_of(self.call)
+
+
+def ask_exchange(actor: Any, engine: int, method: ExchangeMethod, *arguments: Any) -> ExchangeAnswer:
+    """Calls a method of the exchange for an engine."""
+    return ExchangeAnswer(getattr(actor, method.__name__).remote(engine, *arguments))
 
 
 async def ask_exchange_async(actor: Any, engine: int, method: ExchangeMethod, *arguments: Any) -> Any:

@@ -187,7 +187,7 @@ class Supervisor:
         if self._block.remote is not None and self._block.remote.workers:  # drafters at `addresses` are the user's
             self._drafters = start_drafters(self._block.remote, generation_config["vllm_cfg"], log)
         self._requested: list[int] = []
-        self._before: tuple[EngineTotals, list[DrafterStats]] | None = None
+        self._before: tuple[list[EngineTotals], list[DrafterStats]] | None = None
         self._last = EngineTotals()
         self._facts_at = time.perf_counter()
 
@@ -257,11 +257,12 @@ class Supervisor:
         self._before = None
         if before is None:
             return {}
-        totals, stats = self._read()
-        done = totals - before[0]
+        totals_E, stats = self._read()
+        totals = reduce(add, totals_E)
+        done = totals - reduce(add, before[0])
         log = self._log
-        num_engines = self._engines.num_engines
-        metrics = step_metrics(done, num_engines) | weight_updates(self._last, totals, num_engines)
+        of_engines = [after - first for first, after in zip(before[0], totals_E, strict=True)]
+        metrics = step_metrics(of_engines) | weight_updates(self._last, totals, len(totals_E))
         self._last = totals
         if counts := acceptance_counts(done):
             log.entries["acceptance"] = counts
@@ -301,7 +302,7 @@ class Supervisor:
             self._facts_at = now
         return {PREFIX + name: value for name, value in refresh.after_step(version, facts).items()}
 
-    def _read(self) -> tuple[EngineTotals, list[DrafterStats]]:
-        """Returns sums over all engines, and the counters of each engine if there are remote drafters."""
-        totals = reduce(add, map(EngineTotals.from_wire, self._engines.call(WorkerCalls.specrollout_totals)))
-        return totals, ([] if self._block.remote is None else self._engines.drafter_stats())
+    def _read(self) -> tuple[list[EngineTotals], list[DrafterStats]]:
+        """Returns the sums of each engine, and the counters of each engine if there are remote drafters."""
+        totals_E = list(map(EngineTotals.from_wire, self._engines.call(WorkerCalls.specrollout_totals)))
+        return totals_E, ([] if self._block.remote is None else self._engines.drafter_stats())

@@ -9,8 +9,21 @@ from typing import Any
 import numpy as np
 import yaml
 
+from nemo_specrollout.reports.advice import advice_of
 from nemo_specrollout.reports.charts import Draw, charts_of, save_picture
-from nemo_specrollout.reports.page import NONE, card, chart, facts, folded, grid, in_digits, page, step_list, table
+from nemo_specrollout.reports.page import (
+    NONE,
+    card,
+    chart,
+    facts,
+    folded,
+    grid,
+    in_digits,
+    page,
+    step_list,
+    table,
+    text_table,
+)
 from nemo_specrollout.reports.records import (
     AUDITS,
     FOLDER,
@@ -83,7 +96,7 @@ def _page(run: Run, sections: Sequence[str]) -> str:
         charts = grid("charts", (chart(*shown) for shown in charts_of(run)))
         audits = step_list("Audits", _audits(run))
         began = step_list("What engines began with", run.began[-MAX_ROWS:])
-        lists = [grid("cards", _cards(run)), alarms, starts, audits, began]
+        lists = [grid("cards", _cards(run)), alarms, _advice(run), starts, audits, began]
         parts = [*lists, charts, *sections, _head_decisions(run), _table(run)]
     else:
         parts = [starts]
@@ -197,6 +210,18 @@ def _history_card(run: Run, totals: Mapping[str, tuple[np.ndarray, np.ndarray]])
         read, kept = (int(known[-1].get(key, 0)) for key in ("num_read", "num_written"))
         note += f"; {read:,} responses were there at the start, {kept:,} came in"
     return card("From history", f"{accepted / max(all_accepted, 1):.0%}", note)
+
+
+def _advice(run: Run) -> str:
+    """Returns the table of what would pay in this run, or nothing if its records do not say."""
+    rows = [(advice, False) for advice in advice_of(run.steps, run.about.get("block") or {})]
+    if not rows:
+        return ""
+    how = (
+        "By the records of this run. A mechanism that is off is bounded by the time that it could fill, and one that is on is "
+        "judged by what it has saved, by estimate."
+    )
+    return text_table("What would pay in this run", how, ["mechanism", "state", "verdict", "why"], rows)
 
 
 def _audits(run: Run) -> Iterator[tuple[str, str]]:

@@ -84,6 +84,20 @@ def read_run(folders: RunFolders) -> Run:
     return RunOfStarts.of(folders.pages, begun) if len(begun) > 1 else _read(begun[0].folder / FOLDER)
 
 
+def latest_run(log_dir: Path) -> Run | None:
+    """Returns the newest start in a log folder that has made a step and whose records can be read; None without any."""
+    starts = filter(_is_start, log_dir.glob("exp_*")) if log_dir.is_dir() else ()
+    newest_first = sorted(starts, key=lambda folder: -int(folder.name.removeprefix("exp_")))
+    for folder in (log_dir, *(start / FOLDER for start in newest_first)):
+        try:
+            run = _read(folder) if has_records(folder) else None
+        except (ConfigError, OSError):
+            continue
+        if run is not None and run.steps:
+            return run
+    return None
+
+
 def has_records(folder: Path) -> bool:
     """Returns whether a start has written its records into the folder, which it does before its first step."""
     return (folder / RUN).is_file() or (folder / METRICS).is_file()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES
-from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, PlainRollout, num_early
+from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, PlainRollout, num_early, worth_by_own
 from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart, EarlyTexts
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 
@@ -208,6 +208,15 @@ class EarlyRequests:
             seconds_R = np.array(reply[0], np.float64)
             plain = PlainRollout(seconds_R, lengths or [1])
             self.prices = EarlyPrices(seconds_R, float(reply[1]), plain, self.early.most_steps_ahead)
+
+    def worth(self) -> tuple[float, ...]:
+        """Returns what early requests are worth beside 0, 1, ... requests of the engine's own (`worth_by_own`).
+
+        It is empty before anything is measured.
+        """
+        if self.prices is None:
+            return ()
+        return worth_by_own(self.prices, self.early.worths(self.size.slots))
 
     def note_step(self, num_own: int) -> None:
         """Notes that the engine makes a step for requests of its own."""

@@ -104,6 +104,10 @@ class Rolling:
         """Whether the engine has rows of coming steps to decode."""
         return self._early is not None
 
+    def worth(self) -> tuple[float, ...]:
+        """Returns what its early requests are worth beside 0, 1, ... requests of the engine's own (`worth_by_own`)."""
+        return () if self._early is None else self._early.worth()
+
     def follow(self, row: EarlyRow) -> int:
         """Takes a request of the engine's own that newer weights may have to decode again, before it begins.
 

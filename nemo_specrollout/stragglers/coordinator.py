@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nemo_specrollout.stragglers.attempts import AttemptOutcome, Response
+from nemo_specrollout.stragglers.decisions.idle_time import IdleTime
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
 from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, DecodeSpeedTable
 from nemo_specrollout.stragglers.decisions.straggler_policy import TailPolicy
 from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
-from nemo_specrollout.stragglers.estimates import DecodeSpeeds, Savings
+from nemo_specrollout.stragglers.estimates import DecodeSpeeds, IdleLooks, Savings
 from nemo_specrollout.stragglers.turns import EngineFleet, Request, Starts, TurnOrders, TurnResult
 
 _NAMES = itertools.count()
@@ -69,6 +70,7 @@ class Coordinator:
         self._speeds = DecodeSpeeds(table)
         self._stood_still: set[int] = set()
         self._saved_s: float | None = None
+        self._idle = IdleLooks()
         self._begin_afresh()
 
     # The life of requests
@@ -131,6 +133,12 @@ class Coordinator:
             del self._active[key]
             self.take([key])
         self._send_stops()
+
+    def take_idle_figures(self) -> dict[str, float]:
+        """Returns the metrics `tail.*` about early work since the last call; none if engines had no early work."""
+        figures = self._idle.figures()
+        self._idle = IdleLooks()
+        return figures
 
     @property
     def is_busy(self) -> bool:
@@ -282,7 +290,9 @@ class Coordinator:
         """Moves and races requests as the policy says: about once a turn, and at once if a request is waiting."""
         if self._active and (self._waiting() or time.perf_counter() >= self._next_look_s):
             keys = list(self._active)
-            decision = self.policy.decide(self._observe(keys))
+            seen = self._observe(keys)
+            decision = self.policy.decide(seen)
+            self._idle.note(seen.idle, decision)
             self._savings.note(decision, keys, self.responses)
             started = {request for request, _ in decision.starts}
             for request, engine in decision.stops:
@@ -321,4 +331,5 @@ class Coordinator:
             method_E=np.array(self.engines.methods),
             capacity_E=np.where(self._is_alive_E(), self.engines.capacity, 0),
             handover_s=self._turn_s,
+            idle=IdleTime(tuple(self.engines.early_worth(e) for e in range(len(self._assigned)))),
         )

@@ -5,10 +5,12 @@ Shapes: K requests that made tokens in a turn, R requests under way, M draft met
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from nemo_specrollout.stragglers.attempts import Response
+from nemo_specrollout.stragglers.decisions.idle_time import IdleTime
 from nemo_specrollout.stragglers.decisions.request_estimates import RequestSpeeds
 from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, DecodeSpeedTable
 from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
@@ -106,3 +108,26 @@ class Savings:
         lengths_R = np.array([len(responses[key].tokens) for key in self.keys])
         end_s = undisturbed_end_s(self.before, lengths_R, speeds.of(self.keys), np.array(methods), speeds.table)
         return end_s - ended_s
+
+
+@dataclass
+class IdleLooks:
+    """Looks at a rollout whose engines had work for coming steps, added up."""
+
+    num_looks: int = 0
+    num_declined: int = 0
+    """Changes that these looks would have made if engines had no such work."""
+    worth: float = 0.0
+    """Sum over looks of the seconds that an engine without requests would spare later a second, means over the engines."""
+
+    def note(self, idle: IdleTime, decision: TailDecision) -> None:
+        if idle.has_worth:
+            self.num_looks += 1
+            self.num_declined += decision.num_declined
+            self.worth += float(np.mean([idle.rate(engine, 0) for engine in range(len(idle.worth_E))]))
+
+    def figures(self) -> dict[str, float]:
+        """Returns the metrics `tail.early_worth` and `tail.declined`; none without such looks."""
+        if not self.num_looks:
+            return {}
+        return {"early_worth": self.worth / self.num_looks, "declined": self.num_declined}

@@ -38,6 +38,8 @@ class _Member:
     """Turns whose results are missing."""
     heard_s: float = field(default_factory=time.monotonic)
     """Time of its latest call, by the monotonic clock."""
+    early_worth: tuple[float, ...] = ()
+    """What its work for coming steps was worth then."""
 
 
 class PollingFleet:
@@ -81,6 +83,9 @@ class PollingFleet:
 
     def is_alive(self, engine: int) -> bool:
         return engine in self.members
+
+    def early_worth(self, engine: int) -> tuple[float, ...]:
+        return self.members[engine].early_worth if engine in self.members else ()
 
 
 class StragglerExchange:
@@ -170,11 +175,17 @@ class StragglerExchange:
             self._forget([key for (home, _), key in self._keys.items() if home == engine])
             self._advance()
 
-    def exchange(self, engine: int, result: TurnResult | None = None) -> ExchangeReply:
-        """Takes the result of a turn; returns orders and answers. An idle engine waits for them, at most `POLL_S`."""
+    def exchange(
+        self, engine: int, result: TurnResult | None = None, early_worth: tuple[float, ...] = ()
+    ) -> ExchangeReply:
+        """Takes the result of a turn; returns orders and answers. An idle engine waits for them, at most `POLL_S`.
+
+        `early_worth` is what its work for coming steps is worth now (`IdleWork.worth`).
+        """
         with self._guarded():
             member = self._member(engine)
             member.heard_s = time.monotonic()
+            member.early_worth = early_worth
             if result is not None:
                 member.num_turns -= 1
                 self._fleet.inbox.append((engine, result))
@@ -216,7 +227,7 @@ class StragglerExchange:
         with self._guarded():
             totals = self._totals
             self._totals = {}
-            return {**tail_counts(()), **totals}
+            return {**tail_counts(()), **totals, **self._coordinator.take_idle_figures()}
 
     def speed_table(self, device: str, policy: str) -> SpeedTableFile | None:
         """Returns the decode speeds as they are known now, for a later run to start from; None if none was measured yet.

@@ -33,8 +33,8 @@ MAX_EARLY_STOPS = 256
 Generate = Callable[[Any, Any, str], AsyncIterator[Any]]
 """`AsyncLLM.generate`: prompt, sampling parameters and request id to vLLM's outputs."""
 Ask = Callable[..., Coroutine[Any, Any, Any]]
-"""Calls a method of `StragglerExchange` for this engine. Takes the method and its arguments after the engine."""
-"""Calls a method of the exchange, by its name, for one engine. Raises ExchangeFailed if the exchange is lost."""
+"""Calls a method of `StragglerExchange` for this engine. Takes the method and its arguments after the engine. Raises
+ExchangeFailed if the exchange is lost."""
 
 
 @dataclass
@@ -180,12 +180,23 @@ class StreamShard:
     If the exchange is lost, the engine makes its own requests alone from their beginning: the same tokens, later.
     """
 
-    def __init__(self, number: int, engine: StreamEngine, ask: Ask, stays: str | None) -> None:
-        """`stays` is why every request must stay in this engine (`reason_to_stay`); None if requests may move."""
+    def __init__(
+        self,
+        number: int,
+        engine: StreamEngine,
+        ask: Ask,
+        stays: str | None,
+        early_worth: Callable[[], tuple[float, ...]] = tuple,
+    ) -> None:
+        """`stays` is why every request must stay in this engine (`reason_to_stay`); None if requests may move.
+
+        `early_worth` returns what its work for coming steps is worth (`IdleWork.worth`), which it does by itself.
+        """
         self._number = number
         self._stays = stays
         self._engine = engine
         self._ask = ask
+        self._early_worth = early_worth
         self._waiting: dict[int, asyncio.Future[Rollout | None]] = {}
         self._num_requests = 0
         self._loop: asyncio.Task[None] | None = None
@@ -269,7 +280,7 @@ class StreamShard:
                     if future is not None and not future.done():
                         future.set_result(rollout)
                 turns.extend(reply.orders)
-                receiving = asyncio.create_task(self._ask(StragglerExchange.exchange, result))
+                receiving = asyncio.create_task(self._ask(StragglerExchange.exchange, result, self._early_worth()))
                 result = None
         except Exception as error:  # an error of the engine, too: a native request will raise it again
             await self._go_alone(error)

@@ -6,23 +6,46 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
 from nemo_specrollout.generation.engine.requests import Rollout, ShardRequest
 from nemo_specrollout.stragglers.exchange import StragglerExchange
-from nemo_specrollout.stragglers.turns import ExchangeFailed, Request, Starts, Tokens, TurnOrders, TurnResult, TurnWork
+from nemo_specrollout.stragglers.turns import (
+    ExchangeFailed,
+    IdleWork,
+    Request,
+    Starts,
+    Tokens,
+    TurnOrders,
+    TurnResult,
+    TurnWork,
+)
 
 FEW_ATTEMPTS = 4
 """With at most this number of attempts, a turn ends as soon as one of them does: others may be racing for it."""
 FIRST_STEPS = 2
 """Most steps that are counted as a prefill. An engine that schedules asynchronously reports a step when it ends the next."""
-Ask = Callable[..., Callable[[], Any]]
-"""Begins to call a method of `StragglerExchange` for this engine. Takes the method and its arguments after the engine, and
-returns a function that waits for the answer."""
-"""Calls a method of the exchange, by its name, for one engine. Returns a function that waits for the answer.
+SLICE_S = 0.05
+"""Seconds for which an engine without requests works for coming steps before it looks for the exchange's answer again."""
 
-Both raise ExchangeFailed if the exchange is lost."""
+LEAST_S = 1e-3
+"""A shorter slice had no step, because what is left to do cannot begin now."""
+
+
+class Answer(Protocol):
+    """The answer of the exchange to a call that has begun."""
+
+    def is_there(self) -> bool:
+        """Returns whether calling it would not wait."""
+
+    def __call__(self) -> Any:
+        """Waits for the answer and returns it. Raises ExchangeFailed if the exchange is lost."""
+
+
+Ask = Callable[..., Answer]
+"""Begins to call a method of `StragglerExchange` for this engine. Takes the method and its arguments after the engine. Raises
+ExchangeFailed if the exchange is lost."""
 
 
 @dataclass
@@ -160,11 +183,13 @@ class TurnEngine:
         return sum(len(tokens) for tokens, _ in self._parts.values())
 
 
-def roll_out_shard(stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequest]) -> list[Rollout]:
+def roll_out_shard(
+    stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequest], idle: IdleWork | None = None
+) -> list[Rollout]:
     """Takes an engine's part in a rollout: its own `requests`, numbered 0, 1, ..., and others'. Returns its own responses.
 
     The engine takes turns until no engine has anything left to do. At most one exchange is under way; meanwhile the engine
-    takes a turn that it already has. Raises ExchangeFailed if the exchange is lost.
+    takes a turn that it already has, or works for coming steps (`idle`). Raises ExchangeFailed if the exchange is lost.
     """
     engine = TurnEngine(stepped)
     rollouts = dict[int, Rollout]()
@@ -176,12 +201,14 @@ def roll_out_shard(stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequ
         while True:
             if turns:
                 result = engine.turn(turns.popleft())
+            elif idle is not None and not engine.is_busy:
+                _work_until(receive, idle)
             reply = receive()
             rollouts |= {number: rollout for number, rollout in reply.answers if rollout is not None}
             if reply.is_over:
                 return [rollouts[number] for number in range(len(requests))]
             turns.extend(reply.orders)
-            receive = ask(StragglerExchange.exchange, result)
+            receive = ask(StragglerExchange.exchange, result, () if idle is None else idle.worth())
             result = None
     except ExchangeFailed:
         raise
@@ -191,3 +218,11 @@ def roll_out_shard(stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequ
         raise
     finally:
         engine.stop_all()
+
+
+def _work_until(answer: Answer, idle: IdleWork) -> None:
+    """Works for coming steps until the exchange's answer is there, or nothing is left to do."""
+    has_more = True
+    while has_more and not answer.is_there():
+        started = time.perf_counter()
+        has_more = idle.slice(SLICE_S) and time.perf_counter() - started > LEAST_S

@@ -10,7 +10,7 @@ from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
 from nemo_specrollout.generation.engine.vllm_requests import as_vllm_returns, reason_to_stay, shard_requests
 from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turn_engine import Ask, roll_out_shard
-from nemo_specrollout.stragglers.turns import ExchangeFailed
+from nemo_specrollout.stragglers.turns import ExchangeFailed, IdleWork
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +21,12 @@ _ABOUT_PROGRESS = {"use_tqdm"}
 class TurnShard:
     """Stands in for `vllm.LLM.generate` of a synchronous engine, whose shard is rolled out together with the others'."""
 
-    def __init__(self, llm: Any, number: int, ask: Ask) -> None:
-        """`number` is the engine's in the exchange, which `ask` calls."""
+    def __init__(self, llm: Any, number: int, ask: Ask, idle: IdleWork | None = None) -> None:
+        """`number` is the engine's in the exchange, which `ask` calls. `idle` is its work for coming steps."""
         self._hosted = HostedEngine(llm)
         self._number = number
         self._ask = ask
+        self._idle = idle
         self._stays = reason_to_stay(llm.llm_engine.vllm_config)
         self._has_warned = False
 
@@ -47,7 +48,7 @@ class TurnShard:
                 self._warn(f"no request leaves this engine ({self._stays})")
             return native()
         try:
-            made = roll_out_shard(self._hosted, self._ask, requests)
+            made = roll_out_shard(self._hosted, self._ask, requests, self._idle)
         except ExchangeFailed as error:
             self._warn(f"the exchange failed, so each engine makes its own requests: {error}")
             return native()

@@ -91,6 +91,22 @@ class EngineFleet(Protocol):
 
     def is_alive(self, engine: int) -> bool: ...
 
+    def early_worth(self, engine: int) -> tuple[float, ...]:
+        """Returns what the engine's work for coming steps is worth, as it was last known (`IdleWork.worth`)."""
+
+
+class IdleWork(Protocol):
+    """What an engine does for coming steps in slots that its requests leave empty (`run_ahead`)."""
+
+    def slice(self, seconds: float) -> bool:
+        """Works for about `seconds`, in which nobody else uses the engine. Returns whether more is left to do."""
+
+    def worth(self) -> tuple[float, ...]:
+        """Returns the seconds that this spares later rollouts a second, beside 0, 1, ... requests of the present step.
+
+        It is empty if nothing is there to do, or nothing has been measured.
+        """
+
 
 class ExchangeFailed(Exception):
     """The exchange is lost: each engine finishes its own requests alone."""

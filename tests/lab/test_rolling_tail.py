@@ -70,14 +70,15 @@ def test_early_work_is_worth_what_it_spares_for_a_second_of_the_engine() -> None
     one = engine(3, 4)
     terms = one._terms
     assert terms is not None
-    worths_O = one.early_worths(3)
-    for num_own, worth in enumerate(worths_O.tolist()):
+    worth_O = one.early_worth()
+    for num_own, worth in enumerate(worth_O[:4]):
         candidates = one._early_candidates(terms, num_own)[1]
         num = num_early(terms.prices, num_own, candidates)
         spared_s = float(terms.prices.gain_E(candidates[:num]).sum()) if num else 0.0
-        assert worth == pytest.approx(spared_s / terms.prices.step_s(num_own + num))
-    assert worths_O[0] > 0.0 and (worths_O >= 0.0).all()
-    assert engine(3, 0).early_worths(2).tolist() == [0.0, 0.0, 0.0]
+        delay_s = terms.prices.delay_s(num_own, num) if num_own else 0.0
+        assert worth == pytest.approx(max(spared_s - delay_s, 0.0) / terms.prices.step_s(num_own + num))
+    assert worth_O[0] > 0.0 and min(worth_O) >= 0.0
+    assert not any(engine(3, 0).early_worth())
 
 
 def test_a_request_goes_on_where_it_was_when_it_moves() -> None:

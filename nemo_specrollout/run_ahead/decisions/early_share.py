@@ -29,6 +29,10 @@ UNCERTAIN = 0.05
 because a rollout takes as long as its slowest request."""
 
 
+MOST_OWN = 8
+"""Most requests of its own beside which an engine says what early ones are worth. A draining engine that is asked has few."""
+
+
 class Worth(NamedTuple):
     """What a token of an early request may spare."""
 
@@ -146,3 +150,22 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
     cost_E = step_E - prices.seconds_R[min(num_own, most)]
     best = int((gain_E - cost_E).argmax())
     return best + 1 if gain_E[best] > cost_E[best] else 0
+
+
+def worth_beside(prices: EarlyPrices, worths: Sequence[Worth], num_own: int) -> float:
+    """Returns what early requests of an engine are worth beside a number of requests of its own.
+
+    It is the seconds that they spare the engine later for each second in which they run, less those by which they make steps
+    of its own requests longer. As many run as `num_early` says. `worths` are those of all that run or could begin, best first.
+    """
+    number = num_early(prices, num_own, worths)
+    if not number:
+        return 0.0
+    gain_s = float(prices.gain_E(worths[:number]).sum())
+    delay_s = prices.delay_s(num_own, number) if num_own else 0.0
+    return max(gain_s - delay_s, 0.0) / max(prices.step_s(num_own + number), 1e-9)
+
+
+def worth_by_own(prices: EarlyPrices, worths: Sequence[Worth]) -> tuple[float, ...]:
+    """Returns `worth_beside` 0, 1, ..., `MOST_OWN` requests of the engine's own."""
+    return tuple(worth_beside(prices, worths, num_own) for num_own in range(MOST_OWN + 1))

@@ -34,6 +34,8 @@ class TailDecision:
 
     starts: tuple[tuple[int, int], ...] = ()
     stops: tuple[tuple[int, int], ...] = ()
+    num_declined: int = 0
+    """Moves and races that would have brought the end forward, but by less than the early work is worth that they displace."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ class FastestOfN:
     3. The engine that ends last moves requests to another engine, or another engine races its last request. This repeats
        as long as a change brings the later end of both engines forward by the share `config.min_gain`.
 
+    With `run_ahead` an idle engine makes texts of coming steps, and what a change takes away from these counts against it
+    (`idle_time.py`). So one rule decides which of the three an idle engine does, in seconds of a rollout.
+
     Example: engines 0 and 1 make 100 tokens a second for one request, and 50 for each of two. Engine 0 decodes request 0,
     which needs 600 tokens, and request 1, which needs 500. They would end after 11 s and 10 s. If request 0 moves to the idle
     engine 1, the later end is at 6 s, so the decision is `starts=((0, 1),), stops=((0, 0),)`.
@@ -84,37 +89,56 @@ class FastestOfN:
             if forecast.chance(request, racer) < LEAST_CHANCE:
                 forecast.stop(request, racer)
         unimprovable: set[int] = set()
+        num_declined = 0
         while len(forecast.changes) < MAX_CHANGES and len(unimprovable) < MAX_UNIMPROVABLE:
             if (engine := forecast.last_engine(unimprovable)) is None:
                 break
             plan = self._best_plan(forecast, engine)
             if plan is None:
+                num_declined += (
+                    forecast.seen.idle.has_worth and self._best_plan(forecast, engine, alone=True) is not None
+                )
                 unimprovable.add(engine)
                 continue
             for request in plan.requests:
                 if not plan.is_race:
                     forecast.stop(request, plan.source)
                 forecast.start(request, plan.target)
-        return TailDecision(*forecast.net_changes())
+        return TailDecision(*forecast.net_changes(), num_declined)
 
-    def _best_plan(self, forecast: TailForecast, engine: int) -> _Plan | None:
-        """Returns the plan that brings the end of `engine` forward most, or None. Bundles are tried last."""
+    def _best_plan(self, forecast: TailForecast, engine: int, *, alone: bool = False) -> _Plan | None:
+        """Returns the plan that gains most at `engine`, or None. Bundles are tried last.
+
+        `alone`: only the end of the rollout counts, as if engines had no early work.
+        """
         single = [
             plan
             for request in forecast.by_end(engine)[:NUM_LAST]
             for target in forecast.targets(request)
             for plan in self._plans(forecast, request, engine, target)
         ]
-        return self._worthwhile(forecast, engine, single) or self._worthwhile(
-            forecast, engine, self._bundles(forecast, engine)
+        return self._worthwhile(forecast, single, alone) or self._worthwhile(
+            forecast, self._bundles(forecast, engine), alone
         )
 
-    def _worthwhile(self, forecast: TailForecast, engine: int, plans: Iterable[_Plan]) -> _Plan | None:
+    def _worthwhile(self, forecast: TailForecast, plans: Iterable[_Plan], alone: bool) -> _Plan | None:
         """Returns the plan that gains most, or None if it gains less than `min_gain` or the delay of an order."""
-        end_s = forecast.end_s(engine)
-        least_s = max(self.config.min_gain * end_s, forecast.seen.handover_s)
-        best = max(plans, key=lambda p: end_s - p.end_s - (RACE_PREMIUM * end_s if p.is_race else 0.0), default=None)
-        return best if best is not None and end_s - best.end_s > least_s else None
+        best: _Plan | None = None
+        best_s = 0.0
+        for plan in plans:
+            end_s = forecast.end_s(plan.source)
+            gain_s = end_s - plan.end_s
+            least_s = max(self.config.min_gain * end_s, forecast.seen.handover_s)
+            if gain_s > least_s and not alone:  # early work can only lower what is gained
+                gain_s -= self._early_lost_s(forecast, plan)
+            ranked_s = gain_s - (RACE_PREMIUM * end_s if plan.is_race else 0.0)
+            if gain_s > least_s and (best is None or ranked_s > best_s):
+                best, best_s = plan, ranked_s
+        return best
+
+    def _early_lost_s(self, forecast: TailForecast, plan: _Plan) -> float:
+        engines = plan.source, plan.target
+        return forecast.early_lost_s(plan.requests, engines, plan.end_s, is_race=plan.is_race)
 
     def _plans(self, forecast: TailForecast, request: int, engine: int, target: int) -> Iterator[_Plan]:
         """Yields the move of a single request and its race, as far as they are allowed."""

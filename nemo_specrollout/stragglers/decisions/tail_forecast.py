@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nemo_specrollout.stragglers.decisions.idle_time import NO_EARLY_WORK, IdleTime
 from nemo_specrollout.stragglers.decisions.speed_table import SpeedModel
 
 
@@ -84,6 +85,8 @@ class TailObservation:
     """Maximum number of requests of each engine, int64; 0 for a dead engine."""
     handover_s: float = 0.0
     """Seconds from a decision until an engine begins with a new request."""
+    idle: IdleTime = NO_EARLY_WORK
+    """What engines do for coming steps beside these requests, and after them."""
 
 
 class TailForecast:
@@ -181,6 +184,30 @@ class TailForecast:
         others_s = [self._first_end_s(r, source, e) for r, e in here.items() if r != request]
         others_s += [self._first_end_s(r, target, e) for r, e in there.items() if r != request]
         return max([first_s, *others_s])
+
+    def early_lost_s(
+        self, requests: tuple[int, ...], engines: tuple[int, int], end_s: float, *, is_race: bool
+    ) -> float:
+        """Returns the seconds by which later rollouts take longer, because engines do less for coming steps.
+
+        `requests` move from the first of the `engines` to the second, or both race for them, and the later of both then ends
+        at `end_s` instead of the first one's end. What engines do until the earlier end is all that counts.
+        """
+        source, target = engines
+        idle = self.seen.idle
+        if not idle.has_worth:
+            return 0.0
+        until_s = self.end_s(source)
+        rest = {r: s for r, s in self._alone_s[source].items() if is_race or r not in requests}
+        after = {source: rest, target: self._with(requests, target)}
+        lost_s = sum(
+            idle.spared_s(e, list(self._request_ends_s(e, self._alone_s[e]).values()), until_s)
+            - idle.spared_s(e, list(self._request_ends_s(e, alone_s).values()), end_s)
+            for e, alone_s in after.items()
+        )
+        others = (e for e in range(len(self._alone_s)) if e not in after)
+        lost_s += sum(idle.rate(e, len(self._alone_s[e])) * (until_s - end_s) for e in others)
+        return lost_s / max(int((self.seen.capacity_E > 0).sum()), 1)
 
     def start(self, request: int, engine: int) -> None:
         self._alone_s[engine] = self._with((request,), engine)

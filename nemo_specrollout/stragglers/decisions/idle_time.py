@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines could do instead of decoding stragglers: texts of coming steps (`run_ahead`), which spare later rollouts time.
+
+An engine whose requests have ended can take over a straggler, race it, or go on with early texts. All three are counted in
+seconds of a rollout, so they can be compared. A move that ends the rollout a second earlier spares a second. A second of
+early work spares what the engine itself has measured (`run_ahead/decisions/early_share.py`). It spares that of one engine's
+rollout, and a rollout ends when all engines have ended, so it counts for one part in as many as there are engines.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class IdleTime:
+    """The worth of early work in each engine. Without `run_ahead` there is none, so only the end of the rollout counts."""
+
+    worth_E: tuple[tuple[float, ...], ...] = ()
+    """By engine: seconds spared later for each second, beside 0, 1, 2, ... requests of the present step."""
+
+    @property
+    def has_worth(self) -> bool:
+        """Whether any engine has early work to do."""
+        return any(any(rates) for rates in self.worth_E)
+
+    def rate(self, engine: int, num_own: int) -> float:
+        """Returns the seconds that an engine spares later for each second in which it has `num_own` requests."""
+        rates = self.worth_E[engine] if engine < len(self.worth_E) else ()
+        return rates[min(num_own, len(rates) - 1)] if rates else 0.0
+
+    def spared_s(self, engine: int, ends_s: Sequence[float], until_s: float) -> float:
+        """Returns the seconds that an engine spares later from now until `until_s`, if its requests end at `ends_s`."""
+        spared_s = 0.0
+        now_s = 0.0
+        num_own = len(ends_s)
+        for end_s in sorted(ends_s):
+            next_s = min(end_s, until_s)
+            spared_s += self.rate(engine, num_own) * (next_s - now_s)
+            now_s = next_s
+            num_own -= 1
+        return spared_s + self.rate(engine, 0) * max(until_s - now_s, 0.0)
+
+
+NO_EARLY_WORK = IdleTime()
