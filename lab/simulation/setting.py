@@ -117,12 +117,12 @@ class Fleet:
         s = self.scenario
         if not s.drafting.drafter_gpus or self.policy is None:
             return None
-        tables = self._tables()
+        tables = self.tables()
         p = s.drafting.methods[0].centre
         found = place(tables, s.batch.num_requests, s.cluster.generating_gpus, p, s.drafting.max_k)
         return next((option for option in found.options if option.mode == DECOUPLED), None)
 
-    def _tables(self) -> CostTables:
+    def tables(self) -> CostTables:
         """Returns the cost model as cost tables for the planner."""
         s = self.scenario
         counts = tuple(2**i for i in range(12))

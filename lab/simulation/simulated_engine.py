@@ -18,6 +18,7 @@ from lab.simulation.workload import Workload
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.stragglers.decisions.idle_time import NO_EARLY_WORK, IdleTime
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator, RequestSpeeds
+from nemo_specrollout.stragglers.decisions.speed_table import SpeedModel
 from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN, TailDecision
 from nemo_specrollout.stragglers.decisions.straggler_policy import TailPolicy as RealTailPolicy
 from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
@@ -203,6 +204,14 @@ _TYPICAL_K = 4
 """Draft length at which acceptances are converted to relative speeds."""
 
 
+class TypicalSpeeds(SpeedModel, Protocol):
+    """A speed model that knows the acceptance of its typical request with each method."""
+
+    @property
+    def typical_p(self) -> tuple[float, ...]:
+        """P(a draft token is right), by method."""
+
+
 @dataclass(frozen=True)
 class SimulatedSpeeds:
     """Speed model for the policy, from the cost model at typical acceptance and one context length."""
@@ -230,7 +239,7 @@ class TailPolicy:
     def __init__(
         self,
         config: FastestOfNConfig,
-        speeds: SimulatedSpeeds,
+        speeds: TypicalSpeeds,
         estimator: LengthEstimator,
         every_s: float,
         *,

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator's predictions beside what other benches have measured of layouts, and of moves and races.
+
+    python -m lab.bench.simulation_error [--profile FILE] [--placement FILE] [--pair FILE] [--tail FILE] --out DIR
+
+`--placement` is a placement.json and `--pair` a pair.json of `lab.bench.placement_bench`. Predictions come from the times in
+`--profile` (`specrollout-lab profile`), or without it from those that pair.json has itself. `--tail` is a tail.json of
+`lab.bench.tail_bench`, with the running.json beside it. Then engines have the measured decode speeds, and the production
+policy moves and races in the simulator as it did in the engines. Without the lengths of all responses, rollouts of as many
+responses are drawn with the same median and longest one.
+
+An error is how much faster a way was predicted to be than it was, over the rollouts where nothing is drafted, moved or raced.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist, median
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from lab.bench.bench_command import write_facts
+from lab.bench.bench_tables import new_table
+from lab.placement.cost_tables import CostCurve, CostTables
+from lab.simulation.costs import Costs, Rows, TabledCosts
+from lab.simulation.dealing import in_shards
+from lab.simulation.event_loop import Rollout
+from lab.simulation.simulated_engine import SimulatedEngine, TailPolicy
+from lab.simulation.speculation import (
+    CoupledSpeculation,
+    DecodeStep,
+    DecoupledSpeculation,
+    NoSpeculation,
+    Speculation,
+)
+from lab.simulation.workload import LengthConfig, Workload
+from nemo_specrollout.cli.terminal import log_console
+from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
+from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile, started_table
+
+PROMPT = 32
+"""Assumed tokens of a prompt."""
+MAX_K = 8
+SLOTS = 64
+WAYS = {
+    "neither": None,
+    "moving": FastestOfNConfig(max_racers=1),
+    "racing": FastestOfNConfig(moving=False),
+    "both": FastestOfNConfig(),
+}
+"""Ways of the bench of tails."""
+_SIMULATED = 32
+"""Rollouts that are drawn if lengths are not known."""
+_SAME_P = 0.5
+"""Stands for the acceptance where measured speeds contain it."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A way's measured and predicted speed over the base, and the planner's prediction if there is one."""
+
+    source: str
+    load: str
+    way: str
+    measured: float
+    predicted: float
+    planned: float | None = None
+    seconds: float | None = None
+    """Measured seconds of a rollout."""
+    predicted_s: float | None = None
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1.0
+
+
+# Layouts
+
+
+def speculation_of(way: str, threads: int, tables: CostTables) -> Speculation | None:
+    """Returns what simulates a way such as "coupled k=4"; None where nothing was measured for it."""
+    verify = _of_size(tables.verify_s, threads)
+    mode, _, drafts = way.partition(" ")
+    k = int(found[1]) if (found := re.fullmatch(r"k=(\d+)", drafts)) else 0
+    if verify is None:
+        return None
+    if mode == "plain":
+        return NoSpeculation(TabledCosts(verify))
+    if mode == "coupled" and (drafting := _of_size(tables.coupled_draft_s, threads)) is not None:
+        budget = BudgetConfig("fixed", k=k) if k else BudgetConfig("auto")
+        return CoupledSpeculation(TabledCosts(verify, drafting), budget, k or MAX_K, has_weights=True)
+    if mode == "decoupled" and (drafter := _of_size(tables.draft_s, 1)) is not None:
+        pair = DecoupledSpeculation(TabledCosts(verify), TabledCosts(drafter), k or MAX_K)
+        pair.ks = (k,) if k else pair.ks
+        return pair
+    return None
+
+
+def _of_size(curves: Sequence[CostCurve], size: int) -> CostCurve | None:
+    return next((curve for curve in curves if curve.size == size), None)
+
+
+def layout_s(speculation: Speculation, lengths_R: Sequence[int], p: float) -> float:
+    """Returns the seconds of a rollout of these lengths in one engine."""
+    num = len(lengths_R)
+    work = Workload(np.arange(num), np.array(lengths_R), np.full((num, 1), p), PROMPT)
+    rollout = Rollout(work, [SimulatedEngine(0, speculation, 0, SLOTS)])
+    rollout.start(np.arange(num), np.zeros(num, int))
+    rollout.run()
+    return rollout.result().seconds
+
+
+def placement_rows(facts: dict[str, Any], tables: CostTables) -> Iterator[Compared]:
+    """Yields the ways of a placement.json, by speed over the fastest plain engine."""
+    rows = [row for row in facts["rows"] if not row.get("planned")]
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        of_batch = [row for row in rows if row["batch"] == batch]
+        plain = min((row for row in of_batch if row["mode"] == "plain"), key=lambda row: row["seconds"])
+        options = [row for row in facts["rows"] if row.get("planned") and row["batch"] == batch]
+        lengths = [max(1, round(plain["steps"]))] * batch
+        base = speculation_of("plain", plain["threads"], tables)
+        for row in of_batch:
+            if base is None or (kind := speculation_of(row["way"], row["threads"], tables)) is None:
+                continue
+            seconds = layout_s(kind, lengths, row["acceptance"])
+            speed = layout_s(base, lengths, row["acceptance"]) / seconds
+            planned = next((o["speedup"] for o in options if _is_of(o, row)), None)
+            way = f"{row['way']}, {row['threads']}"
+            yield Compared("placement", str(batch), way, row["over_plain"], speed, planned, row["seconds"], seconds)
+
+
+def _is_of(option: dict[str, Any], row: dict[str, Any]) -> bool:
+    drafts = "" if row["mode"] == "plain" else f" k={option['k']}"
+    return (option["mode"] + drafts, option["verifier_size"]) == (row["way"], row["threads"])
+
+
+def pair_rows(facts: dict[str, Any], tables: CostTables) -> Iterator[Compared]:
+    """Yields the ways of a pair.json, by speed over the policy alone on all threads."""
+    for verdict in facts["verdicts"]:
+        lengths = verdict.get("lengths")
+        rows = [row for row in facts["rows"] if row["load"] == verdict["load"]]
+        plain = next(row for row in rows if row["way"] == "plain")
+        if lengths is None:  # requests of equal length, which a plain engine makes in as many steps
+            if not verdict["load"].isdecimal():
+                continue
+            lengths = [max(1, round(plain["steps"]))] * int(verdict["load"])
+        base = speculation_of("plain", int(plain["threads"]), tables)
+        for row in rows:
+            threads = int(row["threads"].partition("+")[0])
+            if base is None or (kind := speculation_of(row["way"], threads, tables)) is None:
+                continue
+            seconds = layout_s(kind, lengths, verdict["acceptance"])
+            speed = layout_s(base, lengths, verdict["acceptance"]) / seconds
+            way = f"{row['way']}, {row['threads']}"
+            yield Compared(
+                "pair", verdict["load"], way, row["over_plain"], speed, row["predicted"], row["seconds"], seconds
+            )
+
+
+def tables_of(facts: dict[str, Any]) -> CostTables:
+    """Returns the cost tables in a pair.json. Raises ConfigError if they are not valid."""
+    return build(
+        CostTables, {"device": "", "policy": "", "draft_model": "", "unit": "thread", **facts["costs"]}, "costs"
+    )
+
+
+# Moves and races
+
+
+@dataclass(frozen=True)
+class MeasuredSpeeds:
+    """The measured decode speeds as the policy's speed model."""
+
+    table: DecodeSpeedTable
+    typical_p: tuple[float, ...]
+
+    def tokens_per_s(self, method: int, batch: int) -> float:
+        """Returns the tokens a second of each of `batch` typical requests."""
+        return self.table.tokens_per_s(method, batch)
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Returns the seconds of a prefill of `num_tokens` tokens."""
+        return self.table.prefill_s(num_tokens)
+
+
+@dataclass(frozen=True)
+class _MeasuredCosts(Costs):
+    """Steps of one token for each request, at the measured speed."""
+
+    speeds: MeasuredSpeeds
+    method: int
+
+    def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
+        return 1.0 / self.speeds.tokens_per_s(self.method, max(1, round(num_requests)))
+
+    def prefill_s(self, num_tokens: float) -> float:
+        return self.speeds.prefill_s(round(num_tokens))
+
+
+class MeasuredSpeculation(Speculation):
+    """A draft method whose tokens a second were measured. A step makes one token of each request."""
+
+    def __init__(self, speeds: MeasuredSpeeds, method: int) -> None:
+        super().__init__(_MeasuredCosts(speeds, method))
+
+    def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
+        return DecodeStep(np.ones(len(p_B)), float(len(p_B)))
+
+
+def tail_rows(facts: dict[str, Any], running: SpeedTableFile) -> Iterator[Compared]:
+    """Yields the ways of a tail.json, by speed over the rollouts with neither."""
+    lengths = [np.array(of_rollout) for of_rollout in facts.get("all_lengths", ())] or list(_drawn(facts))
+    past = [int(n) for of_rollout in lengths for n in of_rollout]
+    seconds = {row["way"]: tail_s(facts, running, row["way"], lengths, past) for row in facts["rows"]}
+    for row in facts["rows"]:
+        ratios = [a / b for a, b in zip(seconds["neither"], seconds[row["way"]], strict=True)]
+        measured = [a / b for a, b in zip(facts["rows"][0]["all_seconds"], row["all_seconds"], strict=True)]
+        pair = (median(row["all_seconds"]), median(seconds[row["way"]]))
+        yield Compared("tail", f"{facts['engines']} engines", row["way"], median(measured), median(ratios), None, *pair)
+
+
+def tail_s(
+    facts: dict[str, Any], running: SpeedTableFile, way: str, lengths: Sequence[np.ndarray], past: Sequence[int]
+) -> list[float]:
+    """Returns the seconds of rollouts of these lengths. The policy has seen responses as long as theirs."""
+    methods = facts["split"].split(";") if facts["split"] else [running.rungs[0].method] * facts["engines"]
+    names = list(dict.fromkeys(methods))
+    speeds = MeasuredSpeeds(started_table(names, running), (_SAME_P,) * len(names))
+    found = []
+    for lengths_R in lengths:
+        num = len(lengths_R)
+        estimator = LengthEstimator(max(past))
+        for length in past:
+            estimator.finished(-1, length)
+        config = WAYS[way]
+        tail = None if config is None else TailPolicy(config, speeds, estimator, 0.0)
+        numbers = [names.index(methods[i % len(methods)]) for i in range(facts["engines"])]
+        engines = [SimulatedEngine(i, MeasuredSpeculation(speeds, m), m, SLOTS) for i, m in enumerate(numbers)]
+        prompt_R = np.arange(num) // facts["samples"]
+        work = Workload(prompt_R, lengths_R, np.full((num, len(names)), _SAME_P), PROMPT)
+        rollout = Rollout(work, engines, tail)
+        rollout.start(np.arange(num), in_shards(num, facts["engines"]))
+        rollout.run()
+        found.append(rollout.result().seconds)
+    return found
+
+
+def _drawn(facts: dict[str, Any]) -> Iterator[np.ndarray]:
+    """Yields lengths of rollouts with the measured median, whose longest response is the measured one on average."""
+    known = facts["lengths"]
+    score = NormalDist().inv_cdf(1.0 - 0.5 / known["responses"])
+    sigma = math.log(max(known["longest"] / known["median"], 1.0)) / score
+    config = LengthConfig(known["median"], min(sigma, 3.0), known["longest"])
+    for seed in range(_SIMULATED):
+        yield config.draw(facts["prompts"], facts["samples"], np.random.default_rng(seed)).ravel()
+
+
+# The command
+
+
+def table_of(rows: Sequence[Compared]) -> Table:
+    """Returns a table of the rows."""
+    table = new_table("speed over the base: policy alone (placement, pair), nothing moved or raced (tail)")
+    for name in ("of", "requests", "way", "measured", "simulated", "error", "planner", "its error", "s", "simulated s"):
+        table.add_column(name, justify="left" if name in ("of", "way") else "right", no_wrap=True)
+    for row in rows:
+        plan = ("", "") if row.planned is None else (f"{row.planned:.2f}", f"{row.planned / row.measured - 1.0:+.0%}")
+        seconds = ("" if s is None else f"{s:.2f}" for s in (row.seconds, row.predicted_s))
+        cells = (f"{row.measured:.2f}", f"{row.predicted:.2f}", f"{row.error:+.0%}", *plan, *seconds)
+        table.add_row(row.source, row.load, row.way, *cells)
+    return table
+
+
+def main() -> int:
+    """Prints a table, and writes its rows to DIR/simulation_error.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("profile", "placement", "pair", "tail"):
+        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    profile = CostTables.read(options.profile, "--profile") if options.profile else None
+    rows: list[Compared] = []
+    if options.placement:
+        if profile is None:
+            raise ConfigError(
+                "--profile: missing; a placement.json has no times of steps: name a file of `specrollout-lab profile`"
+            )
+        rows += placement_rows(_read(options.placement), profile)
+    if options.pair:
+        facts = _read(options.pair)
+        rows += pair_rows(facts, profile or tables_of(facts))
+    if options.tail:
+        running = SpeedTableFile.read(options.tail.with_name("running.json"), "--tail")
+        rows += tail_rows(_read(options.tail), running)
+    console = log_console()
+    if not console.is_terminal:
+        console.width = 150
+    console.print(table_of(rows))
+    write_facts(options.out / "simulation_error.json", [{**vars(row), "error": row.error} for row in rows])
+    return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and a picture of which layout of drafting wins where (`lab.simulation.layouts`)."""
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from lab.bench.bench_tables import new_table
+from lab.simulation.layouts import COUPLED_LAYOUTS, LAYOUTS, NO_DRAFTS, REMOTE, VANILLA
+from lab.simulation.picture import SILVER, STYLE
+from nemo_specrollout.reports.panels import BLUE, INK, ORANGE, PINK, SKY
+
+Rows = Sequence[dict[str, Any]]
+_SIZE = (9.6, 6.4)
+_DPI = 160
+_COLOURS = dict(zip((layout.name for layout in LAYOUTS), (SILVER, PINK, SKY, BLUE, INK, ORANGE), strict=True))
+
+
+def tables_of(facts: dict[str, Any]) -> Iterator[Table]:
+    """Yields the tables of the parts that are there."""
+    if "layouts" in facts:
+        yield winner_table(facts["layouts"])
+    if "tails" in facts:
+        yield tail_table(facts["tails"])
+    if "region" in facts:
+        yield region_table(facts["region"])
+
+
+def winners(rows: Rows) -> Iterator[dict[str, Any]]:
+    """Yields for each case the fastest layout, by how much it wins, and how remote drafters do."""
+    keys = dict.fromkeys((r["policy"], r["num_gpus"], r["per_gpu"], r["p"]) for r in rows)
+    for key in keys:
+        of_case = {r["layout"]: r for r in rows if (r["policy"], r["num_gpus"], r["per_gpu"], r["p"]) == key}
+        if len(of_case) < len(LAYOUTS):
+            continue
+        seconds = {name: r["seconds"] for name, r in of_case.items()}
+        ranked = sorted(seconds, key=seconds.__getitem__)
+        remote = of_case[REMOTE]
+        yield {
+            "case": key,
+            "best": ranked[0],
+            "size": of_case[ranked[0]]["size"],
+            "seconds": seconds[ranked[0]],
+            "over_plain": seconds[NO_DRAFTS] / seconds[ranked[0]],
+            "second": ranked[1],
+            "over_second": seconds[ranked[1]] / seconds[ranked[0]],
+            "remote_over_model": seconds["draft model"] / seconds[REMOTE],
+            "remote_over_vanilla": seconds[VANILLA] / seconds[REMOTE],
+            "remote_over_coupled": min(seconds[name] for name in COUPLED_LAYOUTS) / seconds[REMOTE],
+            "pair": f"{remote['size']}+{remote.get('drafter', 0)}",
+            "planned": f"{remote.get('planned_size', 0)}+{remote.get('planned_drafter', 0)}",
+            "planned_loss": remote.get("planned", remote["seconds"]) / remote["seconds"] - 1.0,
+        }
+
+
+def winner_table(rows: Rows) -> Table:
+    """Returns the table of winners."""
+    table = new_table("the fastest layout to the last token, and remote drafters against the others in the same GPUs")
+    names = (
+        "policy",
+        "GPUs",
+        "a GPU",
+        "p",
+        "fastest",
+        "TP",
+        "s",
+        "x plain",
+        "second",
+        "x second",
+        "remote: TP",
+        "x same",
+    )
+    for name in (*names, "x vanilla", "x coupled", "planned", "loses"):
+        table.add_column(name, justify="left" if name in ("policy", "fastest", "second") else "right", no_wrap=True)
+    for row in winners(rows):
+        policy, num_gpus, per_gpu, p = row["case"]
+        ratios = (f"{row[k]:.2f}" for k in ("remote_over_model", "remote_over_vanilla", "remote_over_coupled"))
+        table.add_row(
+            policy,
+            str(num_gpus),
+            str(per_gpu),
+            str(p),
+            row["best"],
+            str(row["size"]),
+            f"{row['seconds']:.1f}",
+            f"{row['over_plain']:.2f}",
+            row["second"],
+            f"{row['over_second']:.2f}",
+            row["pair"],
+            *ratios,
+            row["planned"],
+            f"{row['planned_loss']:.0%}",
+        )
+    return table
+
+
+_TAILS = ("moving", "racing", "moving, six steps", "run_ahead", "run_ahead, moving")
+
+
+def tail_table(rows: Rows) -> Table:
+    """Returns the table of what is done with idle engines."""
+    table = new_table("seconds of a rollout over those with neither; the last three are means over six steps")
+    for name in ("policy", "a GPU", "layout", "TP", "s", *_TAILS):
+        table.add_column(name, justify="left" if name in ("policy", "layout") else "right", no_wrap=True)
+    for row in rows:
+        cells = (f"{row[name]:.2f}" if name in row else "" for name in _TAILS)
+        about = (row["policy"], str(row["per_gpu"]), row["layout"], str(row["size"]), f"{row['seconds']:.1f}")
+        table.add_row(*about, *cells)
+    return table
+
+
+def region_table(rows: Rows) -> Table:
+    """Returns the table of remote drafters over coupled ones, by what a draft costs, requests and acceptance."""
+    table = new_table("tokens a second of remote drafters over the best coupled ones (free: their GPUs cost nothing)")
+    acceptances = sorted({row["p"] for row in rows})
+    for name in ("policy", "a GPU", "draft/step", *(f"p {p}" for p in acceptances)):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for key in dict.fromkeys((r["policy"], r["per_gpu"], r["ratio"]) for r in rows):
+        of_key = {r["p"]: r for r in rows if (r["policy"], r["per_gpu"], r["ratio"]) == key}
+        cells = (
+            f"{of_key[p]['over_coupled']:.2f} ({of_key[p]['free']:.2f})" if p in of_key else "" for p in acceptances
+        )
+        table.add_row(key[0], str(key[1]), str(key[2]), *cells)
+    return table
+
+
+def picture(facts: dict[str, Any]) -> bytes:
+    """Returns the picture as PNG bytes: speed over plain by acceptance, and where remote drafters win."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(2, 4)
+        cases = [(policy, per_gpu) for policy in ("Qwen3-8B", "Qwen3-32B") for per_gpu in (8, 32)]
+        for ax, (policy, per_gpu) in zip(axes[0], cases, strict=True):
+            _draw_speeds(ax, [r for r in facts.get("layouts", ()) if (r["policy"], r["per_gpu"]) == (policy, per_gpu)])
+            ax.set_title(f"{policy}, {per_gpu} requests a GPU", fontsize=7.5)
+        axes[0][0].legend(fontsize=6, loc="upper left")
+        axes[0][0].set_ylabel("rollout, over no drafts")
+        of_8b = [r for r in facts.get("region", ()) if r["policy"] == "Qwen3-8B"]
+        for ax, p in zip(axes[1], (0.6, 0.7, 0.8, 0.9), strict=True):
+            _draw_region(ax, [r for r in of_8b if r["p"] == p])
+            ax.set_title(f"remote over coupled, p {p}", fontsize=7.5)
+        axes[1][0].set_ylabel("Qwen3-8B: draft / step, in time")
+        file = io.BytesIO()
+        figure.savefig(file, format="png")
+        return file.getvalue()
+
+
+def _draw_speeds(ax: Axes, rows: Rows) -> None:
+    """Draws speed over plain by acceptance with the most GPUs that are there."""
+    rows = [r for r in rows if r["num_gpus"] == max(row["num_gpus"] for row in rows)]
+    plain = {r["p"]: r["seconds"] for r in rows if r["layout"] == NO_DRAFTS}
+    for name, colour in _COLOURS.items():
+        points = sorted((r["p"], plain[r["p"]] / r["seconds"]) for r in rows if r["layout"] == name and r["p"] in plain)
+        if points:
+            ax.plot(*zip(*points, strict=True), color=colour, label=name, marker="o", markersize=3)
+    ax.set_xlabel(f"p, {rows[0]['num_gpus'] if rows else 0} GPUs")
+
+
+def _draw_region(ax: Axes, rows: Rows) -> None:
+    """Draws the ratio of both layouts. Orange is where remote drafters win."""
+    if not rows:
+        return
+    ratios, sizes = (sorted({r[key] for r in rows}) for key in ("ratio", "per_gpu"))
+    grid = np.array([[next(r for r in rows if (r["ratio"], r["per_gpu"]) == (y, x)) for x in sizes] for y in ratios])
+    values = np.vectorize(lambda r: r["over_coupled"])(grid).astype(float)
+    free = np.vectorize(lambda r: r["free"])(grid).astype(float)
+    ax.imshow(values, cmap="PuOr_r", vmin=0.4, vmax=1.6, origin="lower", aspect="auto")
+    for y, x in np.ndindex(values.shape):
+        ax.text(x, y, f"{values[y, x]:.2f}\n({free[y, x]:.2f})", ha="center", va="center", fontsize=5.5, color=INK)
+    ax.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    ax.set_yticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
+    ax.set_xlabel("requests a GPU")
+    ax.grid(visible=False)
