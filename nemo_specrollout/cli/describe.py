@@ -35,6 +35,7 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.arguments import VllmAbilities, abilities_of, added_graphs, host_choice
 from nemo_specrollout.generation.engine.cuda_graphs import graph_bytes
 from nemo_specrollout.installed.versions import installed_versions, nemo_rl_version, vllm_version
+from nemo_specrollout.reports.advice import EXPERIMENTAL
 
 _BACKEND = f"{GENERATION}.backend"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
@@ -45,7 +46,8 @@ def describe_racing(racing: FastestOfNConfig | None, *, alike: bool) -> str:
     if racing is None or not racing.enabled:
         return "off: each engine does its own share of the requests, as NeMo-RL deals them out"
     ways = ["move to another engine"] if racing.moving else []
-    ways += [f"are raced by up to {racing.max_racers} engines"] if racing.max_racers > 1 and not alike else []
+    races = f"are raced by up to {racing.max_racers} engines ({EXPERIMENTAL})"
+    ways += [races] if racing.max_racers > 1 and not alike else []
     speeds = f"decode speeds start from {racing.ladder}" if racing.ladder else "decode speeds are learned while running"
     no_race = "; no engine races: all draft alike" if racing.max_racers > 1 and alike else ""
     return (
@@ -144,7 +146,8 @@ def _remote_in_words(drafter: RemoteDrafterConfig, workers_place: str) -> str:
     else:
         reach = "this machine" if all(map(is_loopback, drafter.addresses)) else "the network, with the shared secret"
         where = f"{len(drafter.addresses)} at {', '.join(drafter.addresses)} ({reach}), started by `serve-drafter`"
-    return f"drafters: {where}; up to {drafter.max_requests} requests each, a request goes to the least loaded"
+    load = f"up to {drafter.max_requests} requests each, a request goes to the least loaded"
+    return f"drafters: {where}; {load}; {EXPERIMENTAL}"
 
 
 def describe_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
