@@ -3,9 +3,10 @@
 
 python -m lab.bench.placement_bench --out DIR [--hidden 192 --layers 16 --vocabulary 4096] [--upper-scale 0.2]
 python -m lab.bench.placement_bench --out DIR --trained
+python -m lab.bench.placement_bench --out DIR --policy models/smollm2_start --draft models/smollm2_draft [--rounds 3]
 
 The pair is made, of random weights; or DIR has two that `lab.policies.warm_start` trained for the demo's task,
-`policy` and `draft`.
+`policy` and `draft`; or the pair is a real one, which `pair_bench.py` measures in its own way.
 Every engine stands from the beginning to the end; rounds go through all of them, and ratios are of medians. An engine has one
 thread or as many as there are cores, each number in a process of its own; the decoupled drafter is one more process.
 """
@@ -38,10 +39,12 @@ from nemo_specrollout.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from lab.local.engine import RolloutEngine
+    from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 MAX_DRAFTS = 12
 COUPLED_KS = (2, 4, 8, 12)
 PROMPT = 20
+DEFAULT_BATCHES = (1, 4, 8)
 MAX_TOKEN_ID = 500  # of a prompt
 LONG_PROBLEM = 8  # terms to add
 PROFILED = (1, 4, 16, 64)
@@ -121,9 +124,13 @@ def roll_out(way: Way, work: Work) -> Timed:
     """In a child: the same requests for every way."""
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
-    engine = _engines[way]
     length = work.tokens if work.is_exact else None
     requests = [RolloutRequest(list(p), i, 0, exact_length=length) for i, p in enumerate(work.prompts)]
+    return roll_out_in(_engines[way], requests)
+
+
+def roll_out_in(engine: "RolloutEngine", requests: "Sequence[RolloutRequest]") -> Timed:
+    """Rolls out requests in an engine of this process."""
     before = _counts(engine)
     steps = engine.num_steps
     started = time.perf_counter()
@@ -161,7 +168,7 @@ class Bench:
         self.folder = folder
         self.tokens = tokens
         self.ways: dict[tuple[int, Way], ProcessPoolExecutor] = {}
-        self._children = {threads: _child(threads) for threads in sorted({1, os.cpu_count() or 1})}
+        self._children = {threads: child_with(threads) for threads in sorted({1, os.cpu_count() or 1})}
         for threads, child in self._children.items():
             ways = [Way("plain"), *COUPLED, *(BESIDE if threads == 1 else ())]
             self.ways |= {(threads, way): child for way in ways}
@@ -196,7 +203,7 @@ class Bench:
             child.shutdown()
 
 
-def _child(threads: int) -> ProcessPoolExecutor:
+def child_with(threads: int) -> ProcessPoolExecutor:
     """Torch takes the number of its threads once, when it is loaded."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     child = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
@@ -246,9 +253,21 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--upper-scale", type=float, default=0.2)
     parser.add_argument("--trained", action="store_true", help="DIR has the pair")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
-    run(parser.parse_args(), Console())
-    return 0
+    parser.add_argument(
+        "--batches", type=int, nargs="+", help="numbers of requests (default 1 4 8; of a real pair 1 4 8 16 32)"
+    )
+    parser.add_argument("--policy", type=Path, help="folder of a real policy")
+    parser.add_argument("--draft", type=Path, help="folder of its draft model")
+    parser.add_argument("--scale", type=float, default=1.0, help="of a real pair: factor on the lengths of responses")
+    options = parser.parse_args()
+    if (options.policy is None) != (options.draft is None):
+        parser.error("--policy and --draft: one of them is missing; a real pair needs both")
+    if options.policy is None:
+        run(options, Console())
+        return 0
+    from lab.bench.pair_bench import run_pair
+
+    return run_pair(options, Console(highlight=False, soft_wrap=True))
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -262,7 +281,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     tables = bench.tables(PROFILED)
     bench.start()
     rows = []
-    for batch in options.batches:
+    for batch in options.batches or DEFAULT_BATCHES:
         prompts = task_prompts(options.out / "policy", batch) if options.trained else random_prompts(batch)
         work = Work(prompts, options.tokens, is_exact=not options.trained)
         of_batch = rows_of(batch, bench.rounds(work, options.rounds))
