@@ -21,7 +21,7 @@ from rich.table import Table
 
 from lab.bench import pair_engines
 from lab.bench.pair_engines import BOTH, COUPLED, DECOUPLED, MOST_REQUESTS, PLAIN, POSITIONS, PROFILED, Pair
-from lab.bench.placement_bench import Timed, Way, acceptance_of, child_with
+from lab.bench.placement_ways import Timed, Way, acceptance_of, child_with
 from lab.placement.cost_tables import CostCurve, CostTables
 from lab.placement.planner import Option, Placement, place
 from nemo_specrollout.storage.files import write_atomically
@@ -102,13 +102,13 @@ def loads(batches: Sequence[int], scale: float) -> list[Load]:
 def requests_of(load: Load, policy: Path) -> "list[RolloutRequest]":
     """The load's requests: problems of the tasks that the policy was trained on, and free text, in turns."""
     from lab.local.step_rollout import load_tokenizer
-    from lab.local.tasks import FreeText, ReasoningGymTask
+    from lab.local.tasks import FreeText, ReasoningGymTask, Task
     from lab.policies.distilled_draft import SYSTEM_PROMPT, TASKS
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     tokenizer = load_tokenizer(policy)
     half = -(-len(load.lengths) // 2)
-    tasks = (ReasoningGymTask(tokenizer, TASKS, SYSTEM_PROMPT), FreeText(tokenizer))
+    tasks: tuple[Task, ...] = (ReasoningGymTask(tokenizer, TASKS, SYSTEM_PROMPT), FreeText(tokenizer))
     lists = [[task.encode(p) for p in task.problems(PROMPT_SEED, half)] for task in tasks]
     prompts = [prompt for pair in zip(*lists, strict=True) for prompt in pair]
     pairs = zip(prompts, load.lengths, strict=False)

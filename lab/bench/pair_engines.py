@@ -5,28 +5,31 @@ Everything here runs in a child process of `pair_bench`. A layout has one engine
 speculation from rollout to rollout: without drafts, with a fixed number of them, or with as many as pay.
 """
 
+import ctypes
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.bench.cost_profile import COUPLED_K, ProfileSpec, _coupled_draft_s, _decode_steps, _draft_s
-from lab.bench.placement_bench import Timed, Way, roll_out_in
+from lab.bench.placement_ways import Timed, Way, roll_out_in
 from lab.local.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
 from nemo_specrollout.speculation.policy import FixedPolicy
 
 if TYPE_CHECKING:
+    import torch
+
     from lab.local.engine import RolloutEngine
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
 PLAIN, COUPLED, DECOUPLED, BOTH = "plain", "coupled", "decoupled", "both"
 LONGEST_TEXT, MOST_REQUESTS = 512, 32
-KV_BYTES, DRAFTER_KV_BYTES = 320 << 20, 64 << 20
-PROFILED, PROFILED_STEPS = (1, 4, 16, 32), 8
+KV_BYTES, DRAFTER_KV_BYTES = 288 << 20, 64 << 20
+PROFILED, PROFILED_STEPS, PROFILED_TEXT = (1, 4, 16, 32), 8, 256
 POSITIONS = 8
 """The most drafts of a request in a step."""
 
@@ -43,7 +46,7 @@ def block_of(mode: str, draft: str, addresses: Sequence[str] = ()) -> Specrollou
     """The block of a layout's engine. Remote drafters are those at `addresses`, or else one that the engine starts."""
     kwargs = {"kv_cache_memory_bytes": DRAFTER_KV_BYTES}
     where = {"addresses": tuple(addresses)} if addresses else {"workers": 1}
-    remote = RemoteDrafterConfig(model=draft, max_requests=2 * MOST_REQUESTS, vllm_kwargs=kwargs, **where)  # type: ignore[arg-type]
+    remote = RemoteDrafterConfig(model=draft, max_requests=2 * MOST_REQUESTS, vllm_kwargs=kwargs, **where)
     drafters: dict[str, tuple[DrafterConfig, ...]] = {
         PLAIN: (),
         COUPLED: (DraftModelDrafterConfig(model=draft),),
@@ -68,6 +71,8 @@ def generation_of(block: SpecrolloutConfig) -> GenerationConfig:
 _engines: "dict[str, RolloutEngine]" = {}
 _policies: dict[str, Any] = {}
 """The policy of speculation by which each engine chooses for itself."""
+_weights: dict[str, "torch.Tensor"] = {}
+"""The policy's weights in the first engine, by name."""
 
 
 def start(pair: Pair, modes: Sequence[str]) -> None:
@@ -79,6 +84,16 @@ def start(pair: Pair, modes: Sequence[str]) -> None:
         block = block_of(mode, str(pair.draft), drafters.addresses() if drafters is not None else ())
         engine = _engines[mode] = RolloutEngine(pair.policy, generation_of(block), seed=1)
         _policies[mode] = engine.run_in_worker(_policy_of)
+        engine.run_in_worker(_share_weights)
+
+
+def _share_weights(worker: Any) -> None:
+    """Lets the policies of all engines of this process have the same weights in memory: they are equal, and large."""
+    for name, parameter in worker.model_runner.model.named_parameters():
+        known = _weights.setdefault(name, parameter.data)
+        if (known.shape, known.stride(), known.dtype) == (parameter.shape, parameter.stride(), parameter.dtype):
+            parameter.data = known
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def roll_out(way: Way, requests: "Sequence[RolloutRequest]") -> Timed:
@@ -114,7 +129,9 @@ def measure(pair: Pair, batches: tuple[int, ...], with_drafter: bool) -> Mapping
 
     It takes the engines that stand, and for `draft_s`, which is measured `with_drafter`, one of its own.
     """
-    spec = ProfileSpec(str(pair.policy), generation_of(block_of(COUPLED, str(pair.draft))), batches, PROFILED_STEPS)
+    generation = generation_of(block_of(COUPLED, str(pair.draft)))
+    short = replace(generation, vllm_cfg=replace(generation.vllm_cfg, max_model_len=PROFILED_TEXT))
+    spec = ProfileSpec(str(pair.policy), short, batches, PROFILED_STEPS)
     engine = engine_for(Way(COUPLED, COUPLED_K))
     found = {"coupled_draft_s": [_coupled_draft_s(engine, spec, batch) for batch in batches]}
     plain = engine_for(Way(PLAIN)) if PLAIN in _engines else _undrafted(engine)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from lab.local.run_sections import TaskConfig
 from lab.local.step_rollout import load_tokenizer
-from lab.local.tasks import FreeText, ReasoningGymTask
+from lab.local.tasks import FreeText, ReasoningGymTask, Task
 from lab.policies.warm_start import learning_rate_factor, training_progress
 from lab.policies.warm_start_data import Example, cut_batches, pad_batch
 from nemo_specrollout.generation.engine.arguments import set_process_environment
@@ -85,7 +85,7 @@ def own_texts(base: Path, settings: DraftSettings) -> list[Example]:
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
     tokenizer = load_tokenizer(base)
-    tasks = (ReasoningGymTask(tokenizer, TASKS, SYSTEM_PROMPT), FreeText(tokenizer))
+    tasks: tuple[Task, ...] = (ReasoningGymTask(tokenizer, TASKS, SYSTEM_PROMPT), FreeText(tokenizer))
     lists = [[task.encode(p) for p in task.problems(settings.seed, -(-settings.texts // 2))] for task in tasks]
     prompts = [prompt for pair in zip(*lists, strict=True) for prompt in pair][: settings.texts]
     generation = GenerationConfig(
