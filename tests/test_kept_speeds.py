@@ -80,7 +80,9 @@ def test_what_was_read_gives_way_to_what_is_seen(tmp_path: Path) -> None:
     written(tmp_path)
     speeds = kept_in(tmp_path).begin()
     assert speeds is not None and max(r.weights_s[0] for r in speeds.rungs) == 2.5 == speeds.prefill_weight_s
-    assert speeds.rungs[1].weights_s[1] == 16 * 2.5 and speeds.rungs[2].weights_s[0] == 0.5, "a rare one counts for itself"
+    assert speeds.rungs[1].weights_s[1] == 16 * 2.5 and speeds.rungs[2].weights_s[0] == 0.5, (
+        "a rare one counts for itself"
+    )
     table, named = started_table(["suffix"], speeds), started_table(["suffix"], MEASURED)
     for each in (table, named):
         each.observe(ANY_TASK, 0, 1, 500, 5.0)  # half as fast as before
@@ -170,7 +172,9 @@ def test_nonsense_costs_a_sentence_and_is_written_anew(tmp_path: Path, damage: A
     assert kept.begin() is None
     (sentence,) = kept.take_alarms()
     assert sentence.startswith(str(file)) and "so it is not used, and is written anew" in sentence
-    assert "\n" not in sentence and (kept.sentence or "").startswith("began without earlier decode speeds, because speeds-")
+    assert "\n" not in sentence and (kept.sentence or "").startswith(
+        "began without earlier decode speeds, because speeds-"
+    )
     kept.keep(MEASURED)
     kept.settle()
     assert kept_in(tmp_path).begin() is not None

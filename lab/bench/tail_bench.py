@@ -138,7 +138,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=4, help="prompts of a rollout")
     parser.add_argument("--samples", type=int, default=4, help="samples of a prompt")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm-up", type=int, default=1, help="rounds that do not count: kernels compile, tables learn")
+    parser.add_argument(
+        "--warm-up", type=int, default=1, help="rounds that do not count: kernels compile, tables learn"
+    )
     parser.add_argument("--skip", type=int, default=0, help="number of the first rollout, for other prompts")
     return parser.parse_intermixed_args()
 

@@ -139,4 +139,3 @@ def use_clocks_of(fleets: Sequence[EnginesApart]) -> None:
     for module in (attempts, coordinator):
         module.time = clock  # type: ignore[attr-defined, assignment]
     turn_engine.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[attr-defined, assignment]
-

@@ -79,7 +79,7 @@ class Timed:
 
     @property
     def forecast_error(self) -> float | None:
-        """How much later than foreseen the rollout ended, negative if later, as a share of the seconds that were left."""
+        """By how much too long the forecast was, as a share of the seconds that were left; negative if it was too short."""
         if self.foreseen is None:
             return None
         left_s = self.began_s + self.seconds - self.foreseen.at_s
@@ -154,7 +154,17 @@ def spread(values: Any) -> list[float]:
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     """Returns the rows for the terminal; each cell has the median and the range over rollouts, or a sum."""
     table = Table(pad_edge=False)
-    names = ("way", "seconds", "x neither", "engine s", "moves", "races (won)", "repeated", "forecast off", "saved: said, was")
+    names = (
+        "way",
+        "seconds",
+        "x neither",
+        "engine s",
+        "moves",
+        "races (won)",
+        "repeated",
+        "forecast off",
+        "saved: said, was",
+    )
     for name in (*names, "tokens equal"):
         table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
     for row in rows:

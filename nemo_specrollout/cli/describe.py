@@ -125,7 +125,9 @@ def _learned_in_words(block: SpecrolloutConfig) -> str:
         )
     if learned.warm_start:
         racing = block.fastest_of_n
-        speeds = "" if racing is None or not racing.enabled else ", and the decode speeds of engines that share requests"
+        speeds = (
+            "" if racing is None or not racing.enabled else ", and the decode speeds of engines that share requests"
+        )
         what.append(f"acceptance rates and step times{speeds}, with which the next start begins")
     if not what:
         return "nothing is kept for the next start"
@@ -248,7 +250,9 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
         lines.append(("graphs", graphs))
     if config.fastest_of_n is not None and (engines := num_engines(tree)) > 1:
         alike = len({frozenset(d.type for d in kind) for kind in config.drafters_of_engines[:engines]}) == 1
-        lines.append(("fastest_of_n", describe_racing(config.fastest_of_n, alike=alike, keeps=config.learned.warm_start)))
+        lines.append(
+            ("fastest_of_n", describe_racing(config.fastest_of_n, alike=alike, keeps=config.learned.warm_start))
+        )
     return lines
 
 

@@ -4,7 +4,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ KIND = "speeds"
 class KeptSpeeds:
     """Owns the file of the decode speeds of a fleet, and what was read of it.
 
-    `begin` reads it before the first rollout, unless the user has named a file of decode speeds. `keep` writes it after a step.
+    `begin` reads it before the first rollout, unless the user has named one. `keep` writes it after a step.
     """
 
     def __init__(self, block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[str, Any]) -> None:
