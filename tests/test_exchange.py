@@ -36,6 +36,7 @@ from nemo_specrollout.generation.engine.vllm_requests import (
     shard_requests,
 )
 from nemo_specrollout.nemo_rl.engine_inputs import engine_arguments
+from nemo_specrollout.nemo_rl import supervisor
 from nemo_specrollout.nemo_rl.ray_calls import answer_of, ask_exchange
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of, put_run
 from nemo_specrollout.nemo_rl.step_log import StepLog
@@ -276,6 +277,12 @@ def test_an_exchange_in_an_actor(
         ray.kill(actor)
 
 
+@pytest.fixture
+def environment(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets actors run by this Python, because there is no NeMo-RL here that could name another."""
+    monkeypatch.setattr(supervisor, "engine_environment", dict)
+
+
 class Starts:
     """Engine actors that join an exchange without a word."""
 
@@ -323,7 +330,8 @@ def table_of(log: StepLog) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
-def test_a_start_begins_with_the_decode_speeds_of_the_one_before(cluster: None, tmp_path: Path, is_async: bool) -> None:
+@pytest.mark.usefixtures("environment")
+def test_a_start_begins_with_the_decode_speeds_of_the_one_before(tmp_path: Path, is_async: bool) -> None:
     first = start_of(tmp_path, is_async=is_async)
     assert BEGAN not in end_step(first, 200).entries, "nothing was kept, so there is nothing to tell"
     first.close_exchange()
@@ -331,7 +339,9 @@ def test_a_start_begins_with_the_decode_speeds_of_the_one_before(cluster: None, 
     log = end_step(second, 100)
     (sentence,) = log.entries[BEGAN]
     assert sentence.startswith("the exchange of requests began with the decode speeds of 2") and log.alarms == []
-    assert table_of(log)["rungs"][0]["tokens_per_s"] == pytest.approx([150]), "a second that was read, and one that was seen"
+    assert table_of(log)["rungs"][0]["tokens_per_s"] == pytest.approx([150]), (
+        "a second that was read, and one that was seen"
+    )
     assert BEGAN not in end_step(second, 100).entries, "it is told once"
     second.close_exchange()
     other = start_of(tmp_path, is_async=not is_async)
@@ -339,7 +349,8 @@ def test_a_start_begins_with_the_decode_speeds_of_the_one_before(cluster: None, 
     other.close_exchange()
 
 
-def test_a_named_file_of_decode_speeds_wins_and_a_damaged_kept_one_is_told(cluster: None, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("environment")
+def test_a_named_file_of_decode_speeds_wins_and_a_damaged_kept_one_is_told(tmp_path: Path) -> None:
     first = start_of(tmp_path, is_async=False)
     named = tmp_path / "ladder.json"
     named.write_text(json.dumps({**table_of(end_step(first, 200)), "prefill_s_per_token": 0.5}))

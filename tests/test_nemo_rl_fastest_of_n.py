@@ -44,7 +44,9 @@ def test_check_says_that_decode_speeds_are_kept() -> None:
     assert said["fastest_of_n"].endswith(
         "learned while running, and begin as an earlier start like this one has kept them; no engine races: all draft alike"
     )
-    assert "step times, and the decode speeds of engines that share requests, with which the next start" in said["learned"]
+    assert (
+        "step times, and the decode speeds of engines that share requests, with which the next start" in said["learned"]
+    )
     off = dict(describe_nemo_rl(tree(TWO_GPUS, f"{FASTEST}={{}}", f"{BLOCK_PATH}.learned.warm_start=false")))
     assert off["fastest_of_n"].endswith("decode speeds are learned while running; no engine races: all draft alike")
     assert "decode speeds" not in off["learned"]
