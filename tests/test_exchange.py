@@ -35,8 +35,8 @@ from nemo_specrollout.generation.engine.vllm_requests import (
     reason_to_stay,
     shard_requests,
 )
-from nemo_specrollout.nemo_rl.engine_inputs import engine_arguments
 from nemo_specrollout.nemo_rl import supervisor
+from nemo_specrollout.nemo_rl.engine_inputs import engine_arguments
 from nemo_specrollout.nemo_rl.ray_calls import answer_of, ask_exchange
 from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of, put_run
 from nemo_specrollout.nemo_rl.step_log import StepLog

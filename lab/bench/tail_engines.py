@@ -137,5 +137,5 @@ def use_clocks_of(fleets: Sequence[EnginesApart]) -> None:
     """Lets coordinators read the clocks of these fleets, one of which is at work, and lets turns last CPU seconds."""
     clock = SimpleNamespace(perf_counter=lambda: sum(fleet.now_s() for fleet in fleets))
     for module in (attempts, coordinator):
-        module.time = clock  # type: ignore[attr-defined, assignment]
-    turn_engine.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[attr-defined, assignment]
+        module.time = clock  # type: ignore[attr-defined]
+    turn_engine.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[assignment]
