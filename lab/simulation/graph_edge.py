@@ -60,7 +60,7 @@ class StepTimes:
     @classmethod
     def of(cls, gpu: str) -> "StepTimes":
         """Returns the least squares through a GPU's steps within graphs, and the median of its steps without."""
-        steps = _measured(gpu)
+        steps = measured_steps(gpu)
         requests, rows, ms = steps[steps[:, 1] <= VLLMS_LARGEST].T
         terms = np.stack([np.ones(len(rows)), rows, np.maximum(rows - KNEE, 0.0), requests], axis=1)
         fitted = 1e-3 * np.linalg.lstsq(terms, ms, rcond=None)[0]
@@ -82,7 +82,7 @@ class StepTimes:
         return gpu_s if size else max(gpu_s, self.launched_s)
 
 
-def _measured(gpu: str) -> np.ndarray:
+def measured_steps(gpu: str) -> np.ndarray:
     """Returns requests, rows and milliseconds of the measured steps with a fixed number of drafts, [steps, 3]."""
     found = []
     for file, item in RUNS[gpu]:

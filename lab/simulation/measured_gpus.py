@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The roofline's shares and fixed seconds, fitted to the steps that GPUs have shown (`docs/benchmarks/gpu*.json`).
+
+Measured are steps of Qwen3-8B's shape on an H100 and an H200, with up to 512 rows in CUDA graphs, and the drafting of a small
+EAGLE-3 head on an H100. Nothing else was: no other policy, no tensor parallel engine, no long context, no draft model, no
+network. There the roofline continues with the same shares.
+
+Shapes: N measured steps.
+"""
+
+import json
+from functools import cache
+
+import numpy as np
+
+from lab.simulation.costs import Calibration, RooflineCosts
+from lab.simulation.data_sheets import device_named, model_named
+from lab.simulation.graph_edge import BENCHMARKS, VLLMS_LARGEST, measured_steps
+
+GPUS = {"H100": "h100", "H200": "h200"}
+"""Data sheet of each measured GPU, and its name in the benchmarks."""
+_MODEL = "Qwen3-8B"
+_CONTEXT = 256.0
+"""Tokens of the measured texts, about."""
+
+
+def fitted_calibration() -> Calibration:
+    """Returns the shares of bandwidth and arithmetic, the host's seconds of a step, and those of a draft token.
+
+    Seconds of layers without rows stay as assumed, because only one number of layers was measured.
+    """
+    memory, compute, host_s = _fit()
+    return Calibration(memory_share=memory, compute_share=compute, host_s=host_s, draft_host_s=_draft_token_s())
+
+
+def errors() -> dict[str, tuple[float, float, float]]:
+    """Returns for each GPU the least, the median and the greatest relative error of a predicted step."""
+    found = {}
+    for device in GPUS:
+        requests_N, rows_N, seconds_N = _steps(device)
+        errors_N = _predicted(device, fitted_calibration(), requests_N, rows_N) / seconds_N - 1.0
+        found[device] = float(errors_N.min()), float(np.median(errors_N)), float(errors_N.max())
+    return found
+
+
+@cache
+def _fit() -> tuple[float, float, float]:
+    """Fits the logarithms of the measured seconds by least squares."""
+    from scipy.optimize import least_squares
+
+    measured = {device: _steps(device) for device in GPUS}
+
+    def misses(parameters: np.ndarray) -> np.ndarray:
+        memory, compute, host_s = parameters.tolist()
+        calibration = Calibration(memory_share=memory, compute_share=compute, host_s=host_s)
+        return np.concatenate(
+            [np.log(_predicted(name, calibration, n, rows) / s) for name, (n, rows, s) in measured.items()]
+        )
+
+    bounds = ([0.3, 0.2, 0.0], [1.0, 1.0, 5e-3])
+    found = least_squares(misses, [0.8, 0.5, 1e-3], bounds=bounds, x_scale=[0.1, 0.1, 1e-3], loss="soft_l1", f_scale=0.1)
+    memory, compute, host_s = map(float, found.x)
+    return memory, compute, host_s
+
+
+def _predicted(device: str, calibration: Calibration, requests_N: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
+    costs = RooflineCosts(model_named(_MODEL, "model"), device_named(device, "device"), "bf16", "bf16", calibration)
+    pairs = zip(requests_N.tolist(), rows_N.tolist(), strict=True)
+    return np.array([float(costs.step_s(requests, rows, _CONTEXT)) for requests, rows in pairs])
+
+
+def _steps(device: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns requests, rows and seconds of a GPU's steps within vLLM's graphs."""
+    steps = measured_steps(GPUS[device])
+    requests_N, rows_N, ms_N = steps[steps[:, 1] <= VLLMS_LARGEST].T
+    return requests_N, rows_N, 1e-3 * ms_N
+
+
+def _draft_token_s() -> float:
+    """Returns the seconds by which each further draft of a small head makes a step longer, which are the host's alone."""
+    report = json.loads((BENCHMARKS / "gpu-h100.json").read_text(encoding="utf-8"))
+    (table,) = report["items"]["head"]["tables"].values()
+    one, three = (1e-3 * table[f"{number} drafts"]["ms of drafting"] for number in (1, 3))
+    return float(three - one) / 2.0
+
