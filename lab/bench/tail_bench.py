@@ -35,7 +35,6 @@ from lab.local.coordinator import DealingCoordinator
 from lab.local.run_config import RunConfig, read_run_config
 from lab.local.step_rollout import load_tokenizer, step_prompts
 from lab.local.tasks import build_task
-from lab.simulation.dealing import in_shards
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.generation.engine.requests import RolloutRequest
@@ -52,20 +51,11 @@ SPLIT = {**ALIKE, "racing": FastestOfNConfig(moving=False), "both": FastestOfNCo
 Engines = EngineProcesses | EnginesApart
 
 
-class InShards(DealingCoordinator):
-    """A coordinator that deals requests out as NeMo-RL does, whatever its policy."""
-
-    def _deal_out(self, keys: Sequence[int]) -> None:
-        engine_R = in_shards(len(keys), len(self._assigned))
-        for key, engine in zip(keys, engine_R.tolist(), strict=True):
-            self._start(key, engine)
-
-
 @dataclass(frozen=True)
 class Way:
     """A way to treat the tail: its coordinator, which has learned from earlier rollouts, and its policy, which is watched."""
 
-    coordinator: InShards
+    coordinator: DealingCoordinator
     policy: Watched
 
 
@@ -92,7 +82,8 @@ class TailBench:
     def _way(self, tail: FastestOfNConfig, longest: int) -> Way:
         table = started_table(self.engines.method_names, self.ladder)
         policy = Watched(FastestOfN(tail, table), self.engines.now_s)
-        return Way(InShards(self.engines, policy, table, LengthEstimator(longest)), policy)
+        lengths = LengthEstimator(longest)
+        return Way(DealingCoordinator(self.engines, policy, table, lengths, deals_shards=True), policy)
 
     def play(self, requests: Sequence[RolloutRequest], number: int, *, keep: bool) -> None:
         """Rolls the same requests out in every way. Each round begins with another way."""

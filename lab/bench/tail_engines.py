@@ -20,6 +20,7 @@ from lab.local.run_sections import GenerationConfig
 from lab.local.turn_engine import ReloadingTurnEngine
 from nemo_specrollout.drafters.text import LookupDrafter
 from nemo_specrollout.stragglers import attempts, coordinator, turn_engine
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 from nemo_specrollout.stragglers.decisions.speed_table import draft_method
 from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
 
@@ -84,6 +85,9 @@ class EnginesApart:
 
     def is_alive(self, engine: int) -> bool:
         return True
+
+    def early_worth(self, engine: int) -> EarlyWorth:
+        return EarlyWorth()
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
         """Computes the turns that begin now, and returns the result of the turn that ends first."""

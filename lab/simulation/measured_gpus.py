@@ -58,7 +58,9 @@ def _fit() -> tuple[float, float, float]:
         )
 
     bounds = ([0.3, 0.2, 0.0], [1.0, 1.0, 5e-3])
-    found = least_squares(misses, [0.8, 0.5, 1e-3], bounds=bounds, x_scale=[0.1, 0.1, 1e-3], loss="soft_l1", f_scale=0.1)
+    found = least_squares(
+        misses, [0.8, 0.5, 1e-3], bounds=bounds, x_scale=[0.1, 0.1, 1e-3], loss="soft_l1", f_scale=0.1
+    )
     memory, compute, host_s = map(float, found.x)
     return memory, compute, host_s
 
@@ -82,4 +84,3 @@ def _draft_token_s() -> float:
     (table,) = report["items"]["head"]["tables"].values()
     one, three = (1e-3 * table[f"{number} drafts"]["ms of drafting"] for number in (1, 3))
     return float(three - one) / 2.0
-
