@@ -73,7 +73,7 @@ def test_texts_made_ahead_change_no_row(runs: dict[str, Run], name: str, steps: 
 @pytest.mark.parametrize("name", ["apart_ahead_moving", "apart_ahead_moving_streams"])
 def test_engines_make_texts_and_take_over_requests_in_one_run(runs: dict[str, Run], name: str) -> None:
     metrics = runs[name].metrics
-    assert sum(m["tail"]["moves"] for m in metrics) > 0 and sum(m["ahead_made"] for m in metrics) > 0
+    assert sum(m["tail"].get("moves", 0) for m in metrics) > 0 and sum(m["ahead_made"] for m in metrics) > 0
     assert any(m["tail"].get("early_worth") for m in metrics), "engines say what their texts are worth"
 
 
