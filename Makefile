@@ -18,7 +18,7 @@ PIP = $(BIN)/python $(PIP_INSTALL)
 IN_TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smollm2 test test-kernels test-families test-processes test-lab test-changed test-all test-install test-slow test-kill test-vllm test-pins test-slurm test-nemo-rl test-upstream test-gpu bench docs check format setup clean
+.PHONY: demo smollm2 smollm2-draft test test-kernels test-families test-processes test-lab test-changed test-all test-install test-slow test-kill test-vllm test-pins test-slurm test-nemo-rl test-upstream test-gpu bench docs check format setup clean
 
 demo: setup
 	$(BIN)/specrollout-lab run $(CONFIG) logger.log_dir=$(LOG_DIR)
@@ -26,6 +26,10 @@ demo: setup
 # The real model of examples/configs/smollm2_cpu.yaml, below models/: fetched, converted, checked.
 smollm2: setup $(VENV)/.smollm2
 	$(BIN)/python -m lab.policies.smollm2
+
+# A draft model of it with four layers, distilled on one core in an hour.
+smollm2-draft: smollm2
+	OMP_NUM_THREADS=1 $(BIN)/python -m lab.policies.distilled_draft --base models/smollm2_start --layers 4 --out models/smollm2_draft
 
 # Each tier's name stands after an `=`, because pytest takes a folder of that name (lab) for its first argument otherwise.
 # The product's own tests. At the end it says which other target has which tests (tests/tiers.py).

@@ -170,6 +170,16 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "apart_plain": {"overrides": SHORT + APART + VALIDATION + PLAIN + SIX_STEPS},
     "apart_ahead_streams": {"overrides": SHORT + APART + VALIDATION + AHEAD + STREAMS + SIX_STEPS},
     "apart_ahead_tail": {"overrides": SHORT + APART + TWO_APART + VALIDATION + AHEAD + SIX_STEPS},
+    "apart_ahead_moving": {
+        "overrides": SHORT + APART + TWO_APART + VALIDATION + AHEAD + MOVING + SIX_STEPS,
+        "environment": WILD,
+        "kill_after": 4,
+        "kill": "SpecrolloutExchange",
+    },
+    "apart_ahead_moving_streams": {
+        "overrides": SHORT + APART + TWO_APART + VALIDATION + AHEAD + STREAMS + MOVING + SIX_STEPS,
+        "environment": WILD,
+    },
     "apart_ahead_interrupted": {
         "overrides": SHORT + APART + VALIDATION + checkpointed("apart_ahead_interrupted") + AHEAD + SIX_STEPS,
         "kill_after": 5,

@@ -13,6 +13,7 @@ import pytest
 from lab.local.engine import RolloutEngine
 from lab.local.turn_engine import ReloadingTurnEngine
 from nemo_specrollout.stragglers import attempts, coordinator, turn_engine
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
 from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
 from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
@@ -83,8 +84,8 @@ class EnginesInTurn:
     def is_alive(self, worker: int) -> bool:
         return worker in self._workers
 
-    def early_worth(self, worker: int) -> tuple[float, ...]:
-        return ()
+    def early_worth(self, worker: int) -> EarlyWorth:
+        return EarlyWorth()
 
     def finish_turns(self) -> None:
         while any(self._turns.values()):

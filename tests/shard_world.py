@@ -16,6 +16,7 @@ from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, Rollout,
 from nemo_specrollout.generation.engine.vllm_requests import RolloutSamplingParams, shard_request, text_and_params
 from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 from nemo_specrollout.sampling.seeds import request_seed
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turn_engine import Answer, Ask, roll_out_shard
 from nemo_specrollout.stragglers.turns import ExchangeFailed
@@ -89,7 +90,7 @@ class IdleInTurn:
         self.has_begun.set()
         return has_more
 
-    def worth(self) -> tuple[float, ...]:
+    def worth(self) -> EarlyWorth:
         return self.rolling.worth()
 
 

@@ -31,7 +31,7 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
-from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
+from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, drafter_spec
 from nemo_specrollout.remote.protocol import peer as peers
 from nemo_specrollout.remote.protocol import publishing
 from nemo_specrollout.remote.protocol.draft_buffers import COUNT
@@ -40,6 +40,7 @@ from nemo_specrollout.remote.protocol.peer import PeerState
 from nemo_specrollout.remote.protocol.publishing import publish
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
 from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
+from nemo_specrollout.storage import weights_folder
 
 pytestmark = pytest.mark.integration
 
@@ -307,6 +308,67 @@ def test_draft_weights_may_change_during_a_rollout(
     assert proposed == accepted
     assert publish(pool.addresses(), b"", str(similar_model), 7) == {}
     assert_equal(engine.generate(requests(8, 4), **SAMPLINGS[name]), expected[name])
+
+
+def roll_out_while_published(
+    engine: RolloutEngine, expected: list[Rollout], publish_next: Callable[[], object], name: str
+) -> None:
+    """Publishes in the middle of a rollout, whose tokens equal plain decoding's."""
+    under_way = midway(engine, name)
+    publish_next()
+    under_way.advance()
+    assert_equal(under_way.rollouts, expected)
+
+
+@pytest.mark.parametrize("name", ["T=1", "T=0"])
+def test_published_weights_are_found_under_faults(
+    similar_model: Path,
+    start_engine: Callable[..., RolloutEngine],
+    expected: dict[str, list[Rollout]],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    """Sound, half-written and damaged weights appear in the middle of rollouts, and the drafter is killed."""
+    folder = tmp_path / "published"
+    remote = RemoteDrafterConfig(model=str(similar_model), weights_from=str(folder))
+    drafters = DrafterPool([drafter_spec(remote, {"max_model_len": 512})])
+    process = drafters.processes[0]
+    try:
+        drafters.addresses()
+        drafters.wait_until_up()
+        engine = start_engine(STEP_ADDER, served_by(drafters, similar_model))
+        wait_until_ready(engine, 1)
+
+        def status() -> DrafterReport:
+            return process.status or DrafterReport("")
+
+        def until(happened: Callable[[], bool]) -> None:
+            roll_out_until(engine, expected, happened, name)
+
+        def half_written() -> None:
+            shutil.copytree(STEP_ADDER, folder / "version_6")
+            whole = (STEP_ADDER / "model.safetensors").read_bytes()
+            (folder / "version_6" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+        roll_out_while_published(engine, expected[name], lambda: weights_folder.publish(STEP_ADDER, folder, 5), name)
+        until(lambda: status().draft_version == 5)
+        wait_until_ready(engine, 1)
+        before = proposed_and_accepted(engine)
+        until(lambda: proposed_and_accepted(engine)[0] > before[0] + 100)
+        proposed, accepted = proposed_and_accepted(engine) - before
+        assert accepted > 0.8 * proposed, "with the policy's own weights nearly every draft is right"
+        roll_out_while_published(engine, expected[name], half_written, name)
+        until(lambda: "not a whole safetensors file" in status().weights_problem)
+        assert status().draft_version == 5 and drafters.take_deaths()[0].startswith("drafter process 0 goes on with")
+        killed = process.pid
+        assert killed is not None
+        roll_out_while_published(engine, expected[name], lambda: os.kill(killed, signal.SIGKILL), name)
+        until(lambda: status().is_up and process.pid not in (None, killed))
+        assert status().draft_version == 5, "a drafter that starts again has the newest sound weights at once"
+        weights_folder.publish(similar_model, folder, 7)
+        until(lambda: status().draft_version == 7 and not status().weights_problem)
+    finally:
+        drafters.stop()
 
 
 def test_garbage_and_oversized_frames_are_ignored(

@@ -19,6 +19,7 @@ from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterS
 from nemo_specrollout.remote.protocol.messages import PROTOCOL, FrameError, Hello, Welcome
 from nemo_specrollout.remote.protocol.publishing import publish
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
+from nemo_specrollout.storage import weights_folder
 
 pytestmark = pytest.mark.integration
 
@@ -67,6 +68,28 @@ def test_a_killed_drafter_is_started_again_with_the_run_s_secret_and_takes_new_w
     verifier.close()
     assert publish([second.address], as_key(secret), str(tiny_model), 3) == {}
     status_when(actor, lambda status: status.draft_version == 3)
+    ray.kill(actor)
+
+
+def test_a_killed_drafter_starts_with_the_newest_published_weights(
+    start: Callable[..., Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    spec = DrafterSpec(
+        model=str(tiny_model), weights_from=str(tmp_path), max_model_len=256, max_requests=4, vllm_kwargs=KWARGS
+    )
+    weights_folder.publish(tiny_model, tmp_path, 3)
+    actor = start(spec, "127.0.0.1", secret_of_run())
+    first = status_when(actor, lambda status: status.is_up)
+    assert first.draft_version == 3
+    weights_folder.publish(tiny_model, tmp_path, 4)
+    status_when(actor, lambda status: status.draft_version == 4)
+    (tmp_path / "version_5").mkdir()
+    (tmp_path / "version_5" / "pytorch_model.bin").write_bytes(b"1")
+    held = status_when(actor, lambda status: bool(status.weights_problem))
+    assert "it has no *.safetensors file" in held.weights_problem and held.draft_version == 4
+    os.kill(ray.get(actor.__ray_call__.remote(lambda drafter: os.getpid())), signal.SIGKILL)
+    second = status_when(actor, lambda status: status.process != first.process and status.is_up)
+    assert second.draft_version == 4
     ray.kill(actor)
 
 

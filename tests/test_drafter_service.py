@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import yaml
+from conftest import STEP_ADDER
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import BLOCK_PATH
@@ -171,6 +172,37 @@ def test_publish_draft_gives_a_running_drafter_new_weights(
     assert "name where the drafters listen" in capsys.readouterr().err
     assert main([*command, "/weights\udcff"]) == 2
     assert "is not UTF-8" in capsys.readouterr().err
+
+
+def test_publish_draft_publishes_to_the_folder_that_drafters_look_at(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "published"
+    drafter = {"type": "remote", "model": str(tiny_model), "workers": 1, "weights_from": str(folder)}
+    block: dict[str, object] = {"drafters": [drafter]}
+    for name in reversed(BLOCK_PATH.split(".")):
+        block = {name: block}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(block))
+    command = ["publish-draft", str(config), "--weights"]
+    assert main([*command, str(STEP_ADDER)]) == 2
+    assert "--weights:" in (said := capsys.readouterr().err) and "is not a checkpoint of the draft model" in said
+    assert not folder.exists()
+    assert main([*command, str(tiny_model), "--version", "5"]) == 0
+    assert f"published {folder / 'version_5'}" in capsys.readouterr().out
+    assert main([*command, str(tiny_model), "--version", "5"]) == 2
+    assert "--version: 5 is not larger than 5" in capsys.readouterr().err
+    kwargs = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
+    spec = DrafterSpec(
+        model=str(tiny_model), weights_from=str(folder), max_model_len=256, max_requests=4, vllm_kwargs=kwargs
+    )
+    service = DrafterService(spec)
+    assert service.status.draft_version == 5
+    assert main([*command, str(tiny_model)]) == 0
+    while service.status.draft_version == 5:
+        service.turn()
+    assert service.status.draft_version > 1_700_000_000
+    service.close()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """Shards of a rollout whose engines fetch their orders: moves, late engines and lost engines change no token."""
 
 import itertools
+import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,24 +25,28 @@ from vllm.engine.arg_utils import EngineArgs
 
 from lab.local.engine import RolloutEngine
 from lab.local.rollout_pool import OwnRay, ray
-from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import FastestOfNConfig, LearnedConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.config.staying_requests import PLUGINS
-from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
 from nemo_specrollout.generation.engine.vllm_requests import (
     as_vllm_returns,
     is_portable,
     reason_to_stay,
     shard_requests,
 )
+from nemo_specrollout.nemo_rl import supervisor
 from nemo_specrollout.nemo_rl.engine_inputs import engine_arguments
 from nemo_specrollout.nemo_rl.ray_calls import answer_of, ask_exchange
-from nemo_specrollout.nemo_rl.run_facts import block_of
-from nemo_specrollout.nemo_rl.supervisor import SpecrolloutExchange
+from nemo_specrollout.nemo_rl.run_facts import RunFacts, block_of, put_run
+from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.nemo_rl.supervisor import SpecrolloutExchange, Supervisor
+from nemo_specrollout.reports.records import BEGAN
 from nemo_specrollout.stragglers import coordinator
 from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turn_engine import Ask
 from nemo_specrollout.stragglers.turn_shard import TurnShard
-from nemo_specrollout.stragglers.turns import ExchangeFailed
+from nemo_specrollout.stragglers.turns import ExchangeFailed, TurnResult, TurnWork
 
 pytestmark = pytest.mark.integration
 
@@ -270,6 +275,98 @@ def test_an_exchange_in_an_actor(
         with pytest.raises(ExchangeFailed, match="engine 0 is not part of the rollout"):
             ask_exchange(actor, 0, StragglerExchange.exchange, None)()
         ray.kill(actor)
+
+
+@pytest.fixture
+def environment(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets actors run by this Python, because there is no NeMo-RL here that could name another."""
+    monkeypatch.setattr(supervisor, "engine_environment", dict)
+
+
+class Starts:
+    """Engine actors that join an exchange without a word."""
+
+    num_engines = 2
+
+    def start(self, engine: int, method: Callable[..., object], /, **arguments: Any) -> Any:
+        return ray.put(None)
+
+
+def start_of(folder: Path, *, is_async: bool, ladder: str | None = None) -> Supervisor:
+    """Returns the supervisor of a start whose engines keep what they learn in `folder`; its exchange is open."""
+    racing = FastestOfNConfig(methods=(("suffix",), ()), ladder=ladder)
+    learned = LearnedConfig(folder=str(folder))
+    block = SpecrolloutConfig(drafters=(SuffixDrafterConfig(),), fastest_of_n=racing, learned=learned)
+    config: dict[str, Any] = {
+        "model_name": str(STEP_ADDER),
+        "max_new_tokens": MAX_TOKENS,
+        "vllm_cfg": {"async_engine": is_async, "precision": "float32", "tensor_parallel_size": 1},
+        "vllm_kwargs": {"max_num_seqs": 4},
+    }
+    put_run(config, block, RunFacts(1, 0, 3, "heads"))
+    started = Supervisor(block, config, StepLog())
+    started._engines = Starts()  # type: ignore[assignment]
+    started.open_exchange()
+    return started
+
+
+def end_step(started: Supervisor, num_tokens: int) -> StepLog:
+    """Ends a step in which engine 0 has made so many tokens in a second, and returns its log."""
+    exchange = started._exchange
+    assert exchange is not None
+    ask = partial(ask_exchange, exchange.actor, 0)
+    ask(StragglerExchange.join, 4)()
+    ((name, _),) = ask(StragglerExchange.add, [ShardRequest(tuple(range(10)), 0, (0, 0), b"")])()
+    work = TurnWork(1.0, 1.0, num_tokens, 0.01, 10)
+    ask(StragglerExchange.exchange, TurnResult({name: ([7] * num_tokens, [-1.0] * num_tokens)}, work=work))()
+    started._exchanged(exchange)
+    ask(StragglerExchange.leave)()
+    return started._log.take()
+
+
+def table_of(log: StepLog) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(log.files["ladder.json"])
+    return table
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.usefixtures("environment")
+def test_a_start_begins_with_the_decode_speeds_of_the_one_before(tmp_path: Path, is_async: bool) -> None:
+    first = start_of(tmp_path, is_async=is_async)
+    assert BEGAN not in end_step(first, 200).entries, "nothing was kept, so there is nothing to tell"
+    first.close_exchange()
+    second = start_of(tmp_path, is_async=is_async)
+    log = end_step(second, 100)
+    (sentence,) = log.entries[BEGAN]
+    assert sentence.startswith("the exchange of requests began with the decode speeds of 2") and log.alarms == []
+    assert table_of(log)["rungs"][0]["tokens_per_s"] == pytest.approx([150]), (
+        "a second that was read, and one that was seen"
+    )
+    assert BEGAN not in end_step(second, 100).entries, "it is told once"
+    second.close_exchange()
+    other = start_of(tmp_path, is_async=not is_async)
+    assert "because what was kept is of others" in end_step(other, 50).entries[BEGAN][0]
+    other.close_exchange()
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_named_file_of_decode_speeds_wins_and_a_damaged_kept_one_is_told(tmp_path: Path) -> None:
+    first = start_of(tmp_path, is_async=False)
+    named = tmp_path / "ladder.json"
+    named.write_text(json.dumps({**table_of(end_step(first, 200)), "prefill_s_per_token": 0.5}))
+    first.close_exchange()
+    second = start_of(tmp_path, is_async=False, ladder=str(named))
+    log = end_step(second, 200)
+    assert BEGAN not in log.entries and table_of(log)["prefill_s_per_token"] > 0.1
+    second.close_exchange()
+    (file,) = tmp_path.glob("speeds-*.json")
+    file.write_bytes(file.read_bytes()[:-9])
+    third = start_of(tmp_path, is_async=False)
+    log = end_step(third, 50)
+    (alarm,) = log.alarms
+    assert alarm.startswith(f"{file} is damaged, so it is not used") and "began without" in log.entries[BEGAN][0]
+    assert table_of(log)["rungs"][0]["tokens_per_s"] == pytest.approx([50])
+    third.close_exchange()
 
 
 @pytest.mark.parametrize(("rank", "drafters"), [(0, ["suffix"]), (3, ["suffix"]), (4, []), (8, ["suffix"])])

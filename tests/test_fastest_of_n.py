@@ -14,7 +14,7 @@ from lab.simulation.dealing import in_shards, longest_first
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.generation.engine.requests import ShardRequest
-from nemo_specrollout.stragglers.decisions.idle_time import IdleTime
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth, IdleTime
 from nemo_specrollout.stragglers.decisions.request_estimates import HALF_TOKENS, SPREAD, LengthEstimator, RequestSpeeds
 from nemo_specrollout.stragglers.decisions.speed_table import ANY_TASK, DecodeSpeedTable
 from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedRow, SpeedTableFile, started_table, table_file
@@ -135,42 +135,49 @@ def test_moving_can_be_disabled() -> None:
 # Early work: what an idle engine could do for coming steps instead
 
 
-def with_early_work(observed: TailObservation, *worth_E: tuple[float, ...]) -> TailObservation:
-    return replace(observed, idle=IdleTime(worth_E))
+def with_early_work(observed: TailObservation, *rates_E: tuple[float, ...], left_s: float = 1e9) -> TailObservation:
+    return replace(observed, idle=IdleTime(tuple(EarlyWorth(rates, left_s) for rates in rates_E)))
 
 
 def test_a_straggler_moves_if_that_spares_more_than_the_early_work_it_displaces() -> None:
     """The move ends the rollout after 6 s instead of 11 s. Engine 1 would do less early work in these 6 s, and none after."""
-    for worth in (0.1, 0.05), (0.9, 0.9):
+    for worth in (0.1, 0.05), (0.9, 0.0), (1.0, 1.0):
         decision = decide(with_early_work(SHARED, (0.0,), worth), EvenSpeeds(falls=1.0))
         assert [engine for _, engine in decision.starts] == [1] and decision.num_declined == 0
-    declined = decide(with_early_work(SHARED, (0.0,), (0.9, 0.0)), EvenSpeeds(falls=1.0))
+    declined = decide(with_early_work(SHARED, (0.0,), (1.5, 0.0)), EvenSpeeds(falls=1.0))
     assert declined == TailDecision(num_declined=1)
 
 
 def test_the_worth_of_one_engine_counts_less_among_many() -> None:
     of_eight = seen([600, 500], [(0, 0), (1, 0)], [0] * 8)
-    worth_E = ((0.0,), (0.9, 0.0), *[(0.0,)] * 6)
+    worth_E = ((0.0,), (1.5, 0.0), *[(0.0,)] * 6)
     assert decide(with_early_work(of_eight, *worth_E), EvenSpeeds(falls=1.0)).starts
-    assert not decide(with_early_work(of_eight, *[(0.9, 0.0)] * 8), EvenSpeeds(falls=1.0)).starts
+    assert not decide(with_early_work(of_eight, *[(1.5, 0.0)] * 8), EvenSpeeds(falls=1.0)).starts
 
 
 def test_a_race_costs_early_work_as_well() -> None:
     observed = seen([600], [(0, 0)], [0, 1], doubt=1.0)
     assert decide(observed, EvenSpeeds(), moving=False).starts
-    assert not decide(with_early_work(observed, (0.0,), (0.9, 0.0)), EvenSpeeds(), moving=False).starts
+    assert not decide(with_early_work(observed, (0.0,), (9.0, 0.0)), EvenSpeeds(), moving=False).starts
 
 
 def test_what_an_engine_spares_depends_on_the_requests_that_it_still_has() -> None:
-    idle = IdleTime(((1.0, 0.5, 0.25),))
+    idle = IdleTime((EarlyWorth((1.0, 0.5, 0.25), 1e9),))
     assert idle.spared_s(0, [2.0, 4.0], 10.0) == pytest.approx(2 * 0.25 + 2 * 0.5 + 6 * 1.0)
     assert idle.spared_s(0, [2.0, 4.0], 3.0) == pytest.approx(2 * 0.25 + 1 * 0.5)
     assert idle.rate(0, 7) == 0.25 and idle.rate(1, 0) == 0.0
 
 
+def test_work_that_can_be_done_after_the_stragglers_costs_nothing() -> None:
+    """Engine 1 would end its early work in a second. It has a second left when it has decoded the straggler."""
+    worth_E = (0.0,), (1.5, 0.0)
+    assert not decide(with_early_work(SHARED, *worth_E), EvenSpeeds(falls=1.0)).starts
+    assert decide(with_early_work(SHARED, *worth_E, left_s=0.5), EvenSpeeds(falls=1.0)).starts
+
+
 def test_an_engine_that_gets_rid_of_a_request_does_more_early_work() -> None:
     """Engine 0 gains by the move what engine 1 loses, and the rollout ends earlier."""
-    both = with_early_work(SHARED, (0.9, 0.8, 0.0), (0.9, 0.8, 0.0))
+    both = with_early_work(SHARED, (1.5, 1.4, 0.0), (1.5, 1.4, 0.0))
     assert decide(both, EvenSpeeds(falls=1.0)).starts
 
 

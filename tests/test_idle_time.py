@@ -19,6 +19,7 @@ from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.generation.engine.requests import Rollout, ShardRequest
 from nemo_specrollout.run_ahead.early_requests import EarlyMade
 from nemo_specrollout.stragglers import coordinator
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
 from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
 from nemo_specrollout.stragglers.exchange import StragglerExchange
@@ -32,7 +33,7 @@ class Watching:
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
-        self.worths: list[tuple[tuple[float, ...], ...]] = []
+        self.worths: list[tuple[EarlyWorth, ...]] = []
 
     def decide(self, seen: TailObservation) -> TailDecision:
         self.worths.append(seen.idle.worth_E)
@@ -103,8 +104,10 @@ def test_a_synchronous_engine_that_waits_for_orders_makes_texts(
         assert ended[1].figures.num_steps_alone and ended[1].figures.alone_s > 0
         worths += [worth for seen in watching.worths for worth in seen]
         figures = exchange.take_figures()
-        assert ("early_worth" in figures) == any(any(worth) for seen in watching.worths for worth in seen)
-    assert any(worths), "an engine without requests says what its texts are worth"
+        assert ("early_worth" in figures) == any(worth.left_s for seen in watching.worths for worth in seen)
+    assert any(worth.left_s and worth.rates[0] for worth in worths), (
+        "an engine without requests says what its texts are worth"
+    )
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

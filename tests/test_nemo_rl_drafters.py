@@ -348,6 +348,25 @@ def test_only_loopback_addresses_need_no_secret() -> None:
     )
 
 
+@pytest.mark.parametrize(("named", "sentence"), [
+    ("", "'' is no path; name the folder that weights are published to, or remove it"),
+    ("a\0b", r"'a\\x00b' is no path"),
+    ("DRAFT", "'DRAFT' is a checkpoint itself; name a folder with a subfolder for each checkpoint"),
+    (__file__, "is not a folder; name the one that weights are published to"),
+])  # fmt: skip
+def test_what_can_be_no_folder_of_weights_is_refused(named: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=rf"drafters\[0\]\.weights_from: .*{sentence}"):
+        remote(addresses=[HERE], weights_from=named)
+
+
+def test_a_folder_of_weights_need_not_be_there_yet(tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    assert remote(workers=1, weights_from=str(later)).weights_from == str(later)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="is a checkpoint itself"):
+        remote(workers=1, weights_from=str(tmp_path))
+
+
 HOSTS = ["10.0.0.7", "10.0.0.0/24", "0.0.0.0/0", "fd00::7", "fd00::/8", "fe80::1%eth0", "node-01.cluster", "localhost"]
 
 

@@ -39,6 +39,20 @@ def test_check_explains_fastest_of_n() -> None:
     assert "raced by up to 2 engines" in said(f"{FASTEST}={{methods: [[suffix],[ngram]]}}")["fastest_of_n"]
 
 
+def test_check_says_that_decode_speeds_are_kept() -> None:
+    said = dict(describe_nemo_rl(tree(TWO_GPUS, f"{FASTEST}={{}}")))
+    assert said["fastest_of_n"].endswith(
+        "learned while running, and begin as an earlier start like this one has kept them; no engine races: all draft alike"
+    )
+    assert (
+        "step times, and the decode speeds of engines that share requests, with which the next start" in said["learned"]
+    )
+    off = dict(describe_nemo_rl(tree(TWO_GPUS, f"{FASTEST}={{}}", f"{BLOCK_PATH}.learned.warm_start=false")))
+    assert off["fastest_of_n"].endswith("decode speeds are learned while running; no engine races: all draft alike")
+    assert "decode speeds" not in off["learned"]
+    assert "decode speeds" not in dict(describe_nemo_rl(tree(TWO_GPUS)))["learned"]
+
+
 @pytest.mark.parametrize(
     ("kind", "overrides", "sentence"),
     [

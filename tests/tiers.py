@@ -83,6 +83,7 @@ OTHER_TIERS = (
             "test_drafter_service.py",
             "test_exchange.py",
             "test_exchange_pause.py",
+            "test_kills_amid_changes.py",
             "test_racing.py",
             "test_rolling.py",
             "test_run_ahead_driver.py",

@@ -3,9 +3,10 @@
 
 python -m lab.bench.placement_bench --out DIR [--hidden 192 --layers 16 --vocabulary 4096] [--upper-scale 0.2]
 python -m lab.bench.placement_bench --out DIR --trained
+python -m lab.bench.placement_bench --out DIR --policy models/smollm2_start --draft models/smollm2_draft [--rounds 3]
 
 The pair is made, of random weights; or DIR has two that `lab.policies.warm_start` trained for the demo's task,
-`policy` and `draft`.
+`policy` and `draft`; or the pair is a real one, which `pair_bench.py` measures in its own way.
 Every engine stands from the beginning to the end; rounds go through all of them, and ratios are of medians. An engine has one
 thread or as many as there are cores, each number in a process of its own; the decoupled drafter is one more process.
 """
@@ -14,11 +15,9 @@ import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,49 +27,25 @@ from rich.progress import track
 from rich.table import Table
 
 from lab.bench.cost_profile import MEASUREMENTS
+from lab.bench.placement_ways import COUPLED_KS, MAX_DRAFTS, Timed, Way, acceptance_of, child_with, roll_out_in
 from lab.local.run_sections import GenerationConfig, VllmConfig
 from lab.placement.cost_tables import CostCurve, CostTables
 from lab.placement.planner import Option, place
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from lab.local.engine import RolloutEngine
 
-MAX_DRAFTS = 12
-COUPLED_KS = (2, 4, 8, 12)
 PROMPT = 20
+DEFAULT_BATCHES = (1, 4, 8)
 MAX_TOKEN_ID = 500  # of a prompt
 LONG_PROBLEM = 8  # terms to add
 PROFILED = (1, 4, 16, 64)
 PROFILED_STEPS = 20
 _KV_BYTES = 512 << 20
 Prompts = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Way:
-    """Way of drafting that is measured."""
-
-    mode: str
-    """`plain`, `coupled` or `decoupled`."""
-    k: int = 0
-    """Drafts a step; 0 for as many as pay."""
-
-    def __str__(self) -> str:
-        return self.mode if self.mode == "plain" else f"{self.mode} {f'k={self.k}' if self.k else 'auto'}"
-
-    def block(self, draft: str) -> SpecrolloutConfig:
-        """Returns the block that makes an engine draft in this way."""
-        if self.mode == "plain":
-            return SpecrolloutConfig(drafters=())
-        drafter: DrafterConfig = DraftModelDrafterConfig(model=draft)
-        if self.mode == "decoupled":
-            drafter = RemoteDrafterConfig(model=draft, workers=1)
-        budget = BudgetConfig("fixed", k=self.k) if self.k else BudgetConfig("auto")
-        return SpecrolloutConfig(drafters=(drafter,), num_speculative_tokens=self.k or MAX_DRAFTS, budget=budget)
 
 
 @dataclass(frozen=True)
@@ -83,17 +58,6 @@ class Work:
     """Length of each response, or the most tokens if responses may end earlier."""
     is_exact: bool = True
     """Whether every response has exactly `tokens` tokens."""
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One rollout: its seconds, steps and tokens, and what the engine knew of its drafts before and after it."""
-
-    seconds: float
-    num_steps: int
-    token_ids: list[list[int]]
-    before: dict[str, Any]
-    after: dict[str, Any]
 
 
 COUPLED = tuple(Way("coupled", k) for k in COUPLED_KS)
@@ -121,22 +85,9 @@ def roll_out(way: Way, work: Work) -> Timed:
     """In a child: the same requests for every way."""
     from nemo_specrollout.generation.engine.requests import RolloutRequest
 
-    engine = _engines[way]
     length = work.tokens if work.is_exact else None
     requests = [RolloutRequest(list(p), i, 0, exact_length=length) for i, p in enumerate(work.prompts)]
-    before = _counts(engine)
-    steps = engine.num_steps
-    started = time.perf_counter()
-    rollouts = engine.generate(requests)
-    seconds = time.perf_counter() - started
-    return Timed(seconds, engine.num_steps - steps, [r.token_ids for r in rollouts], before, _counts(engine))
-
-
-def _counts(engine: "RolloutEngine") -> dict[str, Any]:
-    stats = engine.stats(engine.num_steps)
-    if stats is None:
-        return {"proposed": 0, "accepted": 0, "supply": None}
-    return {"proposed": stats.num_proposed, "accepted": stats.num_accepted, "supply": stats.drafter_stats}
+    return roll_out_in(_engines[way], requests)
 
 
 def measure_costs(folder: Path, tokens: int, batches: tuple[int, ...]) -> dict[str, list[float]]:
@@ -161,7 +112,7 @@ class Bench:
         self.folder = folder
         self.tokens = tokens
         self.ways: dict[tuple[int, Way], ProcessPoolExecutor] = {}
-        self._children = {threads: _child(threads) for threads in sorted({1, os.cpu_count() or 1})}
+        self._children = {threads: child_with(threads) for threads in sorted({1, os.cpu_count() or 1})}
         for threads, child in self._children.items():
             ways = [Way("plain"), *COUPLED, *(BESIDE if threads == 1 else ())]
             self.ways |= {(threads, way): child for way in ways}
@@ -194,14 +145,6 @@ class Bench:
         for child in self._children.values():
             child.submit(close).result()
             child.shutdown()
-
-
-def _child(threads: int) -> ProcessPoolExecutor:
-    """Torch takes the number of its threads once, when it is loaded."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    child = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-    child.submit(os.getpid).result()
-    return child
 
 
 def rows_of(batch: int, found: dict[tuple[int, Way], list[Timed]]) -> list[dict[str, Any]]:
@@ -246,9 +189,21 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--upper-scale", type=float, default=0.2)
     parser.add_argument("--trained", action="store_true", help="DIR has the pair")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
-    run(parser.parse_args(), Console())
-    return 0
+    parser.add_argument(
+        "--batches", type=int, nargs="+", help="numbers of requests (default 1 4 8; of a real pair 1 4 8 16 32)"
+    )
+    parser.add_argument("--policy", type=Path, help="folder of a real policy")
+    parser.add_argument("--draft", type=Path, help="folder of its draft model")
+    parser.add_argument("--scale", type=float, default=1.0, help="of a real pair: factor on the lengths of responses")
+    options = parser.parse_args()
+    if (options.policy is None) != (options.draft is None):
+        parser.error("--policy and --draft: one of them is missing; a real pair needs both")
+    if options.policy is None:
+        run(options, Console())
+        return 0
+    from lab.bench.pair_bench import run_pair
+
+    return run_pair(options, Console(highlight=False, soft_wrap=True))
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -262,7 +217,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     tables = bench.tables(PROFILED)
     bench.start()
     rows = []
-    for batch in options.batches:
+    for batch in options.batches or DEFAULT_BATCHES:
         prompts = task_prompts(options.out / "policy", batch) if options.trained else random_prompts(batch)
         work = Work(prompts, options.tokens, is_exact=not options.trained)
         of_batch = rows_of(batch, bench.rounds(work, options.rounds))
@@ -295,18 +250,6 @@ def task_prompts(policy: Path, batch: int) -> Prompts:
     tokenizer = load_tokenizer(policy)
     problems = [p for p in make_problems(0, 64 * batch) if len(p.terms) >= LONG_PROBLEM]
     return tuple(tuple(encode_prompt(p, tokenizer)) for p in problems[:batch])
-
-
-def acceptance_of(rows: list[dict[str, Any]]) -> float:
-    """Accepted drafts over those before which all were right, if each is as likely; by coupled drafting of the fewest."""
-    row = next(r for r in rows if r["mode"] == "coupled")
-    k = COUPLED_KS[0]
-    mean = row["accepted"] / row["proposed"] * k
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**i for i in range(1, k + 1)) < mean else (low, middle)
-    return low
 
 
 def _table(rows: list[dict[str, Any]], acceptance: float, planned: Sequence[Option]) -> Table:

@@ -1,195 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the gain of moving and racing stragglers: the same rollouts on the same engines, way by way, interleaved.
+"""Measures moving and racing stragglers against neither: the same rollouts on the same engines, way by way, interleaved.
 
-    python -m lab.bench.tail_bench CONFIG --out DIR [--split 'suffix+ngram;eagle3'] [key=value ...]
+    python -m lab.bench.tail_bench CONFIG --out DIR [--workload mixed] [--split 'suffix+ngram;eagle3'] [key=value ...]
+    python -m lab.bench.tail_bench CONFIG --out DIR --engines 4 --apart [--split 'suffix;ngram;eagle3;plain'] [...]
 
-CONFIG is one of the local runner. Every engine has its drafters, except in the ways called split, where `--split` names the
-drafters of each engine. All ways sample with the same noise, so they generate the same tokens in different times.
+CONFIG is one of the local runner. Without `--split` all engines draft alike, so no race can begin and requests only move.
+With it, each engine has the drafters that `--split` names, and the ways are neither, moving, racing and both.
+
+Requests are dealt out in equal shards, as NeMo-RL does, in all ways. All ways sample with the same noise, so they generate the
+same tokens in different times. Between two ways the engines forget the texts, because they would know the responses. Each way
+keeps its table of decode speeds and its estimate of lengths over all rollouts, as a run does.
+
+`--apart`: the engines are in this process, one computes at a time, and the seconds are the CPU seconds that each engine would
+have taken on a core of its own. Use it for more engines than cores, or on a machine that others use too.
+
+`--ladder FILE` begins the tables as a file of `specrollout-lab ladder` has them, and compares its ranking with the one by
+acceptance, which the paper uses, and with what the rollouts have measured.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from lab.bench.bench import WIDTH_OF_LOGS
 from lab.bench.bench_command import bench_parser, write_facts
+from lab.bench.tail_engines import EngineProcesses, EnginesApart, use_clocks_of
+from lab.bench.tail_figures import Timed, Watched, response_lengths, row_of, table_of
+from lab.bench.tail_ladder import ladder_lines, rankings
 from lab.local.coordinator import DealingCoordinator
-from lab.local.rollout_pool import RolloutPool
 from lab.local.run_config import RunConfig, read_run_config
-from lab.local.statistics import count_equal
-from lab.local.step_rollout import StepPrompts, load_tokenizer, step_prompts
+from lab.local.step_rollout import load_tokenizer, step_prompts
 from lab.local.tasks import build_task
-from lab.local.timeline import Timeline
-from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine.requests import RolloutRequest
+from nemo_specrollout.installed.versions import this_machine
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
-from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
+from nemo_specrollout.stragglers.decisions.speed_table import PLAIN
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile, started_table, table_file
 from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 
-# Rounds that only warm up: kernels compile, ladder, lengths and draft boards learn.
-WARM_UP_ROUNDS = 1
-PLAIN, OURS = "plain", "ours"
+NEITHER = "neither"
+ALIKE = {NEITHER: FastestOfNConfig(moving=False, max_racers=1), "moving": FastestOfNConfig(max_racers=1)}
+"""Ways of engines that draft alike."""
+SPLIT = {**ALIKE, "racing": FastestOfNConfig(moving=False), "both": FastestOfNConfig()}
+Engines = EngineProcesses | EnginesApart
 
 
 @dataclass(frozen=True)
 class Way:
-    """A row: which pool's workers, and what may be done with the tail; None leaves every request where it was dealt."""
+    """A way to treat the tail: its coordinator, which has learned from earlier rollouts, and its policy, which is watched."""
 
-    name: str
-    pool: str
-    tail: FastestOfNConfig | None = None
-
-
-WAYS = (
-    Way(PLAIN, "plain"),
-    Way(OURS, "all"),
-    Way("ours, moving", "all", FastestOfNConfig(max_racers=1)),
-    Way("ours, split", "split"),
-    Way("ours, split, moving", "split", FastestOfNConfig(max_racers=1)),
-    Way("ours, split, racing", "split", FastestOfNConfig(moving=False)),
-    Way("ours, split, moving and racing", "split", FastestOfNConfig()),
-)
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One rollout of a way."""
-
-    rollouts: list[Rollout]
-    seconds: float
-    timeline: Timeline
+    coordinator: DealingCoordinator
+    policy: Watched
 
 
 class TailBench:
-    """Owns the pools and the coordinators of all ways."""
+    """Owns the engines, and a coordinator for each way."""
 
-    def __init__(self, config: RunConfig, split: tuple[tuple[str, ...], ...]) -> None:
+    def __init__(self, config: RunConfig, options: argparse.Namespace) -> None:
         generation = config.policy.generation
+        split = tuple(_drafters(engine) for engine in options.split.split(";")) if options.split else ()
+        racing = FastestOfNConfig(methods=split) if split else None
+        block = replace(generation.specrollout, fastest_of_n=racing, draft_refresh=None)
+        kind = EnginesApart if options.apart else EngineProcesses
         model = Path(config.policy.model_name)
-        block = replace(generation.specrollout, fastest_of_n=None)
-        blocks = {"plain": SpecrolloutConfig(drafters=()), "all": block}
-        if split:
-            blocks["split"] = replace(block, fastest_of_n=FastestOfNConfig(methods=split))
-        self.pools: dict[str, RolloutPool] = {}
-        for name, of_pool in blocks.items():
-            changed = replace(generation, specrollout=of_pool)
-            self.pools[name] = RolloutPool(model, changed, config.grpo.seed, config.cluster.rollout_workers)
-        longest = generation.max_new_tokens
-        self.ways = {w: _coordinator(self.pools[w.pool], w, longest) for w in WAYS if w.pool in self.pools}
+        changed = replace(generation, specrollout=block)
+        self.engines: Engines = kind(model, changed, config.grpo.seed, options.engines)
+        if isinstance(self.engines, EnginesApart):
+            use_clocks_of([self.engines])
+        self.ladder = SpeedTableFile.read(options.ladder, "--ladder") if options.ladder else None
+        ways = SPLIT if split else ALIKE
+        self.ways = {name: self._way(tail, generation.max_new_tokens) for name, tail in ways.items()}
+        self.timed: dict[str, list[Timed]] = {name: [] for name in ways}
+        """The rollouts of each way so far, without those that only warm up."""
 
-    def rounds(
-        self, prompts: Callable[[int], StepPrompts], num_rounds: int, num_steps: int
-    ) -> list[dict[str, list[Timed]]]:
-        """By round and way a rollout of each step. Steps are never repeated: drafters would remember the responses."""
-        found = []
-        for number in track(range(WARM_UP_ROUNDS + num_rounds), "rounds", transient=True):
-            work = [prompts(number * num_steps + s).requests for s in range(num_steps)]
-            timed: dict[str, list[Timed]] = {way.name: [] for way in self.ways}
-            for requests in work:
-                for way in self.ways:
-                    timed[way.name].append(self._roll_out(way, requests))
-            found.append(timed)
-        return found[WARM_UP_ROUNDS:]
+    def _way(self, tail: FastestOfNConfig, longest: int) -> Way:
+        table = started_table(self.engines.method_names, self.ladder)
+        policy = Watched(FastestOfN(tail, table), self.engines.now_s)
+        lengths = LengthEstimator(longest)
+        return Way(DealingCoordinator(self.engines, policy, table, lengths, deals_shards=True), policy)
+
+    def play(self, requests: Sequence[RolloutRequest], number: int, *, keep: bool) -> None:
+        """Rolls the same requests out in every way. Each round begins with another way."""
+        names = list(self.ways)
+        for i in range(len(names)):
+            name = names[(i + number) % len(names)]
+            timed = self._roll_out(self.ways[name], requests)
+            if keep:
+                self.timed[name].append(timed)
 
     def _roll_out(self, way: Way, requests: Sequence[RolloutRequest]) -> Timed:
-        started = time.perf_counter()
-        rollouts, timeline = self.ways[way].roll_out(requests)
-        seconds = time.perf_counter() - started
-        self.pools[way.pool].finish_turns()
-        return Timed(rollouts, seconds, timeline)
+        self.engines.forget()
+        way.policy.foreseen = None
+        spent_s, began_s = self.engines.engine_s(), self.engines.now_s()
+        rollouts, timeline = way.coordinator.roll_out(requests)
+        seconds = self.engines.now_s() - began_s
+        self.engines.finish_turns()
+        spent_s = self.engines.engine_s() - spent_s
+        return Timed(requests, rollouts, seconds, spent_s, timeline, way.policy.foreseen, began_s)
 
-    def close(self) -> None:
-        """Ends all workers."""
-        for pool in reversed(self.pools.values()):
-            pool.close()
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the figures of each way so far."""
+        base = self.timed[NEITHER]
+        return [row_of(name, timed, base, base) for name, timed in self.timed.items()]
 
-
-def _coordinator(pool: RolloutPool, way: Way, max_length: int) -> DealingCoordinator:
-    ladder = DecodeSpeedTable(pool.method_names)
-    policy = None if way.tail is None else FastestOfN(way.tail, ladder)
-    return DealingCoordinator(pool, policy, ladder, LengthEstimator(max_length))
-
-
-def row_of(rounds: list[dict[str, list[Timed]]], name: str) -> dict[str, Any]:
-    """A row of a way: seconds of a round and ratios of seconds, medians over rounds; counts of a rollout, means."""
-    tails = [timed.timeline.figures() for of_round in rounds for timed in of_round[name]]
-    pairs = [
-        count_equal(a.rollouts, b.rollouts)
-        for of_round in rounds
-        for a, b in zip(of_round[name], of_round[PLAIN], strict=True)
-    ]
-    return {
-        "way": name,
-        "seconds": statistics.median(_seconds(of_round[name]) for of_round in rounds),
-        "over_plain": _ratios(rounds, PLAIN, name),
-        "over_ours": _ratios(rounds, OURS, name),
-        "idle_share": statistics.mean(tail["idle_share"] for tail in tails),
-        "moves": statistics.mean(tail["moves"] for tail in tails),
-        "races": statistics.mean(tail["races"] for tail in tails),
-        "tokens_equal": sum(equal for equal, _ in pairs),
-        "tokens_total": sum(total for _, total in pairs),
-    }
+    def running_table(self, policy: str) -> SpeedTableFile | None:
+        """Returns what the last way has measured of the draft methods."""
+        table = list(self.ways.values())[-1].coordinator._speeds.table
+        return table_file(table, this_machine(), policy, [0.0] * len(table.methods))
 
 
-def _seconds(rollouts: Sequence[Timed]) -> float:
-    return sum(t.seconds for t in rollouts)
+def _drafters(engine: str) -> tuple[str, ...]:
+    return () if engine == PLAIN else tuple(engine.split("+"))
 
 
-def _ratios(rounds: list[dict[str, list[Timed]]], base: str, name: str) -> list[float]:
-    """Least, median and greatest of the rounds' ratios."""
-    ratios = sorted(_seconds(r[base]) / _seconds(r[name]) for r in rounds)
-    return [ratios[0], statistics.median(ratios), ratios[-1]]
+def _options() -> argparse.Namespace:
+    parser = bench_parser(__doc__)
+    parser.add_argument("--workload", default="", help="one of the config's workloads; the run's own task without it")
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--apart", action="store_true", help="one engine computes at a time, on a clock of its own")
+    parser.add_argument("--split", default="", help="drafters of each engine, joined by +, engines parted by ;")
+    parser.add_argument("--ladder", type=Path, help="decode speeds to begin with, from `specrollout-lab ladder`")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of a rollout")
+    parser.add_argument("--samples", type=int, default=4, help="samples of a prompt")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--warm-up", type=int, default=1, help="rounds that do not count: kernels compile, tables learn"
+    )
+    parser.add_argument("--skip", type=int, default=0, help="number of the first rollout, for other prompts")
+    return parser.parse_intermixed_args()
 
 
 def main() -> int:
-    """Prints a table, and writes its rows to DIR/tail.json."""
-    parser = bench_parser(__doc__)
-    parser.add_argument("--split", default="", help="drafters of each worker, joined by +, workers parted by ;")
-    parser.add_argument("--steps", type=int, default=4, help="rollouts of a round: steps of a run")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_intermixed_args()
+    """Prints a table after each round, and writes what there is to DIR/tail.json."""
+    options = _options()
     config, _ = read_run_config(load_config(options.config, options.overrides))
-    split = tuple(tuple(worker.split("+")) for worker in options.split.split(";")) if options.split else ()
-    task = build_task(config.data, load_tokenizer(Path(config.policy.model_name)))
-    bench = TailBench(config, split)
-    prompts = partial(step_prompts, config, task=task)
-    rounds = bench.rounds(prompts, options.rounds, options.steps)
-    rows = [row_of(rounds, name) for name in rounds[0]]
-    bench.close()
+    data = config.workloads[options.workload] if options.workload else config.data
+    size = {"num_prompts_per_step": options.prompts, "num_generations_per_prompt": options.samples}
+    chosen = replace(config, data=data, grpo=replace(config.grpo, **size))
+    task = build_task(data, load_tokenizer(Path(config.policy.model_name)))
     console = Console()
     if not console.is_terminal:
-        console.width = WIDTH_OF_LOGS
-    console.print(_table(rows))
-    facts = {"config": str(options.config), "overrides": options.overrides, "split": options.split}
-    write_facts(options.out / "tail.json", {**facts, "rounds": options.rounds, "rows": rows})
+        console.width = WIDTH_OF_LOGS + 40
+    bench = TailBench(config, options)
+    try:
+        for number in range(options.warm_up + options.rounds):
+            is_kept = number >= options.warm_up
+            bench.play(step_prompts(chosen, options.skip + number, task).requests, number, keep=is_kept)
+            if is_kept:
+                _tell(bench, console, options, config)
+    finally:
+        bench.engines.close()
     return 0
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(pad_edge=False)
-    for name in ("way", "seconds", "x plain", "x ours", "idle", "moves", "races", "tokens equal"):
-        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
-    for row in rows:
-        over = ["{1:.2f} ({0:.2f}-{2:.2f})".format(*row[key]) for key in ("over_plain", "over_ours")]
-        table.add_row(
-            row["way"],
-            f"{row['seconds']:.2f}",
-            *over,
-            f"{row['idle_share']:.0%}",
-            f"{row['moves']:.1f}",
-            f"{row['races']:.1f}",
-            f"{row['tokens_equal']:,} of {row['tokens_total']:,}",
-        )
-    return table
+def _tell(bench: TailBench, console: Console, options: argparse.Namespace, config: RunConfig) -> None:
+    rows = bench.rows()
+    console.print(table_of(rows))
+    running = bench.running_table(config.policy.model_name)
+    found = rankings(bench.ladder, running)
+    for line in ladder_lines(found):
+        console.print(line)
+    if running is not None:
+        write_facts(options.out / "running.json", asdict(running))
+    facts = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+    lengths = response_lengths(bench.timed[NEITHER])
+    write_facts(options.out / "tail.json", {**facts, "lengths": lengths, "rows": rows, "rankings": found})
 
 
 if __name__ == "__main__":

@@ -80,5 +80,5 @@ def _describe_workers(block: SpecrolloutConfig, num_workers: int) -> list[tuple[
     few = f"; this machine has {cores}: they take turns" if cores < num_workers else ""
     return [
         ("workers", f"{num_workers} rollout workers, a core each{few}; {who}"),
-        ("fastest_of_n", describe_racing(block.fastest_of_n, alike=alike)),
+        ("fastest_of_n", describe_racing(block.fastest_of_n, alike=alike, keeps=block.learned.warm_start)),
     ]

@@ -236,5 +236,5 @@ def _race_conditions(racing: FastestOfNConfig, methods: list[str]) -> Iterator[s
     yield (
         f"decode speeds start from {racing.ladder}"
         if racing.ladder
-        else "decode speeds are learned while running (no ladder is named)"
+        else "decode speeds are learned while running, or begin as an earlier start has kept them (no ladder is named)"
     )

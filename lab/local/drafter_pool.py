@@ -36,6 +36,8 @@ class DrafterProcess:
         """Last output of each process that has ended. `take_deaths` has told of the first `num_told`."""
         self.status: DrafterReport | None = None
         """Latest report of the process; None until it has bound its address."""
+        self.told_problem = ""
+        """The latest problem with new weights that `take_deaths` has told of."""
         self._pause_s = FIRST_PAUSE_S
         self._resume_at_s = 0.0
         self._child: JsonChild | None = None
@@ -136,7 +138,10 @@ class DrafterPool:
             time.sleep(0.05)
 
     def take_deaths(self) -> list[str]:
-        """Returns a sentence for each process that has ended since the last call. Restarts these processes."""
+        """Returns a sentence for each process that has ended since the last call, and for each that refuses new weights.
+
+        Restarts the processes that have ended.
+        """
         self._look()
         found: list[str] = []
         for number, process in enumerate(self.processes):
@@ -145,6 +150,10 @@ class DrafterPool:
             found += [
                 f"drafter process {number} died ({w}); it is restarted, and no token depends on it" for w in untold
             ]
+            problem = "" if process.status is None else process.status.weights_problem
+            if problem not in ("", process.told_problem):
+                process.told_problem = problem
+                found.append(f"drafter process {number} goes on with the weights that it has: {problem}")
         return found
 
     def stop(self) -> None:

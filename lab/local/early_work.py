@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from nemo_specrollout.run_ahead.coming_texts import AheadPlan
 from nemo_specrollout.run_ahead.early_requests import EarlyMade
 from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 SLICE_S = 0.05
 """Seconds for which the thread decodes at a time. A call of the engine waits for the end of a slice."""
@@ -60,7 +61,7 @@ class EarlyWork:
         """Lets the thread work from the end of this call on, if anything is left to do. Call it within `set_aside`."""
         self._has_work = True
 
-    def worth(self) -> tuple[float, ...]:
+    def worth(self) -> EarlyWorth:
         """Returns what the early requests are worth now (`RollingEngine.worth`)."""
         with self.set_aside():
             return self._rolling.worth()

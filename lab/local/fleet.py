@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,13 @@ from lab.local.timeline import Timeline
 from lab.simulation.dealing import in_shards
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
-from nemo_specrollout.installed.versions import this_machine
+from nemo_specrollout.installed.versions import this_machine, vllm_version
 from nemo_specrollout.stragglers.attempts import AttemptOutcome
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
 from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
 from nemo_specrollout.stragglers.decisions.speed_table_file import FIELD, SpeedTableFile, started_table, table_file
 from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
+from nemo_specrollout.stragglers.kept_speeds import KeptSpeeds, with_kept
 
 if TYPE_CHECKING:
     from nemo_specrollout.heads.features.features import SequenceFeatures
@@ -37,7 +38,10 @@ class RolloutFleet(RolloutSource):
     """
 
     def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:
-        """Starts the engines. The ladder begins as `known`, else as in the config's file. Raises ConfigError."""
+        """Starts the engines. The ladder begins as `known`, else as in the config's file, else as an earlier run has kept it.
+
+        Raises ConfigError.
+        """
         generation = config.policy.generation
         model = Path(config.policy.model_name)
         racing = generation.specrollout.fastest_of_n or FastestOfNConfig(enabled=False)
@@ -54,6 +58,8 @@ class RolloutFleet(RolloutSource):
             recompute_kv_cache=recomputes,
             weights_by_handle=config.cluster.weights_by_handle,
         )
+        self._kept = _kept_speeds(config)
+        file = with_kept(file, self._kept)
         self.ladder = started_table(self.pool.method_names, file)
         self.task = config.data.dataset_name
         self._config = config
@@ -155,16 +161,35 @@ class RolloutFleet(RolloutSource):
         return max(self._ask_each("capture_seconds", drafting_by="eagle3").values(), default=0.0)
 
     def facts(self) -> dict[str, str | bool]:
-        return next((facts for facts in self._ask_each("facts").values() if facts), {})
+        facts: dict[str, str | bool] = next((facts for facts in self._ask_each("facts").values() if facts), {})
+        began = [str(of_engine) for of_engine in (facts.get("began"), self._kept.sentence) if of_engine]
+        return {**facts, "began": ", and ".join(began) or False} if facts else facts
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        return [a for alarms in self._ask_each("take_alarms").values() for a in alarms]
+        of_speeds = [{"sentence": sentence} for sentence in self._kept.take_alarms()]
+        return [a for alarms in self._ask_each("take_alarms").values() for a in alarms] + of_speeds
 
     def keep_learned(self) -> None:
         self._ask_each("keep_learned")
+        self._kept.keep(self.ladder_file())
 
     def take_deaths(self) -> list[str]:
         return self.pool.take_deaths()
 
     def close(self) -> None:
         self.pool.close()
+        self._kept.settle()
+
+
+def _kept_speeds(config: RunConfig) -> KeptSpeeds:
+    """Returns what holds the decode speeds of engines like a run's, which are as many here because they share the cores."""
+    generation = config.policy.generation
+    num_engines = config.cluster.rollout_workers
+    about = {
+        "vllm": vllm_version(),
+        "device": this_machine(),
+        "num_engines": num_engines,
+        "vllm_cfg": asdict(generation.vllm_cfg),
+        "vllm_kwargs": generation.vllm_kwargs,
+    }
+    return KeptSpeeds(generation.specrollout, config.policy.model_name, num_engines, about)

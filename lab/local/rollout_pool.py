@@ -29,6 +29,7 @@ from lab.local.shared_weights import Packed, opened, packed, wait_for_gpu
 from lab.local.turn_engine import ReloadingTurnEngine
 from nemo_specrollout.run_ahead.coming_texts import AheadPlan
 from nemo_specrollout.run_ahead.early_requests import EarlyMade
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 from nemo_specrollout.stragglers.decisions.speed_table import draft_method
 from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
 
@@ -156,7 +157,7 @@ class RolloutActor:
         assert self._early is not None
         self._early.plan(plan)
 
-    def early_worth(self) -> tuple[float, ...]:
+    def early_worth(self) -> EarlyWorth:
         """Returns what such requests are worth now (`RollingEngine.worth`)."""
         assert self._early is not None
         return self._early.worth()
@@ -225,7 +226,7 @@ class RolloutPool:
         self._last_error = ""
         self._heard_s = [0.0] * num_engines
         self._runs_ahead = generation.specrollout.runs_ahead
-        self._worth: dict[int, tuple[tuple[float, ...], Any]] = {}
+        self._worth: dict[int, tuple[EarlyWorth, Any]] = {}
         """What each engine's early work was worth, and Ray's reference to a newer answer if it was asked for."""
         self._weights: _Sent | None = None
         self._ray = OwnRay()
@@ -263,14 +264,14 @@ class RolloutPool:
         self._deaths = {}
         return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
 
-    def early_worth(self, engine: int) -> tuple[float, ...]:
+    def early_worth(self, engine: int) -> EarlyWorth:
         """Returns what an engine's early work was worth when it last answered, and asks an engine without turns again."""
         if not self._runs_ahead or not self.is_alive(engine):
-            return ()
-        known, call = self._worth.get(engine, ((), None))
+            return EarlyWorth()
+        known, call = self._worth.get(engine, (EarlyWorth(), None))
         if call is not None and ray.wait([call], timeout=0)[0]:
             answer = self._answer(engine, call)
-            known, call = () if answer is DEAD else answer, None
+            known, call = EarlyWorth() if answer is DEAD else answer, None
         if call is None and self.is_alive(engine) and not self.num_turns(engine):
             call = self._actors[engine].early_worth.remote()
         self._worth[engine] = known, call

@@ -16,13 +16,13 @@ from lab.simulation.event_loop import Span
 from lab.simulation.speculation import DecodeStep, Speculation
 from lab.simulation.workload import Workload
 from nemo_specrollout.run_ahead.decisions.early_share import (
-    MOST_OWN,
     EarlyPrices,
     PlainRollout,
     Worth,
+    early_worth,
     num_early,
-    worth_beside,
 )
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Possible drafts a step of a request whose text is known."""
@@ -198,14 +198,11 @@ class RollingEngine:
         work = given.work
         self._compute(float(work.prompt_tokens * len(given.done_I) + given.done_I.sum()))
 
-    def early_worth(self) -> tuple[float, ...]:
-        """Returns what the engine's early work is worth beside 0, 1, ... requests of its own (`worth_by_own`)."""
+    def early_worth(self) -> EarlyWorth:
+        """Returns what the engine's early work is worth now."""
         if self._terms is None:
-            return ()
-        return tuple(self._early_worth(self._terms, num_own) for num_own in range(MOST_OWN + 1))
-
-    def _early_worth(self, terms: EarlyTerms, num_own: int) -> float:
-        return worth_beside(_with_branches(terms, num_own), self._early_candidates(terms, num_own)[1], num_own)
+            return EarlyWorth()
+        return early_worth(_with_branches(self._terms, 0), self._early_candidates(self._terms, 0)[1])
 
     def _is_under_way_I(self) -> np.ndarray:
         return self.texts.is_own_I & self.texts.is_open_I()

@@ -5,8 +5,8 @@ While a rollout drains, requests of coming steps run in free slots of the engine
 update changes the text of a response after a number of tokens that is drawn for each. All tokens before are verified under
 the new weights, and the response is decoded from there on. So tokens are those of steps without `run_ahead`.
 
-With `fastest_of_n` in the variant, engines also take over each other's stragglers (`rolling_tail.py`), with or without
-texts of coming steps.
+With `fastest_of_n` in the variant, engines also take over each other's stragglers (`rolling_tail.py`), with or without texts
+of coming steps.
 
 Shapes: R requests of all steps, E engines, r requests of a step.
 """

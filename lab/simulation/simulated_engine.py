@@ -16,7 +16,7 @@ import numpy as np
 from lab.simulation.speculation import DecodeStep, Speculation
 from lab.simulation.workload import Workload
 from nemo_specrollout.config.block import FastestOfNConfig
-from nemo_specrollout.stragglers.decisions.idle_time import NO_EARLY_WORK, IdleTime
+from nemo_specrollout.stragglers.decisions.idle_time import NO_EARLY_WORK, EarlyWorth, IdleTime
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator, RequestSpeeds
 from nemo_specrollout.stragglers.decisions.speed_table import SpeedModel
 from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN, TailDecision
@@ -76,9 +76,9 @@ class SimulatedEngine:
         """Tokens of each request that were made before its step: none."""
         return np.zeros(len(self.requests_B))
 
-    def early_worth(self) -> tuple[float, ...]:
+    def early_worth(self) -> EarlyWorth:
         """Returns that there is no work for coming steps."""
-        return ()
+        return EarlyWorth()
 
     def tokens_at(self, now_s: float) -> np.ndarray:
         """Returns the tokens of each request, float64 [B], at a moment of the current plan."""
@@ -186,8 +186,8 @@ class TailEngine(Protocol):
     def tokens_at(self, now_s: float) -> np.ndarray:
         """Returns the tokens of each request under way, float64 [B]."""
 
-    def early_worth(self) -> tuple[float, ...]:
-        """Returns what its work for coming steps is worth beside 0, 1, ... own requests (`worth_by_own`)."""
+    def early_worth(self) -> EarlyWorth:
+        """Returns what its work for coming steps is worth now."""
 
 
 class BlindToEarlyWork:

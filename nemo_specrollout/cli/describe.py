@@ -35,18 +35,27 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.arguments import VllmAbilities, abilities_of, added_graphs, host_choice
 from nemo_specrollout.generation.engine.cuda_graphs import graph_bytes
 from nemo_specrollout.installed.versions import installed_versions, nemo_rl_version, vllm_version
+from nemo_specrollout.reports.advice import EXPERIMENTAL
 
 _BACKEND = f"{GENERATION}.backend"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 
-def describe_racing(racing: FastestOfNConfig | None, *, alike: bool) -> str:
-    """Returns a sentence on moves and races. `alike`: all engines draft in the same way."""
+def describe_racing(racing: FastestOfNConfig | None, *, alike: bool, keeps: bool) -> str:
+    """Returns a sentence on moves and races.
+
+    `alike`: all engines draft in the same way. `keeps`: decode speeds are kept for the next start (`learned.warm_start`).
+    """
     if racing is None or not racing.enabled:
         return "off: each engine does its own share of the requests, as NeMo-RL deals them out"
     ways = ["move to another engine"] if racing.moving else []
-    ways += [f"are raced by up to {racing.max_racers} engines"] if racing.max_racers > 1 and not alike else []
-    speeds = f"decode speeds start from {racing.ladder}" if racing.ladder else "decode speeds are learned while running"
+    races = f"are raced by up to {racing.max_racers} engines ({EXPERIMENTAL})"
+    ways += [races] if racing.max_racers > 1 and not alike else []
+    speeds = "decode speeds are learned while running"
+    if racing.ladder:
+        speeds = f"decode speeds start from {racing.ladder}"
+    elif keeps:
+        speeds += ", and begin as an earlier start like this one has kept them"
     no_race = "; no engine races: all draft alike" if racing.max_racers > 1 and alike else ""
     return (
         f"stragglers {' or '.join(ways)}, where that is expected to end the slower of two engines {racing.min_gain:.0%} "
@@ -117,7 +126,11 @@ def _learned_in_words(block: SpecrolloutConfig) -> str:
             f"responses, up to {learned.history_mib:,} MiB, which are drafts for later samples of their prompts"
         )
     if learned.warm_start:
-        what.append("acceptance rates and step times, with which the next start begins")
+        racing = block.fastest_of_n
+        speeds = (
+            "" if racing is None or not racing.enabled else ", and the decode speeds of engines that share requests"
+        )
+        what.append(f"acceptance rates and step times{speeds}, with which the next start begins")
     if not what:
         return "nothing is kept for the next start"
     return f"kept in {learned.folder or 'a folder beside the checkpoints'}: {'; '.join(what)}"
@@ -144,7 +157,8 @@ def _remote_in_words(drafter: RemoteDrafterConfig, workers_place: str) -> str:
     else:
         reach = "this machine" if all(map(is_loopback, drafter.addresses)) else "the network, with the shared secret"
         where = f"{len(drafter.addresses)} at {', '.join(drafter.addresses)} ({reach}), started by `serve-drafter`"
-    return f"drafters: {where}; up to {drafter.max_requests} requests each, a request goes to the least loaded"
+    load = f"up to {drafter.max_requests} requests each, a request goes to the least loaded"
+    return f"drafters: {where}; {load}; {EXPERIMENTAL}"
 
 
 def describe_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
@@ -239,7 +253,9 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
         lines.append(("graphs", graphs))
     if config.fastest_of_n is not None and (engines := num_engines(tree)) > 1:
         alike = len({frozenset(d.type for d in kind) for kind in config.drafters_of_engines[:engines]}) == 1
-        lines.append(("fastest_of_n", describe_racing(config.fastest_of_n, alike=alike)))
+        lines.append(
+            ("fastest_of_n", describe_racing(config.fastest_of_n, alike=alike, keeps=config.learned.warm_start))
+        )
     return lines
 
 

@@ -50,18 +50,23 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
 
 
 def publish_draft(parsed: argparse.Namespace) -> int:
-    """Has running drafters load new weights while they draft; returns 0 if all of them did.
+    """Publishes new weights: to the folder `weights_from`, or to running drafters at addresses. Returns the exit code.
 
-    Raises ConfigError if a drafter does not take them. Such a drafter goes on with its old weights.
+    Raises ConfigError if a drafter does not take them, or could not. Such a drafter goes on with its old weights.
     """
     drafter = _remote_drafter(load_config(parsed.config, parsed.overrides))
+    if not 0 <= (parsed.version or 0) < 2**63:
+        raise ConfigError(f"--version: {parsed.version} is out of range; it must be at least 0 and below 2^63")
+    if drafter.weights_from is not None and not parsed.address:
+        return _publish_to_folder(drafter, drafter.weights_from, Path(parsed.weights), parsed.version)
     addresses = list(dict.fromkeys(parsed.address or drafter.addresses))
     if not addresses:
-        raise ConfigError("--address: none, and the config has no drafters.addresses; name where the drafters listen")
+        raise ConfigError(
+            "--address: none, and the config has neither drafters.addresses nor drafters.weights_from; name where the "
+            "drafters listen"
+        )
     check_addresses("--address", addresses)
     version = int(time.time()) if parsed.version is None else parsed.version
-    if not 0 <= version < 2**63:
-        raise ConfigError(f"--version: {version} is out of range; it must be at least 0 and below 2^63")
     folder = str(Path(parsed.weights).absolute())
     if not _is_utf8(folder):
         raise ConfigError(f"--weights: {folder!r} is not UTF-8, as messages to drafters have to be; rename the folder")
@@ -81,6 +86,26 @@ def publish_draft(parsed: argparse.Namespace) -> int:
             "drafter that refuses it goes on with its old weights"
         )
     print(f"version {version} is in use at {len(addresses)} of {len(addresses)} drafters")
+    return 0
+
+
+def _publish_to_folder(drafter: RemoteDrafterConfig, into: str, weights: Path, version: int | None) -> int:
+    """Copies a checkpoint to the folder that the drafters look at. Raises ConfigError for one that they would refuse."""
+    from nemo_specrollout.storage import model_folder, weights_folder
+
+    try:
+        known = Path(drafter.model)
+        own = known if known.is_dir() else weights  # a name on the Hub has no tensors to compare with here
+        weights_folder.check_like(weights, model_folder.tensor_shapes(model_folder.tensor_files(own)))
+    except ValueError as error:
+        raise ConfigError(f"--weights: {error}") from error
+    newest = next((p.number for p in weights_folder.publications(Path(into))), -1)
+    try:
+        number = max(int(time.time()), newest + 1) if version is None else version
+        path = weights_folder.publish(weights, Path(into), number)
+    except ValueError as error:
+        raise ConfigError(f"--version: {error}") from error
+    print(f"published {path}; drafters with this weights_from load it within seconds")
     return 0
 
 
@@ -104,8 +129,9 @@ def _remote_drafter(tree: Mapping[str, Any]) -> RemoteDrafterConfig:
 def _in_words(status: "DrafterReport") -> str:
     share = status.busy_s / status.up_s if status.up_s else 0.0
     why = f" (the latest: {status.refusal})" if status.refusal else ""
+    held = f" (newer ones cannot be used: {status.weights_problem})" if status.weights_problem else ""
     return (
         f"{status.num_open} requests; {status.num_drafted:,} tokens drafted in {status.num_steps:,} steps, "
         f"{status.num_corrections:,} corrections; busy {share:.0%} of {status.up_s:.0f} s; "
-        f"{status.num_refused_frames} messages refused or lost{why}; weights of version {status.draft_version}"
+        f"{status.num_refused_frames} messages refused or lost{why}; weights of version {status.draft_version}{held}"
     )

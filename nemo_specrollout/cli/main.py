@@ -117,17 +117,20 @@ COMMANDS = (
     ),
     Command(
         "publish-draft",
-        "gives running remote drafters new weights",
+        "gives remote drafters new weights, by the folder that they look at or by their addresses",
         f"{_CLI}.drafter_commands:publish_draft",
         (
             *_RUN,
             flag(
-                "--weights", "DIR", "a checkpoint of the draft model, at this path for each drafter too", required=True
+                "--weights",
+                "DIR",
+                "a checkpoint of the draft model; with addresses, at this path for each drafter too",
+                required=True,
             ),
             flag(
                 "--address",
                 "tcp://HOST:PORT",
-                "where a drafter listens, once for each drafter; default: the addresses in CONFIG",
+                "where a drafter listens, once for each drafter; default: weights_from, else addresses, of CONFIG",
                 action="append",
                 default=[],
             ),

@@ -87,7 +87,7 @@ class FastestOfNConfig:
     """Drafter types of each engine; engine i has entry i, modulo their number. Empty: every engine has all drafters."""
     ladder: str | None = None
     """File with the decode speeds to start from: the `ladder.json` of an earlier run, or one that `specrollout-lab ladder`
-    wrote. null: they are learned from nothing."""
+    wrote. null: they begin as an earlier start has kept them (`learned.warm_start`), or are learned from nothing."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the options allow neither moves nor races."""
@@ -162,7 +162,8 @@ class LearnedConfig:
     history_mib: int = bounded(4096, low=1)
     """Most disk space of these responses, in MiB; the oldest make room."""
     warm_start: bool = True
-    """Whether an engine begins with the acceptance rates and step times that an engine like it has measured."""
+    """Whether an engine begins with the acceptance rates and step times that an engine like it has measured, and engines that
+    share requests with the decode speeds of engines like them."""
     folder: str | None = None
     """Where all that is kept. null: in NeMo-RL `specrollout_learned` in the folder of checkpoints, in a local run `learned`
     in its run folder."""

@@ -5,6 +5,7 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.addresses import check_addresses, check_allowed_hosts, is_loopback
@@ -14,6 +15,7 @@ DRAFT_SAMPLING = ("shared_noise", "greedy")
 
 SECRET_VARIABLE = "NEMO_SPECROLLOUT_SECRET"
 _SHORTEST_SECRET = 16
+_OF_A_CHECKPOINT = ("config.json", "model.safetensors", "model.safetensors.index.json")
 
 
 def shared_secret(addresses: Iterable[str]) -> bytes:
@@ -170,6 +172,9 @@ class RemoteDrafterConfig(DrafterConfig):
     type: str = choice("remote", default="remote")
     model: str = required("name the folder of its weights")
     """Folder of the small model."""
+    weights_from: str | None = None
+    """Folder to which the draft model's trainer publishes weights; drafters load its newest subfolder while they draft, and
+    when they start. null: the weights of `model`, until `publish-draft` brings others."""
     sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
     """`shared_noise` or `greedy`, as for the other drafters with weights."""
     workers: int = bounded(0, low=0, high=64)
@@ -219,8 +224,36 @@ class RemoteDrafterConfig(DrafterConfig):
                 "that `specrollout-lab profile` wrote",
             ),
         )
+        self._check_weights_from(path)
         check_addresses(f"{path}.addresses", self.addresses)
         check_allowed_hosts(f"{path}.allowed_hosts", self.allowed_hosts)
+
+    def _check_weights_from(self, path: str) -> None:
+        """Raises ConfigError if `weights_from` can be no folder of publications. It need not be there yet."""
+        named = self.weights_from
+        if named is None:
+            return
+        folder = Path(named)
+        can_be_a_path = bool(named.strip()) and "\0" not in named
+        is_checkpoint = can_be_a_path and any((folder / name).is_file() for name in _OF_A_CHECKPOINT)
+        raise_first_mistake(
+            path,
+            (
+                not can_be_a_path,
+                "weights_from",
+                f"{named!r} is no path; name the folder that weights are published to, or remove it",
+            ),
+            (
+                can_be_a_path and folder.exists() and not folder.is_dir(),
+                "weights_from",
+                f"{named!r} is not a folder; name the one that weights are published to",
+            ),
+            (
+                is_checkpoint or (can_be_a_path and folder.absolute() == Path(self.model).absolute()),
+                "weights_from",
+                f"{named!r} is a checkpoint itself; name a folder with a subfolder for each checkpoint, such as version_1",
+            ),
+        )
 
 
 DRAFTERS: dict[str, type[DrafterConfig]] = {

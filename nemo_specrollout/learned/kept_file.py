@@ -95,7 +95,8 @@ class KeptFile:
                 return "is damaged"
             if head["key"] != self._key:
                 return "is of another kind of engine, or of another version"
-            parse_json(body)
+            if parse_json(body) is None:
+                return "is damaged"
             int(head["num_steps"])
             str(head["saved"])
         except (ValueError, TypeError, LookupError, OverflowError):

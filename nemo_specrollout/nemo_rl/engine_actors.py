@@ -41,6 +41,7 @@ from nemo_specrollout.run_ahead.one_policy import OnePolicyStream, branch_reques
 from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 from nemo_specrollout.run_ahead.rolling_stream import RollingStream
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 from nemo_specrollout.stragglers.stream_engine import StreamEngine, StreamShard
 from nemo_specrollout.stragglers.turn_shard import TurnShard
 
@@ -389,8 +390,8 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         self._racing = StreamShard(engine, stream, ask, stays, self._early_worth)
         await self._racing.begin()
 
-    def _early_worth(self) -> tuple[float, ...]:
-        return () if self._rolling is None else self._rolling.worth()
+    def _early_worth(self) -> EarlyWorth:
+        return EarlyWorth() if self._rolling is None else self._rolling.worth()
 
     async def specrollout_leave_exchange(self) -> None:
         """Stops the requests of the exchange. The engine decodes its own requests alone from now on."""

@@ -129,8 +129,10 @@ def with_absolute_paths(block: SpecrolloutConfig, place: Path) -> SpecrolloutCon
     drafters = []
     for drafter in block.drafters:
         model = str(getattr(drafter, "model", None) or "")
-        has_folder = model and Path(model).is_dir()
-        drafters.append(replace(drafter, **{"model": str(Path(model).absolute())}) if has_folder else drafter)
+        paths = {"model": str(Path(model).absolute())} if model and Path(model).is_dir() else {}
+        if published := getattr(drafter, "weights_from", None):
+            paths["weights_from"] = str(Path(published).absolute())
+        drafters.append(replace(drafter, **paths))
     racing = block.fastest_of_n
     if racing is not None and racing.ladder is not None:
         racing = replace(racing, ladder=str(Path(racing.ladder).absolute()))

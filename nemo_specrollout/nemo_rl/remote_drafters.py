@@ -76,6 +76,8 @@ class _Drafter:
     num_restarts: int = 0
     is_told: bool = False
     """True if the driver has told of the latest failure."""
+    told_problem: str = ""
+    """The latest problem with new weights that the driver has told of."""
 
     @property
     def address(self) -> str:
@@ -108,6 +110,14 @@ class _Drafter:
             return self._failed("its loop stands still")
         self.link.call("status")
         return sentence
+
+    def new_problem(self) -> str | None:
+        """Returns a sentence if newer weights cannot be used, once for each reason."""
+        problem = "" if self.status is None else self.status.weights_problem
+        if problem in ("", self.told_problem):
+            return None
+        self.told_problem = problem
+        return f"{self._where} goes on with the weights that it has: {problem}"
 
     def _is_silent(self, silence_s: float) -> bool:
         return self.status is not None and silence_s > (HANG_S if self.status.is_up else START_S)
@@ -145,8 +155,9 @@ class RemoteDrafters:
             self._drafters = [_Drafter(link) for link in self._start()]
         for number, drafter in enumerate(self._drafters):
             ended = drafter.poll()
-            if ended is not None:
-                self._log.alarms.append(f"drafter {number}{ended}")
+            for sentence in (ended, drafter.new_problem()):
+                if sentence is not None:
+                    self._log.alarms.append(f"drafter {number}{sentence}")
         addresses = [drafter.address for drafter in self._drafters]
         if addresses == (self._sent or [""] * len(addresses)):
             return

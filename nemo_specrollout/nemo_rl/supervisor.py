@@ -14,7 +14,7 @@ import ray
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.generation.engine.remote_calls import EngineActorCalls, WorkerCalls
-from nemo_specrollout.installed.versions import this_machine
+from nemo_specrollout.installed.versions import this_machine, vllm_version
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, start_head_refresh
 from nemo_specrollout.nemo_rl.metrics import (
     acceptance_counts,
@@ -35,12 +35,23 @@ from nemo_specrollout.reports.records import BEGAN, HISTORY, PREFIX
 from nemo_specrollout.stragglers.decisions.speed_table import draft_method
 from nemo_specrollout.stragglers.decisions.speed_table_file import LADDER, SpeedTableFile, ladder_of
 from nemo_specrollout.stragglers.exchange import PAUSE_PATIENCE_S, SILENCE_S, StragglerExchange
+from nemo_specrollout.stragglers.kept_speeds import KeptSpeeds, with_kept
 from nemo_specrollout.stragglers.turns import ExchangeFailed
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import StepEnd
 
 logger = logging.getLogger(__name__)
 
+_SPEED_KEYS = (
+    "precision",
+    "kv_cache_dtype",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "expert_parallel_size",
+    "enforce_eager",
+    "async_engine",
+)
+"""Keys of NeMo-RL's `vllm_cfg` on which decode speeds depend."""
 THREADS_OF_ENGINE = 4
 """Threads of the exchange's actor for each engine: one waits for orders, the others bring requests."""
 
@@ -157,6 +168,17 @@ def start_exchange(
     return actor.remote(methods, config, max_new_tokens, ladder)
 
 
+def kept_speeds(block: SpecrolloutConfig, generation_config: Any, num_engines: int) -> KeptSpeeds:
+    """Returns what holds the decode speeds of engines like these. `generation_config` is NeMo-RL's."""
+    about = {
+        "vllm": vllm_version(),
+        "device": _device(),
+        "vllm_cfg": {name: generation_config["vllm_cfg"].get(name) for name in _SPEED_KEYS},
+        "vllm_kwargs": generation_config.get("vllm_kwargs") or {},
+    }
+    return KeptSpeeds(block, str(generation_config["model_name"]), num_engines, about)
+
+
 def _device() -> str:
     """Returns the kinds of GPU in Ray's cluster, or this machine in words if there are none."""
     kinds = [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
@@ -183,6 +205,8 @@ class Supervisor:
         self._facts = RunFacts.of(generation_config)
         self._refresh: HeadRefresh | None = None
         self._exchange: ExchangeDriver | None = None
+        self._kept: KeptSpeeds | None = None
+        """Decode speeds for the next start; None without an exchange."""
         self._drafters: RemoteDrafters | None = None
         if self._block.remote is not None and self._block.remote.workers:  # drafters at `addresses` are the user's
             self._drafters = start_drafters(self._block.remote, generation_config["vllm_cfg"], log)
@@ -203,7 +227,9 @@ class Supervisor:
         racing = self._block.fastest_of_n
         if racing is None or not racing.enabled or num_engines < 2:
             return
-        actor = start_exchange(self._block, num_engines, self._config["max_new_tokens"], self._ladder)
+        self._kept = kept_speeds(self._block, self._config, num_engines)
+        speeds = with_kept(self._ladder, self._kept)
+        actor = start_exchange(self._block, num_engines, self._config["max_new_tokens"], speeds)
         self._exchange = ExchangeDriver(actor, self._engines, self._log)
         start = self._engines.start
         engines = range(num_engines)
@@ -218,10 +244,12 @@ class Supervisor:
 
     def close_exchange(self) -> None:
         """Ends the exchange. Call it after the engines have ended, because they use it."""
-        exchange = self._exchange
-        self._exchange = None
+        exchange, kept = self._exchange, self._kept
+        self._exchange = self._kept = None
         if exchange is not None:
             exchange.close()
+        if kept is not None:
+            kept.settle()
 
     def rollout(self) -> AbstractContextManager[None]:
         return nullcontext() if self._exchange is None else self._exchange.rollout()
@@ -287,11 +315,22 @@ class Supervisor:
             self._drafters.update(self._engines)
             metrics[PREFIX + "drafter_restarts"] = self._drafters.num_restarts
         if self._exchange is not None:
-            log.entries["tail"] = self._exchange.figures()
-            metrics |= metrics_below("tail", log.entries["tail"])
-            if (table := self._exchange.speed_table(self._config["model_name"])) is not None:
-                log.files[LADDER] = table.to_json()
+            metrics |= self._exchanged(self._exchange)
         return metrics
+
+    def _exchanged(self, exchange: ExchangeDriver) -> dict[str, float]:
+        """Reports what moved and raced in the step, and keeps the decode speeds. Returns metrics of the tail."""
+        log = self._log
+        log.entries["tail"] = exchange.figures()
+        table = exchange.speed_table(self._config["model_name"])
+        if table is not None:
+            log.files[LADDER] = table.to_json()
+        if self._kept is not None:
+            self._kept.keep(table)
+            log.alarms += self._kept.take_alarms()
+            if (sentence := self._kept.take_sentence()) is not None:
+                log.entries[BEGAN] = [*log.entries.get(BEGAN, ()), f"the exchange of requests {sentence}"]
+        return metrics_below("tail", log.entries["tail"])
 
     def _refreshed(self, refresh: HeadRefresh, version: int, done: EngineTotals) -> dict[str, float]:
         """Reports the step to the trainer of the head. Returns metrics of the heads."""

@@ -18,7 +18,8 @@ WORTHWHILE = 0.05
 """Share of a rollout's seconds below which a mechanism is not advised. Rollouts of equal work differ by about as much."""
 DRAFT_MODELS = ("draft_model", "remote")
 """Types of drafters with weights that can run outside of the policy's engine."""
-EXPERIMENTAL = "experimental: docs/benchmarks/specactor.md says where it lost"
+EXPERIMENTAL = "experimental, see docs/benchmarks/specactor.md"
+"""Said of mechanisms that did not pay in any setting that was measured or simulated."""
 
 
 class Advice(NamedTuple):

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nemo_specrollout.generation.engine.requests import EXTRA_ARGS_KEY, TOKEN_BYTES
-from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, PlainRollout, num_early, worth_by_own
+from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices, PlainRollout, early_worth, num_early
 from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart, EarlyTexts
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 LOOK_STEPS = 8
 """Steps after which the engine is looked at again if no request has come or gone."""
@@ -209,14 +210,9 @@ class EarlyRequests:
             plain = PlainRollout(seconds_R, lengths or [1])
             self.prices = EarlyPrices(seconds_R, float(reply[1]), plain, self.early.most_steps_ahead)
 
-    def worth(self) -> tuple[float, ...]:
-        """Returns what early requests are worth beside 0, 1, ... requests of the engine's own (`worth_by_own`).
-
-        It is empty before anything is measured.
-        """
-        if self.prices is None:
-            return ()
-        return worth_by_own(self.prices, self.early.worths(self.size.slots))
+    def worth(self) -> EarlyWorth:
+        """Returns what early requests are worth now; nothing before anything is measured."""
+        return EarlyWorth() if self.prices is None else early_worth(self.prices, self.early.worths(self.size.slots))
 
     def note_step(self, num_own: int) -> None:
         """Notes that the engine makes a step for requests of its own."""

@@ -25,6 +25,7 @@ from nemo_specrollout.run_ahead.early_requests import (
     longest_of,
 )
 from nemo_specrollout.run_ahead.early_texts import EarlyRow, EarlyStart, EarlyTexts
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +105,9 @@ class Rolling:
         """Whether the engine has rows of coming steps to decode."""
         return self._early is not None
 
-    def worth(self) -> tuple[float, ...]:
-        """Returns what its early requests are worth beside 0, 1, ... requests of the engine's own (`worth_by_own`)."""
-        return () if self._early is None else self._early.worth()
+    def worth(self) -> EarlyWorth:
+        """Returns what its early requests are worth now."""
+        return EarlyWorth() if self._early is None else self._early.worth()
 
     def follow(self, row: EarlyRow) -> int:
         """Takes a request of the engine's own that newer weights may have to decode again, before it begins.

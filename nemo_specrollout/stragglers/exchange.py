@@ -15,6 +15,7 @@ from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.generation.engine.requests import Rollout, ShardRequest
 from nemo_specrollout.stragglers.attempts import tail_counts
 from nemo_specrollout.stragglers.coordinator import Coordinator
+from nemo_specrollout.stragglers.decisions.idle_time import NOTHING_EARLY, EarlyWorth
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
 from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile, started_table, table_file
 from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
@@ -38,7 +39,7 @@ class _Member:
     """Turns whose results are missing."""
     heard_s: float = field(default_factory=time.monotonic)
     """Time of its latest call, by the monotonic clock."""
-    early_worth: tuple[float, ...] = ()
+    early_worth: EarlyWorth = NOTHING_EARLY
     """What its work for coming steps was worth then."""
 
 
@@ -84,8 +85,8 @@ class PollingFleet:
     def is_alive(self, engine: int) -> bool:
         return engine in self.members
 
-    def early_worth(self, engine: int) -> tuple[float, ...]:
-        return self.members[engine].early_worth if engine in self.members else ()
+    def early_worth(self, engine: int) -> EarlyWorth:
+        return self.members[engine].early_worth if engine in self.members else NOTHING_EARLY
 
 
 class StragglerExchange:
@@ -176,7 +177,7 @@ class StragglerExchange:
             self._advance()
 
     def exchange(
-        self, engine: int, result: TurnResult | None = None, early_worth: tuple[float, ...] = ()
+        self, engine: int, result: TurnResult | None = None, early_worth: EarlyWorth = NOTHING_EARLY
     ) -> ExchangeReply:
         """Takes the result of a turn; returns orders and answers. An idle engine waits for them, at most `POLL_S`.
 

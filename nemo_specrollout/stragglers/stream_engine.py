@@ -22,6 +22,7 @@ from nemo_specrollout.generation.engine.vllm_requests import (
     text_and_params,
 )
 from nemo_specrollout.stragglers.attempts import covered
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turn_engine import FEW_ATTEMPTS, num_text_tokens
 from nemo_specrollout.stragglers.turns import ExchangeFailed, Starts, TurnOrders, TurnResult, TurnWork
@@ -186,7 +187,7 @@ class StreamShard:
         engine: StreamEngine,
         ask: Ask,
         stays: str | None,
-        early_worth: Callable[[], tuple[float, ...]] = tuple,
+        early_worth: Callable[[], EarlyWorth] = EarlyWorth,
     ) -> None:
         """`stays` is why every request must stay in this engine (`reason_to_stay`); None if requests may move.
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from nemo_specrollout.generation.engine.hosted_engine import HostedEngine
 from nemo_specrollout.generation.engine.requests import Rollout, ShardRequest
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turns import (
     ExchangeFailed,
@@ -208,7 +209,7 @@ def roll_out_shard(
             if reply.is_over:
                 return [rollouts[number] for number in range(len(requests))]
             turns.extend(reply.orders)
-            receive = ask(StragglerExchange.exchange, result, () if idle is None else idle.worth())
+            receive = ask(StragglerExchange.exchange, result, EarlyWorth() if idle is None else idle.worth())
             result = None
     except ExchangeFailed:
         raise

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest, ShardRequest
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 Request = RolloutRequest | ShardRequest
 """A sample that its indices identify, or a request that came with parameters of its own."""
@@ -91,8 +92,8 @@ class EngineFleet(Protocol):
 
     def is_alive(self, engine: int) -> bool: ...
 
-    def early_worth(self, engine: int) -> tuple[float, ...]:
-        """Returns what the engine's work for coming steps is worth, as it was last known (`IdleWork.worth`)."""
+    def early_worth(self, engine: int) -> EarlyWorth:
+        """Returns what the engine's work for coming steps is worth, as it was last known."""
 
 
 class IdleWork(Protocol):
@@ -101,11 +102,8 @@ class IdleWork(Protocol):
     def slice(self, seconds: float) -> bool:
         """Works for about `seconds`, in which nobody else uses the engine. Returns whether more is left to do."""
 
-    def worth(self) -> tuple[float, ...]:
-        """Returns the seconds that this spares later rollouts a second, beside 0, 1, ... requests of the present step.
-
-        It is empty if nothing is there to do, or nothing has been measured.
-        """
+    def worth(self) -> EarlyWorth:
+        """Returns what this is worth; nothing if nothing is there to do, or nothing has been measured."""
 
 
 class ExchangeFailed(Exception):

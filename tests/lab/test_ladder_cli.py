@@ -170,6 +170,34 @@ def test_a_run_starts_from_a_measured_ladder(tmp_path: Path, capsys: pytest.Capt
         assert now.tokens_per_s != was.tokens_per_s
 
 
+@pytest.mark.integration
+@pytest.mark.slow
+def test_a_run_starts_from_the_speeds_that_the_one_before_it_kept(tmp_path: Path) -> None:
+    small = [
+        f"policy.model_name={STEP_ADDER}", "policy.generation.vllm_kwargs.max_num_seqs=2", "cluster.rollout_workers=2",
+        "policy.generation.max_new_tokens=64", f"{BLOCK}.drafters=[{{type: ngram}}]",
+        f"{BLOCK}.fastest_of_n={{methods: [[ngram], []]}}", f"{BLOCK}.learned.folder={tmp_path}",
+    ]  # fmt: skip
+    config, _ = read_run_config(load_config(QUICKSTART, small))
+    asked = [RolloutRequest([1, 30, 31, 32], i, 0) for i in range(4)]
+    kept, began = [], []
+    for step in range(2):
+        fleet = RolloutFleet(config, lambda step: StepPrompts([None] * len(asked), asked))
+        try:
+            began.append((fleet.ladder_file(), str(fleet.facts()["began"]), fleet.take_alarms()))
+            fleet.roll_out(step, lambda done: None)
+            fleet.keep_learned()
+            kept.append(fleet.ladder_file())
+        finally:
+            fleet.close()
+    (nothing, first_words, _), (read, words, alarms) = began
+    assert nothing is None and "decode speeds" not in first_words
+    assert read is not None and kept[0] is not None and {r.method for r in read.rungs} == {"ngram", "plain"}
+    then = {(r.task, r.method): r.tokens_per_s for r in kept[0].rungs}
+    assert all(r.tokens_per_s == pytest.approx(then[r.task, r.method]) for r in read.rungs)
+    assert "and began with the decode speeds of 2" in words and alarms == []
+
+
 def marked(rung: SpeedRow) -> SpeedRow:
     """Returns the rung with a batch size that no small run has."""
     figures = {"batches": 1024, "tokens_per_s": 3.0, "weights_s": 5.0}

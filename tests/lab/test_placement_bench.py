@@ -8,18 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import STEP_ADDER
 
-from lab.bench.placement_bench import (
-    COUPLED_KS,
-    LONG_PROBLEM,
-    PROMPT,
-    Timed,
-    Way,
-    acceptance_of,
-    main,
-    random_prompts,
-    rows_of,
-    task_prompts,
-)
+from lab.bench.placement_bench import LONG_PROBLEM, PROMPT, main, random_prompts, rows_of, task_prompts
+from lab.bench.placement_ways import COUPLED_KS, Timed, Way, acceptance_of
 
 
 def timed(seconds: float, tokens: list[int], proposed: int = 0, accepted: int = 0) -> Timed:

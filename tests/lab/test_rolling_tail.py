@@ -15,6 +15,7 @@ from lab.simulation.workload import Workload
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.run_ahead.decisions.early_share import num_early
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 pytestmark = pytest.mark.unit
 MOVING = FastestOfNConfig(max_racers=1)
@@ -70,15 +71,16 @@ def test_early_work_is_worth_what_it_spares_for_a_second_of_the_engine() -> None
     one = engine(3, 4)
     terms = one._terms
     assert terms is not None
-    worth_O = one.early_worth()
-    for num_own, worth in enumerate(worth_O[:4]):
-        candidates = one._early_candidates(terms, num_own)[1]
+    worth = one.early_worth()
+    candidates = one._early_candidates(terms, 0)[1]
+    for num_own, rate in enumerate(worth.rates[:4]):
         num = num_early(terms.prices, num_own, candidates)
         spared_s = float(terms.prices.gain_E(candidates[:num]).sum()) if num else 0.0
         delay_s = terms.prices.delay_s(num_own, num) if num_own else 0.0
-        assert worth == pytest.approx(max(spared_s - delay_s, 0.0) / terms.prices.step_s(num_own + num))
-    assert worth_O[0] > 0.0 and min(worth_O) >= 0.0
-    assert not any(engine(3, 0).early_worth())
+        assert rate == pytest.approx(max(spared_s - delay_s, 0.0) / terms.prices.step_s(num_own + num))
+    assert worth.rates[0] > 0.0 and min(worth.rates) >= 0.0
+    assert worth.left_s == pytest.approx(100 * float(terms.prices.gain_E(candidates).sum()))
+    assert engine(3, 0).early_worth() == EarlyWorth()
 
 
 def test_a_request_goes_on_where_it_was_when_it_moves() -> None:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 AUDITED = [
     "sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3", "sync_dapo",
     "sync_moving", "sync_moving_streams", "dtensor_two_engines", "colocated_ahead_tail", "apart_ahead_streams",
-    "colocated_rolling",
+    "colocated_rolling", "apart_ahead_moving", "apart_ahead_moving_streams",
     "apart_ahead_tail", "apart_ahead_resumed", "apart_ahead_draftless", "async_plain", "async_drafted", "async_eagle3",
     "async_moving", "async_moving_in_flight", "async_ahead", "async_shared_prompt",
 ]  # fmt: skip
@@ -27,7 +27,7 @@ FINISHED = [
     "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
     "async_refreshed_head", "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight",
     "apart_plain", "apart_ahead_streams", "apart_ahead_tail", "colocated_ahead_tail", "apart_ahead_resumed", "async_ahead",
-    "async_shared_prompt", "colocated_rolling",
+    "async_shared_prompt", "colocated_rolling", "apart_ahead_moving", "apart_ahead_moving_streams",
 ]  # fmt: skip
 
 
@@ -56,6 +56,8 @@ def test_synchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run],
     [
         ("apart_ahead_streams", range(1, 7)),
         ("apart_ahead_tail", range(1, 7)),
+        ("apart_ahead_moving", range(1, 7)),
+        ("apart_ahead_moving_streams", range(1, 7)),
         ("apart_ahead_interrupted", range(1, 5)),
         ("apart_ahead_resumed", (5, 6)),
     ],
@@ -66,6 +68,13 @@ def test_texts_made_ahead_change_no_row(runs: dict[str, Run], name: str, steps: 
         equal, total = count_equal(runs["apart_plain"], runs[name], step)
         assert equal == total == 16
     assert any(m["ahead_tokens"] for m in runs[name].metrics)
+
+
+@pytest.mark.parametrize("name", ["apart_ahead_moving", "apart_ahead_moving_streams"])
+def test_engines_make_texts_and_take_over_requests_in_one_run(runs: dict[str, Run], name: str) -> None:
+    metrics = runs[name].metrics
+    assert sum(m["tail"].get("moves", 0) for m in metrics) > 0 and sum(m["ahead_made"] for m in metrics) > 0
+    assert any(m["tail"].get("early_worth") for m in metrics), "engines say what their texts are worth"
 
 
 @pytest.mark.parametrize("step", range(1, 7))

@@ -8,16 +8,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.arguments import QUIET_START, set_process_environment
 from nemo_specrollout.remote.protocol.drafter_side import DraftModel
 from nemo_specrollout.remote.protocol.messages import Open, column
 from nemo_specrollout.storage import model_folder as folders
+from nemo_specrollout.storage.files import read_regular
+from nemo_specrollout.storage.weights_folder import check_like
 
 WORKER = "nemo_specrollout.remote.drafter.shadow_worker.ShadowWorker"
 SCHEDULER = "nemo_specrollout.remote.drafter.shadow_scheduler.ShadowScheduler"
+_CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types whose values are checked. Torch cannot say of the smaller ones whether they are finite."""
 
 
 class DrafterEngine:
@@ -97,6 +102,10 @@ class DrafterEngine:
         Raises ValueError or OSError, and keeps the old weights, unless `folder` holds a checkpoint with the tensors of the
         draft model, in the same shapes. Raises RuntimeError if vLLM cannot take them, for instance for lack of memory.
         """
+        self.use_weights(self.read_weights(folder))
+
+    def read_weights(self, folder: Path) -> list[tuple[str, torch.Tensor]]:
+        """Returns the tensors of a checkpoint in the host's memory. Any thread may call it. Raises as `load_weights` does."""
         if not self._shapes:
             raise ValueError(f"the drafter's model {self._folder} is no folder of safetensors files to compare with")
         tensors = read_like(folder, self._shapes)
@@ -104,6 +113,10 @@ class DrafterEngine:
             raise ValueError(
                 f"{folder} has another tokenizer than the draft model; name a checkpoint of the draft model"
             )
+        return tensors
+
+    def use_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Drafts with tensors of `read_weights` from now on. Raises RuntimeError if vLLM cannot take them."""
         weights = folders.with_tied_lm_head(self._folder, tensors)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._scheduler.read_again()
@@ -127,18 +140,20 @@ class DrafterEngine:
 
 
 def read_like(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, torch.Tensor]]:
-    """Returns the tensors of a checkpoint by name. Raises ValueError unless they have exactly these names and shapes."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder on the drafter's machine; name one that the drafter can read")
-    files = folders.tensor_files(folder)
-    if odd := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"{folder}: {odd[0]} is not a file; copy the folder again")
-    found = folders.tensor_shapes(files)
-    for name in sorted(shapes.keys() | found.keys()):
-        if found.get(name) != shapes.get(name):
-            facts = f"{name} has shape {found.get(name, 'none')}, and the draft model's has {shapes.get(name, 'none')}"
-            raise ValueError(f"{folder} is not a checkpoint of the draft model: {facts}")
-    return [(name, tensor) for file in files for name, tensor in load_file(file).items()]
+    """Returns the tensors of a checkpoint by name. Raises ValueError unless they have exactly these names and shapes.
+
+    The files are copied into memory and not mapped, because a mapped file that somebody shortens would end the process.
+    """
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for file in check_like(folder, shapes, " on the drafter's machine"):
+        try:
+            tensors += load(read_regular(file)).items()
+        except SafetensorError as error:
+            raise ValueError(f"{file}: not a whole safetensors file ({error}); copy or write it again") from error
+    for name, tensor in tensors:
+        if tensor.dtype in _CHECKED and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{folder}: {name} has values that are no finite numbers; publish an earlier checkpoint")
+    return tensors
 
 
 def _tokenizer_of(folder: Path) -> str:

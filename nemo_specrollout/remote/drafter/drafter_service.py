@@ -8,7 +8,9 @@ from pathlib import Path
 
 from nemo_specrollout.config.drafter_configs import shared_secret
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec
+from nemo_specrollout.remote.drafter.weights_watch import WeightsWatch
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide
+from nemo_specrollout.remote.protocol.messages import as_line
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
 
 IDLE_WAIT_S = 0.05
@@ -32,6 +34,11 @@ class DrafterService:
         kwargs = {"dtype": spec.precision, **spec.vllm_kwargs}
         self._engine = DrafterEngine(Path(spec.model), spec.max_requests, spec.max_model_len, **kwargs)
         self._side = DrafterSide(self._engine, secrets.randbits(62), spec.max_requests, spec.most_ahead)
+        self._watch = WeightsWatch(Path(spec.weights_from), self._engine.read_weights) if spec.weights_from else None
+        if self._watch is not None:
+            self._watch.look()
+            self._use_new_weights(self._watch)
+            self._watch.start()
         self._started = time.monotonic()
         self.status.is_up = True
 
@@ -52,6 +59,8 @@ class DrafterService:
         """Reads messages, drafts a token for each shadow sequence that may draft, and answers. Returns whether it drafted."""
         side = self._side
         status = self.status
+        if self._watch is not None:
+            self._use_new_weights(self._watch)
         read_until_s = time.monotonic() + LONGEST_READING_S
         for peer, message in self._socket.receive():
             side.receive(peer, message, time.monotonic())
@@ -75,6 +84,20 @@ class DrafterService:
         status.draft_version = side.draft_version
         return len(shadows_M) > 0
 
+    def _use_new_weights(self, watch: WeightsWatch) -> None:
+        """Drafts with the weights that the watch has read since the last call, if any."""
+        new = watch.take()
+        if new is not None:
+            try:
+                self._engine.use_weights(new.tensors)
+                self._side.draft_version = new.publication.number
+            except (ValueError, OSError, RuntimeError) as error:
+                watch.refuse(new, f"{new.publication.path}: {as_line(error) or type(error).__name__}")
+        self.status.draft_version = self._side.draft_version
+        self.status.weights_problem = watch.problem
+
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
         self._socket.close()
         self._engine.close()

@@ -45,7 +45,9 @@ class DrafterReport:
     num_open: int = 0
     """Shadow sequences in use."""
     draft_version: int = 0
-    """Version of the weights that `publish-draft` gave it last; 0 for those that it was started with."""
+    """Version of the weights that `publish-draft` gave it last, or that it found in `weights_from`; 0 for those of `model`."""
+    weights_problem: str = ""
+    """Why the newest weights in `weights_from` are not in use; empty if they are."""
     busy_s: float = 0.0
     """Time that the engine spent drafting, in seconds."""
     up_s: float = 0.0

@@ -90,7 +90,7 @@ class DrafterSide:
         self.num_refused = 0
         """Requests that this drafter cannot draft for."""
         self.draft_version = 0
-        """Version of the weights that were published last; 0 for those that the drafter was started with."""
+        """Version of the weights that were published last; 0 for those of the model that the config names."""
         self.shadows = ShadowSequences(num_shadows, most_ahead)
         self._drafter = drafter
         self._num_shadows = num_shadows

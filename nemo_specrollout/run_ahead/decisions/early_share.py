@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
+
 Array = np.ndarray[Any, Any]
 
 
@@ -84,6 +86,15 @@ class PlainRollout:
         without_E = np.minimum(with_E, known_E + phase * (steps_ahead_E - 1))
         tokens_E = self._tokens(now_E) - self._tokens(known_E)
         return (self._seconds(with_E) - self._seconds(without_E)) / np.maximum(tokens_E, 1e-9)
+
+    def missing(self, known_E: Array) -> Array:
+        """Returns the mean tokens that responses of more than so many have beyond these; 0 beyond the longest."""
+        first_E = np.searchsorted(self._length_J, known_E, side="right")
+        sums_J = self._length_J[::-1].cumsum()[::-1]
+        num_E = len(self._length_J) - first_E
+        sum_E = np.append(sums_J, 0.0)[first_E]
+        missing_E: Array = np.where(num_E > 0, sum_E / np.maximum(num_E, 1) - known_E, 0.0)
+        return missing_E
 
     def _seconds(self, position_E: Array) -> Array:
         """Returns the seconds in which all responses have got to a position. Beyond the longest there is one response."""
@@ -166,6 +177,13 @@ def worth_beside(prices: EarlyPrices, worths: Sequence[Worth], num_own: int) -> 
     return max(gain_s - delay_s, 0.0) / max(prices.step_s(num_own + number), 1e-9)
 
 
-def worth_by_own(prices: EarlyPrices, worths: Sequence[Worth]) -> tuple[float, ...]:
-    """Returns `worth_beside` 0, 1, ..., `MOST_OWN` requests of the engine's own."""
-    return tuple(worth_beside(prices, worths, num_own) for num_own in range(MOST_OWN + 1))
+def early_worth(prices: EarlyPrices, worths: Sequence[Worth]) -> EarlyWorth:
+    """Returns what early requests are worth beside 0, 1, ..., `MOST_OWN` requests of the engine's own, and in all.
+
+    In all it is what they spare if each of them gets as long as a response that is known to be longer than its text.
+    """
+    if not worths:
+        return EarlyWorth()
+    rates = tuple(worth_beside(prices, worths, num_own) for num_own in range(MOST_OWN + 1))
+    missing_E = prices.plain.missing(np.array([worth.num_known for worth in worths], np.float64))
+    return EarlyWorth(rates, float((np.maximum(prices.gain_E(worths), 0.0) * missing_E).sum()))

@@ -9,27 +9,43 @@ rollout, and a rollout ends when all engines have ended, so it counts for one pa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class EarlyWorth(NamedTuple):
+    """What the work of an engine for coming steps is worth. By default there is none."""
+
+    rates: tuple[float, ...] = ()
+    """Seconds that it spares the engine later for each second, beside 0, 1, 2, ... requests of the present step."""
+    left_s: float = 0.0
+    """Seconds that it spares the engine later if all of it is done."""
+
+
+NOTHING_EARLY = EarlyWorth()
 
 
 @dataclass(frozen=True)
 class IdleTime:
     """The worth of early work in each engine. Without `run_ahead` there is none, so only the end of the rollout counts."""
 
-    worth_E: tuple[tuple[float, ...], ...] = ()
-    """By engine: seconds spared later for each second, beside 0, 1, 2, ... requests of the present step."""
+    worth_E: tuple[EarlyWorth, ...] = ()
+    """By engine."""
 
     @property
     def has_worth(self) -> bool:
         """Whether any engine has early work to do."""
-        return any(any(rates) for rates in self.worth_E)
+        return any(worth.left_s > 0.0 for worth in self.worth_E)
 
     def rate(self, engine: int, num_own: int) -> float:
         """Returns the seconds that an engine spares later for each second in which it has `num_own` requests."""
-        rates = self.worth_E[engine] if engine < len(self.worth_E) else ()
+        rates = self.worth_E[engine].rates if engine < len(self.worth_E) else ()
         return rates[min(num_own, len(rates) - 1)] if rates else 0.0
 
     def spared_s(self, engine: int, ends_s: Sequence[float], until_s: float) -> float:
-        """Returns the seconds that an engine spares later from now until `until_s`, if its requests end at `ends_s`."""
+        """Returns the seconds that an engine spares later from now until `until_s`, if its requests end at `ends_s`.
+
+        Work that a request displaces is done afterwards, if there is time until then. So it is lost only if it does not end.
+        """
         spared_s = 0.0
         now_s = 0.0
         num_own = len(ends_s)
@@ -38,7 +54,8 @@ class IdleTime:
             spared_s += self.rate(engine, num_own) * (next_s - now_s)
             now_s = next_s
             num_own -= 1
-        return spared_s + self.rate(engine, 0) * max(until_s - now_s, 0.0)
+        spared_s += self.rate(engine, 0) * max(until_s - now_s, 0.0)
+        return min(spared_s, self.worth_E[engine].left_s if engine < len(self.worth_E) else 0.0)
 
 
 NO_EARLY_WORK = IdleTime()

@@ -3,7 +3,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,6 +17,8 @@ FIELD = f"{BLOCK_PATH}.fastest_of_n.ladder"
 """Field of a config that names such a file."""
 LADDER = "ladder.json"
 """Name of the file that a run writes."""
+FADED_S = MEMORY_S / 8.0
+"""Seconds of an engine's decoding for which speeds of an earlier start count at most."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class SpeedTableFile(MeasuredFile):
     prefill_s_per_token: float = bounded(above=0.0)
     rungs: tuple[SpeedRow, ...] = ()
     """Measurements by task; the fastest method with one request first."""
+    prefill_weight_s: float = bounded(MEMORY_S, above=0.0)
+    """Seconds for which `prefill_s_per_token` counts."""
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
 
 
@@ -69,13 +73,23 @@ def started_table(methods: Sequence[str], file: SpeedTableFile | None) -> Decode
     table = DecodeSpeedTable(methods)
     if file is None:
         return table
-    table.prefill.add(MEMORY_S / file.prefill_s_per_token, MEMORY_S)
+    table.prefill.add(file.prefill_weight_s / file.prefill_s_per_token, file.prefill_weight_s)
     for rung in file.rungs:
         if rung.method in table.methods:
             means = table.rates[rung.task, table.methods.index(rung.method)]
             for batch, rate, weight_s in zip(rung.batches, rung.tokens_per_s, rung.weights_s, strict=True):
                 means[batch].add(rate * weight_s, weight_s)
     return table
+
+
+def faded(file: SpeedTableFile) -> SpeedTableFile:
+    """Returns the speeds of an earlier start with the weight of a few seconds, because policy or machine may have changed."""
+    return replace(file, rungs=tuple(map(_faded, file.rungs)), prefill_weight_s=FADED_S)
+
+
+def _faded(rung: SpeedRow) -> SpeedRow:
+    pairs = zip(rung.batches, rung.weights_s, strict=True)
+    return replace(rung, weights_s=tuple(min(weight_s, FADED_S * batch) for batch, weight_s in pairs))
 
 
 def table_file(table: DecodeSpeedTable, device: str, policy: str, acceptance: Sequence[float]) -> SpeedTableFile | None:

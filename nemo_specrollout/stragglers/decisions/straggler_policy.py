@@ -122,17 +122,22 @@ class FastestOfN:
         )
 
     def _worthwhile(self, forecast: TailForecast, plans: Iterable[_Plan], alone: bool) -> _Plan | None:
-        """Returns the plan that gains most, or None if it gains less than `min_gain` or the delay of an order."""
+        """Returns the plan that gains most, or None.
+
+        It must bring the end forward by more than `min_gain` and the delay of an order, because forecasts err, and by more
+        than the early work is worth that it displaces.
+        """
         best: _Plan | None = None
         best_s = 0.0
         for plan in plans:
             end_s = forecast.end_s(plan.source)
             gain_s = end_s - plan.end_s
-            least_s = max(self.config.min_gain * end_s, forecast.seen.handover_s)
-            if gain_s > least_s and not alone:  # early work can only lower what is gained
+            if gain_s <= max(self.config.min_gain * end_s, forecast.seen.handover_s):
+                continue
+            if not alone:
                 gain_s -= self._early_lost_s(forecast, plan)
             ranked_s = gain_s - (RACE_PREMIUM * end_s if plan.is_race else 0.0)
-            if gain_s > least_s and (best is None or ranked_s > best_s):
+            if gain_s > 0.0 and (best is None or ranked_s > best_s):
                 best, best_s = plan, ranked_s
         return best
 

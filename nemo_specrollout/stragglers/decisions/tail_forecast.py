@@ -200,13 +200,12 @@ class TailForecast:
         until_s = self.end_s(source)
         rest = {r: s for r, s in self._alone_s[source].items() if is_race or r not in requests}
         after = {source: rest, target: self._with(requests, target)}
-        lost_s = sum(
-            idle.spared_s(e, list(self._request_ends_s(e, self._alone_s[e]).values()), until_s)
-            - idle.spared_s(e, list(self._request_ends_s(e, alone_s).values()), end_s)
-            for e, alone_s in after.items()
-        )
-        others = (e for e in range(len(self._alone_s)) if e not in after)
-        lost_s += sum(idle.rate(e, len(self._alone_s[e])) * (until_s - end_s) for e in others)
+        lost_s = 0.0
+        for engine, alone_s in enumerate(self._alone_s):
+            before = self._request_ends_s(engine, alone_s)
+            then = self._request_ends_s(engine, after[engine]) if engine in after else before
+            lost_s += idle.spared_s(engine, list(before.values()), until_s)
+            lost_s -= idle.spared_s(engine, list(then.values()), end_s)
         return lost_s / max(int((self.seen.capacity_E > 0).sum()), 1)
 
     def start(self, request: int, engine: int) -> None:

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds of a real pair of policy and draft model in every layout of two cores, against what the planner predicted.
+
+`python -m lab.bench.placement_bench --policy ... --draft ...` calls it. Each round goes through all numbers of requests, and
+through all layouts for each of them. The tables and the file `pair.json` are written after each round, so a bench that is
+stopped loses nothing. A figure is the median over rounds of the policy's time alone over the layout's time in the same round.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lab.bench import pair_engines
+from lab.bench.pair_engines import BOTH, COUPLED, DECOUPLED, MOST_REQUESTS, PLAIN, POSITIONS, PROFILED, Pair
+from lab.bench.placement_ways import Timed, Way, acceptance_of, child_with
+from lab.placement.cost_tables import CostCurve, CostTables
+from lab.placement.planner import Option, Placement, place
+from nemo_specrollout.storage.files import write_atomically
+
+if TYPE_CHECKING:
+    from nemo_specrollout.generation.engine.requests import RolloutRequest
+
+BATCH_TOKENS: Mapping[int, int] = {1: 96, 4: 64, 8: 48, 16: 32, 32: 24}
+"""Length of each response by the number of requests, in tokens."""
+DRAINING, DRAINED, SHORTEST, LONGEST = "draining", 16, 16, 256
+"""A rollout of so many requests whose lengths, in tokens, grow from the shortest to the longest by an equal factor."""
+PROMPT_SEED = 74
+"""Seed of the problems; the draft model was trained on others."""
+TWO, ONE = 2, 1
+"""Threads of the policy's engine."""
+WAYS: Sequence[tuple[int, Way]] = (
+    (TWO, Way(PLAIN)),
+    (TWO, Way(COUPLED, 2)),
+    (TWO, Way(COUPLED, 4)),
+    (TWO, Way(COUPLED)),
+    (ONE, Way(COUPLED, 2)),
+    (ONE, Way(DECOUPLED, 2)),
+    (ONE, Way(DECOUPLED, 4)),
+    (ONE, Way(DECOUPLED)),
+    (ONE, Way(BOTH)),
+)
+MODES = {TWO: (PLAIN, COUPLED), ONE: (COUPLED, DECOUPLED, BOTH)}
+"""Layouts of the engines in the process of so many threads."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A rollout: its name and the length of each response in tokens."""
+
+    name: str
+    lengths: tuple[int, ...]
+
+
+@dataclass
+class Found:
+    """What the rounds have found so far: by load, number of threads and way, one entry a round."""
+
+    timed: dict[tuple[str, int, Way], list[Timed]] = field(default_factory=dict)
+
+    def ratios(self, load: str, threads: int, way: Way) -> list[float]:
+        """By round, the seconds of the policy alone over those of a way."""
+        pairs = zip(self.timed[load, TWO, Way(PLAIN)], self.timed[load, threads, way], strict=False)
+        return [plain.seconds / timed.seconds for plain, timed in pairs]
+
+    def ratio(self, load: str, threads: int, way: Way) -> float:
+        return statistics.median(self.ratios(load, threads, way))
+
+    def acceptance(self, load: str) -> float:
+        """P(a draft is right after right ones), by the layout that drafts fewest in the policy's engine."""
+        timed = self.timed[load, *WAYS[1]]
+        counts = {
+            name: sum(t.after[name] - t.before[name] for t in timed if len(t.before) > 1)
+            for name in ("proposed", "accepted")
+        }
+        return acceptance_of([{"mode": COUPLED, **counts}]) if counts["proposed"] else 0.0
+
+    def best_fixed(self, load: str) -> tuple[int, Way]:
+        """The fastest way that does not choose for itself."""
+        fixed = [key for key in WAYS if key[1].k or key[1].mode == PLAIN]
+        return max(fixed, key=lambda key: self.ratio(load, *key))
+
+
+def loads(batches: Sequence[int], scale: float) -> list[Load]:
+    """The rollouts of a round: one for each number of requests, and the draining one."""
+    found = []
+    for batch in batches:
+        tokens = BATCH_TOKENS.get(batch, 32)
+        found.append(Load(f"{batch}", (max(4, round(tokens * scale)),) * batch))
+    steps = [round(scale * SHORTEST * (LONGEST / SHORTEST) ** (i / (DRAINED - 1))) for i in range(DRAINED)]
+    return [*found, Load(DRAINING, tuple(max(2, length) for length in steps))]
+
+
+def requests_of(load: Load, policy: Path) -> "list[RolloutRequest]":
+    """The load's requests: problems of the tasks that the policy was trained on, and free text, in turns."""
+    from lab.local.step_rollout import load_tokenizer
+    from lab.local.tasks import FreeText, ReasoningGymTask, Task
+    from lab.policies.distilled_draft import SYSTEM_PROMPT, TASKS
+    from nemo_specrollout.generation.engine.requests import RolloutRequest
+
+    tokenizer = load_tokenizer(policy)
+    half = -(-len(load.lengths) // 2)
+    tasks: tuple[Task, ...] = (ReasoningGymTask(tokenizer, TASKS, SYSTEM_PROMPT), FreeText(tokenizer))
+    lists = [[task.encode(p) for p in task.problems(PROMPT_SEED, half)] for task in tasks]
+    prompts = [prompt for pair in zip(*lists, strict=True) for prompt in pair]
+    pairs = zip(prompts, load.lengths, strict=False)
+    return [RolloutRequest(ids, i, 0, exact_length=length) for i, (ids, length) in enumerate(pairs)]
+
+
+def measured_tables(children: Mapping[int, ProcessPoolExecutor], pair: Pair) -> CostTables:
+    """The planner's measurements, by the engines that stand."""
+    found = {n: c.submit(pair_engines.measure, pair, PROFILED, n == ONE).result() for n, c in children.items()}
+    curves = {
+        name: tuple(CostCurve(n, PROFILED, tuple(costs[name])) for n, costs in found.items() if name in costs)
+        for name in ("verify_s", "draft_s", "coupled_draft_s")
+    }
+    return CostTables("this machine", str(pair.policy), str(pair.draft), unit="thread", **curves)  # type: ignore[arg-type]
+
+
+# What the planner says
+
+
+class Plan:
+    """The planner's predictions for one load, as speed over the policy alone on all threads."""
+
+    def __init__(self, tables: CostTables, load: Load, acceptance: float) -> None:
+        self._tables = tables
+        self._acceptance = acceptance
+        self._placements: dict[int, Placement] = {}
+        ends = sorted(load.lengths)
+        starts = [0, *ends[:-1]]
+        rest = zip(range(len(ends), 0, -1), starts, ends, strict=True)
+        self._stages = [(batch, end - start) for batch, start, end in rest if end > start]
+        """Numbers of requests that run together, with the tokens that each of them gets meanwhile."""
+
+    def speed(self, threads: int, way: Way) -> float | None:
+        """Predicted speed of a way; None for one that chooses for itself."""
+        if not way.k and way.mode != PLAIN:
+            return None
+        seconds = self._seconds(threads, way)
+        return None if seconds is None else (self._seconds(TWO, Way(PLAIN)) or 0.0) / seconds
+
+    def choice(self, ways: Sequence[tuple[int, Way]]) -> tuple[int, Way]:
+        """The way that it predicts to be the fastest of these."""
+        return max(ways, key=lambda key: self.speed(*key) or 0.0)
+
+    def best_in_words(self) -> str:
+        """The best option of all, measured or not, for the number of requests at the start."""
+        best = self._placement(self._stages[0][0]).best
+        return f"{best.in_words('thread')} ({best.speedup:.2f}x)"
+
+    def _seconds(self, threads: int, way: Way) -> float | None:
+        total = 0.0
+        for batch, tokens in self._stages:
+            options = (o for o in self._placement(batch).options if _fits(o, threads, way))
+            option = next(options, None)
+            if option is None:
+                return None
+            total += tokens * batch / option.tokens_per_s
+        return total
+
+    def _placement(self, batch: int) -> Placement:
+        if batch not in self._placements:
+            self._placements[batch] = place(self._tables, batch, TWO, self._acceptance, POSITIONS, max_groups=1)
+        return self._placements[batch]
+
+
+def _fits(option: Option, threads: int, way: Way) -> bool:
+    return (option.mode, option.verifier_size, option.k) == (way.mode, threads, way.k) and option.drafter_size <= 1
+
+
+def rows_of(load: Load, found: Found, plan: Plan) -> list[dict[str, Any]]:
+    """A row for each way: its speed over the policy alone, the prediction, and whether its tokens are plain decoding's."""
+    expected = found.timed[load.name, TWO, Way(PLAIN)][0].token_ids
+    rows = []
+    for threads, way in WAYS:
+        timed = found.timed[load.name, threads, way]
+        ratios = found.ratios(load.name, threads, way)
+        predicted = plan.speed(threads, way)
+        speed = statistics.median(ratios)
+        supply = timed[-1].after.get("supply") or {}
+        rows.append(
+            {
+                "load": load.name,
+                "way": str(way),
+                "threads": f"{threads}+1" if way.mode in (DECOUPLED, BOTH) else f"{threads}",
+                "seconds": statistics.median(t.seconds for t in timed),
+                "over_plain": speed,
+                "lowest": min(ratios),
+                "highest": max(ratios),
+                "predicted": predicted,
+                "error": None if predicted is None else predicted / speed - 1.0,
+                "steps": statistics.median(t.num_steps for t in timed),
+                "equal": all(t.token_ids == expected for t in timed),
+                "failures": supply.get("num_failures", 0),
+            }
+        )
+    return rows
+
+
+def verdict_of(load: Load, found: Found, plan: Plan) -> dict[str, Any]:
+    """Whether the planner chose the best fixed way, and what ways that choose for themselves reach of it."""
+    fixed = [key for key in WAYS if key[1].k or key[1].mode == PLAIN]
+    best = found.best_fixed(load.name)
+    chosen = plan.choice(fixed)
+    best_speed = found.ratio(load.name, *best)
+    autos = {str(way): found.ratio(load.name, n, way) / best_speed for n, way in WAYS if (n, way) not in fixed}
+    return {
+        "load": load.name,
+        "acceptance": found.acceptance(load.name),
+        "best": f"{best[1]} on {best[0]}",
+        "chosen": f"{chosen[1]} on {chosen[0]}",
+        "is_best": chosen == best,
+        "chosen_over_best": found.ratio(load.name, *chosen) / best_speed,
+        "autos_over_best_fixed": autos,
+        "planned": plan.best_in_words(),
+    }
+
+
+# The bench
+
+
+def run_pair(options: argparse.Namespace, console: Console) -> int:
+    """Measures the pair round by round; prints tables and writes `pair.json` after each. Returns the exit code."""
+    batches = options.batches or list(BATCH_TOKENS)
+    if max(batches) > MOST_REQUESTS:
+        console.print(f"--batches: {max(batches)}; an engine of this bench runs at most {MOST_REQUESTS}")
+        return 2
+    pair = Pair(options.policy.resolve(), options.draft.resolve())
+    options.out.mkdir(parents=True, exist_ok=True)
+    work = {load: requests_of(load, pair.policy) for load in loads(batches, options.scale)}
+    children = {threads: child_with(threads) for threads in MODES}
+    found = Found()
+    try:
+        with console.status("starting the engines"):
+            for threads, child in children.items():
+                child.submit(pair_engines.start, pair, MODES[threads]).result()
+        with console.status("measuring for the planner"):
+            tables = measured_tables(children, pair)
+        for curves in (tables.verify_s, tables.draft_s, tables.coupled_draft_s):
+            console.print("; ".join(f"{c.size}: {[round(1e3 * s, 1) for s in c.seconds]} ms" for c in curves))
+        _round(children, {load: requests[:4] for load, requests in list(work.items())[:1]}, console)
+        for number in range(options.rounds):
+            for key, timed in _round(children, work, console).items():
+                found.timed.setdefault(key, []).append(timed)
+            _report(options.out, number + 1, list(work), found, tables, console)
+    finally:
+        for child in children.values():
+            child.submit(pair_engines.close).result()
+            child.shutdown()
+    return 0
+
+
+def _round(
+    children: Mapping[int, ProcessPoolExecutor], work: "Mapping[Load, Sequence[RolloutRequest]]", console: Console
+) -> dict[tuple[str, int, Way], Timed]:
+    """One rollout of each load in each way."""
+    found = {}
+    for load, requests in work.items():
+        for threads, way in WAYS:
+            with console.status(f"{load.name} requests, {way} on {threads}"):
+                found[load.name, threads, way] = children[threads].submit(pair_engines.roll_out, way, requests).result()
+    return found
+
+
+def _report(
+    out: Path, num_rounds: int, all_loads: Sequence[Load], found: Found, tables: CostTables, console: Console
+) -> None:
+    rows: list[dict[str, Any]] = []
+    verdicts = []
+    for load in all_loads:
+        plan = Plan(tables, load, found.acceptance(load.name))
+        rows += (of_load := rows_of(load, found, plan))
+        verdicts.append(verdict := verdict_of(load, found, plan))
+        console.print(_table(of_load, verdict, num_rounds))
+    costs = {name: [vars(c) for c in getattr(tables, name)] for name in ("verify_s", "draft_s", "coupled_draft_s")}
+    facts = {"rounds": num_rounds, "cores": os.cpu_count(), "costs": _plain(costs), "rows": rows, "verdicts": verdicts}
+    write_atomically(out / "pair.json", json.dumps(facts, indent=1) + "\n")
+
+
+def _plain(costs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    kept = ("size", "counts", "seconds")
+    return {name: [{k: curve[k] for k in kept} for curve in curves] for name, curves in costs.items()}
+
+
+def _table(rows: Sequence[Mapping[str, Any]], verdict: Mapping[str, Any], num_rounds: int) -> Table:
+    title = f"requests: {verdict['load']}, acceptance {verdict['acceptance']:.2f}, rounds {num_rounds}"
+    autos = ", ".join(f"{way} {share:.2f}" for way, share in verdict["autos_over_best_fixed"].items())
+    is_right = "the best" if verdict["is_best"] else f"{verdict['chosen_over_best']:.2f} of the best, {verdict['best']}"
+    caption = (
+        f"the planner chooses {verdict['chosen']}: {is_right}. Of all options: {verdict['planned']}. "
+        f"Over the best fixed way: {autos}"
+    )
+    table = Table(pad_edge=False, title=title, caption=caption, title_justify="left", caption_justify="left")
+    for name in ("way", "threads", "seconds", "x plain", "lowest", "highest", "predicted", "error", "steps", "equal"):
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
+    for row in sorted(rows, key=lambda row: -row["over_plain"]):
+        predicted = row["predicted"]
+        table.add_row(
+            row["way"],
+            row["threads"],
+            f"{row['seconds']:.2f}",
+            *(f"{row[name]:.2f}" for name in ("over_plain", "lowest", "highest")),
+            "-" if predicted is None else f"{predicted:.2f}",
+            "-" if predicted is None else f"{row['error']:+.0%}",
+            f"{row['steps']:.0f}",
+            "yes" if row["equal"] else "NO",
+        )
+    return table

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines for the bench of tails: processes of a core each, or engines of one process on a clock of their CPU seconds.
+
+More engines than cores would share a core, and none would be idle while another decodes. So `EnginesApart` lets one engine
+compute at a time and counts as if each had a core: an engine's clock goes on by the CPU seconds of its turns.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lab.local.engine import RolloutEngine
+from lab.local.rollout_pool import RolloutPool
+from lab.local.run_sections import GenerationConfig
+from lab.local.turn_engine import ReloadingTurnEngine
+from nemo_specrollout.drafters.text import LookupDrafter
+from nemo_specrollout.stragglers import attempts, coordinator, turn_engine
+from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
+from nemo_specrollout.stragglers.decisions.speed_table import draft_method
+from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
+
+
+def forget_texts(worker: Any) -> None:
+    """Empties the indexes of an engine's text drafters, which would know a response that is made a second time."""
+    router = worker.specrollout_router
+    for drafter in () if router is None else router._drafters:
+        if isinstance(drafter, LookupDrafter):
+            drafter.index.words.zero_()
+            drafter.index.candidates.zero_()
+
+
+class EngineProcesses(RolloutPool):
+    """The engines of a local run, each in a process of one core."""
+
+    def engine_s(self) -> float:
+        """Returns the CPU seconds that the engines' processes have taken in all."""
+        ticks = 0
+        for pid in self.pids.values():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def forget(self) -> None:
+        """Lets the engines forget all texts, and vLLM the prefixes that it has cached."""
+        self.ask_each("run_in_worker", forget_texts)
+        self.ask_each("_drop_cache")
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+
+class EnginesApart:
+    """A `LocalFleet` of engines in this process. Owns the engines and the clock that they share.
+
+    Invariant: the result of a turn is read when the clock shows the turn's end, and turns of an engine follow each other. The
+    first turn of an engine begins when it was sent.
+    """
+
+    def __init__(self, model: Path, generation: GenerationConfig, seed: int, num_engines: int) -> None:
+        blocks = [generation.specrollout.of_engine(engine) for engine in range(num_engines)]
+        names = list(map(draft_method, blocks))
+        self.method_names = list(dict.fromkeys(names))
+        self.methods = [self.method_names.index(name) for name in names]
+        arguments = [(model, replace(generation, specrollout=block), seed) for block in blocks]
+        self._engines = [RolloutEngine(*of_engine) for of_engine in arguments]
+        self.capacity = min(engine.max_num_seqs for engine in self._engines)
+        self._turns = [ReloadingTurnEngine(engine) for engine in self._engines]
+        self._queues: list[deque[tuple[float, TurnOrders]]] = [deque() for _ in blocks]
+        self._ended: dict[int, tuple[float, TurnResult]] = {}
+        """The result of each engine's turn, and when it ends."""
+        self._free_s = [0.0] * num_engines
+        self._now_s = 0.0
+        self._engine_s = 0.0
+
+    def send(self, engine: int, orders: TurnOrders) -> None:
+        self._queues[engine].append((self._now_s, orders))
+
+    def num_turns(self, engine: int) -> int:
+        return len(self._queues[engine]) + (engine in self._ended)
+
+    def is_alive(self, engine: int) -> bool:
+        return True
+
+    def early_worth(self, engine: int) -> EarlyWorth:
+        return EarlyWorth()
+
+    def results(self) -> list[tuple[int, TurnResult | None]]:
+        """Computes the turns that begin now, and returns the result of the turn that ends first."""
+        for engine, queue in enumerate(self._queues):
+            if queue and engine not in self._ended:
+                self._compute(engine, *queue.popleft())
+        engine = min(self._ended, key=lambda e: self._ended[e][0])
+        end_s, result = self._ended.pop(engine)
+        self._now_s = max(self._now_s, end_s)
+        return [(engine, result)]
+
+    def _compute(self, engine: int, sent_s: float, orders: TurnOrders) -> None:
+        started_s = time.thread_time()
+        result = self._turns[engine].turn(orders)
+        seconds = time.thread_time() - started_s
+        self._free_s[engine] = max(self._free_s[engine], sent_s) + seconds
+        self._ended[engine] = self._free_s[engine], result
+        self._engine_s += seconds
+
+    def finish_turns(self) -> None:
+        """Takes the turns that are left of an earlier rollout."""
+        while any(map(self.num_turns, range(len(self.methods)))):
+            self.results()
+
+    def revive(self) -> None:
+        """Does nothing: no engine dies without its process."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
+        raise NotImplementedError("the bench has one policy")
+
+    def engine_s(self) -> float:
+        """Returns the CPU seconds of all turns so far."""
+        return self._engine_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def forget(self) -> None:
+        """Lets the engines forget all texts, and vLLM the prefixes that it has cached."""
+        for engine in self._engines:
+            engine.run_in_worker(forget_texts)
+            engine._drop_cache()
+
+    def close(self) -> None:
+        """Ends the engines."""
+        for engine in self._engines:
+            engine.close()
+
+
+def use_clocks_of(fleets: Sequence[EnginesApart]) -> None:
+    """Lets coordinators read the clocks of these fleets, one of which is at work, and lets turns last CPU seconds."""
+    clock = SimpleNamespace(perf_counter=lambda: sum(fleet.now_s() for fleet in fleets))
+    for module in (attempts, coordinator):
+        module.time = clock  # type: ignore[attr-defined]
+    turn_engine.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[assignment]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks for new weights of a draft model in a folder, in a thread of its own, while the drafter drafts."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.remote.protocol.messages import as_line
+from nemo_specrollout.storage.weights_folder import Publication, publications, stamp_of
+
+PERIOD_S = 2.0
+"""Seconds between two looks at the folder."""
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """A publication that was read whole, and its tensors by name."""
+
+    publication: Publication
+    tensors: list[tuple[str, Any]]
+
+
+class WeightsWatch:
+    """Owns the thread, what was read and is not in use yet, and which publications cannot be used.
+
+    The thread reads and checks files. The drafter's loop takes what was read, between two of its turns. A publication that
+    cannot be used is not tried again unless its files change, and the newest one before it is used in its place. If the
+    newest one is removed, the drafter goes back to the one before it.
+    """
+
+    def __init__(self, folder: Path, read: Callable[[Path], list[tuple[str, Any]]]) -> None:
+        """`read` returns the tensors of a checkpoint, and raises ValueError or OSError if the drafter cannot use it."""
+        self._folder = folder
+        self._read = read
+        self._lock = threading.Lock()
+        self._ready: NewWeights | None = None
+        self._latest: Publication | None = None
+        """The publication that is in use, or is about to be."""
+        self._unusable: dict[str, Publication] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.problem = ""
+        """Why the newest publication is not in use; empty if it is."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, after the file that it reads."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def take(self) -> NewWeights | None:
+        """Returns new weights once. It costs nothing if there are none."""
+        if self._ready is None:
+            return None
+        with self._lock:
+            ready = self._ready
+            self._ready = None
+        return ready
+
+    def refuse(self, weights: NewWeights, reason: str) -> None:
+        """Notes that the drafter could not use what it had taken."""
+        self._note(weights.publication, reason)
+
+    def look(self) -> None:
+        """Reads the newest publication that can be used, unless it is in use."""
+        found = publications(self._folder)
+        names = {publication.path.name for publication in found}
+        self._unusable = {name: p for name, p in self._unusable.items() if name in names}
+        if not found:
+            self.problem = ""
+        for publication in found:
+            if self._unusable.get(publication.path.name) == publication:
+                continue
+            if publication == self._latest or self._reads(publication):
+                if publication is found[0]:
+                    self.problem = ""
+                return
+
+    def _reads(self, publication: Publication) -> bool:
+        """Returns whether a publication could be read, and lies ready then."""
+        try:
+            tensors = self._read(publication.path)
+            if stamp_of(publication.path) != publication.stamp:
+                raise ValueError(f"{publication.path} changed while it was read; publish by renaming a whole folder")
+        except (ValueError, OSError, RuntimeError) as error:
+            self._note(publication, as_line(error) or type(error).__name__)
+            return False
+        with self._lock:
+            self._latest = publication
+            self._ready = NewWeights(publication, tensors)
+        return True
+
+    def _note(self, publication: Publication, reason: str) -> None:
+        self._unusable[publication.path.name] = publication
+        self.problem = reason
+
+    def _run(self) -> None:
+        while not self._stopped.wait(PERIOD_S):
+            self.look()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode speeds that a fleet of engines has measured, kept for the next start of the same kind."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.strict import build
+from nemo_specrollout.learned.kept_file import Found, KeptFile
+from nemo_specrollout.learned.state import LARGEST, Unfit
+from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile, faded
+
+KIND = "speeds"
+"""Beginning of the names of the files."""
+
+
+class KeptSpeeds:
+    """Owns the file of the decode speeds of a fleet, and what was read of it.
+
+    `begin` reads it before the first rollout, unless the user has named one. `keep` writes it after a step.
+    """
+
+    def __init__(self, block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[str, Any]) -> None:
+        """`model` is the policy's folder or name. `about` says what else speeds depend on: vLLM, its arguments, the device."""
+        learned = block.learned
+        racing = block.fastest_of_n
+        self._is_named = racing is not None and racing.ladder is not None
+        self._file: KeptFile | None = None
+        if learned.warm_start and learned.folder is not None and racing is not None and racing.enabled:
+            self._file = KeptFile(Path(learned.folder), KIND, _key(block, model, num_engines, about))
+        self._found = Found(reason="nothing is kept", is_told=False)
+        self._num_steps = 0
+        self._was_told = False
+
+    def begin(self) -> SpeedTableFile | None:
+        """Returns the speeds to begin with, which count for less than what will be seen; None if none were kept."""
+        if self._file is None or self._is_named:
+            return None
+        self._found = self._file.read()
+        if self._found.state is None:
+            return None
+        try:
+            known = _checked(self._found.state)
+        except ValueError as error:
+            self._found = self._file.unfit(str(error))
+            return None
+        self._num_steps = self._found.num_steps
+        return faded(known)
+
+    @property
+    def sentence(self) -> str | None:
+        """What the fleet began with, for the user; None where nothing is kept, or nothing was yet."""
+        found = self._found
+        if not found.is_told:
+            return None
+        if found.state is None:
+            return f"began without earlier decode speeds, because {found.reason}"
+        return f"began with the decode speeds of {found.saved} after {found.num_steps:,} steps"
+
+    def take_sentence(self) -> str | None:
+        """Returns `sentence` at the first call, and None later."""
+        was_told = self._was_told
+        self._was_told = True
+        return None if was_told else self.sentence
+
+    def keep(self, table: SpeedTableFile | None) -> None:
+        """Keeps what is known by the end of a step, if anything is. Does not wait for the disk."""
+        self._num_steps += 1
+        if self._file is not None and table is not None and self._file.is_due:
+            self._file.keep(asdict(table), self._num_steps)
+
+    def settle(self) -> None:
+        """Waits until what was kept is on disk."""
+        if self._file is not None:
+            self._file.settle()
+
+    def take_alarms(self) -> list[str]:
+        """Returns what went wrong with the file since the last call."""
+        problem = None if self._file is None else self._file.take_problem()
+        return [] if problem is None else [problem]
+
+
+def _checked(state: Any) -> SpeedTableFile:
+    """Returns a state as a table. Raises ValueError if it is none, or has numbers that nobody can have measured."""
+    known = build(SpeedTableFile, state, "")
+    numbers = [n for rung in known.rungs for n in (*rung.batches, *rung.tokens_per_s, *rung.weights_s)]
+    smallest, largest = min((1.0, *numbers)), max((1.0 / known.prefill_s_per_token, *numbers))
+    if not 1.0 / LARGEST <= smallest <= largest <= LARGEST:
+        raise Unfit("it has speeds that nobody can have measured")
+    return known
+
+
+def _key(block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what fleets must have in common to begin with each other's speeds.
+
+    The number of engines is not among it, because a run that resumes on more nodes has engines of the same speed. Neither are
+    weights, because training changes them in every step, and what was read gives way to what is measured.
+    """
+    methods = [[asdict(drafter) for drafter in block.of_engine(engine).drafters] for engine in range(num_engines)]
+    key = {
+        "model": model,
+        "config": _digest(Path(model) / "config.json"),
+        "methods": sorted({json.dumps(method, sort_keys=True, default=str) for method in methods}),
+        "drafts": [block.num_speculative_tokens, asdict(block.budget)],
+        **about,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(key, sort_keys=True, default=str))
+    return plain
+
+
+def _digest(file: Path) -> str:
+    """Returns a digest of a model's configuration; empty if it has none here, such as a name on the Hub."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def with_kept(named: SpeedTableFile | None, kept: KeptSpeeds) -> SpeedTableFile | None:
+    """Returns the speeds to begin with: those of a file that is named, which wins, or those that were kept."""
+    return kept.begin() if named is None else named
