@@ -141,7 +141,8 @@ def picture(facts: dict[str, Any]) -> bytes:
         for ax, (policy, per_gpu) in zip(axes[0], cases, strict=True):
             _draw_speeds(ax, [r for r in facts.get("layouts", ()) if (r["policy"], r["per_gpu"]) == (policy, per_gpu)])
             ax.set_title(f"{policy}, {per_gpu} requests a GPU", fontsize=7.5)
-        axes[0][0].legend(fontsize=6, loc="upper left")
+        if "layouts" in facts:
+            axes[0][0].legend(fontsize=6, loc="upper left")
         axes[0][0].set_ylabel("rollout, over no drafts")
         of_8b = [r for r in facts.get("region", ()) if r["policy"] == "Qwen3-8B"]
         for ax, p in zip(axes[1], (0.6, 0.7, 0.8, 0.9), strict=True):
