@@ -1,36 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layout of drafting wins where: 8B and 32B policies on 8 to 64 H100, simulated with the measured pieces.
+"""Layouts of drafting for a policy and some GPUs, simulated with the measured pieces (`lab.bench.layouts` is the command)."""
 
-    python -m lab.simulation.layouts --out DIR [--part layouts|tails|region ...] [--gpu H100] [--seeds 1]
-
-`layouts` compares the same requests on the same GPUs without drafts, with a draft model in the policy's engine, with an
-EAGLE-3 head, with texts as drafts, and with remote drafters on GPUs of their own. Each layout has its best tensor parallel
-size of 1, 2, 4 and 8. For remote drafters the planner (Algorithm 1 of SpecActor) chooses the drafter's size beside each
-size of the verifier, and `planned` tells what its own choice of both takes. `tails` adds moving, racing and `run_ahead` to
-several engines of one size. `region` compares remote drafters with the best coupled ones in a steady batch, by the planner
-alone, for any ratio of a draft's time to that of a policy's step.
-
-Drafters with weights are right with probability p, and texts with p - 0.25. DIR gets layouts.json and layouts.png.
-"""
-
-import argparse
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lab.bench.bench_command import write_facts
 from lab.placement.cost_tables import CostCurve, CostTables
 from lab.placement.planner import COUPLED, DECOUPLED, PLAIN, Option, place
 from lab.simulation.compare import simulate_step
-from lab.simulation.measured_gpus import errors, fitted_calibration
+from lab.simulation.measured_gpus import fitted_calibration
 from lab.simulation.run_ahead import rolling_steps
 from lab.simulation.scenario import HEAD, TEXT, Scenario
 from lab.simulation.setting import APART, AUTO, FIXED, Fleet, Setting, Variant
-from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
 
@@ -261,49 +244,3 @@ def _region_row(known: CostTables, ratio: float, per_gpu: int, p: float) -> dict
 
 def _cheaper(curve: CostCurve, ratio: float) -> CostCurve:
     return replace(curve, seconds=tuple(ratio * seconds for seconds in curve.seconds))
-
-
-_WIDTH = 170
-PARTS = ("layouts", "tails", "region")
-
-
-def main() -> int:
-    """Prints tables, and writes DIR/layouts.json after each row's case and DIR/layouts.png at the end."""
-    from lab.simulation.layout_report import picture, tables_of
-    from nemo_specrollout.storage.files import write_atomically
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--gpu", default="H100")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds of the tails")
-    parser.add_argument("--gpus", type=int, nargs="+", default=list(GPUS))
-    options = parser.parse_args()
-    path = options.out / "layouts.json"
-    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    facts |= {"gpu": options.gpu, "calibration": asdict(fitted_calibration()), "errors_of_steps": errors()}
-    for part in PARTS:
-        if part not in options.part:
-            continue
-        rows = {
-            "layouts": lambda: layout_rows(list(cases(options.gpu, options.gpus))),
-            "tails": lambda: tail_rows(options.gpu, range(options.seeds)),
-            "region": lambda: region_rows(options.gpu),
-        }[part]()
-        facts[part] = []
-        for row in rows:
-            facts[part].append(row)
-            if len(facts[part]) % len(LAYOUTS) == 0:
-                write_facts(path, facts)
-        write_facts(path, facts)
-    console = log_console()
-    if not console.is_terminal:
-        console.width = _WIDTH
-    for table in tables_of(facts):
-        console.print(table)
-    write_atomically(options.out / "layouts.png", picture(facts))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

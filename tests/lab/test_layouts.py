@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.bench.layouts import picture, tables_of, winners
 from lab.bench.simulation_error import layout_s, pair_rows, placement_rows, speculation_of, tail_rows
 from lab.placement.cost_tables import CostCurve, CostTables
-from lab.simulation.layout_report import picture, tables_of, winners
 from lab.simulation.layouts import LAYOUTS, REMOTE, Case, layout_rows, region_rows
 from lab.simulation.measured_gpus import errors, fitted_calibration
 from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedRow, SpeedTableFile

@@ -1,8 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and a picture of which layout of drafting wins where (`lab.simulation.layouts`)."""
+"""Which layout of drafting wins where: 8B and 32B policies on 8 to 64 H100, simulated with the measured pieces.
 
+    python -m lab.bench.layouts --out DIR [--part layouts|tails|region ...] [--gpu H100] [--seeds 1]
+
+`layouts` compares the same requests on the same GPUs without drafts, with a draft model in the policy's engine, with an
+EAGLE-3 head, with texts as drafts, and with remote drafters on GPUs of their own. Each layout has its best tensor parallel
+size of 1, 2, 4 and 8. For remote drafters the planner (Algorithm 1 of SpecActor) chooses the drafter's size beside each
+size of the verifier, and `planned` tells what its own choice of both takes. `tails` adds moving, racing and `run_ahead` to
+several engines of one size. `region` compares remote drafters with the best coupled ones in a steady batch, by the planner
+alone, for any ratio of a draft's time to that of a policy's step.
+
+Drafters with weights are right with probability p, and texts with p - 0.25. DIR gets layouts.json and layouts.png.
+"""
+
+import argparse
 import io
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -12,10 +28,25 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from lab.bench.bench_command import write_facts
 from lab.bench.bench_tables import new_table
-from lab.simulation.layouts import COUPLED_LAYOUTS, LAYOUTS, NO_DRAFTS, REMOTE, VANILLA
+from lab.simulation.layouts import (
+    COUPLED_LAYOUTS,
+    GPUS,
+    LAYOUTS,
+    NO_DRAFTS,
+    REMOTE,
+    VANILLA,
+    cases,
+    layout_rows,
+    region_rows,
+    tail_rows,
+)
+from lab.simulation.measured_gpus import errors, fitted_calibration
 from lab.simulation.picture import SILVER, STYLE
+from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.reports.panels import BLUE, INK, ORANGE, PINK, SKY
+from nemo_specrollout.storage.files import write_atomically
 
 Rows = Sequence[dict[str, Any]]
 _SIZE = (9.6, 6.4)
@@ -180,3 +211,46 @@ def _draw_region(ax: Axes, rows: Rows) -> None:
     ax.set_yticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
     ax.set_xlabel("requests a GPU")
     ax.grid(visible=False)
+
+
+_WIDTH = 170
+PARTS = ("layouts", "tails", "region")
+
+
+def main() -> int:
+    """Prints tables, and writes DIR/layouts.json after each row's case and DIR/layouts.png at the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--gpu", default="H100")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds of the tails")
+    parser.add_argument("--gpus", type=int, nargs="+", default=list(GPUS))
+    options = parser.parse_args()
+    path = options.out / "layouts.json"
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    facts |= {"gpu": options.gpu, "calibration": asdict(fitted_calibration()), "errors_of_steps": errors()}
+    for part in PARTS:
+        if part not in options.part:
+            continue
+        rows = {
+            "layouts": lambda: layout_rows(list(cases(options.gpu, options.gpus))),
+            "tails": lambda: tail_rows(options.gpu, range(options.seeds)),
+            "region": lambda: region_rows(options.gpu),
+        }[part]()
+        facts[part] = []
+        for row in rows:
+            facts[part].append(row)
+            if len(facts[part]) % len(LAYOUTS) == 0:
+                write_facts(path, facts)
+        write_facts(path, facts)
+    console = log_console()
+    if not console.is_terminal:
+        console.width = _WIDTH
+    for table in tables_of(facts):
+        console.print(table)
+    write_atomically(options.out / "layouts.png", picture(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
