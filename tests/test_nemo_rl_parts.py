@@ -426,10 +426,13 @@ def test_step_metrics_are_ratios_of_differences() -> None:
         num_steps=4, num_steps_with_drafts=2, num_request_steps=8, num_rows=14, other_s=1.0, decode_s=3.0, estimated_s=3.0,
         plain_s=7.0, proposed=(("suffix", (4, 2)),), accepted=(("suffix", (3, 1)),),
     )  # fmt: skip
-    figures = step_metrics((before + done) - before, 1)
+    figures = step_metrics([(before + done) - before])
     assert figures["specrollout/speedup_estimate"] == pytest.approx(2.0)
     assert (figures["specrollout/rollout_s"], figures["specrollout/plain_estimate_s"]) == (4.0, 8.0)
-    assert step_metrics(done, 2)["specrollout/rollout_s"] == 2.0, "engines work side by side"
+    two = step_metrics([done, totals(num_steps=2, num_request_steps=4, other_s=1.0, decode_s=1.0)])
+    assert two["specrollout/rollout_s"] == 3.0, "engines work side by side"
+    assert two["specrollout/num_engines"] == 2 and two["specrollout/engine_idle_share"] == pytest.approx(0.25)
+    assert "specrollout/engine_idle_share" not in figures
     assert figures["specrollout/acceptance_length"] == pytest.approx(1.5)
     assert (figures["specrollout/num_tokens"], figures["specrollout/request_steps"]) == (12, 8)
     assert figures["specrollout/draft_tokens_per_request_step"] == pytest.approx(0.75)

@@ -215,6 +215,7 @@ def verdict_of(load: Load, found: Found, plan: Plan) -> dict[str, Any]:
     autos = {str(way): found.ratio(load.name, n, way) / best_speed for n, way in WAYS if (n, way) not in fixed}
     return {
         "load": load.name,
+        "lengths": list(load.lengths),
         "acceptance": found.acceptance(load.name),
         "best": f"{best[1]} on {best[0]}",
         "chosen": f"{chosen[1]} on {chosen[0]}",

@@ -168,9 +168,10 @@ def _tell(bench: TailBench, console: Console, options: argparse.Namespace, confi
         console.print(line)
     if running is not None:
         write_facts(options.out / "running.json", asdict(running))
-    facts = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
-    lengths = response_lengths(bench.timed[NEITHER])
-    write_facts(options.out / "tail.json", {**facts, "lengths": lengths, "rows": rows, "rankings": found})
+    facts: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+    facts["lengths"] = response_lengths(bench.timed[NEITHER])
+    facts["all_lengths"] = [[len(r.token_ids) for r in timed.rollouts] for timed in bench.timed[NEITHER]]
+    write_facts(options.out / "tail.json", {**facts, "rows": rows, "rankings": found})
 
 
 if __name__ == "__main__":
