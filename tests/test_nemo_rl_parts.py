@@ -451,7 +451,7 @@ def test_a_refit_between_two_steps_counts_for_the_second() -> None:
 
 def test_an_idle_step_has_no_ratios() -> None:
     idle = totals(num_steps=5, num_request_steps=5)
-    figures = step_metrics(idle - idle, 1)
+    figures = step_metrics([idle - idle])
     assert figures["specrollout/engine_steps"] == 0 and "specrollout/speedup_estimate" not in figures
 
 
