@@ -132,12 +132,14 @@ def winner_table(rows: Rows) -> Table:
     return table
 
 
-_TAILS = ("moving", "racing", "moving, six steps", "run_ahead", "run_ahead, moving")
+_TAILS = ("moving", "two methods", "racing", "moving, six steps", "run_ahead", "run_ahead, moving")
 
 
 def tail_table(rows: Rows) -> Table:
     """Returns the table of what is done with idle engines."""
-    table = new_table("seconds of a rollout over those with neither; the last three are means over six steps")
+    table = new_table(
+        "seconds of a rollout over those of engines that draft alike, with neither; the last three are means over six steps"
+    )
     for name in ("policy", "a GPU", "layout", "TP", "s", *_TAILS):
         table.add_column(name, justify="left" if name in ("policy", "layout") else "right", no_wrap=True)
     for row in rows:
