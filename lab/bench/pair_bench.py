@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ PROMPT_SEED = 74
 """Seed of the problems; the draft model was trained on others."""
 TWO, ONE = 2, 1
 """Threads of the policy's engine."""
+PAUSE_S = 1.0
+"""Seconds between two rollouts."""
 WAYS: Sequence[tuple[int, Way]] = (
     (TWO, Way(PLAIN)),
     (TWO, Way(COUPLED, 2)),
@@ -248,9 +251,10 @@ def run_pair(options: argparse.Namespace, console: Console) -> int:
             tables = measured_tables(children, pair)
         for curves in (tables.verify_s, tables.draft_s, tables.coupled_draft_s):
             console.print("; ".join(f"{c.size}: {[round(1e3 * s, 1) for s in c.seconds]} ms" for c in curves))
-        _round(children, {load: requests[:4] for load, requests in list(work.items())[:1]}, console)
+        _round(children, {load: requests[:4] for load, requests in list(work.items())[:1]}, WAYS, console)
         for number in range(options.rounds):
-            for key, timed in _round(children, work, console).items():
+            ways = WAYS[:: -1 if number % 2 else 1]  # a way may profit or suffer from the one before it
+            for key, timed in _round(children, work, ways, console).items():
                 found.timed.setdefault(key, []).append(timed)
             _report(options.out, number + 1, list(work), found, tables, console)
     finally:
@@ -261,12 +265,16 @@ def run_pair(options: argparse.Namespace, console: Console) -> int:
 
 
 def _round(
-    children: Mapping[int, ProcessPoolExecutor], work: "Mapping[Load, Sequence[RolloutRequest]]", console: Console
+    children: Mapping[int, ProcessPoolExecutor],
+    work: "Mapping[Load, Sequence[RolloutRequest]]",
+    ways: Sequence[tuple[int, Way]],
+    console: Console,
 ) -> dict[tuple[str, int, Way], Timed]:
-    """One rollout of each load in each way."""
+    """One rollout of each load in each of the ways, in this order. A remote drafter has a pause to end what is left."""
     found = {}
     for load, requests in work.items():
-        for threads, way in WAYS:
+        for threads, way in ways:
+            time.sleep(PAUSE_S)
             with console.status(f"{load.name} requests, {way} on {threads}"):
                 found[load.name, threads, way] = children[threads].submit(pair_engines.roll_out, way, requests).result()
     return found
