@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,18 @@ def test_an_end_between_two_looks_is_told() -> None:
     assert "drafter 1" in alarm and THERE in alarm and "the rollout goes on" in alarm
     driver.look(at(HERE, 1), at(elsewhere, 3))
     assert driver.num_restarts == 1 and len(driver.log.alarms) == 1
+
+
+def test_a_drafter_that_refuses_new_weights_is_an_alarm_once_for_each_reason() -> None:
+    driver = Driver()
+    sound = at(HERE, 1)
+    driver.look(replace(sound, weights_problem="version_2 is half-written"), at(THERE, 2))
+    driver.look(replace(sound, weights_problem="version_2 is half-written"), at(THERE, 2))
+    driver.look(sound, at(THERE, 2))
+    driver.look(replace(sound, weights_problem="version_3 is damaged"), at(THERE, 2))
+    first, second = driver.log.alarms
+    assert first == f"drafter 0 at {HERE} goes on with the weights that it has: version_2 is half-written"
+    assert "version_3 is damaged" in second and driver.num_restarts == 0
 
 
 def test_a_drafter_that_failed_or_hangs_is_ended() -> None:

@@ -3,7 +3,8 @@
 
 `python -m lab.bench.placement_bench --policy ... --draft ...` calls it. Each round goes through all numbers of requests, and
 through all layouts for each of them. The tables and the file `pair.json` are written after each round, so a bench that is
-stopped loses nothing. A figure is the median over rounds of the policy's time alone over the layout's time in the same round.
+stopped loses nothing. Decoding is timed, not the reading of prompts. A figure is the median over rounds of the policy's time
+alone over the layout's time in the same round.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from lab.bench.pair_engines import BOTH, COUPLED, DECOUPLED, MOST_REQUESTS, PLAI
 from lab.bench.placement_ways import Timed, Way, acceptance_of, child_with
 from lab.placement.cost_tables import CostCurve, CostTables
 from lab.placement.planner import Option, Placement, place
+from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.storage.files import write_atomically
 
 if TYPE_CHECKING:
@@ -189,7 +191,8 @@ def rows_of(load: Load, found: Found, plan: Plan) -> list[dict[str, Any]]:
         ratios = found.ratios(load.name, threads, way)
         predicted = plan.speed(threads, way)
         speed = statistics.median(ratios)
-        supply = timed[-1].after.get("supply") or {}
+        first, last = (DrafterStats(**(counts.get("supply") or {})) for counts in (timed[0].before, timed[-1].after))
+        supply = last.since(first).figures()
         rows.append(
             {
                 "load": load.name,
@@ -203,7 +206,7 @@ def rows_of(load: Load, found: Found, plan: Plan) -> list[dict[str, Any]]:
                 "error": None if predicted is None else predicted / speed - 1.0,
                 "steps": statistics.median(t.num_steps for t in timed),
                 "equal": all(t.token_ids == expected for t in timed),
-                "failures": supply.get("num_failures", 0),
+                **{name: supply[name] for name in ("occupancy", "waste", "num_failures", "draft_token_s")},
             }
         )
     return rows

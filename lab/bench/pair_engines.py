@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.bench.cost_profile import COUPLED_K, ProfileSpec, _coupled_draft_s, _decode_steps, _draft_s
-from lab.bench.placement_ways import Timed, Way, roll_out_in
+from lab.bench.placement_ways import Timed, Way, decode_in
 from lab.local.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
@@ -98,7 +98,7 @@ def _share_weights(worker: Any) -> None:
 
 def roll_out(way: Way, requests: "Sequence[RolloutRequest]") -> Timed:
     """Rolls out the requests in the engine of the way's layout, which drafts as the way says."""
-    return roll_out_in(engine_for(way), requests)
+    return decode_in(engine_for(way), requests)
 
 
 def engine_for(way: Way) -> "RolloutEngine":

@@ -3,13 +3,17 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import STEP_ADDER
+from test_equality import requests
 
 from lab.bench.placement_bench import LONG_PROBLEM, PROMPT, main, random_prompts, rows_of, task_prompts
-from lab.bench.placement_ways import COUPLED_KS, Timed, Way, acceptance_of
+from lab.bench.placement_ways import COUPLED_KS, Timed, Way, acceptance_of, decode_in
+from lab.local.engine import RolloutEngine
+from nemo_specrollout.config.block import SpecrolloutConfig
 
 
 def timed(seconds: float, tokens: list[int], proposed: int = 0, accepted: int = 0) -> Timed:
@@ -62,3 +66,12 @@ def test_a_small_benchmark_runs_and_plans(
     assert len(measured) >= 8 and all(r["equal"] for r in measured)
     assert {r["mode"] for r in rows if "planned" in r} >= {"plain", "coupled"}
     assert "decoupled auto" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+def test_timed_decoding_gives_the_tokens_of_a_rollout(start_engine: Callable[..., RolloutEngine]) -> None:
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()))
+    expected = [rollout.token_ids for rollout in engine.generate(requests(4, 2))]
+    timed = decode_in(engine, requests(4, 2))
+    assert timed.token_ids == expected and timed.seconds > 0.0
+    assert 0 < timed.num_steps < max(map(len, expected)), "the step that reads the prompts is not counted"
