@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates what idle engines of an 8B policy should do: take over stragglers, make texts of coming steps, or both.
 
-    python -m lab.bench.idle_table --out DIR [--engines 2,4,8] [--requests 8,32,128] [--seeds 3]
+    python -m lab.bench.idle_table --out DIR [--engines 2,4,8] [--requests 8,32,128] [--seeds 3] [--ahead 2] [--dear]
 
-Each engine is an H200 with so many requests of a step, in shards as NeMo-RL deals them. Two steps ahead have texts, and an
-update changes a token of 30,000. The policy trains on the same GPUs, so engines make texts only while a rollout drains. The
-ways are those of `lab.bench.idle_bench`, which measures them in real engines.
+Each engine is an H200 with so many requests of a step, in shards as NeMo-RL deals them. Texts are made of `--ahead` coming
+steps, and an update changes a token of 30,000. With `--dear` each request makes a step longer, and responses are shorter.
+The policy trains on the same GPUs, so engines make texts only while a rollout drains. The ways are those of
+`lab.bench.idle_bench`, which measures them in real engines.
 """
 
 import argparse
@@ -21,48 +22,75 @@ from rich.table import Table
 from lab.bench.bench_command import write_facts
 from lab.bench.bench_tables import new_table
 from lab.bench.rolling_table import UPDATES, scenario
-from lab.simulation.run_ahead import RollingResult, rolling_steps
+from lab.simulation.run_ahead import rolling_steps
+from lab.simulation.scenario import Scenario
 from lab.simulation.setting import PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.cli.terminal import log_console
 from nemo_specrollout.config.block import FastestOfNConfig
+from nemo_specrollout.config.strict import build
 
 MOVING = FastestOfNConfig(max_racers=1)
 STAYING = replace(MOVING, min_gain=1.0)
 """No move saves more time than there is. So these engines stop at the same moments as those whose requests move."""
-STEPS_AHEAD = 2
 WAYS = {
-    "nothing": (Variant("", PLAIN, STAYING), 0),
-    "moving": (Variant("", PLAIN, MOVING), 0),
-    "run_ahead": (Variant("", PLAIN, STAYING), STEPS_AHEAD),
-    "both, unpriced": (Variant("", PLAIN, MOVING, is_blind=True), STEPS_AHEAD),
-    "both": (Variant("", PLAIN, MOVING), STEPS_AHEAD),
+    "nothing": (Variant("", PLAIN, STAYING), False),
+    "moving": (Variant("", PLAIN, MOVING), False),
+    "run_ahead": (Variant("", PLAIN, STAYING), True),
+    "both, unpriced": (Variant("", PLAIN, MOVING, is_blind=True), True),
+    "both": (Variant("", PLAIN, MOVING), True),
 }
-"""What engines do, and the coming steps with texts, by name."""
+"""What engines do, and whether they make texts of coming steps, by name."""
 
 
-def rows(engines: Sequence[int], requests: Sequence[int], seeds: range) -> Iterator[dict[str, Any]]:
+def rows(
+    engines: Sequence[int], requests: Sequence[int], seeds: range, num_ahead: int, *, is_dear: bool
+) -> Iterator[dict[str, Any]]:
     """Yields the seconds of a rollout of each way, means over the seeds."""
     for num_engines, num_requests in product(engines, requests):
-        found = {way: [_steps(num_engines, num_requests, way, seed) for seed in seeds] for way in WAYS}
+        make = dear if is_dear else cheap
+        fleets = [Fleet(make(num_engines, num_requests, seed)) for seed in seeds]
+        found = {
+            way: [rolling_steps(Setting(fleet, variant), num_ahead if makes_texts else 0) for fleet in fleets]
+            for way, (variant, makes_texts) in WAYS.items()
+        }
         yield {
             "engines": num_engines,
             "requests": num_requests,
             "rollout_s": {way: mean(step.rollout_s for step in steps) for way, steps in found.items()},
+            "seeds_s": {way: [step.rollout_s for step in steps] for way, steps in found.items()},
             "moves": {way: mean(step.moves for step in steps) for way, steps in found.items()},
             "made": {way: mean(step.early.made for step in steps) for way, steps in found.items()},
         }
 
 
-def _steps(num_engines: int, num_requests: int, way: str, seed: int) -> RollingResult:
-    variant, steps_ahead = WAYS[way]
+def cheap(num_engines: int, num_requests: int, seed: int) -> Scenario:
+    """Returns engines of an 8B policy, in which a batch costs hardly more than a request."""
     one = scenario(num_engines * num_requests, False, UPDATES["small"], seed)
-    fleet = Fleet(replace(one, cluster=replace(one.cluster, num_gpus=num_engines)))
-    return rolling_steps(Setting(fleet, variant), steps_ahead)
+    return replace(one, cluster=replace(one.cluster, num_gpus=num_engines))
+
+
+def dear(num_engines: int, num_requests: int, seed: int) -> Scenario:
+    """Returns engines in which each request makes a step longer."""
+    built = build(
+        Scenario,
+        {
+            "title": "dear rows",
+            "model": "Qwen3-8B",
+            "cluster": {"device": "none", "num_gpus": num_engines},
+            "batch": {"num_prompts": num_engines * num_requests // 4, "num_samples": 4, "prompt_tokens": 16},
+            "lengths": {"median": 300, "sigma": 1.0, "max_tokens": 2000, "group_share": 1.0},
+            "drafting": {"methods": [{"name": "head", "acceptance": 0.7}]},
+            "costs": {"kind": "linear", "linear": {"verify_fixed_s": 0.005, "verify_row_s": 0.002}},
+            "seed": seed,
+        },
+        "",
+    )
+    return replace(built, training=replace(built.training, run_ahead=UPDATES["small"]))
 
 
 def table_of(found: Sequence[dict[str, Any]]) -> Table:
     """Returns a table of the rows: seconds of doing nothing, and how many times as fast each way is."""
-    table = new_table("rollouts of Qwen3-8B by what idle engines do, over doing nothing; moves of the last way")
+    table = new_table("rollouts by what idle engines do, over doing nothing; moves of the last two ways")
     for name in ("engines", "requests each", "nothing, s", *list(WAYS)[1:], "moves", "unpriced moves"):
         table.add_column(name, justify="right")
     for row in found:
@@ -80,10 +108,12 @@ def main() -> int:
     parser.add_argument("--engines", default="2,4,8")
     parser.add_argument("--requests", default="8,32,128", help="of each engine")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ahead", type=int, default=2, help="coming steps with texts")
+    parser.add_argument("--dear", action="store_true", help="each request makes a step longer")
     options = parser.parse_args()
     engines, requests = (list(map(int, numbers.split(","))) for numbers in (options.engines, options.requests))
     found = []
-    for row in rows(engines, requests, range(options.seeds)):
+    for row in rows(engines, requests, range(options.seeds), options.ahead, is_dear=options.dear):
         found.append(row)
         log_console().print(table_of(found[-1:]))
         write_facts(options.out / "idle_table.json", found)
