@@ -39,7 +39,7 @@ METRICS = {
     "step", "reward", "num_samples", "mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "num_tokens",
     "rollout_s", "plain_estimate_s", "speedup_estimate", "generation_s", "logprob_s", "train_s", "refit_s", "verify_s",
     "step_s", "engine_steps", "request_steps", "acceptance_length", "acceptance", "draft_tokens_per_request_step",
-    "steps_with_drafts", "host_share", "logprob_gap", "logprob_gap_max", "policy_lag_mean", "policy_lag_max",
+    "steps_with_drafts", "host_share", "draft_s", "logprob_gap", "logprob_gap_max", "policy_lag_mean", "policy_lag_max",
     "samples_updated_amid", "tokens_checked", "tokens_equal", "loss", "kl_penalty", "probs_ratio", "probs_ratio_clamped",
     "clip_fraction", "approx_kl", "approx_entropy", "gen_kl_error", "token_mult_prob_error",
     "sampling_importance_ratio", "grad_norm", "lr", "num_valid_tokens", "alarms", "deaths",
