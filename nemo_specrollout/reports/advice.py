@@ -19,7 +19,7 @@ WORTHWHILE = 0.05
 DRAFT_MODELS = ("draft_model", "remote")
 """Types of drafters with weights that can run outside of the policy's engine."""
 EXPERIMENTAL = "experimental, see docs/benchmarks/specactor.md"
-"""Said of mechanisms that did not pay in any setting that was measured or simulated."""
+"""Said of mechanisms that paid in no setting that was measured or simulated, or nowhere more than what they compete with."""
 
 
 class Advice(NamedTuple):
