@@ -63,6 +63,14 @@ def _bound(share: float, what: str) -> tuple[str, str]:
     return verdict, f"{what} {share:.0%} of a rollout"
 
 
+def _judged(saved_s: float, seconds: float) -> tuple[str, str]:
+    """Returns verdict and sentence for a mechanism that is on and has saved so much in rollouts of so many seconds."""
+    if saved_s <= 0.0:
+        return "does not pay", f"made rollouts {-saved_s / max(seconds, 1e-9):.0%} longer"
+    share = saved_s / (seconds + saved_s)
+    return "pays" if share >= WORTHWHILE else "hardly pays", f"made rollouts {share:.0%} shorter"
+
+
 def _moving(steps: Sequence[Record], block: Mapping[str, Any]) -> Iterator[Advice]:
     name = "moving requests"
     if _is_on(block, "fastest_of_n"):
@@ -73,9 +81,8 @@ def _moving(steps: Sequence[Record], block: Mapping[str, Any]) -> Iterator[Advic
         if not math.isfinite(saved_s):
             yield Advice(name, "on", "not known yet", "no rollout has had a move or a race")
             return
-        share = saved_s / (seconds + saved_s)
-        verdict = "pays" if share >= WORTHWHILE else "hardly pays" if share > 0 else "does not pay"
-        yield Advice(name, "on", verdict, f"{moves:.0f} moves saved {share:.0%} of the rollouts with any, by estimate")
+        verdict, sentence = _judged(saved_s, seconds)
+        yield Advice(name, "on", verdict, f"{moves:.0f} moves {sentence}, by estimate")
         return
     share = idle_share(steps)
     if math.isfinite(share):
@@ -111,11 +118,8 @@ def _ahead(steps: Sequence[Record], block: Mapping[str, Any]) -> Iterator[Advice
         return
     seconds = reduced(np.sum, series(steps, "rollout_s"))
     net_s = saved_s - (delay_s if math.isfinite(delay_s) else 0.0)
-    share = net_s / (seconds + net_s)
-    verdict = "pays" if share >= WORTHWHILE else "hardly pays" if share > 0 else "does not pay"
-    yield Advice(
-        name, "on", verdict, f"saved {share:.0%} of the rollouts by estimate, less what it delayed{_order(steps)}"
-    )
+    verdict, sentence = _judged(net_s, seconds)
+    yield Advice(name, "on", verdict, f"they {sentence}, by estimate and less what they delayed{_order(steps)}")
 
 
 def _order(steps: Sequence[Record]) -> str:
