@@ -20,7 +20,7 @@ from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG, VLLM_KWAR
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine.arguments import with_specrollout
 from nemo_specrollout.heads.files.block_heads import drafter_misfits
-from nemo_specrollout.reports.advice import advice_of, lines_of
+from nemo_specrollout.reports.advice import advice_of_run, lines_of
 from nemo_specrollout.reports.run_folders import latest_run
 from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
@@ -73,7 +73,7 @@ def _advice(subject: Subject) -> list[tuple[str, str]]:
             f"no run in {log_dir} yet; after one, its report and check say what would pay: moving, run_ahead, drafters"
         )
         return [("advice", text)]
-    of_run = advice_of(run.steps, run.about.get("block") or {})
+    of_run = advice_of_run(run)
     return [("advice", f"by {run.folder}: {line}") for line in lines_of(of_run)]
 
 

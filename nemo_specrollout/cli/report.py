@@ -3,7 +3,7 @@
 
 import argparse
 
-from nemo_specrollout.reports.advice import advice_of
+from nemo_specrollout.reports.advice import advice_of_run
 from nemo_specrollout.reports.advice import lines_of as advice_lines
 from nemo_specrollout.reports.run_folders import find_folders, read_run
 from nemo_specrollout.reports.start_table import lines_of
@@ -23,6 +23,6 @@ def report(parsed: argparse.Namespace) -> int:
     print(f"report  {page}\npicture {picture}\n{status_of(run)}")
     if isinstance(run, RunOfStarts):
         print("\n".join(f"  {line}" for line in lines_of(run)))
-    if advice := list(advice_lines(advice_of(run.steps, run.about.get("block") or {}))):
+    if advice := list(advice_lines(advice_of_run(run))):
         print("\n".join(["what would pay in this run:", *(f"  {line}" for line in advice)]))
     return 0

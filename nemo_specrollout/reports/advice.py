@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nemo_specrollout.reports.records import Record, number, ratio_of_sums, reduced, series
+from nemo_specrollout.reports.records import Record, Run, number, ratio_of_sums, reduced, series
 
 WORTHWHILE = 0.05
 """Share of a rollout's seconds below which a mechanism is not advised. Rollouts of equal work differ by about as much."""
@@ -37,6 +37,11 @@ def advice_of(steps: Sequence[Record], block: Mapping[str, Any]) -> list[Advice]
     if not math.isfinite(reduced(np.sum, series(steps, "rollout_s"))):
         return []
     return [*_moving(steps, block), *_racing(steps, block), *_ahead(steps, block), *_remote(steps, block)]
+
+
+def advice_of_run(run: Run) -> list[Advice]:
+    """Returns what would pay in a run, by its records."""
+    return advice_of(run.steps, run.about.get("block") or {})
 
 
 def lines_of(advice: Sequence[Advice]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from nemo_specrollout.reports.advice import advice_of
+from nemo_specrollout.reports.advice import advice_of_run
 from nemo_specrollout.reports.charts import Draw, charts_of, save_picture
 from nemo_specrollout.reports.page import (
     NONE,
@@ -214,7 +214,7 @@ def _history_card(run: Run, totals: Mapping[str, tuple[np.ndarray, np.ndarray]])
 
 def _advice(run: Run) -> str:
     """Returns the table of what would pay in this run, or nothing if its records do not say."""
-    rows = [(advice, False) for advice in advice_of(run.steps, run.about.get("block") or {})]
+    rows = [(advice, False) for advice in advice_of_run(run)]
     if not rows:
         return ""
     how = (

@@ -136,6 +136,11 @@ class EarlyPrices(NamedTuple):
         """Returns the seconds of a plain step."""
         return float(self.seconds_R[min(num_requests, len(self.seconds_R) - 1)])
 
+    def steps_beside(self, num_own: int, number: int) -> Array:
+        """Returns the seconds of a plain step of `num_own` requests with 1, 2, ..., `number` early ones beside them."""
+        steps_E: Array = self.seconds_R[np.minimum(num_own + 1 + np.arange(number), len(self.seconds_R) - 1)]
+        return steps_E
+
     def delay_s(self, num_own: int, num_early: int) -> float:
         """Returns the seconds by which early requests make a step of `num_own` other requests longer."""
         return self.step_s(num_own + num_early) - self.step_s(num_own)
@@ -152,38 +157,36 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
     """
     if not worths:
         return 0
-    most = len(prices.seconds_R) - 1
-    step_E = prices.seconds_R[np.minimum(num_own + 1 + np.arange(len(worths)), most)]
     if num_own == 0:
+        step_E = prices.steps_beside(0, len(worths))
         rate_E = np.array([worth.probability for worth in worths]).cumsum() / np.maximum(step_E, 1e-9)
         return int(np.flatnonzero(rate_E >= (1.0 - UNCERTAIN) * rate_E.max())[-1]) + 1
-    gain_E = prices.gain_E(worths).cumsum()
-    cost_E = step_E - prices.seconds_R[min(num_own, most)]
+    return _number_beside(prices, num_own, prices.gain_E(worths).cumsum())
+
+
+def _number_beside(prices: EarlyPrices, num_own: int, gain_E: Array) -> int:
+    """Returns `num_early` beside requests of the engine's own. `gain_E` is the gain of the first 1, 2, ... early requests."""
+    cost_E = prices.steps_beside(num_own, len(gain_E)) - prices.step_s(num_own)
     best = int((gain_E - cost_E).argmax())
     return best + 1 if gain_E[best] > cost_E[best] else 0
-
-
-def worth_beside(prices: EarlyPrices, worths: Sequence[Worth], num_own: int) -> float:
-    """Returns what early requests of an engine are worth beside a number of requests of its own.
-
-    It is the seconds that they spare the engine later for each second in which they run, less those by which they make steps
-    of its own requests longer. As many run as `num_early` says. `worths` are those of all that run or could begin, best first.
-    """
-    number = num_early(prices, num_own, worths)
-    if not number:
-        return 0.0
-    gain_s = float(prices.gain_E(worths[:number]).sum())
-    delay_s = prices.delay_s(num_own, number) if num_own else 0.0
-    return max(gain_s - delay_s, 0.0) / max(prices.step_s(num_own + number), 1e-9)
 
 
 def early_worth(prices: EarlyPrices, worths: Sequence[Worth]) -> EarlyWorth:
     """Returns what early requests are worth beside 0, 1, ..., `MOST_OWN` requests of the engine's own, and in all.
 
-    In all it is what they spare if each of them gets as long as a response that is known to be longer than its text.
+    A rate is the seconds that they spare the engine later for each second in which they run, less those by which they make
+    steps of its own requests longer. As many run as `num_early` says. `worths` are those of all that run or could begin, best
+    first. In all it is what they spare if each of them gets as long as a response that is known to be longer than its text.
     """
     if not worths:
         return EarlyWorth()
-    rates = tuple(worth_beside(prices, worths, num_own) for num_own in range(MOST_OWN + 1))
+    gain_E = prices.gain_E(worths)
+    summed_E = gain_E.cumsum()
+    rates = []
+    for num_own in range(MOST_OWN + 1):
+        number = _number_beside(prices, num_own, summed_E) if num_own else num_early(prices, 0, worths)
+        spared_s = float(summed_E[number - 1]) if number else 0.0
+        delay_s = prices.delay_s(num_own, number) if num_own else 0.0
+        rates.append(max(spared_s - delay_s, 0.0) / max(prices.step_s(num_own + number), 1e-9))
     missing_E = prices.plain.missing(np.array([worth.num_known for worth in worths], np.float64))
-    return EarlyWorth(rates, float((np.maximum(prices.gain_E(worths), 0.0) * missing_E).sum()))
+    return EarlyWorth(tuple(rates), float((np.maximum(gain_E, 0.0) * missing_E).sum()))
