@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder that holds this package's code alone, by which Python environments without the package find it.
+"""A folder with nothing but this package's code, through which Python environments without the package import it.
 
-NeMo-RL runs its driver and its actors in environments of their own. Each gets the folder through PYTHONPATH. A folder such
-as `site-packages` will not do: it would replace the packages of those environments.
+NeMo-RL runs its driver and its actors in environments of their own, which get the folder through PYTHONPATH. A folder such
+as `site-packages` cannot be used, because its other packages would replace those of the environments.
 """
 
 import errno
@@ -15,13 +15,13 @@ _ROOT = Path(__file__).parents[2]
 _PACKAGE = "nemo_specrollout"
 PYTHONPATH = "PYTHONPATH"
 NUMBA_CACHE = {"NUMBA_CACHE_DIR": f"/tmp/nemo_specrollout_numba_{os.getuid()}"}
-"""Keeps engines from writing compiled kernels beside the code, on a shared disk, all at once."""
+"""Environment of engines, so that they do not all write compiled kernels beside the code on a shared disk."""
 
 
 def copy_code(folder: Path) -> None:
-    """Makes `folder` a copy of the code, as a whole: another process sees all of it or the former content.
+    """Makes `folder` a copy of the code, atomically, so that other processes see either all of it or the former content.
 
-    Raises OSError, as on a full disk; then nothing is left beside the folder.
+    Raises OSError, for example on a full disk, and leaves no partial copy behind.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
@@ -33,14 +33,14 @@ def copy_code(folder: Path) -> None:
         os.replace(temporary, folder)
     except OSError as error:
         has_come = error.errno in (errno.EEXIST, errno.ENOTEMPTY) and folder.is_dir()
-        if not has_come:  # no other process has made the same copy meanwhile
+        if not has_come:  # otherwise another process has made the same copy in the meantime
             raise OSError(error.errno, error.strerror, str(folder)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def code_folder(parent: Path) -> Path:
-    """Returns a folder in `parent` that holds the code alone. It is named after its content, so a later version keeps it."""
+    """Returns a folder in `parent` with nothing but the code. Its name is a hash, so another version gets another folder."""
     folder = parent / f"addon-{_fingerprint()}"
     if not folder.is_dir():
         parent.mkdir(parents=True, exist_ok=True)

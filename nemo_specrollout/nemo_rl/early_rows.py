@@ -25,13 +25,13 @@ class NextPrompt:
 
     token_ids: list[int]
     task: str | None = None
-    """Name of its task, or None if the data loader gives none."""
+    """Name of its task, or None if the data loader does not name tasks."""
     index: int | None = None
     """Its row of the dataset, or None if the data loader does not number them."""
     has_media: bool = False
-    """True if images, videos or audio belong to it. Its tokens alone do not bring them to the engine."""
+    """True if images, videos or audio belong to it, which its tokens alone do not bring to the engine."""
     gym_row: Mapping[str, Any] | None = None
-    """NeMo-Gym's row, whose agent writes the prompt. The data loader has no tokens of it."""
+    """NeMo-Gym's row, if an agent writes the prompt. The data loader has no tokens of it then."""
 
 
 def early_rows(
@@ -50,7 +50,7 @@ def early_rows(
 def early_rows_of_samples(
     prompts: Iterable[NextPrompt], samples_per_prompt: int, run_seed: int, epoch: int, opt_out: TaskOptOut
 ) -> list[EarlyRow]:
-    """Returns the same under the SingleController, where a row's seed follows from the row of the dataset and the epoch."""
+    """Returns the same as `early_rows` under the SingleController, whose seeds follow from dataset row and epoch."""
     samples = [(prompt, i) for prompt in prompts if prompt.index is not None for i in range(samples_per_prompt)]
     seeds = [
         sample_seed(run_seed, Sample(prompt.index, i, epoch), prompt.token_ids)
@@ -67,12 +67,12 @@ def early_gym_rows(
     run_seed: int,
     draftless: Collection[str],
 ) -> list[EarlyRow]:
-    """Returns the same for rows of NeMo-Gym: the first request of each of their samples, as far as its prompt is known.
+    """Returns early rows for NeMo-Gym, which are the first requests of all samples whose prompts are known.
 
     Args:
         rows: One for each prompt of the step.
-        prompts: Token ids with which an agent begins each row; None where they are not known.
-        seeds: For each row the seeds of its samples, as `gym_row_with_seed` gets them in the step.
+        prompts: Token ids with which an agent begins each row, or None where they are not known.
+        seeds: The seeds of each row's samples, as `gym_row_with_seed` gets them when the step comes.
         run_seed: Seed of the run.
         draftless: Names of the agents whose rows are decoded without drafts.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine actors: NeMo-RL's Ray actors around an engine, whose engine has our vLLM workers and whose requests have seeds.
+"""Engine actors, which are NeMo-RL's Ray actors around an engine, extended by our vLLM workers and a seed for each request.
 
-NeMo-RL calls these actors workers, too (`VllmGenerationWorker`). Here a worker is always a vLLM worker, which is vLLM's
-process for a GPU. An engine actor asks the workers of its engine through `collective_rpc`.
+NeMo-RL calls these actors workers too (`VllmGenerationWorker`). In this package a worker is always a vLLM worker, which is
+vLLM's process for a GPU. An engine actor calls the workers of its engine through `collective_rpc`.
 """
 
 import asyncio
@@ -52,12 +52,12 @@ LAST_WEIGHT_CALLS = (
     "nccl_reshard_refit",
     "finish_sparse_delta_refit",
 )
-"""Methods of NeMo-RL's worker extension with each of which the last tensors of a change of the weights have come."""
+"""Methods of NeMo-RL's worker extension that deliver the last tensors of a weight update."""
 
 _NOTHING = EarlyMade({}, EarlyFigures())
 
 _rows: ContextVar[list[Row] | None] = ContextVar("specrollout_rows", default=None)
-"""Rows of this generate call."""
+"""Rows of the `generate` call that is running in this context."""
 
 
 def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
@@ -69,17 +69,17 @@ def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
 
 
 class _SeededEngine(EngineActorCalls):
-    """The part that both kinds of engine actors share. Owns the seeds of the requests and the salt of their prompts."""
+    """What both kinds of engine actors share. Owns the seeds of the requests and the cache salt of their prompts."""
 
     cfg: Any
     llm: Any
     _vllm_config: Any
     _racing: Any = None
-    """The engine's part in the exchange of requests, once it has joined."""
+    """The engine's end of the exchange of requests, once it has joined."""
     _most_branches: int = 0
-    """Branches of a text that is made ahead, at most."""
+    """Most branches of a text that is made ahead."""
     _made_awake: EarlyMade | None = None
-    """What the engine had made of a plan when it fell asleep, until it is asked for."""
+    """What the engine had made of a plan when it fell asleep, kept until somebody asks for it."""
     _recorder: RequestRecorder | None = None
     """None if the run records no rows."""
 
@@ -114,15 +114,15 @@ class _SeededEngine(EngineActorCalls):
         return {"prompt_token_ids": [*prompt, *start.prefix]}, early_params(params, start)
 
     def specrollout_texts_ahead(self, texts: dict[int, TextAhead]) -> None:
-        """Gets the texts that engines have made ahead, by seed, for the rows to come."""
+        """Receives the texts that engines have made ahead for the rows to come, by the seed of the row."""
         self._request_seeds.texts.replace(texts)
 
     def specrollout_take_kept(self) -> KeptCounts:
-        """Returns how much of such texts was right since the last call."""
+        """Returns how many tokens of texts made ahead were right since the last call."""
         return self._request_seeds.texts.take_kept()
 
     def _rows_ended(self, rows: Sequence[Row] | None, data: BatchedDataDict[Any], result: BatchedDataDict[Any]) -> None:
-        """Records rows for an audit, and counts the tokens that they and their texts made ahead both begin with."""
+        """Records rows for an audit, and counts the leading tokens that each row shares with its text made ahead."""
         if not rows:
             return
         starts = data["input_lengths"].tolist()
@@ -139,10 +139,10 @@ class _SeededEngine(EngineActorCalls):
         return type(self.llm).generate(self.llm, *args, **kwargs)
 
     def _reply(self, method: str, arguments: Sequence[Any], replies: Sequence[Any]) -> Any:
-        """Returns the reply of the only vLLM worker that does not reply None, after this actor's own part of the call.
+        """Does this actor's own part of a call, and returns the reply of the only vLLM worker that does not reply None.
 
-        This actor derives seeds for requests that bring none. It adds their number to the totals, and notes each policy
-        version, because derived seeds depend on it. At the end of a step it has its rows written.
+        This actor derives seeds for requests that bring none, so it adds their number to the totals, and it notes each
+        policy version because derived seeds depend on it. At the end of a step it writes the recorded rows.
         """
         if method == WorkerCalls.specrollout_policy_is.__name__:
             self._request_seeds.begin_version(int(arguments[0]))
@@ -170,10 +170,10 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         return result
 
     def specrollout_weights_change_begins(self) -> None:
-        """Notes that a change of the weights begins. No request runs."""
+        """Notes that a weight update begins. A synchronous engine has no running requests then."""
 
     def specrollout_weights_change_ends(self) -> None:
-        """Notes that the change of the weights has ended. Requests to come read no prefix that is cached now."""
+        """Notes that the weight update has ended. Later requests reuse no prefix that was cached before it."""
         self._salt.renew()
 
     def _generate_with_seeds(self, prompts: Sequence[Any], sampling_params: Any = None, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         return [output for _, output in sorted(zip(order, outputs, strict=True), key=itemgetter(0))]
 
     def _in_order(self, prompts: Sequence[Any], params: Sequence[Any], **kwargs: Any) -> Sequence[Any]:
-        """Returns vLLM's outputs of rows, which begin in this order as slots become free."""
+        """Returns vLLM's outputs of rows, which start in this order as slots become free."""
         if self._racing is None:
             native: Sequence[Any] = self._generate(prompts, params, **kwargs)
             return native
@@ -198,7 +198,7 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         return outputs
 
     def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
-        """Generates as NeMo-RL does. An engine without rows works for the others."""
+        """Generates as NeMo-RL does. An engine that has no rows helps the other engines."""
         if self._racing is not None and not len(data["input_ids"]):
             self._racing.generate([], [], list)
         rows = _rows_of(data)
@@ -230,25 +230,26 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         self._racing = TurnShard(self.llm, engine, partial(ask_exchange, actor, engine), idle)
 
     def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
-        """Gets rows of coming steps, to be decoded in slots that are free."""
+        """Receives rows of coming steps, which it decodes in free slots."""
         self._roll().plan(rows, scale, kept)
 
     def _roll(self) -> RollingEngine:
-        """Returns what decodes rows of coming steps in this engine. It has nothing to do until some are planned."""
+        """Returns the object that decodes rows of coming steps in this engine. It is idle until some are planned."""
         self._rolling = self._rolling or RollingEngine(self.llm, self._early_request, self._most_branches)
         return self._rolling
 
     def specrollout_run_ahead(self, seconds: float, after: int) -> bool | None:
-        """Decodes rows of coming steps for about `seconds`, in which the engine has nothing else to do.
+        """Decodes rows of coming steps for about `seconds`, while the engine has nothing else to do.
 
-        Returns whether any is left; None if it decodes none, because fewer than `after` calls of `generate` have ended.
+        Returns whether any rows are left. Returns None and decodes nothing if fewer than `after` calls of `generate` have
+        ended.
         """
         if self._num_generated < after:
             return None
         return self._rolling is not None and self._rolling.slice(seconds)
 
     def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Leaves no such row in the engine. Returns what was made of them, also if the engine sleeps by now."""
+        """Removes all rows of coming steps from the engine. Returns what was made of them, even if the engine sleeps now."""
         made = self._made_awake
         self._made_awake = None
         if made is not None:
@@ -270,11 +271,11 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     """Engine actor around an asynchronous engine."""
 
     _prefixes: FreshPrefixes
-    """Decodes every request but the rows of `_one_policy`."""
+    """Decodes every request except the rows that `_one_policy` decodes."""
     _one_policy: OnePolicyStream | None = None
-    """None unless rows begin again with new weights."""
+    """None unless rows start over when weights change."""
     _new_kv: NewKv | None = None
-    """None unless KV of running requests is computed again with new weights."""
+    """None unless the KV of running requests is recomputed with new weights."""
     _rolling: RollingStream | None = None
     """Decodes rows of coming steps, once any was planned."""
 
@@ -293,12 +294,12 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return result
 
     def _generate(self, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls vLLM's own method. The request reads no prefix that older weights have cached."""
+        """Calls vLLM's own method for a request that reuses no prefix cached by older weights."""
         outputs = self._prefixes.generate(prompt, params, *args, **kwargs)
         return outputs if self._rolling is None else self._rolling.own(outputs, params)
 
     def _generate_as_row(self, prompt: Any, params: Any, request_id: str) -> Any:
-        """Calls vLLM's own method for a row that begins between two changes of the weights (`OnePolicyStream`)."""
+        """Calls vLLM's own method for a row that starts between two weight updates (`OnePolicyStream`)."""
         outputs = super()._generate(self._salt.of(prompt), params, request_id=request_id)
         return outputs if self._rolling is None else self._rolling.own(outputs, params)
 
@@ -311,7 +312,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         (params,) = self._request_seeds.of_rows(sampling_params, rows)
         if self._recorder is not None:
             self._recorder.begun([prompt], [params])
-        # A request that asks for more than an id cannot be made again.
+        # A request with further arguments than its id cannot be started over.
         if args or set(kwargs) != {"request_id"}:
             return self._generate(prompt, params, *args, **kwargs)
         if self._one_policy is not None:
@@ -331,7 +332,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
             yield result
 
     def specrollout_take_kept(self) -> KeptCounts:
-        """Returns how much of texts that were made before an update was right since the last call."""
+        """Returns how many tokens of texts from before an update were right since the last call."""
         kept = super().specrollout_take_kept()
         return kept if self._one_policy is None else kept.plus(self._one_policy.take_kept())
 
@@ -347,25 +348,25 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return self.llm.vllm_config
 
     def _setup_vllm_openai_api_server(self, app: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sets up NeMo-RL's HTTP server, whose clients may send a seed in a header, also where vLLM has moved its modules."""
+        """Sets up NeMo-RL's HTTP server, also where vLLM has moved its modules. Clients may send a seed in a header."""
         lend_old_names()
         app.add_middleware(SeedHeader)
         return super()._setup_vllm_openai_api_server(app, *args, **kwargs)
 
     async def specrollout_chat_prompts(self, requests: list[dict[str, Any]]) -> list[list[int] | None]:
-        """Returns the token ids of the prompt of each chat request; None for one that the HTTP server refuses."""
+        """Returns the token ids of each chat request's prompt, or None for a request that the HTTP server refuses."""
         return await chat_prompts(str(self.base_url), requests)
 
     async def reset_prefix_cache_async(self) -> bool:
-        """Replaces NeMo-RL's method, which asks vLLM to drop cached prefixes. vLLM refuses that while requests run.
+        """Replaces NeMo-RL's method, which asks vLLM to drop cached prefixes, because vLLM refuses that while requests run.
 
-        No request to come finds the prefixes that are cached by now, also while requests run.
+        Later requests do not find the prefixes that are cached by now, even if other requests are still running.
         """
         self._salt.renew()
         return True
 
     async def specrollout_weights_change_begins(self) -> None:
-        """Notes that a change of the weights begins. No request begins until it has ended."""
+        """Notes that a weight update begins. No request starts until it has ended."""
         if self._new_kv is not None:
             self._new_kv.change_begins()
         if self._one_policy is not None:
@@ -373,7 +374,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         await self._prefixes.change_begins()
 
     async def specrollout_weights_change_ends(self) -> None:
-        """Notes that the change of the weights has ended, so that requests which wait for its end begin."""
+        """Notes that the weight update has ended, and starts the requests that have waited for it."""
         try:
             if self._new_kv is not None:
                 await self._new_kv.change_ends()
@@ -394,13 +395,13 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return EarlyWorth() if self._rolling is None else self._rolling.worth()
 
     async def specrollout_leave_exchange(self) -> None:
-        """Stops the requests of the exchange. The engine decodes its own requests alone from now on."""
+        """Stops the requests of the exchange. From now on the engine decodes only its own requests."""
         await self._racing.leave("it ended no turn before new weights came")
 
     async def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
-        """Gets rows of coming steps, which it begins to decode in slots that are free.
+        """Receives rows of coming steps, which it starts to decode in free slots.
 
-        Where requests begin again with new weights there are none, and branches of these requests take the slots.
+        Where requests start over when weights change, no rows are planned, and branches of these requests use the slots.
         """
         if self._one_policy is not None:
             self._one_policy.expect(scale)
@@ -410,13 +411,13 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         await self._rolling.plan(rows, scale, kept)
 
     async def specrollout_run_ahead(self, seconds: float, after: int) -> bool:
-        """Waits for about `seconds`. Returns whether any row of coming steps is left."""
+        """Waits for about `seconds`, and returns whether any row of coming steps is left."""
         return self._rolling is not None and await self._rolling.wait(seconds)
 
     async def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
-        """Leaves no such row in the engine. Returns what was made of them, also if the engine sleeps by now.
+        """Removes all rows of coming steps from the engine. Returns what was made of them, even if the engine sleeps now.
 
-        Where requests begin again, their branches go on until the weights change.
+        Where requests start over, their branches continue until the weights change.
         """
         if self._one_policy is not None:
             return EarlyMade({}, self._one_policy.take_figures())

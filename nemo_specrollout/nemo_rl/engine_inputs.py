@@ -29,16 +29,16 @@ _WORKERS = {
     "VllmInternalWorkerExtensionWithCheckpointEngine": "nemo_specrollout.nemo_rl.vllm_workers.NemoRlCheckpointEngineWorker",
 }
 MTP_FROM_FOLDER = "specrollout_mtp_from_folder"
-"""Key of vLLM's `additional_config`: true if the trainer does not train the native heads, so no refit brings them."""
+"""Key of vLLM's `additional_config`. True if the trainer does not train the native heads, so that no refit brings them."""
 HEADER = b"x-specrollout-seed"
 """HTTP header in which a client sends a seed if it cannot send one in the body."""
 _RENDERED_AT_ONCE = 16
-"""Prompts that the server is asked for at a time, so that requests of the step do not wait long behind them."""
+"""Number of prompts that the server renders at a time, so that requests of the step do not wait long behind them."""
 _MOST_DIGITS = len(str(2**63))
-"""Digits of a seed. Python raises an error for a number of some thousands."""
+"""Most digits of a seed. Without a bound, Python raises an error for a number of several thousand digits."""
 
 header_seed: ContextVar[int | None] = ContextVar("specrollout_header_seed", default=None)
-"""Seed from the header of this task's HTTP request."""
+"""Seed from the header of the HTTP request that the current task serves."""
 
 
 def engine_arguments(
@@ -53,7 +53,7 @@ def engine_arguments(
     abilities = compat.vllm_abilities(llm_kwargs, bool(generation_config["vllm_cfg"].get("async_engine")))
     arguments = with_specrollout(llm_kwargs, block, compat.device_type(), abilities)
     if block.model_drafter is not None and arguments.get("load_format") == "dummy":
-        # The drafter's weights come from its folder. NeMo-RL does the same for its own drafter if it does not train it.
+        # The drafter's weights are loaded from its folder, as NeMo-RL does for its own drafter if it does not train it.
         arguments["load_format"] = "auto"
     if block.model_drafter is not None and block.model_drafter.type == "mtp":
         arguments["additional_config"][MTP_FROM_FOLDER] = not generation_config.get("_mtp_weights_from_refit")
@@ -62,15 +62,15 @@ def engine_arguments(
 
 
 def engine_number(vllm_cfg: Mapping[str, Any]) -> int:
-    """Returns the number of this actor's engine. NeMo-RL numbers the GPUs of all engines, engine by engine."""
+    """Returns the number of this actor's engine. NeMo-RL numbers GPUs, and those of one engine follow each other."""
     return int(os.environ.get("RANK", "0")) // (vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"])
 
 
 class RequestSeeds(RowSeeds):
-    """Gives every request of an engine a seed: the one that it brings, or one derived from its prompt."""
+    """Gives every request of an engine a seed, which is either its own or derived from its prompt."""
 
     def __init__(self, run_seed: int = 0, engine: int = 0, *, required: bool = False) -> None:
-        """`engine` distinguishes equal requests that reach different engines. `required` refuses requests without a seed."""
+        """`engine` distinguishes equal requests in different engines. With `required`, requests without a seed are refused."""
         super().__init__(run_seed)
         self.num_derived = 0
         self.texts = TextsAhead()
@@ -85,7 +85,7 @@ class RequestSeeds(RowSeeds):
         return [_with_row(p, row, self.texts.bring(row.seed)) for p, row in pairs]
 
     def of_requests(self, params: Any, prompts: Sequence[Any]) -> list[Any]:
-        """Returns sampling parameters for each of vLLM's `prompts` that do not come from rows. `params` as in `of_rows`.
+        """Returns sampling parameters for each of vLLM's `prompts` that do not come from rows. `params` is as in `of_rows`.
 
         Raises vLLM's error for a bad request if seeds are required and a request has none.
         """
@@ -139,10 +139,10 @@ def _may_speculate(params: Any) -> bool:
 
 
 def _with_row(params: Any, row: Row, text: TextAhead | None = None) -> Any:
-    """Returns a copy of `params` that carries the facts of `row`, and a text that was made ahead for it with its branches.
+    """Returns a copy of `params` with the facts of `row`, and with the text and branches that were made ahead for it.
 
-    The samples of one request (`n` above 1) must differ. vLLM copies `extra_args` unchanged to all of them, but changes
-    `SamplingParams.seed` for each.
+    The samples of one request with `n` above 1 must differ. vLLM gives all of them the same `extra_args`, but each one a
+    different `SamplingParams.seed`.
     """
     seeded = RolloutSamplingParams.of(params)
     identity: dict[str, int | bytes] = {"prompt_length": row.prompt_length}
@@ -154,7 +154,7 @@ def _with_row(params: Any, row: Row, text: TextAhead | None = None) -> Any:
             identity["branches"] = pack(text.branches)
     if params.n > 1:
         seeded.seed = row.seed % 2**62  # vLLM adds the number of the sample, and the sum must stay below 2^63
-        identity["engine_seed"] = 0  # each engine has another seed of its own
+        identity["engine_seed"] = 0  # replaces the engine's own seed, which differs between engines
     else:
         identity["seed"] = row.seed
     others = {key: value for key, value in (params.extra_args or {}).items() if key != DRAFTS_KEY}
@@ -163,11 +163,11 @@ def _with_row(params: Any, row: Row, text: TextAhead | None = None) -> Any:
 
 
 async def chat_prompts(base_url: str, requests: Sequence[Mapping[str, Any]]) -> list[list[int] | None]:
-    """Returns the token ids of the prompt of each chat request, as the engine's HTTP server at `base_url` renders it.
+    """Returns the token ids of each chat request's prompt, as the engine's HTTP server at `base_url` renders it.
 
-    NeMo-RL's route `/tokenize` has the renderer of its chat route, and NeMo-Gym takes the token ids of its prompts from it.
-    Asked by HTTP, the renderer stays in the event loop of the server. None for a request that the server refuses, and for a
-    prompt that leaves no room for a response.
+    The result is None for a request that the server refuses, and for a prompt that leaves no room for a response. NeMo-RL's
+    route `/tokenize` renders prompts as its chat route does, and NeMo-Gym gets its token ids from there. It is called by
+    HTTP so that the renderer stays in the server's event loop.
     """
     url = base_url.removesuffix("/v1") + "/tokenize"
     limit = asyncio.Semaphore(_RENDERED_AT_ONCE)
@@ -180,7 +180,7 @@ async def chat_prompts(base_url: str, requests: Sequence[Mapping[str, Any]]) -> 
 
 
 def _chat_prompt(url: str, request: Mapping[str, Any]) -> list[int] | None:
-    """Waits for the token ids of a prompt. No proxy is asked, because the server is in this process."""
+    """Waits for the token ids of a prompt. No proxy is used, because the server is in this process."""
     asked = Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
     try:
         with build_opener(ProxyHandler({})).open(asked) as answer:
@@ -192,13 +192,13 @@ def _chat_prompt(url: str, request: Mapping[str, Any]) -> list[int] | None:
 
 
 class SeedHeader:
-    """ASGI middleware of the engines' HTTP server: sets `header_seed` while a request is served."""
+    """ASGI middleware of the engines' HTTP server, which sets `header_seed` while a request is served."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        """Serves one request. Refuses with status 400 a header that is not a whole number from 0 to 2^63 - 1."""
+        """Serves one request. A header that is not a whole number from 0 to 2^63 - 1 is refused with status 400."""
         text = dict(scope.get("headers") or ()).get(HEADER) if scope["type"] == "http" else None
         if text is None:
             await self._app(scope, receive, send)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's generation, its rollout actors and its logger, extended: every row gets a seed, and every step gets metrics.
+"""NeMo-RL's generation, rollout actors and logger, extended by a seed for every row and metrics for every step.
 
-Ray copies the generation to the actors that roll out. A copy gets its policy version from its actor.
+Ray copies the generation object to the actors that roll out. Such a copy is told the policy version by its actor.
 """
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ from nemo_specrollout.run_ahead.early_texts import EarlyRow
 _NativeCollector: Any = AsyncTrajectoryCollector.__ray_metadata__.modified_class
 _NativeActor: Any = SyncRolloutActor.__ray_metadata__.modified_class
 _OF_ONE_PROCESS = ("_supervisor", "_ahead", "_gym_prompts")
-"""Attributes that no copy of the generation has."""
+"""Attributes that copies of the generation do not have."""
 _TIMES = ("plain_estimate_s", "rollout_s")
 """Metrics from which the time that texts made ahead have saved is estimated."""
 
@@ -59,16 +59,16 @@ class SpecrolloutGeneration(VllmGeneration):
     """Replaces NeMo-RL's `VllmGeneration`. Owns the seeds of its rows and, in one process of the run, the supervisor."""
 
     is_supervised_elsewhere = False
-    """Whether another process than the one that builds the generation supervises the engines."""
+    """Whether the engines are supervised by another process than the one that builds the generation."""
     latest: "ref[SpecrolloutGeneration] | None" = None
-    """Generation of this process, or its copy."""
+    """The generation of this process, or this process's copy of it."""
     _supervisor: Supervisor | None = None
     _ahead: RunAhead | None = None
     """None without `run_ahead`, and in a copy."""
     _gym_prompts: GymPrompts | None = None
-    """None without `run_ahead`, and in a copy. Asks nobody without NeMo-Gym."""
+    """None without `run_ahead`, and in a copy. It is not used without NeMo-Gym."""
     _num_generated = 0
-    """Calls of `generate`."""
+    """Number of calls of `generate`."""
     _is_refitting = False
     _has_checked_epoch = False
 
@@ -94,7 +94,7 @@ class SpecrolloutGeneration(VllmGeneration):
                 self._supervisor.open_exchange()
 
     def load_and_start(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the models of deferred engines (NeMo-Gym's). Only then can they exchange requests."""
+        """Loads the models of deferred engines, which NeMo-Gym uses. Only then can they exchange requests."""
         result = super().load_and_start(*args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.open_exchange()
@@ -132,7 +132,7 @@ class SpecrolloutGeneration(VllmGeneration):
         SpecrolloutGeneration.latest = ref(self)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> Any:
-        """Ends the engines. Heads' trainer and drafters end before them, and the exchange after them."""
+        """Ends the engines. The head trainer and remote drafters end before them, and the exchange after them."""
         self._end_ahead()
         if self._supervisor is not None:
             self._supervisor.close()
@@ -142,7 +142,7 @@ class SpecrolloutGeneration(VllmGeneration):
         return is_down
 
     def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
-        """Generates as NeMo-RL does, with a seed for each row. Engines that are done first go on with coming steps' rows."""
+        """Generates as NeMo-RL does, with a seed for each row. Engines that finish first continue with coming steps' rows."""
         seeded = self._with_seeds(data)
         self._num_generated += 1
         self._work_ahead()
@@ -182,16 +182,16 @@ class SpecrolloutGeneration(VllmGeneration):
         return self.row_seeds.seeds(gym_contents(rows), self._kind)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Wakes engines that sleep. NeMo-RL calls it before a rollout, and also amid a refit, after which more is to come."""
+        """Wakes sleeping engines. NeMo-RL calls it before a rollout, and also in the middle of a refit."""
         result = super().prepare_for_generation(*args, **kwargs)
         if not self._is_refitting:
             self._plan_ahead()
         return result
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Lets the engines drop cached prefixes and sleep. All races end before that.
+        """Ends all races, and then lets the engines drop cached prefixes and sleep.
 
-        Engines with GPUs of their own do not sleep, so they go on with coming steps' rows.
+        Engines with GPUs of their own do not sleep, so they continue with coming steps' rows.
         """
         sleeps = self._ahead is None or self.cfg["colocated"]["enabled"]
         rest = nullcontext() if self._supervisor is None else self._supervisor.new_weights()
@@ -205,7 +205,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     @contextmanager
     def new_weights(self) -> Iterator[None]:
-        """Encloses a refit. With `run_ahead`, requests that are under way when weights change in flight begin again."""
+        """Context of a refit. With `run_ahead`, requests that are running when weights change in flight start over."""
         begins_again = self._ahead is not None and self.facts.in_flight
         self._end_ahead()
         rest = nullcontext() if begins_again or self._supervisor is None else self._supervisor.new_weights()
@@ -217,7 +217,7 @@ class SpecrolloutGeneration(VllmGeneration):
             self._is_refitting = False
 
     def weights_updated(self) -> None:
-        """Begins the next policy version after a refit. The first refit brings the weights that the run starts from."""
+        """Starts the next policy version after a refit. The first refit brings the weights with which the run starts."""
         self._num_refits += 1
         self.row_seeds.begin_version(self._version)
         if self._supervisor is not None:
@@ -226,7 +226,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        """Encloses a validation: its rows have seeds of their own kind, and the engines drop their sample stats."""
+        """Context of a validation, whose rows get seeds of their own kind and whose sample stats are dropped."""
         self._end_ahead(keeps_cache=True, is_interrupted=True)
         self._kind = SeedKind.VALIDATION
         self._validated = []
@@ -237,7 +237,7 @@ class SpecrolloutGeneration(VllmGeneration):
         EngineClient(self.worker_group).call(WorkerCalls.specrollout_take_sample_stats, self._validated)
 
     def snapshot_step_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        """Begins the window of a step's metrics. NeMo-RL calls it before a step's generation."""
+        """Starts the window of a step's metrics. NeMo-RL calls it before a step's generation."""
         result = super().snapshot_step_metrics(*args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.begin_step()
@@ -246,7 +246,7 @@ class SpecrolloutGeneration(VllmGeneration):
     def get_step_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns NeMo-RL's metrics of the step and ours, whose names begin with `specrollout/`.
 
-        Ours are arrays of one number: NeMo-RL's loop adds arrays up, and prints a line for every plain number.
+        Ours are arrays of one number, because NeMo-RL's loop prints a line for every plain number but only adds up arrays.
         """
         metrics: dict[str, Any] = super().get_step_metrics(*args, **kwargs)
         metrics |= {name: np.array(value) for name, value in self.step_metrics().items()}
@@ -272,7 +272,7 @@ class SpecrolloutGeneration(VllmGeneration):
         return metrics
 
     def _plan_ahead(self) -> None:
-        """Tells the engines which rows of coming steps they may begin until the next refit, in slots that are left empty."""
+        """Tells the engines which rows of coming steps they may start in empty slots until the next refit."""
         if self._ahead is None or self._num_refits == 0 or self._kind is SeedKind.VALIDATION:
             return
         has_no_rows = self.facts.filters_by_reward or self.facts.in_flight
@@ -280,9 +280,10 @@ class SpecrolloutGeneration(VllmGeneration):
         self._ahead.plan(self._planned_step, known)
 
     def _plan_after_filter(self) -> None:
-        """Lets idle engines begin the next step's rows at the end of a step whose rewards decide how many batches it takes.
+        """Lets idle engines start the next step's rows where rewards decide how many batches a step takes.
 
-        Only now is the next batch known to belong to the next step, and which step those after it belong to is not known.
+        Only at the end of a step is the next batch known to belong to the next step. To which steps the later batches belong
+        is still unknown then.
         """
         loader = PeekingLoader.latest()
         next_version = self._version + 1
@@ -291,15 +292,16 @@ class SpecrolloutGeneration(VllmGeneration):
         self._ahead.plan(self._version, [self._rows_of(next_version, prompts) for prompts in loader.next_prompts(1)])
 
     def _work_ahead(self) -> None:
-        """Lets engines that have nothing else to do go on with rows of coming steps."""
+        """Lets engines that have nothing else to do continue with rows of coming steps."""
         if self._ahead is not None and self._kind is SeedKind.ROLLOUT:
             self._ahead.work(self._num_generated)
 
     def _coming_rows(self, num_steps: int) -> list[list[EarlyRow]]:
-        """Returns the rows of the coming steps that are known, at most `num_steps`, and none beyond the end of the run.
+        """Returns the known rows of at most `num_steps` coming steps, and none beyond the end of the run.
 
-        The data loader's batches belong to one step each. So the number of those that it has given says which step the next
-        one is for: at the end of a step, weights may come before the batch that is sampled from them.
+        Each batch of the data loader belongs to one step, so the number of batches that it has given tells which step the
+        next one is for. The policy version does not tell, because at the end of a step new weights may arrive before the
+        batch that is sampled from them.
         """
         loader = PeekingLoader.latest()
         if loader is None:
@@ -312,7 +314,7 @@ class SpecrolloutGeneration(VllmGeneration):
         return [self._rows_of(later, prompts) for later, prompts in enumerate(batches, version + 1)]
 
     def _check_epoch(self, num_batches: int) -> None:
-        """Raises an alarm once if an epoch of the data has too few batches for the steps that the user wants ahead."""
+        """Raises an alarm once if an epoch has fewer batches than the number of steps that the user wants to run ahead."""
         steps = None if self.block.run_ahead is None else self.block.run_ahead.steps
         if isinstance(steps, int) and steps >= num_batches and not self._has_checked_epoch:
             STEP_LOG.alarms.append(
@@ -322,7 +324,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self._has_checked_epoch = True
 
     def _rows_of(self, version: int, prompts: list[NextPrompt]) -> list[EarlyRow]:
-        """Returns the rows of the step after the training step number `version` whose prompts these are."""
+        """Returns the rows for `prompts` of the step that follows training step number `version`."""
         samples = self.facts.samples_per_prompt
         seeds = RowSeeds(self.facts.seed, version)
         gym_rows = [prompt.gym_row for prompt in prompts if prompt.gym_row is not None]
@@ -332,7 +334,7 @@ class SpecrolloutGeneration(VllmGeneration):
         return self._early_gym_rows(gym_rows, [given[i : i + samples] for i in range(0, len(given), samples)])
 
     def _early_gym_rows(self, rows: Sequence[GymRow], seeds: Sequence[Sequence[int]]) -> list[EarlyRow]:
-        """Returns the rows of NeMo-Gym whose first prompts are known, `seeds` being those of each one's samples."""
+        """Returns the rows of NeMo-Gym whose first prompts are known. `seeds` has the seeds of each row's samples."""
         if self._gym_prompts is None:
             return []
         prompts = self._gym_prompts.prompts(rows)
@@ -344,7 +346,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     @property
     def _planned_step(self) -> int:
-        """Number of the step whose rows are rolled out, from which coming steps are counted."""
+        """Number of the step that is being rolled out, from which coming steps are counted."""
         return self._version
 
     @property
@@ -354,14 +356,14 @@ class SpecrolloutGeneration(VllmGeneration):
 
 
 def _token_s(metrics: dict[str, float], num_engines: int) -> float | None:
-    """Returns what a token of a step costs an engine by plain decoding, in seconds; None if it is not known."""
+    """Returns the seconds of an engine for one token by plain decoding in this step, or None if they are not known."""
     seconds = metrics.get(f"{PREFIX}plain_estimate_s")
     num_tokens = metrics.get(f"{PREFIX}num_tokens")
     return seconds * num_engines / num_tokens if seconds is not None and num_tokens else None
 
 
 def prepare_with_seeds(prepare: Callable[..., Any], rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
-    """Prepares NeMo-Gym's rows by NeMo-RL's `prepare`. Each row gets a seed of this process's generation."""
+    """Prepares NeMo-Gym's rows with NeMo-RL's `prepare`, and gives each a seed from this process's generation."""
     result = prepare(rows, *args, **kwargs)
     latest = SpecrolloutGeneration.latest
     generation = None if latest is None else latest()
@@ -372,7 +374,7 @@ def prepare_with_seeds(prepare: Callable[..., Any], rows: list[dict[str, Any]], 
 
 
 def extended_rollouts() -> dict[str, Any]:
-    """Returns the functions of NeMo-RL's module `rollouts` that this process needs extended, by name."""
+    """Returns our extensions of functions in NeMo-RL's module `rollouts`, by name."""
     return {
         "run_async_nemo_gym_rollout": partial(with_gym, rollouts.run_async_nemo_gym_rollout),
         "_prepare_nemo_gym_rows": partial(prepare_with_seeds, rollouts._prepare_nemo_gym_rows),
@@ -382,14 +384,14 @@ def extended_rollouts() -> dict[str, Any]:
 
 
 def extend_rollouts() -> None:
-    """Replaces the functions of NeMo-RL's module `rollouts` in the process of one of its actors, which lasts as long."""
+    """Replaces functions of NeMo-RL's module `rollouts` in the process of one of its actors, for the rest of its life."""
     for name, extended in extended_rollouts().items():
         setattr(rollouts, name, extended)
 
 
 @ray.remote
 class SpecrolloutTrajectoryCollector(_NativeCollector):
-    """Collector of asynchronous GRPO. It tells its generation the policy version."""
+    """Trajectory collector of asynchronous GRPO, which tells its generation the policy version."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -397,14 +399,14 @@ class SpecrolloutTrajectoryCollector(_NativeCollector):
         self.policy_generation.row_seeds.begin_version(self.current_weight_version)
 
     def set_weight_version(self, version: int, *args: Any, **kwargs: Any) -> Any:
-        """Begins a policy version. NeMo-RL requests rows of that version only after this call."""
+        """Starts a policy version. NeMo-RL requests rows of that version only after this call."""
         self.policy_generation.row_seeds.begin_version(version)
         return super().set_weight_version(version, *args, **kwargs)
 
 
 @ray.remote
 class SpecrolloutRolloutActor(_NativeActor):
-    """Rollout actor of the TransferQueue trainer. It counts the training steps, as the driver does."""
+    """Rollout actor of the TransferQueue trainer, which counts training steps as the driver does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -412,7 +414,7 @@ class SpecrolloutRolloutActor(_NativeActor):
         self._num_steps = 0
 
     def rollout_to_tq(self, *args: Any, **kwargs: Any) -> Any:
-        """Rolls out a batch. Only validations bring environments of their own, which distinguishes them."""
+        """Rolls out a batch. A validation is recognized because only validations bring environments of their own."""
         generation = self.policy_generation
         is_validation = kwargs.get("task_to_env_override") is not None
         if not is_validation and kwargs.get("first_iter", True):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first prompts of NeMo-Gym's coming rows as token ids (`run_ahead`), before an agent asks for them.
+"""Computes the first prompts of NeMo-Gym's coming rows as token ids before an agent asks for them (`run_ahead`).
 
-An agent sends the `responses_create_params` of its row to Gym's model server, which makes a chat request of them, and the
-HTTP server of an engine makes token ids of that request. Both are asked early here. Gym's own code makes the request, in
-Gym's Ray actor, and an engine's server renders it on its route `/tokenize`, which renders as the chat route does.
+An agent sends the `responses_create_params` of its row to Gym's model server, which turns them into a chat request. The HTTP
+server of an engine turns that request into token ids. This module does both steps early. Gym's own code makes the request,
+in Gym's Ray actor, and an engine's server renders it on its route `/tokenize`, which renders as the chat route does.
 
-An agent may begin with another prompt than its row has. The noise of a request depends on its tokens, so such a request finds
-no text that was made early, and only the time is lost in which the text was made.
+An agent may start with a different prompt than its row has. The seed of a request depends on its tokens, so such a request
+finds no text that was made early. Only the time for making that text is lost.
 """
 
 import json
@@ -20,15 +20,15 @@ from nemo_specrollout.nemo_rl.ray_calls import PATIENCE_S, EngineClient, failure
 
 GymRow = Mapping[str, Any]
 _MAX_PROMPTS = 1 << 16
-"""Rows whose prompts are kept. When there are more, the older half is forgotten."""
+"""Number of rows whose prompts are kept. When there are more, the older half is forgotten."""
 LEAST_TEXTS = 16
-"""Texts after which it is judged how many of them requests have brought along."""
+"""Number of texts after which their use by requests is judged."""
 LEAST_BROUGHT = 0.5
-"""Share of the texts that should be brought along. It is all of them where agents send the prompts of their rows."""
+"""Least share of the texts that requests should use. Where agents send the prompts of their rows, they use all of them."""
 
 
 class GymPrompts:
-    """Asks for the prompts of NeMo-Gym's rows. Owns those that are known, so that each row is asked for once.
+    """Finds the prompts of NeMo-Gym's rows. Owns those that are known, so that each row is looked up once.
 
     Invariant: the prompt of a row is what Gym and the engines make of it, or None. It is None for rows with images, video or
     audio, for agents without a model server of the engines, and for prompts that an engine refuses.
@@ -47,7 +47,7 @@ class GymPrompts:
         self._alarms: list[str] = []
 
     def prompts(self, rows: Sequence[GymRow]) -> list[list[int] | None]:
-        """Returns the token ids of each row's first prompt; None where they are not known."""
+        """Returns the token ids of each row's first prompt, or None where they are not known."""
         self._has_rows = True
         keys = [json.dumps([row.get(name) for name in _ASKED], sort_keys=True, default=str) for row in rows]
         new = {key: row for key, row in zip(keys, rows, strict=True) if key not in self._known}
@@ -56,9 +56,9 @@ class GymPrompts:
         return [self._known.get(key) for key in keys]
 
     def observe_brought(self, num_brought: int, num_texts: int) -> None:
-        """Raises an alarm once if most texts were made for requests that do not come.
+        """Raises an alarm once if most texts were made for requests that never come.
 
-        Up to now requests have brought along `num_brought` of `num_texts` texts.
+        So far requests have used `num_brought` of `num_texts` texts.
         """
         if self._has_rows and num_texts >= LEAST_TEXTS and num_brought < LEAST_BROUGHT * num_texts:
             self._tell_once(
@@ -68,7 +68,7 @@ class GymPrompts:
             )
 
     def take_alarms(self) -> list[str]:
-        """Returns the sentences for the user that are new."""
+        """Returns the alarms for the user that are new since the last call."""
         alarms = self._alarms
         self._alarms = []
         return alarms
@@ -79,7 +79,7 @@ class GymPrompts:
             self._alarms.append(f"{what}: {rest}")
 
     def _learn(self, rows: Mapping[str, GymRow]) -> None:
-        """Asks for the prompts of rows. After a failure nothing is asked any more, and an alarm says so."""
+        """Looks up the prompts of rows. After a failure no more prompts are looked up, and an alarm says so."""
         try:
             asked = [{name: row.get(name) for name in _ASKED} for row in rows.values()]
             requests = ray.get(GymPrompts.gym.__ray_call__.remote(_request_maker(), asked), timeout=PATIENCE_S)
@@ -103,7 +103,7 @@ class GymPrompts:
                 del self._known[oldest]
 
     def _rendered(self, requests: Mapping[str, dict[str, Any] | None]) -> dict[str, list[int] | None]:
-        """Returns the token ids of each chat request, by its key. All engines take part; those that have died are left out."""
+        """Returns the token ids of each chat request, by its key. All engines that are alive share the work."""
         found: dict[str, list[int] | None] = {key: None for key, request in requests.items() if request is None}
         known = {key: request for key, request in requests.items() if request is not None}
         keys = list(known)
@@ -125,30 +125,29 @@ class GymPrompts:
 
 
 _ASKED = ("agent_ref", "responses_create_params")
-"""Parts of a row that decide about its prompt."""
+"""Fields of a row that determine its prompt."""
 
 
 def with_new_gym(spin_up: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Starts NeMo-Gym's Ray actor by NeMo-RL's function `spin_up`, and notes it, so that it is known before the first step."""
+    """Starts NeMo-Gym's Ray actor with NeMo-RL's function `spin_up`, and notes it, so that the first step knows it."""
     GymPrompts.gym = spin_up(*args, **kwargs)
     return GymPrompts.gym
 
 
 def with_gym(roll_out: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Rolls out NeMo-Gym's rows by NeMo-RL's function `roll_out`, and notes Gym's Ray actor."""
+    """Rolls out NeMo-Gym's rows with NeMo-RL's function `roll_out`, and notes Gym's Ray actor."""
     GymPrompts.gym = (kwargs.get("task_to_env") or {}).get("nemo_gym", GymPrompts.gym)
     return roll_out(*args, **kwargs)
 
 
 def _request_maker() -> Callable[[Any, list[dict[str, Any]]], list[dict[str, Any] | None]]:
-    """Returns the function that NeMo-Gym's Ray actor calls, where Gym is installed and its servers are known.
+    """Returns the function that NeMo-Gym's Ray actor calls, because Gym is installed and its servers are known only there.
 
-    It is made here, because Ray sends a function that is no name of a module by value. That process need not load this
-    package.
+    The function is defined inside this one so that Ray sends it by value. That actor then need not import this package.
     """
 
     def chat_request(servers: Any, row: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns what decides about the prompt in the chat request that Gym makes of a row; None if it is not known."""
+        """Returns the fields of Gym's chat request for a row that determine the prompt, or None if they are not known."""
         from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
         from nemo_gym.responses_converter import VLLMConverter
         from omegaconf import OmegaConf

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online refresh of the draft head: the trainer's actor beside the run, and the driver's part.
+"""Online refresh of the draft head, by a trainer actor beside the run and the driver's end of it.
 
-The driver never waits for a training, and no failure here ends the run: the engines keep the head that they have.
+The driver never waits for the training of a head. No failure here ends the run, because the engines keep the head they have.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ MAX_RESTARTS = 1
 
 @ray.remote(max_restarts=0, num_cpus=1)
 class SpecrolloutHeadTrainer:
-    """Actor that owns the head in service and the schedule of its refreshes. Serves one call at a time."""
+    """Actor that owns the head in service and the schedule of its refreshes. It serves one call at a time."""
 
     def __init__(self, block: SpecrolloutConfig, policy: str, heads: str, temperature: float) -> None:
         """`policy` is a Hugging Face folder or a name on the hub, and `heads` the path of the run's `HeadFolder`."""
@@ -48,7 +48,7 @@ class SpecrolloutHeadTrainer:
         return asdict(self._online.source)
 
     def after_steps(self, version: int, facts: Sequence[StepFacts]) -> RefreshRecord:
-        """Decides after each of the steps in `facts`, and refreshes the head if the last decision says so.
+        """Decides after each step in `facts` whether a refresh is due, and refreshes the head if the last decision says so.
 
         `version` is the policy that computed the newest features. Returns the record of the last step.
         """
@@ -63,7 +63,7 @@ class SpecrolloutHeadTrainer:
 
 
 def _local_folder(name: str) -> Path:
-    """Returns a folder, or the cached files of a name on the Hugging Face hub, which the engines have downloaded."""
+    """Returns the folder of a model, which for a name on the Hugging Face hub is the cache that the engines have filled."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -72,10 +72,10 @@ def _local_folder(name: str) -> Path:
 
 
 class HeadRefresh:
-    """Owns the trainer, the step facts that wait for it, and the record of which head the engines have.
+    """The driver's end. Owns the trainer, the step facts that wait for it, and the record of which head the engines have.
 
-    The trainer's first answer is the `FeatureSource` of the head, all others are `RefreshRecord`s. Until the engines load a
-    published head, at the next refit, steps still run with the old head: of these the trainer gets the seconds only.
+    The trainer's first answer is the `FeatureSource` of the head, and all others are `RefreshRecord`s. The engines load a
+    published head at the next refit. Steps that still run with the old head until then are reported by their seconds only.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class HeadRefresh:
         self._num_failures = 0
         self._unsent: list[StepFacts] = []
         self._owed_s = 0.0
-        """Seconds of steps with an old head. The trainer gets them with the first step of the new head."""
+        """Seconds of steps with an old head, which are reported with the first step of the new head."""
         self._source: dict[str, Any] | None = None
         self._in_service: PublishedHead | None = None
         self._to_load = folder.published()
         self._record: RefreshRecord | None = None
-        # A trainer on a GPU gets what is left when all processes of NeMo-RL have their GPUs.
+        # A trainer on a GPU starts after all processes of NeMo-RL, because it gets what these leave.
         self._starts_later = bool(self._config.trainer_gpus)
         self._trainer = None if self._starts_later else start()
 
     def policy_updated(self, version: int) -> None:
-        """Saves the policy of `version` as the teacher of its rollouts, and loads the latest head into the engines.
+        """Saves the teacher for rollouts of policy `version`, and loads the latest head into the engines.
 
         Call it after a refit, before the requests of the new policy.
         """
@@ -117,7 +117,7 @@ class HeadRefresh:
         self._read_answer()
         if self._trainer is not None:
             self._folder.forget_old(version)
-            # All engines have the same policy, so the first one saves it.
+            # All engines have the same policy, so only the first one saves it.
             self._tell(WorkerCalls.specrollout_save_teacher, [(str(self._folder.teacher(version)),)])
         head = self._to_load
         self._to_load = None
@@ -169,9 +169,9 @@ class HeadRefresh:
             self._find_published()
 
     def _find_published(self) -> None:
-        """Schedules the head in `published.json` for the engines, unless they have it.
+        """Schedules the head in `published.json` for loading, unless the engines already have it.
 
-        The trainer compares its next candidate with that head, even if an earlier run published it.
+        Even a head that an earlier run published must be loaded, because the trainer compares its next candidate with it.
         """
         published = self._folder.published()
         if published != self._in_service:

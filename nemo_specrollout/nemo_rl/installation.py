@@ -54,9 +54,9 @@ _replaced: list[tuple[Any, str, Any]] = []  # module, name, original
 def install(config: Any) -> bool:
     """Puts `policy.generation.specrollout` of NeMo-RL's `MasterConfig` into effect. Call it before NeMo-RL's `setup`.
 
-    Returns whether the block is enabled; otherwise nothing is touched. If this package is not on PYTHONPATH, which NeMo-RL
-    passes on to its actors, a copy goes into the log folder and on PYTHONPATH. Raises ConfigError if the block, the config
-    or the installed NeMo-RL does not allow the run.
+    Returns whether the block is enabled. If it is not, nothing is changed. NeMo-RL passes PYTHONPATH on to its actors, so if
+    this package is not on it, a copy of the package is written to the log folder and added. Raises ConfigError if the block,
+    the config or the installed NeMo-RL does not allow the run.
     """
     uninstall()
     tree = config.model_dump()
@@ -102,7 +102,7 @@ def _is_controlled(config: Any) -> bool:
 
 
 def _trainers(config: Any) -> list[str]:
-    """Returns the modules of NeMo-RL whose names are replaced. They import each other's functions by name."""
+    """Returns the modules of NeMo-RL in which names are replaced. There are several, because they share imported names."""
     has_data_plane = (getattr(config, "data_plane", None) or {}).get("enabled")
     own = next((name for name in ("distillation", "ppo") if getattr(config, name, None) is not None), None)
     own = own or ("grpo_sync" if has_data_plane else "grpo")
@@ -122,9 +122,9 @@ def _patch_points_of(config: Any, *, runs_ahead: bool) -> tuple[PatchPoint, ...]
 
 
 def with_absolute_paths(block: SpecrolloutConfig, place: Path) -> SpecrolloutConfig:
-    """Returns the block with absolute paths, because actors may run in other folders.
+    """Returns the block with absolute paths, because actors may run in other working directories.
 
-    What engines learn is kept in a folder inside of `place`, unless the block names another.
+    What engines learn is kept in a folder inside `place`, unless the block names another one.
     """
     drafters = []
     for drafter in block.drafters:
@@ -143,7 +143,7 @@ def with_absolute_paths(block: SpecrolloutConfig, place: Path) -> SpecrolloutCon
 
 
 def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
-    """Raises ConfigError for errors that an engine or an actor would find minutes later."""
+    """Raises ConfigError for errors that an engine or an actor would otherwise find minutes later."""
     for reason in drafter_misfits(block, policy["model_name"], policy["generation"]["vllm_cfg"].get("max_model_len")):
         raise ConfigError(reason)
     ladder_of(block)
@@ -158,10 +158,10 @@ def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
 
 
 def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
-    """Returns the facts of a run that starts, or resumes from a checkpoint.
+    """Returns the facts of a run that starts or resumes from a checkpoint.
 
-    The folder of heads is beside the checkpoints, where a resumed run finds it: NeMo-RL gives every start a log folder of
-    its own. A run that starts from the configured policy starts from the configured head.
+    The folder of heads is beside the checkpoints, so that a resumed run finds it. The log folder would not do, because
+    NeMo-RL makes a new one at every start. A run that starts from the configured policy starts from the configured head.
     """
     from nemo_rl.utils.checkpoint import CheckpointManager
 
@@ -193,14 +193,14 @@ def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
 
 
 def _place_of(config: Any) -> Path:
-    """Returns the folder of checkpoints, or without any the log folder: what is written there, a resumed run finds."""
+    """Returns the folder in which a resumed run finds its files: that of the checkpoints, or else the log folder."""
     return Path(
         config.checkpointing["checkpoint_dir"] if config.checkpointing["enabled"] else config.logger["log_dir"]
     ).absolute()
 
 
 def _changed_seed(config: Any) -> str | None:
-    """Returns a sentence if the checkpoint that the run resumes from has another seed, which its config says; else None."""
+    """Returns a sentence if the run resumes from a checkpoint whose config has another seed, and otherwise None."""
     from nemo_rl.utils.checkpoint import CheckpointManager
 
     checkpoint = CheckpointManager(config.checkpointing).get_latest_checkpoint_path()
@@ -209,7 +209,7 @@ def _changed_seed(config: Any) -> str | None:
 
 
 def _algorithm(config: Any) -> tuple[str, Any]:
-    """Returns the name and the block of the run's algorithm."""
+    """Returns the name of the run's algorithm, such as `grpo`, and its part of the config."""
     return next((name, found) for name in ALGORITHMS if (found := getattr(config, name, None)) is not None)
 
 
@@ -217,7 +217,7 @@ def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: A
     from nemo_specrollout.nemo_rl.generation import SpecrolloutLogger
     from nemo_specrollout.nemo_rl.logprob_gap import gap_alarms, gap_causes
 
-    STEP_LOG.take()  # what an earlier run of this process has left
+    STEP_LOG.take()  # drops what an earlier run of this process has left
     abilities = abilities_of(engine_vllm(tree).version, model_config(tree) or {})
     host_chooses = host_choice(at(tree, VLLM_KWARGS, {}), abilities)
     summary = {
@@ -262,7 +262,7 @@ def _replace_names(config: Any, logger: Any, points: Sequence[PatchPoint]) -> No
     _replace(async_utils, "AsyncTrajectoryCollector", ours.SpecrolloutTrajectoryCollector)
     for name, extended in ours.extended_rollouts().items():
         _replace(rollouts, name, extended)
-    # Trainers take names from each other when they are imported, so all are imported before any name is replaced.
+    # Trainer modules import names from each other, so all must be imported before any name is replaced.
     trainers = {name: importlib.import_module(name) for name in _trainers(config)}
     for point in points:
         if point.module in trainers:
@@ -301,10 +301,10 @@ def _replace_for_controller(config: Any, logger: Any) -> None:
 
 
 def _our_engine_actor(resolve: Any, *args: Any, **kwargs: Any) -> str:
-    """Returns the name of our engine actor for the one that NeMo-RL's function `resolve` names.
+    """Returns the name of our engine actor in place of the one that NeMo-RL's function `resolve` returns.
 
-    Our actor gets the environment of that actor. Otherwise NeMo-RL would make another one with vLLM on every node, because
-    it names an environment after the actor's class.
+    Our actor shares the Python environment of that actor. NeMo-RL names an environment after the actor's class, so it would
+    otherwise build a second one with vLLM on every node.
     """
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pages of a run in NeMo-RL while it runs, as often as that costs next to nothing."""
+"""Writes the report pages of a NeMo-RL run while it runs, at intervals that keep the cost below 1 % of the time."""
 
 import asyncio
 import math
@@ -12,21 +12,21 @@ from typing import Any
 from rich.console import Console
 
 PAUSE_PER_WRITE = 100.0
-"""Seconds without a write for each second that a write took, so writes take less than 1 % of the time."""
+"""Seconds to pause for each second that a write took, so that writes take less than 1 % of the time."""
 SHORTEST_PAUSE_BETWEEN_PICTURES_S = 600.0
-"""Seconds. Weights & Biases and TensorBoard keep every picture."""
+"""Seconds between two pictures at least, because Weights & Biases and TensorBoard keep every picture."""
 PICTURE_NAME = "train/specrollout/picture"
 LogPlot = Callable[[Any, int, str], None]
 """NeMo-RL's function that logs a matplotlib figure, with the step and a name."""
 
 
 def next_write_s(began_s: float, ended_s: float, shortest_pause_s: float = 0.0) -> float:
-    """Returns the time from which the next write is allowed after a write between these times, in seconds."""
+    """Returns the earliest time of the next write in seconds, given when the last one began and ended."""
     return ended_s + max(PAUSE_PER_WRITE * (ended_s - began_s), shortest_pause_s)
 
 
 class LiveReport:
-    """Decides when the pages of `folder` are written. An error is shown once and never ends the run."""
+    """Decides when the pages of `folder` are written, and writes them. An error is shown once and never ends the run."""
 
     def __init__(self, folder: Path, last_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`last_step` is the step after which the pages are written in any case."""
@@ -47,7 +47,7 @@ class LiveReport:
         now_s = self._clock()
         if not is_last and now_s < self._pages_due_s:
             return
-        if not is_last and _has_event_loop():  # the SingleController's rollouts wait on this thread's loop
+        if not is_last and _has_event_loop():  # the SingleController's rollouts run on this thread's event loop
             if self._writer is None or not self._writer.is_alive():
                 self._writer = Thread(target=self._write, daemon=True)
                 self._writer.start()
@@ -66,7 +66,7 @@ class LiveReport:
             self._write()
 
     def _wait_for_thread(self) -> None:
-        """Waits for the thread, which would otherwise write its older pages last."""
+        """Waits for the thread, whose older pages would otherwise overwrite newer ones."""
         if self._writer is not None:
             self._writer.join()
 
@@ -82,7 +82,7 @@ class LiveReport:
                 log_plot(figure_of(picture), step, PICTURE_NAME)
         except ImportError as error:
             self._warn(f"no report.html and picture.png: {error}; install matplotlib, or make them later")
-        except Exception as error:  # a report is worth less than the run
+        except Exception as error:  # a failed report must not end the run
             self._warn(f"report.html or picture.png was not written ({type(error).__name__}: {error}); the run goes on")
         self._pages_due_s = next_write_s(began_s, self._clock())
 

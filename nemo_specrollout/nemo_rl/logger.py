@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's logger, extended: it adds our metrics to a training step's, records both, and prints what a user must see."""
+"""NeMo-RL's logger, extended so that it adds our metrics to each training step, records both, and prints alarms."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ _LINE = {
 
 
 class WatchingLogger:
-    """Mixin for NeMo-RL's `Logger`: adds our metrics to a training step's, and records both."""
+    """Mixin for NeMo-RL's `Logger` that adds our metrics to those of a training step, and records both."""
 
     loggers: Sequence[Any]
     log_plot: Callable[[Any, int, str], None]
@@ -50,7 +50,7 @@ class WatchingLogger:
         self._record = RunRecord(Path(cfg["log_dir"]), facts)
         self._report = LiveReport(self._record.folder, last_step)
         self._validation = (0, 0.0)
-        # Run when the logger is dropped or its process ends. Methods of the logger would keep it alive.
+        # Runs when the logger is dropped or its process ends. A method of the logger here would keep the logger alive.
         weakref.finalize(self, _close, self._record, self._report)
 
     def finish(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,12 +61,12 @@ class WatchingLogger:
     def log_metrics(
         self, metrics: dict[str, Any], step: int, prefix: str | None = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Logs as NeMo-RL does, a training step's metrics with ours."""
+        """Logs as NeMo-RL does, and adds our metrics to those of a training step."""
         if prefix == "timing/validation":
             self._validation = (step, float(metrics.get("total_validation_time", 0.0)))
         if prefix == "timing/train":
             self._step_done(metrics, step)
-        if prefix == "train" and "loss" in metrics:  # NeMo-RL may have logged metrics of rollouts before
+        if prefix == "train" and "loss" in metrics:  # metrics of rollouts, which may come first, have no loss
             metrics = self._with_ours(metrics, step)
         return super().log_metrics(metrics, step, prefix, *args, **kwargs)  # type: ignore[misc]
 
@@ -79,7 +79,7 @@ class WatchingLogger:
     def _with_ours(self, metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Adds our metrics to a training step's, records all of them, and shows them."""
         log = self.step_log.take(request_figures=not any(name.startswith(PREFIX) for name in metrics))
-        # Our metrics are arrays of one number until here (`generation.py`).
+        # Up to this point our metrics are arrays of one number (`generation.py`).
         metrics = {k: float(v) if k.startswith(PREFIX) else v for k, v in metrics.items()} | log.figures
         metrics |= {PREFIX + name: lag for name, lag in policy_lag(log.samples, step - 1).items()}
         gap = logprob_gap(metrics)
@@ -111,7 +111,7 @@ def show_step(step: int, metrics: Mapping[str, Any], entries: Mapping[str, Any],
 
 
 def in_a_line(metrics: Mapping[str, Any]) -> str:
-    """Returns a step's metrics as a line for the terminal. Metrics that the step lacks are left out."""
+    """Returns a step's metrics as one line for the terminal, without the metrics that the step lacks."""
     parts = [text.format(metrics[PREFIX + name]) for name, text in _LINE.items() if PREFIX + name in metrics]
     shares = {k.split("/")[1]: v for k, v in metrics.items() if k.startswith(PREFIX) and k.endswith("/share_of_drafts")}
     drafters = [f"{name} {share:.0%}" for name, share in shares.items()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distance between the engine's and the trainer's log-probs of a run in NeMo-RL: its size, likely causes and alarm."""
+"""The gap between the engine's and the trainer's log-probs in a NeMo-RL run, with its likely causes and its alarm."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, Tree, asynchronous_bl
 
 
 def logprob_gap(metrics: Mapping[str, Any]) -> float | None:
-    """Returns the log-prob gap of a step, nats a token, or None if NeMo-RL does not log it.
+    """Returns the log-prob gap of a step in nats per token, or None if NeMo-RL does not log it.
 
     NeMo-RL logs the mean of exp|difference|. The logarithm of that mean is at least the mean of |difference|, and equal
     to it where the differences are small.
@@ -19,7 +19,7 @@ def logprob_gap(metrics: Mapping[str, Any]) -> float | None:
 
 
 def gap_alarms(gap: float, *, bound: float, causes: Sequence[str]) -> list[str]:
-    """Returns a sentence about a gap above the bound, in nats a token, and nothing about another gap."""
+    """Returns a list with an alarm if `gap` is above `bound` (both in nats per token), and otherwise an empty list."""
     if gap <= bound:
         return []
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step from the summed counters of all engines. Ratios are computed last."""
+"""Metrics of a step, computed from the summed counters of all engines. Ratios are computed last."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from nemo_specrollout.telemetry.sample_stats import SampleStats, StepEnd
 
 
 def step_metrics(done_E: Sequence[EngineTotals]) -> dict[str, float]:
-    """Returns metrics of what each engine has done in a step, by name (docs/reference/metrics.md)."""
+    """Returns the metrics of a step by name, from what each engine has done in it (docs/reference/metrics.md)."""
     num_engines = len(done_E)
     done = reduce(add, done_E)
     metrics: dict[str, float] = {
@@ -41,7 +41,7 @@ def step_metrics(done_E: Sequence[EngineTotals]) -> dict[str, float]:
 
 
 def _seconds(done: EngineTotals, num_engines: int) -> tuple[float, float | None]:
-    """Returns the mean seconds of the engines' steps, and an estimate for the same tokens without drafts; None if unknown."""
+    """Returns the mean seconds of the engines' steps, and an estimate for the same tokens without drafts (None if unknown)."""
     rollout_s = (done.decode_s + done.other_s) / num_engines
     if not done.estimated_s:
         return rollout_s, None
@@ -53,7 +53,7 @@ def metrics_below(name: str, figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _by_drafter(done: EngineTotals) -> dict[str, float]:
-    """Returns each drafter's share of all drafts and its acceptance, overall and by position."""
+    """Returns each drafter's share of all drafts, and its acceptance rate overall and by position."""
     metrics: dict[str, float] = {}
     accepted = dict(done.accepted)
     total = sum(map(sum, dict(done.proposed).values()))
@@ -70,9 +70,9 @@ def _by_drafter(done: EngineTotals) -> dict[str, float]:
 
 
 def weight_updates(last: EngineTotals, after: EngineTotals, num_engines: int) -> dict[str, float]:
-    """Returns the refits of each engine between the ends of two steps, whose totals are `last` and `after`.
+    """Returns metrics of the refits between the ends of two steps, whose totals are `last` and `after`.
 
-    Synchronous GRPO refits between two steps, outside of the window of the other metrics.
+    These have a window of their own, because synchronous GRPO refits outside the window of the other metrics.
     """
     return {f"{PREFIX}weight_updates": (after - last).num_weight_updates / num_engines}
 
@@ -97,7 +97,7 @@ def step_facts(done: EngineTotals, num_engines: int, seconds: float, steps_to_co
 
 
 def _num_tokens(done: EngineTotals) -> int:
-    """Returns the tokens that the engines emitted: one for each request of a step, and the accepted drafts."""
+    """Returns the number of tokens that the engines emitted, which is one per request and step plus the accepted drafts."""
     return done.num_request_steps + sum(map(sum, dict(done.accepted).values()))
 
 
@@ -114,9 +114,9 @@ def head_metrics(ends: Sequence[StepEnd]) -> dict[str, float]:
 
 
 def history_facts(ends: Sequence[StepEnd]) -> dict[str, int]:
-    """Returns what the engines' history of responses held and has done since the start; empty without a history.
+    """Returns what the history of responses held at the start and has done since, or nothing without a history.
 
-    All engines read the same history, so what was there at the start is counted once.
+    All engines read the same history, so its content at the start is counted once.
     """
     of_engines = [end.history for end in ends if end.history is not None]
     if not of_engines:
@@ -126,7 +126,7 @@ def history_facts(ends: Sequence[StepEnd]) -> dict[str, int]:
 
 
 def sample_lines(ends: Sequence[StepEnd], seeds: Sequence[int] | None) -> list[dict[str, Any]]:
-    """Returns the sample stats at the end of a step, in the order of `seeds` (None: all)."""
+    """Returns the sample stats at the end of a step in the order of `seeds`, or all of them if `seeds` is None."""
     found = dict[int, SampleStats]()
     for seed, stats in (pair for end in ends for pair in end.sample_stats):
         found[seed] = found[seed].merged(stats) if seed in found else stats

@@ -19,7 +19,7 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.nemo_rl.installation import install
 
 _SETUPS = ("setup", "setup_single_controller")
-"""Names under which NeMo-RL's scripts call its set-up."""
+"""Names of the set-up functions that NeMo-RL's scripts call."""
 
 
 def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
@@ -39,7 +39,7 @@ def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
 
 
 def _script(path: Path) -> ModuleType:
-    """Loads the script at `path` as a module. Raises ConfigError if it never calls a set-up of NeMo-RL."""
+    """Loads the script at `path` as a module. Raises ConfigError if it does not call NeMo-RL's set-up."""
     if not path.is_file():
         raise ConfigError(
             f"NeMo-RL's script {path} does not exist; run from a NeMo-RL checkout (its container has one in /opt/nemo-rl)"
@@ -64,7 +64,7 @@ def _install_and_set_up(native: Any, master_config: Any, *args: Any, **kwargs: A
 
 
 def _with_prompt_files(node: Any, checkout: Path, key: str = "") -> Any:
-    """Returns a config with absolute paths for prompt files that are found in NeMo-RL's checkout only."""
+    """Returns a config in which prompt files that exist only in NeMo-RL's checkout have absolute paths."""
     if isinstance(node, Mapping):
         return {name: _with_prompt_files(value, checkout, name) for name, value in node.items()}
     is_found = key in PROMPT_FILES and isinstance(node, str) and not Path(node).is_file()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of coming steps, which `run_ahead` needs early: NeMo-RL's data loader with a look at its next batches."""
+"""NeMo-RL's data loader, extended so that `run_ahead` can peek at the prompts of coming steps."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -12,11 +12,11 @@ from nemo_specrollout.nemo_rl.peeked_batches import PeekedBatches
 
 
 class PeekingLoader(StatefulDataLoader):
-    """NeMo-RL's data loader, which can show its next batches early. That leaves `state_dict` as it was."""
+    """NeMo-RL's data loader, which can show its next batches without consuming them or changing `state_dict`."""
 
     _latest: ClassVar["ref[PeekingLoader] | None"] = None
     _batches: PeekedBatches | None = None
-    """The epoch that is under way."""
+    """Batches of the current epoch."""
     num_taken = 0
     """Batches that the loader has given since it was made."""
 
@@ -29,11 +29,11 @@ class PeekingLoader(StatefulDataLoader):
 
     @staticmethod
     def latest() -> "PeekingLoader | None":
-        """Returns the loader of this process that has given a batch last; None before any has."""
+        """Returns the loader of this process that gave a batch most recently, or None before any has."""
         return None if PeekingLoader._latest is None else PeekingLoader._latest()
 
     def next_prompts(self, number: int) -> list[list[NextPrompt]]:
-        """Returns the prompts of the batches that come next, at most `number`; fewer at the end of an epoch."""
+        """Returns the prompts of the next `number` batches, or of fewer at the end of an epoch."""
         return [] if self._batches is None else list(map(prompts_of, self._batches.peek(number)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def prompts_of(shown: Mapping[str, Any]) -> list[NextPrompt]:
 
 
 def _gym_row(info: Any) -> Mapping[str, Any] | None:
-    """Returns what the environment gets of a prompt if that is a row of NeMo-Gym, else None."""
+    """Returns the environment's part of a prompt if it is a row of NeMo-Gym, and otherwise None."""
     return info if isinstance(info, Mapping) and "responses_create_params" in info else None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name of NeMo-RL that this package replaces, overrides, calls or stores to, by kind of run.
+"""All names of NeMo-RL that this package replaces, overrides, calls or assigns, grouped by kind of run.
 
 `PatchPoint` says what the fields mean. docs/reference/nemo-rl-patch-points.md says how and why each name is used.
 """
@@ -296,7 +296,7 @@ WORKER_POINTS = (
     ),
     PatchPoint(VLLM_BACKEND, "VllmInternalWorkerExtension._mtp_drafter_from_disk", use=Use.STORED),
 )
-"""Patch points in the process of a vLLM worker. They are checked there, when our worker class is made."""
+"""Patch points in the process of a vLLM worker. They are checked there, when our worker class is defined."""
 DRIVER_POINTS = (
     *POINTS_OF_ALL_RUNS,
     *POINTS_OF_CONTROLLER,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a patch point of NeMo-RL is, and how a NeMo-RL is compared with the patch points; `patch_point_table.py` has them.
+"""Defines patch points of NeMo-RL, and compares a NeMo-RL with them. The points themselves are in `patch_point_table.py`.
 
-`install` checks the names before anything starts.
+`install` checks that the names exist before anything starts.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ EXTENSIONS = tuple(
     for suffix in ("", "WithCheckpointEngine")
 )
 SHARED_NAMES = ("synchronize_device",)
-"""Names that both an extension and vLLM's worker may have. vLLM calls its own, and both wait for the device."""
+"""Names that NeMo-RL's extension and vLLM's worker may share, because both methods do the same and vLLM keeps its own."""
 
 Result = Literal["nothing", "value", "stream", "async nothing", "async value", "async stream"]
 """Kind of a function's result, as in `Signature.result`."""
@@ -27,7 +27,7 @@ Result = Literal["nothing", "value", "stream", "async nothing", "async value", "
 
 class Use(StrEnum):
     PASSED_ON = "passed on"
-    """Replaced or overridden: our code passes on all arguments and the result."""
+    """Replaced or overridden by code of ours that passes on all arguments and the result."""
     CALLED = "called"
     STORED = "stored"
     """Assigned, so that NeMo-RL reads our value."""
@@ -43,11 +43,11 @@ class PatchPoint:
     """Name in the module. A method has its class before a dot."""
     use: Use = Use.PASSED_ON
     needed: tuple[str, ...] = ()
-    """Parameters that the name must take."""
+    """Parameters that the function must take."""
     known: tuple[str, ...] = ()
-    """More parameters that it takes in the NeMo-RL for which the package was written."""
+    """Further parameters that it takes in the NeMo-RL for which this package was written."""
     result: Result = "nothing"
-    """Its result there."""
+    """Kind of its result in that NeMo-RL."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Change:
 
     text: str
     is_harmless: bool = False
-    """Whether this package works with the change. It does where it passes on all arguments and the result."""
+    """Whether this package works in spite of the change, as it does where it passes on all arguments and the result."""
 
 
 def changes_of(point: PatchPoint, source: PythonSource) -> list[Change]:
-    """Returns what is different about a patch point in the NeMo-RL of `source`."""
+    """Returns the differences between a patch point and the NeMo-RL of `source`."""
     name = f"{point.module}.{point.name}"
     exists, _ = source.definition(name)
     if not exists:
@@ -97,7 +97,7 @@ def _result_changes(point: PatchPoint, found: Signature) -> list[Change]:
 
 
 def check_patch_points(points: Sequence[PatchPoint], source: PythonSource | None = None) -> None:
-    """Raises ConfigError if NeMo-RL (None: the installed one) lacks one of `points`, or has it in another form."""
+    """Raises ConfigError if a NeMo-RL lacks one of `points` or has it in another form. `source` None is the installed one."""
     if source is None:
         folder = installed_source(NEMO_RL)
         if folder is None:

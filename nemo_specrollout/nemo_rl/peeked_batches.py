@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream of batches with a look at the next ones, and with the state of its source as if nobody had looked."""
+"""A stream of batches that can be peeked at, while the state of its source is reported as if nobody had peeked."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,22 +10,22 @@ State = dict[str, Any]
 
 
 class PeekedBatches:
-    """Yields the batches of one epoch. Owns those that were looked at and have not been taken yet.
+    """Yields the batches of one epoch. Owns the batches that were peeked at and have not been taken yet.
 
-    Invariant: the batches, their order and `state` are those of the same stream without any look at what comes next.
+    Invariant: the batches, their order and `state` are the same as if nobody had ever peeked.
 
-    One thread may take batches while another looks at them.
+    One thread may take batches while another peeks at them.
     """
 
     def __init__(self, stream: Iterator[Any], state_of_source: Callable[[], State]) -> None:
-        """`state_of_source` returns the state from which the source would go on after the last batch of `stream`."""
+        """`state_of_source` returns the state from which the source would continue after the last batch of `stream`."""
         self._stream = stream
         self._state_of_source = state_of_source
         self._lock = RLock()
         self._waiting: deque[tuple[State, Any]] = deque()
-        """Batches that were looked at, each with the state of the source before it."""
+        """Batches that were peeked at, each with the state of the source before it."""
         self._state_at_end: State | None = None
-        """State before the end of the epoch was met; None while it was not."""
+        """State before the end of the epoch, or None until a peek has reached that end."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -40,7 +40,7 @@ class PeekedBatches:
             return next(self._stream)
 
     def peek(self, number: int) -> list[Any]:
-        """Returns the batches that come next, at most `number`; fewer if the epoch ends before."""
+        """Returns the next `number` batches, or fewer if the epoch ends before."""
         with self._lock:
             while len(self._waiting) < number and self._state_at_end is None:
                 state = self._state_of_source()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray helpers: our own actors beside NeMo-RL's, calls of engine actors, and the text of a failure."""
+"""Ray helpers, which start our own actors beside NeMo-RL's, call engine actors, and describe failures."""
 
 import asyncio
 import os
@@ -20,20 +20,20 @@ from nemo_specrollout.stragglers.exchange import StragglerExchange
 from nemo_specrollout.stragglers.turns import ExchangeFailed
 
 ENGINE_ACTOR = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
-"""NeMo-RL's engine actor, whose Python environment our actors share. It has vLLM."""
+"""NeMo-RL's engine actor. Our actors share its Python environment, because that has vLLM."""
 _PACKAGE = "nemo_specrollout"
 PATIENCE_S = 300.0
-"""Seconds after which a call of the exchange without an answer counts as failed."""
+"""Seconds after which an unanswered call of the exchange counts as failed."""
 Arguments = TypeVarTuple("Arguments")
 Parameters = ParamSpec("Parameters")
 _NO_GPU_MASK = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""Variable with which an actor sees all GPUs, not only its own. NeMo-RL's `init_ray` does not pass it on either."""
+"""Variable that makes an actor see all GPUs instead of only its own. Like NeMo-RL's `init_ray`, we do not pass it on."""
 
 
 def python_of(actor: str) -> str:
-    """Returns the path of the Python that runs an actor of NeMo-RL, by the class's dotted name.
+    """Returns the path of the Python that runs an actor of NeMo-RL, which is given by the dotted name of its class.
 
-    NeMo-RL makes the actor's environment first where there is none. Raises ConfigError if that Python does not find this
+    If the actor has no environment yet, NeMo-RL makes it first. Raises ConfigError if that Python does not find this
     package.
     """
     from nemo_rl.distributed.ray_actor_environment_registry import get_actor_python_env
@@ -42,7 +42,7 @@ def python_of(actor: str) -> str:
     python: str = get_actor_python_env(actor)
     if python.startswith("uv"):
         python = create_local_venv_on_each_node(python, actor)
-    if not os.path.isfile(python):  # NeMo-RL makes none on a node that runs no actors
+    if not os.path.isfile(python):  # NeMo-RL makes no environment on a node that runs no actors
         return python
     search = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({_PACKAGE!r}) is None)"
     if subprocess.run([python, "-c", search], check=False).returncode:
@@ -54,7 +54,7 @@ def python_of(actor: str) -> str:
 
 
 def pythons_of_actors() -> dict[str, str]:
-    """Returns the path of the Python of each actor of NeMo-RL, by the class's dotted name. It may not exist yet."""
+    """Returns the path of the Python of each NeMo-RL actor, by the dotted name of its class. A path may not exist yet."""
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.utils.venvs import DEFAULT_VENV_DIR
 
@@ -66,7 +66,7 @@ def pythons_of_actors() -> dict[str, str]:
 
 
 def engine_environment() -> dict[str, Any]:
-    """Returns the Ray runtime environment of an engine, in which NeMo-RL also starts actors without a worker group."""
+    """Returns the Ray runtime environment of an engine, as NeMo-RL passes it to actors outside of a worker group."""
     python = python_of(ENGINE_ACTOR)
     venv = os.path.dirname(os.path.dirname(python))
     inherited = {name: value for name, value in os.environ.items() if name != _NO_GPU_MASK}
@@ -74,7 +74,7 @@ def engine_environment() -> dict[str, Any]:
 
 
 def is_loss_of_a_process(error: BaseException | None) -> bool:
-    """Returns whether an error came of a process or a node that is lost or cannot be reached, and not of the program itself.
+    """Returns whether an error came from a lost or unreachable process or node, and not from the program itself.
 
     An `RpcError` is Ray's, or gRPC's own where NeMo-RL asks Ray for the memory of all nodes.
     """
@@ -84,25 +84,25 @@ def is_loss_of_a_process(error: BaseException | None) -> bool:
         if isinstance(error, lost) or any(kind.__name__ == "RpcError" for kind in type(error).__mro__):
             return True
         seen.add(id(error))
-        # The error of a remote function names what has raised it as its cause, in an attribute of Ray's.
+        # Ray keeps the original error of a remote function in an attribute of its own.
         error = getattr(error, "cause", None) or error.__cause__ or error.__context__
     return False
 
 
 class ActorFailed(Exception):
-    """An actor is gone, or its last call raised an error. The message is the reason."""
+    """Raised if an actor is gone, or if its last call raised an error. The message is the reason."""
 
     def __init__(self, reason: str, *, is_alive: bool = False) -> None:
         super().__init__(reason)
         self.is_alive = is_alive
-        """True if the actor's process still runs."""
+        """True if the actor's process is still running."""
 
 
 class ActorLink:
     """The driver's connection to an actor. Owns the actor, which dies with the driver, and the pending call."""
 
     def __init__(self, actor: Any, *arguments: Any, first_call: str, **options: Any) -> None:
-        """Starts an actor of the Ray class `actor` where engines run, with Ray's `options`, and calls its `first_call`."""
+        """Starts an actor of the Ray class `actor` in an engine's environment with Ray's `options`, and calls `first_call`."""
         self._actor = actor.options(**options, runtime_env=engine_environment()).remote(*arguments)
         self.call(first_call)
 
@@ -115,12 +115,12 @@ class ActorLink:
         return time.monotonic() - self._called_s
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Calls a method of the actor. The link must be idle."""
+        """Calls a method of the actor, without waiting for the answer. No other call may be pending."""
         self._call = getattr(self._actor, method).remote(*arguments)
         self._called_s = time.monotonic()
 
     def restart(self) -> None:
-        """Ends the actor's process, which Ray starts again if the actor's options allow it. The link is idle then."""
+        """Ends the actor's process, which Ray restarts if the actor's options allow it. No call is pending afterwards."""
         ray.kill(self._actor, no_restart=False)
         self._call = None
 
@@ -144,7 +144,7 @@ class ActorLink:
 class EngineClient:
     """Calls the engine actors of a run, and through them the vLLM workers of their engines.
 
-    A call of a vLLM worker goes to all ranks of the engine, whose engine actor returns one reply for them.
+    A call of a vLLM worker goes to all ranks of the engine, and the engine actor returns one reply for all of them.
     """
 
     def __init__(self, worker_group: Any) -> None:
@@ -159,9 +159,9 @@ class EngineClient:
     def call_each(
         self, method: Callable[[WorkerCalls, *Arguments], object], arguments: Sequence[tuple[*Arguments] | None]
     ) -> list[Any]:
-        """Calls a method of the vLLM workers with each engine's own arguments.
+        """Calls a method of the vLLM workers with different arguments for each engine. Returns the replies.
 
-        An engine is left out if its arguments are None, or if `arguments` ends before it. Returns the replies of the others.
+        An engine is left out if its arguments are None, or if `arguments` is too short to reach it.
         """
         calls = [
             self.start(engine, EngineActorCalls.specrollout_call, method=method.__name__, arguments=list(own))
@@ -178,10 +178,10 @@ class EngineClient:
         *arguments: Parameters.args,
         **named: Parameters.kwargs,
     ) -> Any:
-        """Begins to call a method of an engine actor. Returns Ray's reference to the reply.
+        """Calls a method of an engine actor without waiting. Returns Ray's reference to the reply.
 
-        NeMo-RL refuses arguments without a name, and no method of the table takes any. `arguments` is here because the type
-        checker compares both kinds with the method.
+        NeMo-RL refuses positional arguments, so no method of the table takes any. `arguments` exists only because the type
+        checker needs both kinds to compare them with the method.
         """
         assert not arguments, f"name the arguments of {method.__name__}"
         actor = self._group.get_dp_leader_worker_idx(engine)
@@ -189,10 +189,10 @@ class EngineClient:
 
     @contextmanager
     def weights_change(self) -> Iterator[None]:
-        """Encloses a change of the engines' weights, during which no request begins.
+        """Context of an update of the engines' weights, during which no request starts.
 
-        An engine whose requests wait for the end of a change must be told of it, also when another engine or the change
-        itself has failed.
+        All engines are told when it ends, even if another engine or the update itself has failed, because their requests
+        wait for it.
         """
         try:
             ask_all(self, EngineActorCalls.specrollout_weights_change_begins)
@@ -208,7 +208,7 @@ class EngineClient:
 
 
 def failure_text(error: Exception) -> str:
-    """Returns the last line of an error's text, without the guesses that Ray appends about an actor's exit."""
+    """Returns the last line of an error's text, without the guesses about an actor's exit that Ray appends."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].partition(" Worker exit type")[0]
 
@@ -231,7 +231,7 @@ def ray_errors_as_exchange_failed() -> Iterator[None]:
 
 
 ExchangeMethod = Callable[Concatenate[StragglerExchange, int, ...], object]
-"""A method of the exchange that takes the number of an engine first."""
+"""A method of the exchange whose first parameter is the number of an engine."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class ExchangeAnswer:
     """The exchange's answer to a call (`turn_engine.Answer`)."""
 
     call: Any
-    """Ray's reference to it."""
+    """Ray's reference to the answer."""
 
     def is_there(self) -> bool:
         return bool(ray.wait([self.call], timeout=0)[0])
@@ -249,11 +249,11 @@ class ExchangeAnswer:
 
 
 def ask_exchange(actor: Any, engine: int, method: ExchangeMethod, *arguments: Any) -> ExchangeAnswer:
-    """Calls a method of the exchange for an engine."""
+    """Calls a method of the exchange for an engine, without waiting for the answer."""
     return ExchangeAnswer(getattr(actor, method.__name__).remote(engine, *arguments))
 
 
 async def ask_exchange_async(actor: Any, engine: int, method: ExchangeMethod, *arguments: Any) -> Any:
-    """Calls a method of the exchange for an engine, and returns the answer. Raises ExchangeFailed."""
+    """Calls a method of the exchange for an engine, and returns the answer. Raises ExchangeFailed if there is none."""
     with ray_errors_as_exchange_failed():
         return await asyncio.wait_for(getattr(actor, method.__name__).remote(engine, *arguments), PATIENCE_S)

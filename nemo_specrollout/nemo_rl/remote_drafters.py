@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remote drafters that Ray places and supervises: their actors, and the driver's part, which tells engines their addresses.
+"""Remote drafters that run as Ray actors, and the driver's end, which supervises them and tells engines their addresses.
 
-The driver never waits for a drafter, and no failure here ends the run: without drafters the engines decode plainly.
+The driver never waits for a drafter. No failure here ends the run, because without drafters the engines decode plainly.
 """
 
 import os
@@ -23,19 +23,20 @@ from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterS
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 
 HANG_S = 30.0
-"""Silence after which a drafter is ended and started again."""
+"""Seconds of silence after which a drafter is restarted."""
 START_S = 600.0
-"""Longest time that a drafter may take to load its model."""
+"""Most seconds that a drafter may take to load its model."""
 
 
 @ray.remote(max_restarts=-1, num_cpus=1)
 class SpecrolloutDrafter:
-    """Actor with a drafter in a thread. If its process dies, Ray starts another one, with another address."""
+    """Actor that runs a drafter in a thread. If its process dies, Ray starts another one, which has another address."""
 
     def __init__(self, spec: DrafterSpec, host: str, secret: str) -> None:
-        """Returns at once. `host` is the interface on which the drafter listens; empty for the address of its node.
+        """Starts the drafter and returns at once.
 
-        `secret` is the run's. It is an argument because Ray writes the environments of actors into its logs.
+        `host` is the interface on which the drafter listens, or empty for the address of its node. `secret` is the run's. It
+        is an argument and not a variable of the environment, because Ray writes actors' environments into its logs.
         """
         os.environ |= {SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -67,17 +68,17 @@ class SpecrolloutDrafter:
 
 @dataclass
 class _Drafter:
-    """A drafter as the driver knows it."""
+    """What the driver knows about a drafter."""
 
     link: ActorLink
     status: DrafterReport | None = None
-    """Latest report; None before the first one, and after a failure."""
+    """Latest report, or None before the first one and after a failure."""
     last_process: int = 0
     num_restarts: int = 0
     is_told: bool = False
-    """True if the driver has told of the latest failure."""
+    """True if the driver has reported the latest failure."""
     told_problem: str = ""
-    """The latest problem with new weights that the driver has told of."""
+    """The latest problem with new weights that the driver has reported."""
 
     @property
     def address(self) -> str:
@@ -88,9 +89,9 @@ class _Drafter:
         return f" at {self.address}" if self.address else ""
 
     def poll(self) -> str | None:
-        """Reads a new report, and has a failed drafter started again. Returns a sentence after a failure.
+        """Reads a new report, and restarts a failed drafter. Returns a sentence after a failure.
 
-        A process may die and be started again between two looks: then only the report of another process tells of it.
+        If a process dies and is restarted between two polls, only the report of the new process reveals it.
         """
         try:
             status: DrafterReport | None = self.link.answer()
@@ -112,7 +113,7 @@ class _Drafter:
         return sentence
 
     def new_problem(self) -> str | None:
-        """Returns a sentence if newer weights cannot be used, once for each reason."""
+        """Returns a sentence if newer weights cannot be used, but only once for each reason."""
         problem = "" if self.status is None else self.status.weights_problem
         if problem in ("", self.told_problem):
             return None
@@ -123,7 +124,7 @@ class _Drafter:
         return self.status is not None and silence_s > (HANG_S if self.status.is_up else START_S)
 
     def _failed(self, reason: str, *, is_alive: bool = True) -> str | None:
-        """Restarts the actor's process if it `is_alive`. Returns a sentence, or None if the driver has told of the failure."""
+        """Restarts the actor's process if it `is_alive`. Returns a sentence, or None if the failure was reported before."""
         where = self._where
         was_told = self.is_told
         self.status = None
@@ -135,9 +136,9 @@ class _Drafter:
 
 
 class RemoteDrafters:
-    """Owns the run's drafters and the addresses that the engines have.
+    """Owns the run's drafters, and knows which addresses the engines have.
 
-    Drafters on GPUs start at the first `update`, when all processes of NeMo-RL have their GPUs; others start at once.
+    Drafters on GPUs start at the first `update`, when all processes of NeMo-RL have their GPUs. Others start at once.
     """
 
     def __init__(
@@ -182,13 +183,13 @@ class RemoteDrafters:
 
 
 def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], log: StepLog) -> RemoteDrafters:
-    """Starts `drafter.workers` drafters for policies that are served with `vllm_cfg`. Raises ConfigError."""
+    """Starts `drafter.workers` drafters for a policy that is served with `vllm_cfg`. Raises ConfigError if they cannot run."""
     secret = secret_of_run()
 
     def start() -> list[ActorLink]:
         spec = drafter_spec(drafter, vllm_cfg, on_cpu=not drafter.gpus)
         host = "127.0.0.1" if sum(node["Alive"] for node in ray.nodes()) == 1 else ""
-        # Spread over the nodes: a drafter is small and shares a node's cores and network with engines.
+        # Drafters are spread over the nodes, because each one shares its node's cores and network with engines.
         options = {"num_gpus": drafter.gpus, "scheduling_strategy": "SPREAD"}
         return [
             ActorLink(SpecrolloutDrafter, spec, host, secret, first_call="status", **options)
@@ -199,6 +200,6 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
 
 
 def stats_between(before: Sequence[DrafterStats], after: Sequence[DrafterStats]) -> dict[str, Any]:
-    """Returns the figures of `DrafterStats` between two readings of `EngineClient.drafter_stats`, over all engines."""
+    """Returns the figures of `DrafterStats` over all engines, between two readings of `EngineClient.drafter_stats`."""
     pairs = zip(before, after, strict=True)
     return DrafterStats.together([now.since(earlier) for earlier, now in pairs]).figures()

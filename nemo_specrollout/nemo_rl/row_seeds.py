@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds of the rows that NeMo-RL's rollouts request. A seed depends on what a row is, never on where or when it runs.
+"""Seeds of the rows that NeMo-RL's rollouts request. A seed depends on what a row is, and never on where or when it runs.
 
 NeMo-RL passes the tokens of a row to the generation, but no index. If the row's rollout is known (`current_sample`), the
-seed follows from the rollout. Otherwise it follows from the prompt's content and from the number of earlier rows with that
-content under the same weights: the siblings of a GRPO group arrive in order.
+seed follows from the rollout. Otherwise it follows from the prompt's content, and from the number of earlier rows with that
+content under the same weights. This tells the siblings of a GRPO group apart, because they arrive in order.
 """
 
 import json
@@ -21,24 +21,24 @@ import numpy as np
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 SEEDS_KEY = "specrollout_seeds"
-"""Key of a generation's input: the seed of each row."""
+"""Key of a generation's input, with the seed of each row."""
 ROOTS_KEY = "specrollout_prompt_lengths"
-"""Key of a generation's input: the length of each conversation's first prompt, in tokens."""
+"""Key of a generation's input, with the length of each conversation's first prompt in tokens."""
 DRAFTS_KEY = "specrollout_speculate"
-"""Key of a generation's input: whether each row may have drafts. Over HTTP a key of `vllm_xargs`: 0 is without drafts."""
+"""Key of a generation's input, with whether each row may have drafts. Over HTTP a key of `vllm_xargs`, where 0 means no."""
 RECORD_KEY = "specrollout_record"
-"""Key of a generation's input: whether each row is recorded for an audit."""
+"""Key of a generation's input, with whether each row is recorded for an audit."""
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd
 _MAX_PROMPTS = 1 << 16
-"""Prompts that `Conversations` remembers. When there are more, the older half is forgotten."""
+"""Number of prompts that `Conversations` remembers. When there are more, the older half is forgotten."""
 _EXTRA_BODY = "extra_body"
-"""Key of a NeMo-Gym row's metadata with JSON that the model server merges into the body of every request of the row."""
+"""Key of a NeMo-Gym row's metadata. Its value is JSON that the model server merges into every request of the row."""
 _lock = Lock()
-"""Guards all counts of this process: NeMo-RL's trajectory collector calls from several threads."""
+"""Guards all counts of this process, because NeMo-RL's trajectory collector calls from several threads."""
 
 
 class SeedKind(IntEnum):
-    """Kinds of seeds. Seeds of two kinds are never equal, and another number gives other rollouts."""
+    """Kinds of seeds. Seeds of different kinds are never equal. A change of these numbers would change all rollouts."""
 
     ROLLOUT = 0
     VALIDATION = 1
@@ -56,22 +56,22 @@ class Row(NamedTuple):
     speculate: bool = True
     """False for a row that is decoded without drafts."""
     is_recorded: bool = False
-    """True for a row that an audit may ask for. Rows of validations are not recorded."""
+    """True for a row that is recorded for an audit. Rows of validations are not recorded."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Identity of one rollout: row of the dataset, number in the prompt's group, and epoch."""
+    """Identity of one rollout, by its row of the dataset, its number in the prompt's group, and the epoch."""
 
     prompt: int
     index: int
     epoch: int = 0
     prompt_length: int | None = None
-    """Tokens with which the conversation begins, or None if that is not known."""
+    """Number of tokens of the conversation's first prompt, or None if it is not known."""
 
 
 current_sample: ContextVar[Sample | None] = ContextVar("specrollout_current_sample", default=None)
-"""Rollout of this task. Every turn of it requests rows, one at a time."""
+"""Rollout that the current asyncio task makes. Every turn of it requests one row."""
 
 
 class RowSeeds:
@@ -94,7 +94,7 @@ class RowSeeds:
                 self._seen.clear()
 
     def seeds(self, rows: Iterable[Sequence[int]], kind: SeedKind = SeedKind.ROLLOUT, *stream: int) -> list[int]:
-        """Returns the seed of each row (token ids), an integer in [0, 2^63). Numbers in `stream` give other seeds."""
+        """Returns a seed in [0, 2^63) for each row of token ids. Different numbers in `stream` give different seeds."""
         sample = current_sample.get()
         if sample is not None:
             return [sample_seed(self._run_seed, sample, row) for row in rows]
@@ -110,7 +110,7 @@ class RowSeeds:
 def sample_seed(run_seed: int, sample: Sample, row: Sequence[int] = ()) -> int:
     """Returns the seed of the turn of `sample` whose prompt is `row`, an integer in [0, 2^63).
 
-    The policy version has no influence: a group that is rolled out again, with other weights or on another engine, keeps
+    The policy version has no influence, so a group that is rolled out again with other weights or on another engine keeps
     its seeds.
     """
     run = combine(run_seed, SeedKind.KNOWN_SAMPLE, sample.prompt)
@@ -118,7 +118,7 @@ def sample_seed(run_seed: int, sample: Sample, row: Sequence[int] = ()) -> int:
 
 
 class Conversations:
-    """Finds the prompt that a conversation began with, which all siblings of a group share. Owns the known prompts.
+    """Finds the prompt with which a conversation began, which all siblings of a group share. Owns the known prompts.
 
     NeMo-RL requests a later turn with a longer prompt: the previous prompt, its response and the environment's answer.
     """
@@ -164,7 +164,7 @@ def prefix_hashes(tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def gym_contents(rows: Iterable[Mapping[str, Any]]) -> list[list[int]]:
-    """Returns the content by which each row of NeMo-Gym gets its seed, as bytes: its question, which siblings share."""
+    """Returns the bytes from which each row of NeMo-Gym gets its seed. They are its question, which siblings share."""
     questions = [row["responses_create_params"].get("input") for row in rows]
     return [list(json.dumps(question, sort_keys=True, default=str).encode()) for question in questions]
 
@@ -175,7 +175,7 @@ def given_seed(run_seed: int, given: int, prompt: Sequence[int]) -> int:
 
 
 def gym_row_with_seed(row: dict[str, Any], seed: int, draftless: Collection[str] = ()) -> dict[str, Any]:
-    """Returns NeMo-Gym's `row` with the OpenAI field `seed` for each of its requests. A row's own seed is kept.
+    """Returns NeMo-Gym's `row` such that each of its requests gets the OpenAI field `seed`. A row's own seed is kept.
 
     Requests of agents whose names are in `draftless` also get a field that turns drafts off.
     """
@@ -189,7 +189,7 @@ def gym_row_with_seed(row: dict[str, Any], seed: int, draftless: Collection[str]
 
 
 def gym_request_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that each request of NeMo-Gym's `row` has from `gym_row_with_seed`, `seed` among them."""
+    """Returns the fields, such as `seed`, that `gym_row_with_seed` gave to each request of NeMo-Gym's `row`."""
     fields: dict[str, Any] = json.loads(row["responses_create_params"]["metadata"][_EXTRA_BODY])
     return fields
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of the rows that NeMo-RL's rollouts request, for `tasks_without_drafts`. NeMo-RL passes its generation no task."""
+"""Tasks of the rows that NeMo-RL's rollouts request, which `tasks_without_drafts` needs and NeMo-RL does not pass along."""
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,11 +8,11 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 current_tasks: ContextVar[Sequence[str]] = ContextVar("specrollout_current_tasks", default=())
-"""Task of each row that this context's rollout requests. Empty: not known, as in a call from outside a rollout."""
+"""Task of each row that the rollout of this context requests. Empty if not known, as in a call from outside a rollout."""
 
 
 def with_tasks(generate: Callable[..., Any], policy: Any, data: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generates the responses of `rows` by NeMo-RL's function `generate`, with the rows' tasks known."""
+    """Calls NeMo-RL's function `generate` for `rows`, with `current_tasks` set to their tasks."""
     token = current_tasks.set(rows.get("task_name") or ())
     try:
         return generate(policy, data, rows, *args, **kwargs)
@@ -23,25 +23,25 @@ def with_tasks(generate: Callable[..., Any], policy: Any, data: Any, rows: Any, 
 async def with_task(
     roll_out: Callable[..., Awaitable[Any]], sample_idx: int, initial_sample_state: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Rolls out one sample by NeMo-RL's function `roll_out`, with its task known. NeMo-RL runs it as a task of asyncio's."""
+    """Calls NeMo-RL's function `roll_out` for one sample, with `current_tasks` set. NeMo-RL gives it an asyncio task."""
     current_tasks.set([initial_sample_state["task_name"]])
     return await roll_out(sample_idx, initial_sample_state, *args, **kwargs)
 
 
 class TaskOptOut:
-    """Decides which rows may have drafts. Logs every task once, so that a name which fits no task is seen."""
+    """Decides which rows may have drafts. Logs every task once, so that a name that fits no task is noticed."""
 
     def __init__(self, draftless: Sequence[str]) -> None:
         self._draftless = draftless
         self._seen = set[str | None]()
 
     def of_rows(self, number: int) -> list[bool]:
-        """Returns whether each of `number` rows may have drafts."""
+        """Returns whether each of the `number` rows of this context's rollout may have drafts."""
         tasks = current_tasks.get()
         return self.of_tasks(tasks) if len(tasks) == number else [True] * number
 
     def of_tasks(self, tasks: Sequence[str | None]) -> list[bool]:
-        """Returns whether rows of these tasks may have drafts. A row whose task is not known, which is None, may."""
+        """Returns whether rows of these tasks may have drafts. A row of an unknown task (None) may."""
         if not self._draftless:
             return [True] * len(tasks)
         for task in set(tasks) - self._seen:

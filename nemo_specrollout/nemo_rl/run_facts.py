@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block and facts of the run, which NeMo-RL's `policy.generation` carries to other processes."""
+"""The block and the facts of a run, which travel to other processes inside NeMo-RL's `policy.generation`."""
 
 import json
 from collections.abc import Mapping, MutableMapping
@@ -24,19 +24,19 @@ class RunFacts:
     seed: int
     """`grpo.seed`, or the seed of another algorithm."""
     first_version: int
-    """Training steps behind the weights at the start."""
+    """Training steps behind the weights at the start of the run."""
     last_version: int
-    """Training steps behind the weights at the end."""
+    """Training steps behind the weights at the end of the run."""
     heads: str
     """Path of the folder with the run's draft heads."""
     samples_per_prompt: int = 1
     """Responses to each prompt of a step."""
     in_flight: bool = False
-    """True if weights change while requests run. The SingleController's always do, and there it is False."""
+    """True if weights change while requests run. It is False under the SingleController, where they always do."""
     recomputes_kv: bool = False
-    """True if an asynchronous run wants all KV computed again whenever weights have changed."""
+    """True if an asynchronous run wants all KV recomputed whenever weights have changed."""
     filters_by_reward: bool = False
-    """True if rewards decide how many batches a step takes, so that nobody knows before which step the next one is for."""
+    """True if rewards decide how many batches a step takes, so that a batch's step is not known in advance."""
     rows: str = ""
     """Path of the folder in which the engines record rows for an audit; empty if they record none."""
 
@@ -47,9 +47,9 @@ class RunFacts:
 
 
 def changed_seed(checkpoint_config: Path, algorithm: str, seed: int) -> str | None:
-    """Returns a sentence if the run that wrote a checkpoint had another seed of its algorithm, else None.
+    """Returns a sentence if the run that wrote a checkpoint had another seed of its algorithm, and otherwise None.
 
-    `checkpoint_config` is the config that NeMo-RL has written into the checkpoint. One that cannot be read says nothing.
+    `checkpoint_config` is the config that NeMo-RL has written into the checkpoint. If it cannot be read, None is returned.
     """
     try:
         before = at(yaml.safe_load(checkpoint_config.read_text(encoding="utf-8")), f"{algorithm}.seed")
@@ -64,7 +64,7 @@ def changed_seed(checkpoint_config: Path, algorithm: str, seed: int) -> str | No
 
 
 def put_run(generation_config: MutableMapping[str, Any], block: SpecrolloutConfig, facts: RunFacts) -> None:
-    """Puts the complete block and the facts into NeMo-RL's `policy.generation`, as values that YAML and JSON have."""
+    """Puts the complete block and the facts into NeMo-RL's `policy.generation`, as types that YAML and JSON support."""
     generation_config[_BLOCK_KEY] = json.loads(json.dumps(asdict(block)))
     generation_config[_RUN_KEY] = asdict(facts)
 

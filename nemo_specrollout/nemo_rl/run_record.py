@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a run in NeMo-RL, in the format that the report reads (docs/reference/metrics.md)."""
+"""Writes the records of a run in NeMo-RL, in the format that the report reads (docs/reference/metrics.md)."""
 
 import json
 import time
@@ -32,14 +32,14 @@ _PHASE_TIMERS = {
     "checkpoint_s": ("checkpointing",),
     "step_s": ("total_step_time",),
 }
-"""NeMo-RL's timers of each phase and of the step, in all its loops. None of a phase's timers lies within another."""
+"""NeMo-RL's timers of each phase and of the step, for all of its loops. The timers of one phase do not overlap."""
 
 
 class RunRecord:
     """Owns `run.json`, `metrics.jsonl`, `samples.jsonl` and `summary.json` of a run, and files such as `ladder.json`.
 
-    A line of the JSON-lines files is a training step. If a resumed run repeats a step, the later line counts. A step's line
-    is written when its timers are known, which NeMo-RL logs last.
+    Each line of `metrics.jsonl` is a training step. If a resumed run repeats a step, the later line counts. A step's line is
+    written when NeMo-RL has logged its timers, which come last.
     """
 
     def __init__(self, log_dir: Path, facts: Mapping[str, Any], clock: Callable[[], float] = time.time) -> None:
@@ -58,7 +58,7 @@ class RunRecord:
     def add(self, step: int, metrics: Mapping[str, Any], log: StepLog) -> None:
         """Begins a step's line with its metrics, entries and alarms, appends its samples, and writes its files.
 
-        A metric below another name, such as `tail/moves`, is left out: an entry has it.
+        A metric whose name has a further slash, such as `tail/moves`, is left out because an entry has it.
         """
         self.finish_step()
         ours = {k.removeprefix(PREFIX): x for k, x in metrics.items() if k.startswith(PREFIX) or k in _NATIVE_KEYS}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block under NeMo-RL's SingleController, an actor that rolls out, trains and refits.
+"""Puts the block into effect under NeMo-RL's SingleController, an actor that rolls out, trains and refits.
 
-NeMo-RL's set-up on the driver builds objects for that actor. Ours replace three of them: the rollouts, which know their
-samples; the data loader, which knows its epoch; and the weight synchronizer, which supervises the engines.
+NeMo-RL's set-up on the driver builds objects for that actor, and ours replace three of them. Our rollouts know their samples,
+our data loader knows its epoch, and our weight synchronizer supervises the engines.
 """
 
 from collections.abc import Iterator
@@ -23,22 +23,22 @@ from nemo_specrollout.nemo_rl.step_log import STEP_LOG
 from nemo_specrollout.run_ahead.early_texts import EarlyRow
 
 EPOCH_KEY = "specrollout_epoch"
-"""Key of a prompt with its epoch."""
+"""Key under which a prompt carries its epoch."""
 
 
 class ControlledGeneration(SpecrolloutGeneration):
-    """Generation that the driver builds and the SingleController's actor uses and supervises."""
+    """Generation that the driver builds, and that the SingleController's actor uses and supervises."""
 
     is_supervised_elsewhere = True
 
     @property
     def _planned_step(self) -> int:
-        """Number of the batch that the data loader has given last, from 0 on. Its rows are requested after the next refit."""
+        """Number of the data loader's latest batch, counted from 0. Its rows are requested after the next refit."""
         loader = PeekingLoader.latest()
         return -1 if loader is None else loader.num_taken - 1
 
     def _coming_rows(self, num_steps: int) -> list[list[EarlyRow]]:
-        """Returns the rows of the batches that come next, at most `num_steps`, and none beyond the end of the run."""
+        """Returns the rows of at most `num_steps` coming batches, and none beyond the end of the run."""
         loader = PeekingLoader.latest()
         if not isinstance(loader, EpochDataLoader):
             return []
@@ -57,12 +57,12 @@ class ControlledGeneration(SpecrolloutGeneration):
         return self._early_gym_rows([row for row, _ in gym], seeds)
 
     def _end_ahead(self, *, keeps_cache: bool = False, is_interrupted: bool = False) -> None:
-        """Ends what is made ahead. Other requests are under way, so vLLM would refuse to drop cached prefixes."""
+        """Ends the work on texts of coming steps. Cached prefixes stay, because vLLM would not drop them amid requests."""
         super()._end_ahead(keeps_cache=True, is_interrupted=is_interrupted)
 
 
 class SeededRollouts(AsyncRolloutImpl):
-    """NeMo-RL's rollouts of one prompt. Each knows its sample, in all its turns and when it is tried again."""
+    """NeMo-RL's rollouts of one prompt. Each knows its sample in all of its turns, and also when it is retried."""
 
     async def _run_single_rollout(self, input_sample: Any, traj_idx: int, *args: Any, **kwargs: Any) -> Any:
         length = sum(len(message["token_ids"]) for message in input_sample["message_log"])
@@ -91,7 +91,7 @@ def _sample(prompt: Any, index: int, prompt_length: int | None = None) -> Sample
 
 
 class EpochDataLoader(PeekingLoader):
-    """NeMo-RL's data loader, which tells every prompt its epoch, and can show its next batches early."""
+    """NeMo-RL's data loader, which writes its epoch into every prompt, and can show its next batches early."""
 
     def __init__(self, first_epoch: int, *args: Any, **kwargs: Any) -> None:
         """`first_epoch` is the epoch of the checkpoint that the run resumes from."""
@@ -100,7 +100,7 @@ class EpochDataLoader(PeekingLoader):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way."""
+        """The current epoch."""
         return self._next_epoch - 1
 
     def __iter__(self) -> Iterator[Any]:
@@ -112,7 +112,7 @@ class EpochDataLoader(PeekingLoader):
 
 
 class SupervisingSynchronizer:
-    """NeMo-RL's weight synchronizer, which also supervises the engines: a step's metrics cover the time between refits."""
+    """NeMo-RL's weight synchronizer, which also supervises the engines. A step's metrics cover the time between refits."""
 
     def __init__(self, native: Any, generation: ControlledGeneration) -> None:
         self._native = native
@@ -149,13 +149,13 @@ class SupervisingSynchronizer:
 def make_synchronizer(
     make: Any, *args: Any, generation: ControlledGeneration, **kwargs: Any
 ) -> SupervisingSynchronizer:
-    """Makes a weight synchronizer by NeMo-RL's function `make`, and wraps it."""
+    """Makes a weight synchronizer with NeMo-RL's function `make`, and wraps it."""
     return SupervisingSynchronizer(make(*args, generation=generation, **kwargs), generation)
 
 
 @contextmanager
 def _lost_engines_as_alarms() -> Iterator[None]:
-    """Logs an alarm if an engine has died. NeMo-RL handles the loss itself."""
+    """Turns the loss of an engine into an alarm, because NeMo-RL handles the loss itself."""
     try:
         yield
     except ray.exceptions.RayError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervises the engines of a run: their metrics, draft heads, remote drafters, and the requests that they exchange."""
+"""Supervises the engines of a run, with their metrics, draft heads, remote drafters and the exchange of their requests."""
 
 import logging
 import time
@@ -53,23 +53,23 @@ _SPEED_KEYS = (
 )
 """Keys of NeMo-RL's `vllm_cfg` on which decode speeds depend."""
 THREADS_OF_ENGINE = 4
-"""Threads of the exchange's actor for each engine: one waits for orders, the others bring requests."""
+"""Threads of the exchange's actor for each engine, of which one waits for orders and the others deliver requests."""
 
 
 @ray.remote(num_cpus=0)
 class SpecrolloutExchange(StragglerExchange):
-    """The exchange as an actor. It ends with the driver, which made it; the engines go on without it."""
+    """The exchange as a Ray actor. It ends with the driver that made it, and the engines can continue without it."""
 
 
 class EngineStillDecodes(RuntimeError):
-    """An engine does not stop its requests, so it must not get new weights. The message is one sentence."""
+    """Raised if an engine does not stop its requests, so that it must not get new weights. The message is one sentence."""
 
 
 class ExchangeDriver:
-    """Driver's end of the exchange; owns the actor. If it is lost, the run goes on without moves and races."""
+    """The driver's end of the exchange. Owns its actor. If the actor is lost, the run goes on without moves and races."""
 
     def __init__(self, actor: Any, engines: EngineClient, log: StepLog) -> None:
-        """`actor` is the exchange that `start_exchange` has started, and `engines` calls the engines that share it."""
+        """`actor` is the exchange that `start_exchange` has started, and `engines` are the engines that share it."""
         self.actor = actor
         self._engines = engines
         self._log = log
@@ -77,7 +77,7 @@ class ExchangeDriver:
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Encloses a rollout of synchronous engines."""
+        """Context of a rollout of synchronous engines."""
         self._call(StragglerExchange.begin)
         try:
             yield
@@ -88,10 +88,10 @@ class ExchangeDriver:
     def paused(
         self, patience_s: float = PAUSE_PATIENCE_S, silence_s: float = SILENCE_S, leave_s: float = PATIENCE_S
     ) -> Iterator[None]:
-        """Encloses a refit of asynchronous engines. All turns have ended when it begins, so no engine works for others.
+        """Context of a refit of asynchronous engines. All turns have ended when it begins, so no engine works for others.
 
-        Reports which engines it waits for, every `patience_s` seconds. An engine that ends no turn for `silence_s` seconds
-        leaves the exchange for good. Raises EngineStillDecodes if it cannot even do that within `leave_s` seconds.
+        Every `patience_s` seconds it reports which engines it waits for. An engine that ends no turn within `silence_s`
+        seconds leaves the exchange for good. Raises EngineStillDecodes if even that does not succeed within `leave_s` seconds.
         """
         try:
             for engine, waited_s in self._silent_engines(patience_s, silence_s):
@@ -103,7 +103,7 @@ class ExchangeDriver:
     def _silent_engines(self, patience_s: float, silence_s: float) -> Iterator[tuple[int, float]]:
         """Pauses the exchange, and waits until no engine has a turn.
 
-        Yields each engine whose turns have not ended after `silence_s` seconds, with the seconds. The caller removes it.
+        Yields each engine whose turn has not ended after `silence_s` seconds, with the seconds. The caller must remove it.
         """
         started_s = time.monotonic()
         while busy := self._call(StragglerExchange.pause, patience_s):
@@ -117,7 +117,7 @@ class ExchangeDriver:
                 yield from ((engine, waited_s) for engine in busy)
 
     def _remove(self, engine: int, waited_s: float, leave_s: float) -> None:
-        """Makes an engine stop the requests of the exchange and decode its own alone, unless it has died."""
+        """Makes an engine stop the requests of the exchange and decode only its own, unless it has died."""
         self._call(StragglerExchange.leave, engine)
         try:
             ray.get(self._engines.start(engine, EngineActorCalls.specrollout_leave_exchange), timeout=leave_s)
@@ -133,11 +133,11 @@ class ExchangeDriver:
         )
 
     def figures(self) -> Mapping[str, float]:
-        """Returns the figures since the previous call, by name. There are none if the actor is lost."""
+        """Returns the figures since the previous call by name, or none if the actor is lost."""
         return self._call(StragglerExchange.take_figures) or {}
 
     def speed_table(self, policy: str) -> SpeedTableFile | None:
-        """Returns the decode speeds that this run knows by now; None before any is known, and if the actor is lost."""
+        """Returns the decode speeds that this run has measured so far, or None if there are none or the actor is lost."""
         table: SpeedTableFile | None = self._call(StragglerExchange.speed_table, _device(), policy)
         return table
 
@@ -145,7 +145,7 @@ class ExchangeDriver:
         ray.kill(self.actor)
 
     def _call(self, method: Callable[Concatenate[StragglerExchange, ...], object], *arguments: Any) -> Any:
-        """Calls a method of the exchange. Returns its answer; None if the exchange is lost, now or earlier."""
+        """Calls a method of the exchange. Returns its answer, or None if the exchange is lost."""
         if self._is_lost:
             return None
         try:
@@ -159,7 +159,7 @@ class ExchangeDriver:
 def start_exchange(
     block: SpecrolloutConfig, num_engines: int, max_new_tokens: int, ladder: SpeedTableFile | None
 ) -> Any:
-    """Starts the exchange's actor, whose decode speeds begin as `ladder` has them. Returns its handle."""
+    """Starts the exchange's actor, whose decode speeds start from those of `ladder`. Returns its handle."""
     config = block.fastest_of_n
     assert config is not None
     methods = [draft_method(block.of_engine(engine)) for engine in range(num_engines)]
@@ -169,7 +169,7 @@ def start_exchange(
 
 
 def kept_speeds(block: SpecrolloutConfig, generation_config: Any, num_engines: int) -> KeptSpeeds:
-    """Returns what holds the decode speeds of engines like these. `generation_config` is NeMo-RL's."""
+    """Returns the kept decode speeds of engines like these. `generation_config` is NeMo-RL's."""
     about = {
         "vllm": vllm_version(),
         "device": _device(),
@@ -180,17 +180,17 @@ def kept_speeds(block: SpecrolloutConfig, generation_config: Any, num_engines: i
 
 
 def _device() -> str:
-    """Returns the kinds of GPU in Ray's cluster, or this machine in words if there are none."""
+    """Returns the kinds of GPU in Ray's cluster, or a description of this machine if there are none."""
     kinds = [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
     return ", ".join(sorted(kinds)) or this_machine()
 
 
 class Supervisor:
-    """Owns the draft head's refresh, the remote drafters and the exchange of requests, each if the block has it.
+    """Owns the refresh of the draft head, the remote drafters and the exchange of requests, as far as the block has them.
 
-    One process of a run has a supervisor: the driver, or the actor of NeMo-RL's SingleController. Remote drafters start
-    with the supervisor, while the engines load. Then come `attach`, when the engines have processes; `open_exchange`,
-    when they have models; `begin_step` and `end_step` for each step; `close`; and `close_exchange`.
+    One process of a run has a supervisor, which is the driver or the actor of NeMo-RL's SingleController. Remote drafters
+    start with the supervisor, while the engines load. Call `attach` when the engines have processes, then `open_exchange`
+    when they have models, then `begin_step` and `end_step` in each step, and finally `close` and `close_exchange`.
     """
 
     def __init__(self, block: SpecrolloutConfig, generation_config: Any, log: StepLog) -> None:
@@ -206,9 +206,9 @@ class Supervisor:
         self._refresh: HeadRefresh | None = None
         self._exchange: ExchangeDriver | None = None
         self._kept: KeptSpeeds | None = None
-        """Decode speeds for the next start; None without an exchange."""
+        """Decode speeds that are kept for the next start, or None without an exchange."""
         self._drafters: RemoteDrafters | None = None
-        if self._block.remote is not None and self._block.remote.workers:  # drafters at `addresses` are the user's
+        if self._block.remote is not None and self._block.remote.workers:  # the user starts drafters at `addresses`
             self._drafters = start_drafters(self._block.remote, generation_config["vllm_cfg"], log)
         self._requested: list[int] = []
         self._before: tuple[list[EngineTotals], list[DrafterStats]] | None = None
@@ -216,7 +216,7 @@ class Supervisor:
         self._facts_at = time.perf_counter()
 
     def attach(self, worker_group: Any) -> None:
-        """Takes NeMo-RL's group of the engine actors, and starts the refresh of the draft head for them."""
+        """Connects to NeMo-RL's group of engine actors, and starts the refresh of the draft head for them."""
         self._engines = EngineClient(worker_group)
         if self._block.draft_refresh is not None:
             self._refresh = start_head_refresh(self._block, self._config, self._facts.heads, self._engines, self._log)
@@ -237,7 +237,7 @@ class Supervisor:
         ray.get([start(engine, join, actor=actor, engine=engine) for engine in engines])
 
     def close(self) -> None:
-        """Ends the refresh and the drafters. The engines may still run."""
+        """Ends the refresh and the remote drafters. The engines may still be running."""
         for owned in (self._refresh, self._drafters):
             if owned is not None:
                 owned.close()
@@ -255,12 +255,12 @@ class Supervisor:
         return nullcontext() if self._exchange is None else self._exchange.rollout()
 
     def new_weights(self) -> AbstractContextManager[None]:
-        """Encloses a refit. Synchronous engines need nothing: they have no requests outside of a rollout."""
+        """Context of a refit. Synchronous engines need nothing, because they have no requests outside a rollout."""
         is_async = self._config["vllm_cfg"]["async_engine"]
         return self._exchange.paused() if self._exchange is not None and is_async else nullcontext()
 
     def policy_updated(self, version: int) -> None:
-        """Tells the engines, the trainer and the drafters that the engines have the weights of `version`."""
+        """Tells the engines, the head trainer and the drafters that the engines have the weights of `version`."""
         self._engines.call(WorkerCalls.specrollout_policy_is, version)
         if self._refresh is not None:
             self._refresh.policy_updated(version)
@@ -298,7 +298,7 @@ class Supervisor:
         self._requested = []
         ends = [StepEnd.from_wire(reply) for reply in self._engines.call(WorkerCalls.specrollout_end_step, seeds)]
         log.samples += sample_lines(ends, seeds)
-        # Engines that share a folder say alike what is wrong with it.
+        # Engines that share a folder report the same problems with it, so duplicates are dropped.
         log.alarms += dict.fromkeys(alarm["sentence"] for end in ends for alarm in end.alarms)
         if began := Counter(sentence for end in ends for sentence in end.began):
             log.entries[BEGAN] = [f"{count} engine{'s' * (count > 1)} {what}" for what, count in began.items()]
@@ -319,7 +319,7 @@ class Supervisor:
         return metrics
 
     def _exchanged(self, exchange: ExchangeDriver) -> dict[str, float]:
-        """Reports what moved and raced in the step, and keeps the decode speeds. Returns metrics of the tail."""
+        """Logs what moved and raced in the step, and keeps the decode speeds. Returns metrics of the tail."""
         log = self._log
         log.entries["tail"] = exchange.figures()
         table = exchange.speed_table(self._config["model_name"])
@@ -333,7 +333,7 @@ class Supervisor:
         return metrics_below("tail", log.entries["tail"])
 
     def _refreshed(self, refresh: HeadRefresh, version: int, done: EngineTotals) -> dict[str, float]:
-        """Reports the step to the trainer of the head. Returns metrics of the heads."""
+        """Reports the step to the head trainer. Returns metrics of the heads."""
         now = time.perf_counter()
         steps_to_come = max(0, self._facts.last_version - version - 1)
         facts = step_facts(done, self._engines.num_engines, now - self._facts_at, steps_to_come)
@@ -342,6 +342,6 @@ class Supervisor:
         return {PREFIX + name: value for name, value in refresh.after_step(version, facts).items()}
 
     def _read(self) -> tuple[list[EngineTotals], list[DrafterStats]]:
-        """Returns the sums of each engine, and the counters of each engine if there are remote drafters."""
+        """Returns the totals of each engine and, if there are remote drafters, their statistics in each engine."""
         totals_E = list(map(EngineTotals.from_wire, self._engines.call(WorkerCalls.specrollout_totals)))
         return totals_E, ([] if self._block.remote is None else self._engines.drafter_stats())

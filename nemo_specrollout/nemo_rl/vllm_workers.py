@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM workers of an engine under NeMo-RL: our vLLM worker with NeMo-RL's worker extension.
+"""vLLM workers of an engine under NeMo-RL, which combine our vLLM worker with NeMo-RL's worker extension.
 
-vLLM refuses an extension if a worker class has the same names, unless the extension is a direct base of that class. It is
-one here, so `with_worker_names` makes that test instead.
+vLLM refuses an extension that shares names with the worker class, unless the extension is a direct base of that class. Here
+it is a direct base, so `with_worker_names` does that check instead.
 """
 
 import logging
@@ -27,7 +27,7 @@ from nemo_specrollout.nemo_rl.patch_points import SHARED_NAMES, check_patch_poin
 logger = logging.getLogger(__name__)
 
 _TRAINED_HEAD_METHODS = ("eagle", "eagle3")
-"""vLLM's methods whose head NeMo-RL can train."""
+"""vLLM's speculative methods whose heads NeMo-RL can train."""
 
 check_patch_points(WORKER_POINTS)
 
@@ -40,9 +40,9 @@ class ExtensionOverrides:
     specrollout_router: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the models, and gives a drafter whose weights come by refit its own lm_head.
+        """Loads the models, and gives a drafter whose weights come by refit an lm_head of its own.
 
-        This must precede the capture of graphs, which keep the addresses of weights.
+        This must happen before CUDA graphs are captured, because these keep the addresses of weights.
         """
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         config = self.vllm_config
@@ -54,13 +54,13 @@ class ExtensionOverrides:
             self._part_drafter(["lm_head.weight"])
 
     def specrollout_policy_is(self, version: int) -> None:
-        """Notes the policy's version, also as the version of native heads that are trained with the policy."""
+        """Notes the policy's version, which is also the version of native heads that are trained with the policy."""
         super().specrollout_policy_is(version)  # type: ignore[misc]
         if self.specrollout_router is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
             self.specrollout_router.samples.head_version = version
 
     def _get_drafter_model(self, *_: Any, **__: Any) -> Any:
-        """Returns the drafter's model. NeMo-RL looks for `model_runner.drafter`, which the V2 model runner lacks."""
+        """Returns the drafter's model. NeMo-RL's own method looks for `model_runner.drafter`, which the V2 runner lacks."""
         return getattr(self.model_runner.speculator, "model", None)
 
     def _load_draft_weights(self, draft_weights: list[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
