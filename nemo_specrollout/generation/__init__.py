@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How we enter vLLM: the vLLM worker, which the rooms engine, drafting and step serve."""
+"""How this package enters vLLM. The vLLM worker puts the parts in `engine`, `drafting`, `step` and `runners` together."""

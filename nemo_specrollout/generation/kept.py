@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine keeps for later starts and for other engines: its rates and step times, and the responses of its requests."""
+"""What an engine keeps for later starts and for other engines, namely rates, step times and responses."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +11,7 @@ from nemo_specrollout.generation.warm_start import Learning, WarmStart
 
 
 class Kept:
-    """Both of what an engine keeps, of which it may have none, either or both."""
+    """The things that an engine keeps, which are its warm start, its history, both or neither."""
 
     def __init__(self, warm_start: WarmStart | None = None, history: HistoryDrafter | None = None) -> None:
         self.warm_start = warm_start
@@ -22,13 +22,13 @@ class Kept:
 
     @classmethod
     def begun(cls, config: SpecrolloutConfig, runner: Any, learning: Learning) -> "Kept":
-        """Lets the drafters of an engine that has warmed up begin with what is kept. Returns what keeps what they learn."""
+        """Lets the drafters of a warmed-up engine begin with what is kept. Returns the object that keeps what they learn."""
         warm_start = WarmStart(config, runner, learning)
         warm_start.begin()
         return cls(warm_start, learning.router.history)
 
     def began(self) -> list[str]:
-        """Returns what the engine began with, as the ends of sentences about it."""
+        """Returns what the engine began with, in phrases that end a sentence about it."""
         found = [] if self.warm_start is None else [self.warm_start.sentence]
         if self.history is not None:
             facts = self.history.facts()
@@ -37,7 +37,7 @@ class Kept:
         return [sentence for sentence in found if sentence is not None]
 
     def take_began(self) -> list[str]:
-        """Returns `began` at the first call, and nothing later."""
+        """Returns `began` at the first call, and nothing at later calls."""
         was_told = self._was_told
         self._was_told = True
         return [] if was_told else self.began()
@@ -55,7 +55,7 @@ class Kept:
             self.warm_start.loaded_head(folder)
 
     def facts(self) -> dict[str, Any] | None:
-        """Returns `HistoryFacts` as a dict; None without a history."""
+        """Returns `HistoryFacts` as a dict, or None without a history."""
         return None if self.history is None else asdict(self.history.facts())
 
     def take_alarms(self) -> list[dict[str, Any]]:
@@ -66,6 +66,6 @@ class Kept:
         return alarms
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes what has not been written yet."""
         if self.history is not None:
             self.history.service.close()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM worker: drafter-invariant sampling, drafting and telemetry on vLLM's V2 model runner.
+"""The vLLM worker, which adds drafter-invariant sampling, drafting and telemetry to vLLM's V2 model runner.
 
 Seeds, verification by equality, drafts with the target's noise, and drafting around vLLM's speculator are installed on the
 worker's own runner object. Three changes hold for the whole process:
 
-- Top-p treats a row alike in batches of all sizes (`compat.make_top_p_independent_of_batch`).
+- Top-p gives the same result for a row in batches of all sizes (`compat.make_top_p_independent_of_batch`).
 - Before vLLM 0.32, drafters without weights are allowed (`text_method.allow_text_drafters`).
 - Before vLLM 0.32, vLLM's rule of acceptance is put aside while a batch is verified (`before_0_32.SwappingVerifier`).
 
@@ -54,9 +54,9 @@ _NativeWorker: Any = native_worker(compat.device_type())
 
 
 class VllmWorkerMixin(WorkerCalls):
-    """Extends a vLLM worker, and proves that the extension is in force before the engine may serve.
+    """Extends a vLLM worker, and checks that the extension is in force before the engine may serve.
 
-    Its states, in this order:
+    It goes through these states in this order:
 
     - created;
     - model loaded: all of our memory is allocated, so that vLLM's memory profile includes it;
@@ -75,14 +75,14 @@ class VllmWorkerMixin(WorkerCalls):
     specrollout_host_budget: HostBudget | None = None
     """None where vLLM chooses on the device which drafts a step verifies."""
     specrollout_host_chooses: str | None = None
-    """Reason why the host chooses them; None if the device does."""
+    """Reason why the host chooses the drafts, or None if the device does."""
     specrollout_ties: NearTies | None = None
-    """Near-ties of early requests; None if the block does not run ahead, and on a rank whose drafts are not used."""
+    """Near-ties of early requests. None if the block does not run ahead, and on a rank whose drafts are not used."""
     specrollout_kept = Kept()
-    """What the engine keeps for later starts and for others. Empty without drafters, and until it has warmed up."""
+    """What the engine keeps for later starts and for other engines. Empty without drafters, and until it has warmed up."""
     specrollout_policy_version = 0
 
-    # Life cycle: methods of vLLM's worker.
+    # Methods of vLLM's worker for its life cycle.
 
     def init_device(self) -> None:
         """Lets vLLM build its model runner, and checks it."""
@@ -122,10 +122,10 @@ class VllmWorkerMixin(WorkerCalls):
         self._verify_in_force()
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warms up, and lets vLLM do so with requests that have no identity. Then follows the runner's requests and steps.
+        """Warms up our kernels, then lets vLLM warm up with requests without identities, and then follows all requests.
 
-        Ours comes first, because vLLM reports what is compiled after its own. Ray's executor calls the runner itself, so the
-        runner's methods are replaced and not the worker's.
+        Our warm-up comes first, because vLLM reports everything that is compiled after its own. Ray's executor calls the
+        runner directly, so the runner's methods are replaced and not the worker's.
         """
         runner = self.model_runner
         router = self.specrollout_router
@@ -146,31 +146,31 @@ class VllmWorkerMixin(WorkerCalls):
         return times
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
-        """Releases memory that only drafting needs, then does vLLM's work."""
+        """Releases memory that only drafting needs, and then does vLLM's work."""
         if self._capture is not None:
             self._capture.release()
         super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self) -> None:
-        """Ends the worker, when all responses of the history are written."""
+        """Ends the worker after all responses of the history are written."""
         self.specrollout_kept.close()
         super().shutdown()  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """Lets vLLM wake up. The head's weights may have been dropped and loaded again, so its canary starts over."""
+        """Lets vLLM wake up. The head's weights may have been dropped and reloaded, so its canary starts over."""
         super().wake_up(*args, **kwargs)  # type: ignore[misc]
         if self.specrollout_router is not None:
             self.specrollout_router.woke_up()
 
     def _settle_budget(self, reason: str | None) -> None:
-        """Lets the host choose the drafts of each step for a `reason`, else the device."""
+        """Lets the host choose the drafts of each step if there is a `reason`, and otherwise the device."""
         if reason and reason != self.specrollout_host_chooses:
             logger.warning("specrollout: the host chooses the drafts of each step: %s", reason)
         self.specrollout_host_chooses = reason
         self.specrollout_host_budget = HostBudget(self.model_runner, self.specrollout_router) if reason else None
 
     def _verify_in_force(self) -> None:
-        """Raises RuntimeError if this engine would verify or draft in another way than ours."""
+        """Raises RuntimeError if this engine would verify or draft in any other way than ours."""
         runner = self.model_runner
         router = self.specrollout_router
         config = self.specrollout_config
@@ -190,7 +190,7 @@ class VllmWorkerMixin(WorkerCalls):
             raise RuntimeError("specrollout's budget is not in force: something replaced the adaptive verification")
 
     def _sample_stats_log(self) -> SampleStatsLog:
-        """Returns the log of samples: the draft router's, or without drafters one of its own, whose counts stay zero."""
+        """Returns the draft router's log of samples, or without drafters a separate one whose counts stay zero."""
         if self.specrollout_router is not None:
             return self.specrollout_router.samples
         zeros_S2 = torch.zeros(self.model_runner.max_num_reqs, 2, dtype=torch.int32)
@@ -203,10 +203,10 @@ class VllmWorkerMixin(WorkerCalls):
         return lengths_S
 
     def _next_positions(self) -> list[int]:
-        """Returns, for each request slot, the position that the next tokens to be read determine.
+        """Returns for each request slot the position of the token that is sampled next.
 
         That is the length of the text, because the last token is not read yet. While a text is read in chunks it is one
-        more than the tokens that have been read.
+        more than the number of tokens that have been read.
         """
         states = self.model_runner.req_states
         num_read_S = states.num_computed_prefill_tokens
@@ -214,10 +214,10 @@ class VllmWorkerMixin(WorkerCalls):
         next_S: list[int] = np.where(is_reading_S, num_read_S + 1, self._lengths_S.cpu().numpy()).tolist()
         return next_S
 
-    # Steps: methods of vLLM's model runner.
+    # Methods of vLLM's model runner for steps.
 
     def _execute_step(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
-        """Does the runner's `execute_model`: seeds new requests, follows who comes and goes, and keeps to the budget."""
+        """Wraps the runner's `execute_model`. Seeds new requests, follows who comes and goes, and applies the budget."""
         if options.get("dummy_run"):
             return self._execute_model(scheduler_output, *args, **options)
         identities = [self._set_seed(new) for new in scheduler_output.scheduled_new_reqs]
@@ -269,7 +269,7 @@ class VllmWorkerMixin(WorkerCalls):
                 )
 
     def _sample_step(self, grammar_output: Any) -> Any:
-        """Does the runner's `sample_tokens`, which also drafts for the next step."""
+        """Wraps the runner's `sample_tokens`, which also drafts for the next step."""
         state = self.model_runner.execute_model_state
         if state is None:
             return self._sample_tokens(grammar_output)
@@ -287,9 +287,9 @@ class VllmWorkerMixin(WorkerCalls):
         return output if router is None else router.end_step(batch, output)
 
     def _sample_without_speculator(self, grammar_output: Any) -> Any:
-        """Does the runner's `sample_tokens` like a runner without a speculator, for a step that neither has nor makes drafts.
+        """Runs `sample_tokens` as if there were no speculator, for a step that neither has nor makes drafts.
 
-        vLLM would overwrite all drafts of the batch otherwise, although no step reads them before new ones are made.
+        Otherwise vLLM would overwrite all drafts of the batch, although no step reads them before new ones are made.
         """
         runner = self.model_runner
         speculator = runner.speculator
@@ -303,10 +303,10 @@ class VllmWorkerMixin(WorkerCalls):
         """Puts the seed of a new request's identity into a copy of its sampling parameters. Returns the identity.
 
         Bad requests are refused before they get here (`admission.py`). One that came another way must not end the engine,
-        which would lose all other requests, so it is decoded without drafts, and an error is logged.
+        because all other requests would be lost. So it is decoded without drafts, and an error is logged.
         """
         try:
-            prompt = new.prompt_token_ids or []  # none if the prompt is made of embeddings
+            prompt = new.prompt_token_ids or []  # there are none if the prompt consists of embeddings
             identity = resolve_identity(new.sampling_params, prompt, self.vllm_config.model_config.seed)
         except ValueError as error:
             logger.error("specrollout: request %s is decoded without drafts: %s", new.req_id, error)
@@ -318,13 +318,13 @@ class VllmWorkerMixin(WorkerCalls):
     # Remote calls, whose contracts are in `WorkerCalls`. Replies are plain values.
 
     def specrollout_totals(self) -> dict[str, Any] | None:
-        """Returns `EngineTotals` as a dict; None on a rank whose drafts are not used."""
+        """Returns `EngineTotals` as a dict, or None on a rank whose drafts are not used."""
         return asdict(self.specrollout_accounts.totals()) if is_output_rank() else None
 
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
-        """Returns `StepEnd` as a dict; None on a rank whose drafts are not used.
+        """Returns `StepEnd` as a dict, or None on a rank whose drafts are not used.
 
-        Sample stats are returned for the requests of `seeds`; with None, for all requests that ended.
+        It has the sample stats of the requests of `seeds`, or of all requests that have ended if `seeds` is None.
         """
         if not is_output_rank():
             return None
@@ -340,12 +340,12 @@ class VllmWorkerMixin(WorkerCalls):
         return asdict(end)
 
     def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
-        """Returns `SampleStats` as a dict for each seed; None for a request that this engine has not decoded."""
+        """Returns `SampleStats` as a dict for each seed, or None for a request that this engine has not decoded."""
         found = self.specrollout_samples.take(seeds)
         return [asdict(found[seed]) if seed in found else None for seed in seeds]
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms of the head's canary, and about what is kept, since the last call."""
+        """Returns the alarms since the last call, which come from the head's canary and from what is kept."""
         return ([] if self._monitor is None else self._monitor.take_alarms()) + self.specrollout_kept.take_alarms()
 
     def specrollout_keep_learned(self) -> None:
@@ -353,7 +353,7 @@ class VllmWorkerMixin(WorkerCalls):
         self.specrollout_kept.keep()
 
     def specrollout_weights_updated(self, seconds: float) -> None:
-        """Counts a weight update that kept the engine from steps for `seconds`."""
+        """Counts a weight update, during which the engine could make no steps for `seconds`."""
         self.specrollout_accounts.num_weight_updates += 1
         self.specrollout_accounts.trace.stood_still(seconds)
         self.specrollout_policy_is(self.specrollout_policy_version + 1)
@@ -371,7 +371,7 @@ class VllmWorkerMixin(WorkerCalls):
     def specrollout_load_head(
         self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3
     ) -> None:
-        """Loads the head in `folder`, and lets its canary begin with what was measured on held-out texts."""
+        """Loads the head in `folder`, and starts its canary with what was measured on held-out texts."""
         router = self.specrollout_router
         if router is None or router.head is None or router.monitor is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")
@@ -380,7 +380,7 @@ class VllmWorkerMixin(WorkerCalls):
         router.monitor.began("publish", expected_length=expected_length, num_positions=num_positions)
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
-        """Writes captured features to a store. Returns the error, or None: a full disk must not stop an engine.
+        """Writes captured features to a store. Returns an error as text or None, because a full disk must not stop an engine.
 
         `place` has the arguments of `FeatureCapture.store`. This engine must be the only writer there.
         """
@@ -392,9 +392,9 @@ class VllmWorkerMixin(WorkerCalls):
         return None
 
     def specrollout_save_teacher(self, file: str) -> str | None:
-        """Writes the policy's LM head and embedding to `file`. Returns the error, or None.
+        """Writes the policy's LM head and embedding to `file`. Returns an error as text, or None.
 
-        All tensor-parallel ranks must be asked.
+        All tensor-parallel ranks must be called.
         """
         try:
             tensors = policy_teachers(self.model_runner)
@@ -405,7 +405,7 @@ class VllmWorkerMixin(WorkerCalls):
         return None
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns the near-ties of early requests by name, as far as they were not returned before."""
+        """Returns the near-ties of early requests by name that were not returned before."""
         if not is_output_rank():
             return None
         ties = self.specrollout_ties
@@ -413,16 +413,16 @@ class VllmWorkerMixin(WorkerCalls):
         return {name: one.packed() for name, one in found.items()}
 
     def specrollout_forget_ties(self) -> None:
-        """Forgets the near-ties of all early requests that have ended, and those so far of the others."""
+        """Forgets all near-ties up to now, of early requests that have ended and of those that are running."""
         if self.specrollout_ties is not None:
             self.specrollout_ties.forget(self._lengths_S)
 
     def specrollout_step_seconds(self) -> tuple[list[float], float] | None:
-        """Returns the predicted seconds of steps without drafts by their requests, and the seconds of one more draft row."""
+        """Returns the predicted seconds of steps without drafts by number of requests, and those of one more draft row."""
         return self.specrollout_accounts.step_seconds() if is_output_rank() else None
 
     def specrollout_drafter_stats(self) -> dict[str, Any] | None:
-        """Returns `DrafterStats` as a dict; None without remote drafters, and on a rank whose drafts are not used."""
+        """Returns `DrafterStats` as a dict, or None without remote drafters and on a rank whose drafts are not used."""
         return None if self._remote is None else asdict(self._remote.stats())
 
     def specrollout_drafters_at(self, addresses: list[str], secret: str) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm start of an engine: it begins with the rates and step times that an engine like it has kept in a file.
+"""The warm start of an engine, which begins with the rates and step times that a similar engine has kept in a file.
 
-What is read can only change how much is drafted, never a token, so a file may hold anything that fits.
+What is read can only change how much is drafted and never a token, so any file that fits is safe to use.
 
 Shapes: E kinds of evidence.
 """
@@ -30,9 +30,9 @@ from nemo_specrollout.learned.weights import weights_digest
 from nemo_specrollout.speculation.foresight import Foresight
 
 KIND = "engine"
-"""Beginning of the names of the files."""
+"""Prefix of the names of the files."""
 _ROUNDING = 1e-3
-"""Share by which decayed hits may exceed decayed trials."""
+"""Share by which decayed hits may exceed decayed trials because of rounding."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Learning:
 
 
 class WarmStart:
-    """Owns the file of an engine, and what was read of it.
+    """Owns the file of an engine, and what was read from it.
 
-    `begin` reads it before the first step, on all tensor-parallel ranks alike, because the first one sends what it has read
-    to the others. `keep` writes it between two training steps, on the rank whose drafts are used.
+    `begin` reads it before the first step. All tensor-parallel ranks begin alike, because the first one sends what it has
+    read to the others. `keep` writes the file between two training steps, on the rank whose drafts are used.
     """
 
     def __init__(self, config: SpecrolloutConfig, runner: Any, learning: Learning) -> None:
@@ -59,7 +59,7 @@ class WarmStart:
         self._weights = (
             "" if model_drafter is None else weights_digest(getattr(model_drafter, "model", model_drafter.type))
         )
-        """Digest of the weights of the drafter with weights that is in service."""
+        """Digest of the weights that the drafter with weights has now."""
         self._file: KeptFile | None = None
         """None where nothing is kept."""
         folder = config.learned.folder
@@ -71,7 +71,7 @@ class WarmStart:
 
     @property
     def sentence(self) -> str | None:
-        """What the engine began with, for the user; None where nothing is kept, or nothing was yet."""
+        """What the engine began with, for the user. None where nothing is kept, or where nothing had been kept yet."""
         found = self._found
         if self._file is None or not found.is_told:
             return None
@@ -92,7 +92,7 @@ class WarmStart:
             self._found = self._file.unfit(str(error))
 
     def loaded_head(self, folder: Path) -> None:
-        """Notes that the drafter has the weights of `folder`, of which it has forgotten everything.
+        """Notes that the drafter now has the weights of `folder`, and has forgotten what it had learned.
 
         If what was read is about these weights, and no step was made since, the engine begins with it again.
         """
@@ -103,7 +103,7 @@ class WarmStart:
             self._apply(found.state)
 
     def keep(self) -> None:
-        """Writes what the engine has learned, in a thread, unless that was done just before. The engine should be idle."""
+        """Writes in a thread what the engine has learned, unless this was done just before. The engine should be idle."""
         file = self._file
         num_steps = self._learning.accounts.trace.num_steps
         has_learned = num_steps > self._num_kept and type(self._learning.router.policy) is self._policy_class
@@ -136,7 +136,7 @@ class WarmStart:
         }
 
     def _apply(self, state: Any) -> None:
-        """Lets all parts begin with a state. Raises ValueError, before any part has changed, if one of them does not fit."""
+        """Lets all parts begin with a state. If one of them does not fit, raises ValueError before any part has changed."""
         learning = self._learning
         policy = learning.router.policy
         board = learning.router.board
@@ -183,7 +183,7 @@ def _tables_of(state: Any, now: Mapping[str, np.ndarray]) -> dict[str, np.ndarra
 
 
 def engine_key(config: SpecrolloutConfig, runner: Any, router: DraftRouter) -> dict[str, Any]:
-    """Returns what engines must have in common to begin with each other's rates and step times."""
+    """Returns the properties that engines must have in common to begin with each other's rates and step times."""
     vllm_config = runner.vllm_config
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
@@ -206,7 +206,7 @@ def engine_key(config: SpecrolloutConfig, runner: Any, router: DraftRouter) -> d
 
 
 def _drafter_key(drafter: DrafterConfig) -> dict[str, Any]:
-    """Returns what rates and step times depend on. The weights are compared apart, because a run may train them."""
+    """Returns the options on which rates and step times depend. Weights are compared separately, as a run may train them."""
     known: dict[str, Any] = {"type": drafter.type, "sampling": getattr(drafter, "sampling", None)}
     if isinstance(drafter, LookupDrafterConfig):
         known |= {"max_order": drafter.max_order, "num_slots": drafter.num_slots}

@@ -102,7 +102,7 @@ class ActorLink:
     """The driver's connection to an actor. Owns the actor, which dies with the driver, and the pending call."""
 
     def __init__(self, actor: Any, *arguments: Any, first_call: str, **options: Any) -> None:
-        """Starts an actor of the Ray class `actor` in an engine's environment with Ray's `options`, and calls `first_call`."""
+        """Starts an actor of Ray class `actor` in an engine's environment with Ray's `options`, and calls `first_call`."""
         self._actor = actor.options(**options, runtime_env=engine_environment()).remote(*arguments)
         self.call(first_call)
 

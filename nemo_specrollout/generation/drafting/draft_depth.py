@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How deep vLLM's speculator drafts in a step. Families of vLLM's model runners differ in it.
+"""How deep vLLM's speculator drafts in a step, which families of vLLM's model runners do in different ways.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -11,7 +11,7 @@ import torch
 
 
 class DraftDepth:
-    """Asks a speculator for drafts of any depth up to K. This one is told the depth of each step, as it is since vLLM 0.32."""
+    """Asks a speculator for drafts of any depth up to K. This class serves vLLM 0.32 and later, which takes a depth."""
 
     def __init__(self, speculator: Any) -> None:
         self._speculator = speculator
@@ -19,12 +19,13 @@ class DraftDepth:
 
     @property
     def least(self) -> int:
-        """The fewest tokens of a request that are drafted if any are."""
+        """The smallest depth above zero that can be drafted."""
         return 1
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns drafts, int64 [B, K], and how many of each request are new: `wanted`, or more where these are not dearer.
+        """Returns drafts, int64 [B, K], and how many of them are new for each request.
 
-        `inputs` and `options` are the arguments of vLLM's `propose`. If none are wanted, the speculator only reads.
+        That number is `wanted`, or more where more drafts cost nothing extra. If none are wanted, the speculator only reads
+        the step's tokens. `inputs` and `options` are the arguments of vLLM's `propose`.
         """
         return self._propose(*inputs, **{**options, "num_speculative_tokens": wanted}), wanted

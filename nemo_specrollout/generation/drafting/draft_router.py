@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft router: all drafters of an engine in the place of vLLM's one speculator, on the device.
+"""The draft router, which runs all drafters of an engine on the device in the place of vLLM's one speculator.
 
-Shapes: B requests of the batch, D drafters, E evidence levels, K draft positions, N new requests, S request slots; a slot is
+Shapes: B requests of the batch, D drafters, E evidence levels, K draft positions, N new requests, S request slots. A slot is
 vLLM's own number for a request.
 """
 
@@ -45,22 +45,22 @@ from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 Outcomes = tuple[torch.Tensor, torch.Tensor]
-"""Tokens sampled and drafts rejected of each request, int32 [B] each."""
+"""The numbers of tokens sampled and of drafts rejected for each request, int32 [B] each."""
 OBSERVE, CHOOSE, ALL, ALL_ASKED = "observe", "choose", "observe and choose", "observe, ask and choose"
 """Parts of a step's drafting that CUDA graphs replay."""
 
 
 class DraftRouter:
-    """Replaces the proposal of vLLM's speculator. Owns the draft board, the participants and the speculation policy.
+    """Replaces `propose` of vLLM's speculator. Owns the draft board, the participants and the speculation policy.
 
-    Each step it observes which drafts were right, lets each drafter propose, and chooses a proposal for each request. vLLM's
-    own speculator is one of the drafters if the block names a drafter with weights.
+    In each step it observes which drafts were right, lets each drafter propose, and chooses a proposal for each request.
+    vLLM's own speculator is one of the drafters if the block names a drafter with weights.
     """
 
     def __init__(
         self, config: SpecrolloutConfig, runner: Any, depth_of: Callable[[Any], DraftDepth] = DraftDepth
     ) -> None:
-        """`depth_of` returns how the runner's speculator is asked for drafts of a depth."""
+        """`depth_of` returns the object that asks the runner's speculator for drafts of a depth."""
         self._depth_of = depth_of
         self._states = runner.req_states
         self._device = runner.device
@@ -69,7 +69,7 @@ class DraftRouter:
         self.policy: SpeculationPolicy = build_policy(
             config.budget, self.board.num_positions, config.num_speculative_tokens
         )
-        """Decides what the drafters do. Its costs are set by `StepAccounts`."""
+        """Decides what the drafters do. `StepAccounts` sets its costs."""
         put = partial(to_device, dtype=np.int64, device=self._device)
         self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead, put=put)
         """Follows the requests that the vLLM worker opens and closes, with the counts of the board."""
@@ -91,22 +91,22 @@ class DraftRouter:
         self.use_drafters(drafters)
         self._spread = HostCopy(self.board.tables.spread_FQ)
         self._graphs: DraftingGraphs | None = None
-        """None where kernels are launched by themselves: without CUDA graphs, and until they are recorded."""
+        """None where kernels are launched one by one, which is without CUDA graphs and until graphs are recorded."""
         compilation = runner.vllm_config.compilation_config
         self._uses_graphs = self._device.type == "cuda" and compilation.cudagraph_mode != CUDAGraphMode.NONE
         self.stands_by = False
-        """True while vLLM warms up: its own speculator proposes."""
+        """True while vLLM warms up, when its own speculator proposes."""
         self.is_paused = False
-        """True if the next steps need no drafts."""
+        """True if the next steps need no drafts, because drafting is paused."""
         self.is_idle = False
         """True if the drafters rested in the latest step."""
         self._step = 0
         self.host_s = 0.0
-        """Seconds of host work since the start, without a drafter with weights."""
+        """Seconds of host work since the start, not counting drafters with weights."""
         _replace_speculator(runner, self)
 
     def _build(self, drafter: Any, config: SpecrolloutConfig, runner: Any) -> Drafter:
-        """Returns the drafter of the block's entry `drafter`, and keeps what the vLLM worker asks."""
+        """Returns the drafter for the block's entry `drafter`, and keeps the parts of it that the vLLM worker calls."""
         if isinstance(drafter, HistoryDrafterConfig):
             if not is_output_rank() or not config.learned.history or config.learned.folder is None:
                 return Drafter()
@@ -129,7 +129,7 @@ class DraftRouter:
         return self.model
 
     def use_drafters(self, drafters: Sequence[Drafter]) -> None:
-        """Lets these drafters propose, in the order of the board. They must know the requests that are open.
+        """Lets these drafters propose, in the order of the board. They must already know the open requests.
 
         Graphs that were recorded for other drafters are dropped.
         """
@@ -143,11 +143,11 @@ class DraftRouter:
         self._is_recordable = all(drafters[i].is_recordable for i in self._asked)
         """Whether one graph holds all of a step's drafting."""
         self._proposals = [self.board.proposals_of(i) for i in range(len(drafters))]
-        # Calls that a participant leaves out are not made in every step.
+        # A participant that does not override a method is not called for it in every step.
         self._observing = [p for p in self._participants if type(p).observe is not Participant.observe]
         """Participants that see every step in which the drafters do not rest."""
         self._watching = [p for p in self._observing if p is not self.model]
-        """Those that see the others too. A drafter with weights only drafts from what it sees."""
+        """Those that must also see steps in which the drafters rest. A drafter with weights need not."""
         self._seeing_ends = [p for p in self._participants if type(p).ended is not Participant.ended]
         self._ending = [p for p in self._participants if type(p).end_step is not Participant.end_step]
         self._planned = [d for d in drafters if type(d).plan is not Drafter.plan]
@@ -155,7 +155,7 @@ class DraftRouter:
         self._unread = [drafter.unread for drafter in drafters if isinstance(drafter, LookupDrafter)]
 
     def warm_up(self) -> None:
-        """Takes a step of no request, so that none of its kernels is compiled in a rollout."""
+        """Runs a step without requests, so that none of its kernels is compiled during a rollout."""
         slots_B = torch.full((1,), -1, dtype=torch.int64, device=self._device)
         none_B = torch.zeros(1, dtype=torch.int32, device=self._device)
         texts = Texts(slots_B, self._states.total_len.gpu, self._states.all_token_ids.gpu)
@@ -177,7 +177,7 @@ class DraftRouter:
             self._graphs = graphs if graphs.capture() else None
 
     def _parts(self, max_new: int) -> dict[str, Part]:
-        """Returns what graphs replay. Drafters that must be asked outside of graphs stand between two parts."""
+        """Returns the parts that graphs replay. Drafters that must be asked outside graphs are asked between two parts."""
         asked = [(self._drafters[i], self._proposals[i]) for i in self._asked]
 
         def observe(inputs: StepInputs) -> None:
@@ -208,7 +208,7 @@ class DraftRouter:
             participant.open(slots_N, requests, put)
 
     def ended(self, slots: Sequence[int]) -> None:
-        """Sees requests that have ended, before their slots are closed."""
+        """Shows the participants which requests have ended, before their slots are closed."""
         for participant in self._seeing_ends:
             participant.ended(slots)
 
@@ -218,17 +218,17 @@ class DraftRouter:
             participant.close(slots)
 
     def woke_up(self) -> None:
-        """Goes on after the engine slept."""
+        """Prepares the participants for going on after the engine has slept."""
         for participant in self._participants:
             participant.woke_up()
 
     def policy_updated(self, version: int) -> None:
-        """Notes that the policy has the weights of `version`, which are new."""
+        """Notes that the policy has new weights, those of `version`."""
         for participant in self._participants:
             participant.weights_updated(version)
 
     def begin_step(self, number: int, batch: Any) -> None:
-        """Plans the drafts of a step, whose number is `number`. Its tokens are sampled now."""
+        """Plans the drafts of step `number`, whose tokens are about to be sampled."""
         started = time.perf_counter()
         self._step = number
         slots_B = batch.idx_mapping_np
@@ -271,7 +271,7 @@ class DraftRouter:
         return board.tables.drafts_BK[: batch.num_reqs]
 
     def _rest(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray, was_idle: bool) -> None:
-        """Drafts nothing. The first step of a rest still observes what the step before it has submitted."""
+        """Drafts nothing. The first step of a rest still observes the drafts that the step before has submitted."""
         if not was_idle:
             self.board.observe(texts, *outcomes, self._step, self._learning, 0)
             self.board.tables.rates_SK.zero_()
@@ -279,16 +279,16 @@ class DraftRouter:
             unread.skip(slots_B, self.board.num_positions + 1)
 
     def can_skip(self, batch: Any, num_scheduled: int | None) -> bool:
-        """Returns whether a step needs nothing of vLLM's speculator: the drafters rest, and go on resting.
+        """Returns whether a step does not need vLLM's speculator, because the drafters rest and go on resting.
 
-        The step has no drafts, it makes none (`num_scheduled` is 0), and no drafter or observer must see its text.
+        The step then has no drafts, it makes none (`num_scheduled` is 0), and no drafter or observer must see its text.
         """
         if num_scheduled != 0 or not self.is_idle or self._watching or batch.num_draft_tokens:
             return False
         return self._num_followed(batch.idx_mapping_np) == 0
 
     def skip(self, batch: Any) -> None:
-        """Counts a step that `can_skip` allowed to go without vLLM's speculator. Nothing is launched."""
+        """Counts a step that runs without vLLM's speculator, as `can_skip` allowed. Nothing is launched."""
         started = time.perf_counter()
         self.is_paused = self.policy.ends_step(batch.num_reqs, 0)
         for unread in self._unread:
@@ -296,7 +296,7 @@ class DraftRouter:
         self.host_s += time.perf_counter() - started
 
     def _observe_and_draft(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray) -> float:
-        """Does a step's drafting, by graphs where they fit. Returns the host's seconds in drafters with weights."""
+        """Does a step's drafting, with graphs where they fit. Returns the host's seconds in drafters with weights."""
         max_new = self._most_to_read(slots_B)
         graphs = self._graphs
         if graphs is None or max_new != graphs.max_new:  # long texts take more programs than a graph has
@@ -316,12 +316,12 @@ class DraftRouter:
         return native_s
 
     def _prepare(self) -> bool:
-        """Returns whether this step needs the drafters that graphs ask."""
+        """Prepares the drafters that graphs ask, and returns whether this step needs them."""
         needed = [self._drafters[i].prepare(self._proposals[i]) for i in self._asked]
         return any(needed)
 
     def _draft(self, texts: Texts) -> float:
-        """Lets every drafter propose, and chooses. Returns the host's seconds in drafters with weights."""
+        """Lets every drafter propose, and chooses among the proposals. Returns the host's seconds in drafters with weights."""
         native_s = self._ask(texts)
         policy = self.policy
         price = RowPrice(policy.row_price, policy.context_price, policy.mean_price)
@@ -340,13 +340,13 @@ class DraftRouter:
         return native_s
 
     def _publish(self) -> None:
-        """Gives all ranks the drafts of the first one, and the policy a copy of what was chosen a step before."""
+        """Gives all ranks the drafts of the first one, and gives the policy a copy of the previous step's choice."""
         copy_first_rank(self.board.shared)
         self._spread.refresh()
         self.policy.observe(Spread.of_table(self._spread.values))
 
     def _most_to_read(self, slots_B: np.ndarray) -> int:
-        """Returns an upper bound of the new tokens of a text that the indexes read in this step."""
+        """Returns an upper bound of the new tokens per text that the indexes read in this step."""
         most_sampled = self.board.num_positions + 1
         return max((unread.read(slots_B, most_sampled) for unread in self._unread), default=0)
 
@@ -364,7 +364,7 @@ class DraftRouter:
 
 
 def _in_order(*parts: Part) -> Part:
-    """Returns a part that launches these parts after each other."""
+    """Returns a part that launches these parts one after another."""
 
     def launch(inputs: StepInputs) -> None:
         for part in parts:
@@ -393,9 +393,9 @@ def _replace_speculator(runner: Any, router: DraftRouter) -> None:
     speculator = runner.speculator
     speculator.propose = router.propose
     speculator.draft_token_confidence_probs = router.board.tables.rates_SK
-    # The board estimates acceptance here, instead of vLLM's estimator and DSpark's confidence head.
+    # In this engine the board estimates acceptance, instead of vLLM's estimator and DSpark's confidence head.
     speculator.acceptance_estimator = None
     speculator.use_confidence_head = False
-    # vLLM asks the speculator whether graphs must hold any number of drafts. Its text speculator has no such attribute.
+    # vLLM asks the speculator whether graphs must support any number of drafts. Its text speculator lacks the attribute.
     adapts = getattr(runner.speculative_config, "enable_adaptive_verification", False)
     speculator.enable_adaptive_verification = bool(adapts)

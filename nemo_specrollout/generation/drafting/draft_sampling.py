@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples draft tokens with the target's noise, and grades them by the score gap between the best two tokens.
+"""Samples draft tokens with the target's noise, and grades them by the score gap between the two best tokens.
 
-The score of a token is its scaled logit plus the noise. The wider the gap, the further the target's logits may differ from the
-drafter's before another token wins. So drafts with a wide gap are more often right.
+The score of a token is its logit divided by the temperature, plus the noise. The wider the gap, the further the target's
+logits may differ from the drafter's before another token wins. So drafts with a wide gap are more often right.
 
 Shapes: R rows of logits, V vocabulary of the drafter, S request slots, K draft positions.
 """
@@ -29,17 +29,17 @@ def sample_with_score_gap(
     column: torch.Tensor,
     token_ids_V: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the token of each row, int64 [R], as vLLM's `gumbel_sample` draws it. Writes evidence levels to a column.
+    """Returns the token of each row, int64 [R], as vLLM's `gumbel_sample` draws it, and writes its evidence level.
 
     Args:
         logits_RV: Logits of the drafter, before temperature.
-        slots_R: Request slot of each row; negative in rows that pad a CUDA graph.
-        temperature_S: Temperature of each request; 0 for greedy sampling.
+        slots_R: Request slot of each row, negative in rows that pad a CUDA graph.
+        temperature_S: Temperature of each request, 0 for greedy sampling.
         seeds_S: Seed of each request's noise.
         positions_R: Position of the token before the one to be drafted.
         levels_RK: Evidence levels, int8.
         column: Column of `levels_RK` to be written, an integer on the device.
-        token_ids_V: The target's token of each column of logits, int64, ascending; None if column v is token v.
+        token_ids_V: The target's token of each column of logits, int64 and ascending, or None if column v is token v.
     """
     tokens_R = torch.empty(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
     if token_ids_V is None:

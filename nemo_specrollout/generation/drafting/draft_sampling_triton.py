@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU kernels of `draft_sampling.py`: the best two scores of each block of a row, then the best two of the row.
+"""GPU kernels of `draft_sampling.py`. The first finds the two best scores of each block of a row, the second those of the row.
 
-Scores have the bits of vLLM's `gumbel_sample` (`noise_triton.py`). `row_sampling_triton.py` scores the target's rows by the
-same functions. vLLM makes three launches, these kernels two.
+Scores equal those of vLLM's `gumbel_sample` bit for bit (`noise_triton.py`). `row_sampling_triton.py` scores the target's rows
+with the same functions. vLLM needs three launches for this, and these kernels need two.
 
 Shapes: R rows of logits, V vocabulary, S request slots, K draft positions, N blocks of a row.
 """
@@ -22,16 +22,16 @@ _NEVER = tl.constexpr(float("-inf"))
 
 @triton.jit
 def load_divided(logits_ptr, column, mask, temperature):  # type: ignore[no-untyped-def]
-    """Returns logits divided by a temperature other than 0 and 1, float32; -inf outside the mask."""
+    """Returns float32 logits, divided by the temperature unless that is 0 or 1, and -inf outside the mask."""
     values = tl.load(logits_ptr + column, mask=mask, other=float("-inf")).to(tl.float32)
-    if (temperature != 0.0) & (temperature != 1.0):  # a branch of its own, to round the quotient before noise is added
+    if (temperature != 0.0) & (temperature != 1.0):  # a branch, so that the quotient is rounded before noise is added
         values = values / temperature
     return values
 
 
 @triton.jit
 def add_noise(values, mask, temperature, seed, position, token):  # type: ignore[no-untyped-def]
-    """Returns the scores of tokens: values with noise, or the values themselves at temperature 0."""
+    """Returns the scores of tokens, which are their values plus noise, or the values alone at temperature 0."""
     if temperature != 0.0:
         values = tl.where(mask, values + noise_of(seed, position, token), float("-inf"))
     return values
@@ -103,7 +103,7 @@ def sample_rows(
     """Writes tokens and levels like `draft_sampling.sample_with_score_gap`. If `token_ids_V` is empty, column v is token v."""
     num_rows, num_vocab = logits_RV.shape
     num_blocks = triton.cdiv(num_vocab, BLOCK)
-    # Parts of one tensor would be aligned or not by the number of rows, and Triton compiles a kernel for either.
+    # With parts of one tensor, alignment would depend on the number of rows, and Triton compiles a kernel for each case.
     best_RN, second_RN = (logits_RV.new_empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(2))
     token_RN = logits_RV.new_empty(num_rows, num_blocks, dtype=torch.int32)
     _best_of_block[(num_rows, num_blocks)](

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of drafting: one call replays what a decode step observes and drafts, in the place of many launches.
+"""CUDA graphs of drafting, so that one call replays the drafting of a decode step instead of many launches.
 
-A launch of one of our kernels from Python takes 65 to 170 us of the host on the machines that were measured, because the
-kernels take some fifty tensors, which Triton looks at one by one. In a graph the same kernels take 5 to 30 us of the GPU, and
+Launching one of our kernels from Python takes 65 to 170 us of the host on the machines that were measured, because the
+kernels take some fifty tensors, which Triton inspects one by one. In a graph the same kernels take 5 to 30 us of the GPU, and
 the host makes one call for all of them (docs/developing/step-costs.md).
 
-A graph reads the same memory in each replay. So what changes from step to step is written to buffers first. A graph serves
-all batches up to its size: the rows that a batch lacks have no request, and the kernels skip those.
+A graph reads the same memory in each replay, so what changes from step to step is written to buffers first. A graph serves
+all batches up to its size. Surplus rows have no request, and the kernels skip them.
 
 Shapes: B rows of a graph, S request slots.
 """
@@ -23,33 +23,33 @@ from nemo_specrollout.generation.engine.transfers import copy_to_device
 
 logger = logging.getLogger(__name__)
 _NUM_NUMBERS = 8
-"""Numbers before the slots in the buffer, three of them unused, so that the slots begin at a multiple of 16 bytes."""
+"""Numbers before the slots in the buffer. Three of them are unused, so that the slots begin at a multiple of 16 bytes."""
 _PRICE = slice(2, 5)
-"""Those that are the price of a row."""
+"""Place of the price of a row among these numbers."""
 
 
 class StepInputs(NamedTuple):
-    """What a step's drafting reads, in memory that stays where it is."""
+    """Inputs of a step's drafting, in memory whose address does not change."""
 
     texts: Texts
     num_sampled_B: torch.Tensor
-    """Tokens that each request has sampled, int32. Undefined in rows without a request, like the next field."""
+    """Number of tokens that each request has sampled, int32. Undefined in rows without a request, like the next field."""
     num_rejected_B: torch.Tensor
-    """Drafts of each request that were rejected, int32."""
+    """Number of each request's drafts that were rejected, int32."""
     step: torch.Tensor
-    """Number of the step below `TRACED_STEPS`, int32 [1]."""
+    """Number of the step modulo `TRACED_STEPS`, int32 [1]."""
     most_drafts: torch.Tensor
     """The most drafts of a request, int32 [1]."""
     price: RowPrice
-    """What one more row costs, float32 [1] each."""
+    """The cost of one more row, float32 [1] each."""
 
 
 Part = Callable[[StepInputs], None]
-"""Launches a part of a step's drafting. It must launch the same kernels whatever the inputs hold, and read none of them."""
+"""Launches a part of a step's drafting. It must launch the same kernels for all inputs, without reading them on the host."""
 
 
 def graph_sizes(most_requests: int) -> list[int]:
-    """Returns the numbers of rows for which there are graphs. A batch is padded by less than half of its own size."""
+    """Returns the row counts for which graphs are recorded. A batch is padded by less than half of its own size."""
     sizes = {1, 2, most_requests}
     size = 4
     while size < most_requests:
@@ -66,13 +66,13 @@ class DraftingGraphs:
     """
 
     def __init__(self, parts: Mapping[str, Part], states: Any, num_slots: int, max_new: int) -> None:
-        """Records nothing yet.
+        """Allocates the buffers, but records nothing yet.
 
         Args:
-            parts: what is replayed, by name.
-            states: vLLM's states of requests, which has their texts.
-            num_slots: request slots of the engine (S).
-            max_new: upper bound of the new tokens of a text that the parts were made for.
+            parts: the parts to replay, by name.
+            states: vLLM's states of requests, with their texts.
+            num_slots: number of request slots of the engine (S).
+            max_new: upper bound of the new tokens per text for which the parts were made.
         """
         self.max_new = max_new
         self._parts = parts
@@ -86,9 +86,9 @@ class DraftingGraphs:
         self._size = 0
 
     def capture(self) -> bool:
-        """Records all graphs. Returns False, and says why in the log, if that fails: then every kernel is launched by itself.
+        """Records all graphs. If that fails, it logs why and returns False, and every kernel is launched by itself.
 
-        Each part is run before, with one row of no request, so that Triton compiles nothing while a graph is recorded.
+        Each part runs once before, with one row without a request, so that Triton compiles nothing while a graph is recorded.
         """
         try:
             self._load_nothing()
@@ -100,7 +100,7 @@ class DraftingGraphs:
             ):  # smaller graphs then fit into the larger ones' memory
                 for name, part in self._parts.items():
                     self._graphs[name, size] = _record(part, self._inputs(size), pool)
-        except Exception as error:  # of torch, Triton or the driver, and the engine can do without graphs
+        except Exception as error:  # of torch, Triton or the driver, since the engine can do without graphs
             logger.warning("specrollout: drafting is launched kernel by kernel, without CUDA graphs: %s", error)
             self._graphs.clear()
         return bool(self._graphs)
@@ -113,7 +113,7 @@ class DraftingGraphs:
         most_drafts: int,
         price: RowPrice,
     ) -> None:
-        """Writes a step's inputs to the buffers, without waiting. `outcomes` are tokens sampled and drafts rejected, int32."""
+        """Writes a step's inputs to the buffers without waiting. `outcomes` are the counts of `StepInputs`, int32."""
         num = len(slots_B)
         self._size = self._size_of[num]
         numbers = np.full(_NUM_NUMBERS + self._size, -1, np.int32)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter `history`: drafts from finished responses of a request's prompt, whichever engine and start has made them.
+"""The drafter `history`, which drafts from earlier responses to a request's prompt, whichever engine and start made them.
 
-What it reads and writes is in files of the history (`history/service.py`), whose thread works beside the steps. So this part
-only moves texts: those of ended requests from the device to the thread, and those that the thread has read to the device.
+The responses are kept in files (`history/service.py`), which a thread reads and writes beside the steps. This module only
+moves texts between that thread and the device: those of ended requests to the thread, and those that it has read back.
 
-Shapes: S request slots, L longest sequence, N requests that have ended, H pieces that are fed at a time.
+Shapes: S request slots, L longest sequence, N requests that have ended, H pieces of text that are fed at a time.
 """
 
 import time
@@ -34,32 +34,32 @@ from nemo_specrollout.history.store import HistoryStore
 FOLDER = "history"
 """Folder of the history within the folder of what a run learns."""
 PIECES = 16
-"""Most pieces that are fed at a time."""
+"""Most pieces that are fed to the index at a time."""
 COPIED = 32
-"""Requests whose texts are copied from the device together."""
+"""Number of requests whose texts are copied from the device together."""
 FEED_SHARE = 0.01
-"""Share of the engine's time in which its index is fed."""
+"""Share of the engine's time that may be spent on feeding the index."""
 LEAST_FED = 256
-"""Tokens that are fed at least, because a feeding of few tokens costs little less."""
+"""Fewest tokens that are fed at a time, because feeding fewer costs hardly less."""
 _SHORTEST = 4
-"""Tokens of the shortest response that is kept."""
+"""Number of tokens of the shortest response that is kept."""
 
 
 class _Open(NamedTuple):
-    """A request in a slot, as far as its text is kept."""
+    """A request in a slot, with what must be known to keep its text."""
 
     group: int
     first: int
-    """Place of its first token that is kept, which still belongs to the prompt."""
+    """Index of the first token that is kept, which still belongs to the prompt."""
     num_context: int
-    """Tokens of the prompt that are kept."""
+    """Number of tokens of the prompt that are kept."""
     limit: int
     stop_token_ids: frozenset[int]
 
     def text(self, tokens: np.ndarray) -> tuple[Text | None, bool]:
-        """Returns the text of the tokens from `first` on, and whether it has ended. A text that is too short is None."""
+        """Returns the text from token `first` on, or None if it is too short, and whether the text has ended."""
         response = tokens[self.num_context : self.limit - self.first]
-        # An asynchronous engine may have sampled further tokens before it knew that one is the last.
+        # An asynchronous engine may have sampled tokens after the last one, before it knew that it was the last.
         stops = [places[0] for stop in self.stop_token_ids if len(places := np.flatnonzero(response == stop))]
         num_tokens = int(min(stops)) + 1 if stops else len(response)
         has_ended = bool(stops) or self.first + self.num_context + num_tokens >= self.limit
@@ -74,15 +74,15 @@ class _Copied:
 
     opened: list[_Open]
     base: int
-    """Place of the first token that was copied."""
+    """Index of the first token that was copied."""
     tokens_NL: torch.Tensor
     lengths_N: torch.Tensor
     """Number of tokens of each whole text."""
     arrived: Any
-    """CUDA event of the copies; None on a CPU."""
+    """CUDA event of the copies, or None on a CPU."""
 
     def texts(self) -> list[tuple[Text | None, bool]]:
-        """Waits for the copies. Returns each text, None if it is too short, and whether it shows that it has ended."""
+        """Waits for the copies. Returns each text, or None if it is too short, and whether its tokens show that it ended."""
         if self.arrived is not None:
             self.arrived.synchronize()
         rows = zip(self.opened, self.tokens_NL.numpy(), self.lengths_N.tolist(), strict=True)
@@ -94,10 +94,10 @@ class _Copied:
 
 
 class HistoryDrafter(Drafter):
-    """Proposes what earlier responses to the same prompt went on with after the same last tokens.
+    """Proposes the tokens with which earlier responses to the same prompt continued after the same last tokens.
 
-    Owns an index of contexts, which learns only what the history has, and the service that reads and writes the history. An
-    index of its own lets the draft board learn apart how good such drafts are, and counts them apart.
+    Owns an index of contexts, which is fed only with the history, and the service that reads and writes the history. Because
+    the index is separate, the draft board learns and counts separately how good such drafts are.
     """
 
     name = "history"
@@ -113,22 +113,22 @@ class HistoryDrafter(Drafter):
         self._num_context = orders[-1]
         self._salts_S = torch.full((runner.max_num_reqs,), NO_SALT, dtype=torch.int64, device=self._device)
         self._learned_S = torch.zeros_like(self._salts_S, dtype=torch.int32)
-        # What is fed: one row for each piece.
+        # Buffers of what is fed, with one row for each piece.
         shape = (PIECES, PIECE + self._num_context)
         self._tokens_HL = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._numbers_3H = torch.zeros(3, PIECES, dtype=torch.int32, device=self._device)
-        """Row, total length and number of learned tokens of each piece. A row of -1 has no piece."""
+        """Row, total length and number of learned tokens of each piece. Row -1 means that there is no piece."""
         self._groups_H = torch.zeros(PIECES, dtype=torch.int64, device=self._device)
         self._open: dict[int, _Open] = {}
         self._kept: set[int] = set()
         """Slots whose texts were kept before the requests left them."""
         self._slots_of: dict[int, set[int]] = {}
-        """Slots of the requests of each group."""
+        """Slots of the open requests of each group."""
         self._allowed: set[int] = set()
-        """Groups of such requests of which the index knows texts."""
+        """Groups of open requests for which the index has texts."""
         self._timer = StageTimer(self._device)
         self._token_s = 0.0
-        """Seconds in which one token is fed; 0 while unknown."""
+        """Seconds that feeding one token takes, or 0 while unknown."""
         self._fed_at = time.perf_counter()
         store = HistoryStore(
             Path(learned.folder) / FOLDER, learned.history_bytes, tokenizer_fingerprint(runner.vllm_config.model_config)
@@ -149,7 +149,7 @@ class HistoryDrafter(Drafter):
             first = request.prompt_length - num_context
             kept = _Open(who.group, first, num_context, request.limit, request.stop_token_ids)
             self._open[request.slot] = kept
-            if who.is_early or not who.speculate:  # their rows are decoded again
+            if who.is_early or not who.speculate:  # early requests are decoded again when their step comes
                 self._kept.add(request.slot)
         self.service.opened(groups)
 
@@ -173,14 +173,14 @@ class HistoryDrafter(Drafter):
     def end_rollout(self) -> None:
         """Keeps the responses of requests that have ended but have not left their slots.
 
-        vLLM takes the slots of the last requests with the next step, which may never come. Waits for the device, which is
-        idle, but not for the disk.
+        This is needed because vLLM frees the slots of the last requests with the next step, which may never come. Waits for
+        the device, which is idle, but not for the disk.
         """
         with gpu_sync_allowed():
             self._keep_ended([slot for slot in self._open if slot not in self._kept])
 
     def feed(self) -> None:
-        """Lets the index learn texts that are ready, in a bounded share of the engine's time."""
+        """Feeds texts that are ready to the index, within a bounded share of the engine's time."""
         if not self.service.has_pieces:
             return
         for num_tokens, seconds in self._timer.finished():
@@ -199,7 +199,7 @@ class HistoryDrafter(Drafter):
         self._allow({piece.group for piece in pieces})
 
     def warm_up(self) -> None:
-        """Feeds nothing, so that the kernels of feeding are compiled before the engine serves."""
+        """Does a feeding without texts, so that its kernels are compiled before the engine serves."""
         self._learn([])
 
     def facts(self) -> HistoryFacts:
@@ -221,7 +221,7 @@ class HistoryDrafter(Drafter):
         self.index.learn(Texts(rows_H, lengths_H, self._tokens_HL), self._groups_H, learned_H, PIECE)
 
     def _allow(self, groups: set[int]) -> None:
-        """Lets the open requests of these groups draft, because the index knows texts of theirs now."""
+        """Lets the open requests of these groups draft, because the index now has texts for them."""
         at_work = groups & self._slots_of.keys()
         self._allowed |= at_work
         slots = [slot for group in at_work for slot in self._slots_of[group]]
@@ -238,7 +238,7 @@ class HistoryDrafter(Drafter):
             self.service.ended(copied.whole)
 
     def _keep_ended(self, slots: Sequence[int]) -> None:
-        """Keeps those texts that show that they have ended, because others go on."""
+        """Keeps only texts whose tokens show that they have ended, because the other requests may go on."""
         for copied, some in self._copies(slots):
             found = [(slot, text) for slot, (text, has_ended) in zip(some, copied.texts(), strict=True) if has_ended]
             self._kept.update(slot for slot, _ in found)
@@ -246,7 +246,10 @@ class HistoryDrafter(Drafter):
             self.service.ended(partial(list, texts))
 
     def _copies(self, slots: Sequence[int]) -> Iterator[tuple[_Copied, Sequence[int]]]:
-        """Yields texts on their way to the host, of some slots at a time. They begin where the first of them is kept from."""
+        """Yields copies of texts on their way to the host, for some slots at a time.
+
+        All texts of a copy begin at the smallest index from which one of them is kept.
+        """
         states = self._states
         is_cuda = self._device.type == "cuda"
         for begin in range(0, len(slots), COPIED):

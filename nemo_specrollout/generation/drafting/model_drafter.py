@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter with weights: vLLM's own speculator (EAGLE-3, draft model, MTP, DFlash, DSpark), asked only where that pays.
+"""A drafter with weights, which is vLLM's own speculator (EAGLE-3, draft model, MTP, DFlash, DSpark), run only where it pays.
 
-Networks, weights and KV cache are vLLM's. This module decides which noise they sample with, how deep they draft, and in which
+Networks, weights and KV cache are vLLM's. This module decides with which noise they sample, how deep they draft, and in which
 steps they run at all. EAGLE-3, draft models and MTP draft one position after another. DFlash and DSpark draft a block of
-positions in one pass: DFlash samples all of them at once, DSpark one after another, because each depends on the token before.
+positions in one pass. DFlash samples all of them at once. DSpark samples them in sequence, because each one depends on the
+token before.
 
 Shapes: B requests of the batch, K draft positions, N new requests, R rows of logits, S request slots, V vocabulary of the
 drafter.
@@ -35,10 +36,10 @@ _POSITION_OFFSET = 0 if compat.takes(DraftModelSpeculator.sample_draft, "sample_
 
 
 class ModelDrafter(Drafter):
-    """Lets vLLM's speculator draft, or only read, as the policy plans. Owns which requests it follows.
+    """Lets vLLM's speculator draft or only read, as the speculation policy plans. Owns which requests it follows.
 
-    The speculator follows a request from its first token on, or not at all: text that it has not read leaves a gap in its KV
-    cache. It does not run in steps in which it follows no request.
+    The speculator follows a request from its first token on or not at all, because text that it has not read leaves a gap in
+    its KV cache. It does not run in steps in which it follows no request.
     """
 
     has_weights = True
@@ -51,7 +52,7 @@ class ModelDrafter(Drafter):
         policy: Callable[[], SpeculationPolicy],
         depth: DraftDepth,
     ) -> None:
-        """`policy` returns the engine's policy, which may be replaced while the engine runs. `depth` asks the speculator."""
+        """`policy` returns the engine's speculation policy, which may be replaced later. `depth` asks the speculator."""
         self.board = board
         self._index = board.model
         self._speculator = runner.speculator
@@ -72,60 +73,60 @@ class ModelDrafter(Drafter):
         num_positions = board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
         self._is_unfollowed_S = torch.ones(num_slots, dtype=torch.bool, device=runner.device)
-        """Whether the speculator does not follow the request in each slot."""
+        """On the device, whether the speculator does not follow the request in each slot."""
         self._is_followed = np.zeros(num_slots, np.bool_)
-        """The opposite, for the host."""
+        """On the host, whether the speculator follows the request in each slot."""
         self._policy = policy
         self._timer = StageTimer(runner.device)
         self.depth = 0
-        """Planned draft tokens for each request; 0 if the speculator only reads."""
+        """Planned draft tokens for each request, or 0 if the speculator only reads."""
         self._was_dormant = False
         self.is_allowed = True
-        """True if the drafter may draft; a canary that finds it broken forbids it."""
+        """True if the drafter may draft. A canary that finds it broken forbids it."""
 
     @property
     def least_depth(self) -> int:
-        """The fewest tokens of a request that the speculator drafts if it drafts any."""
+        """The smallest depth above zero that the speculator can draft."""
         return self._depth.least
 
     @property
     def is_dormant(self) -> bool:
-        """Whether new requests get none of the drafter's drafts, because these would not pay."""
+        """Whether new requests get no drafts from this drafter, because these would not pay."""
         return self._policy().is_dormant
 
     def num_followed(self, slots_B: np.ndarray) -> int:
-        """Returns the number of requests in these slots that the speculator follows. It reads each step's text of those."""
+        """Returns the number of requests in these slots that the speculator follows, whose text it reads in each step."""
         return int(np.count_nonzero(self._is_followed[slots_B]))
 
     def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
-        """Follows new requests unless it is dormant. Requests that do not speculate are never followed."""
+        """Starts to follow new requests, unless the drafter is dormant. Requests without drafts are never followed."""
         if self._was_dormant and not self.is_dormant:
-            self.board.forget_drafter(self._index)  # the tasks may have changed meanwhile
+            self.board.forget_drafter(self._index)  # the tasks may have changed in the meantime
         self._was_dormant = self.is_dormant
         follows_N = [self.is_allowed and not self.is_dormant and r.identity.speculate for r in requests]
         self._is_followed[[r.slot for r in requests]] = follows_N
         self._is_unfollowed_S[slots] = put([not follows for follows in follows_N], np.bool_)
 
     def forbid(self) -> None:
-        """Stops all drafting: the speculator follows no request any more."""
+        """Stops all drafting, so that the speculator follows no request any more."""
         self.is_allowed = False
         self._stop_following()
 
     def begin_again(self) -> None:
-        """Forgets what was learned about the speculator, and allows it to draft, as if it were new."""
+        """Forgets what was learned about the speculator and allows it to draft, as if it were new."""
         self.board.forget_drafter(self._index)
         self._policy().model_changed()
         self.is_allowed = True
 
     def timed(self) -> list[tuple[tuple[int, int, int], float]]:
-        """Returns the draftings of pure decode steps whose time became known since the last call.
+        """Returns the draft passes of pure decode steps whose times became known since the last call.
 
-        Each is (unread tokens, requests, depth), and seconds.
+        Each one is a tuple of unread tokens, requests and depth, with its seconds.
         """
         return self._timer.finished()
 
     def plan(self, depth: int) -> None:
-        """Sets how deep the next drafts are. Stops following all requests if that does not pay."""
+        """Sets how deep the next drafts are. Stops following all requests if following does not pay."""
         self.depth = depth
         if self.is_dormant:
             self._was_dormant = True
@@ -133,7 +134,7 @@ class ModelDrafter(Drafter):
                 self._stop_following()
 
     def observe(self, step: DraftStep) -> None:
-        """Keeps the step for the speculator, which drafts from it."""
+        """Keeps the step, from which the speculator drafts later."""
         self._step = step
 
     def propose(self, texts: Texts, out: Proposals) -> None:
@@ -154,7 +155,7 @@ class ModelDrafter(Drafter):
         out.tokens_BK[:num_requests] = drafts_BK
         if not self._has_score_gaps:
             out.levels_BK[:num_requests] = self._positions_K
-        drafted_B = (num_sampled_B > 0) * depth  # nothing is drafted amid a prompt
+        drafted_B = (num_sampled_B > 0) * depth  # nothing is drafted in the middle of a prompt
         found_B[:num_requests] = drafted_B.masked_fill_(self._is_unfollowed_S[batch.idx_mapping], NOT_FOLLOWED)
 
     def _stop_following(self) -> None:
@@ -162,7 +163,7 @@ class ModelDrafter(Drafter):
         self._is_unfollowed_S.fill_(True)
 
 
-# Patch points of vLLM's speculators: their drafts get the target's noise, and they draft only on demand.
+# Patch points of vLLM's speculators, which give their drafts the target's noise and make them draft only on demand.
 
 
 def share_noise(
@@ -170,8 +171,8 @@ def share_noise(
 ) -> None:
     """Makes a speculator sample drafts with the noise that the target will draw at each position.
 
-    Writes the evidence levels of the drafts to `levels_RK`. They go to `column`, or to the column of the draft step. Nothing
-    is sampled while `only_reads()` is true.
+    Writes the evidence levels of the drafts to `levels_RK`, in `column` or else in the column of the draft step. Nothing is
+    sampled while `only_reads()` is true.
     """
 
     def sample_draft(
@@ -196,7 +197,7 @@ def share_noise(
 
 
 def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
-    """Makes a DFlash or DSpark sample with the target's noise, and write the evidence levels of its drafts to `levels_BK`."""
+    """Makes a DFlash or DSpark speculator sample with the target's noise, and write evidence levels to `levels_BK`."""
     if not isinstance(speculator, DSparkSpeculator):
         # Row b * K + k of what DFlash samples is draft k of request b.
         first_column = torch.zeros((), dtype=torch.int32, device=levels_BK.device)
@@ -204,7 +205,7 @@ def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
         return
     dspark: Any = speculator
 
-    # DSpark passes the position of the token to be drafted; the noise is keyed by the position before it.
+    # DSpark passes the position of the token to be drafted, but the noise is keyed by the position before it.
     def sample_logits(logits: torch.Tensor, idx_map: torch.Tensor, sample_pos: torch.Tensor, step: int) -> torch.Tensor:
         return sample_with_score_gap(
             logits,
@@ -226,9 +227,10 @@ def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
 def sample_in_sequence(
     dspark: Any, sample_logits: Callable[..., torch.Tensor], num_reqs: int, head_hidden: torch.Tensor
 ) -> None:
-    """Drafts the positions of a DSpark's block one after another, as vLLM does before 0.28, but by `sample_logits`.
+    """Drafts the positions of a DSpark block one after another, as vLLM did before 0.28, but with `sample_logits`.
 
-    Each token's logits depend on the token before it by the Markov head. `head_hidden` has the outputs of the block's pass.
+    Through the Markov head, each token's logits depend on the token before it. `head_hidden` has the outputs of the pass over
+    the block.
     """
     model = dspark.model
     num_rows = num_reqs * dspark.num_speculative_steps
@@ -245,11 +247,11 @@ def sample_in_sequence(
 
 
 def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
-    """Leaves out a DFlash's or DSpark's pass over the block while `only_reads()` is true.
+    """Makes a DFlash or DSpark speculator skip its pass over the block while `only_reads()` is true.
 
-    The context's keys and values are stored before that pass. A pass that is replayed as a CUDA graph is not left out.
+    The keys and values of the context are stored before that pass. A pass that is replayed as a CUDA graph is not skipped.
 
-    Raises ValueError for variants of DFlash, which sample in their own kernels.
+    Raises ValueError for variants of DFlash that sample in their own kernels.
     """
     if type(dflash)._generate_draft not in (DFlashSpeculator._generate_draft, DSparkSpeculator._generate_draft):
         raise ValueError(
@@ -266,7 +268,7 @@ def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
 
 
 def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the logits of drafts, and the target's token of each column; None if the columns are the whole vocabulary."""
+    """Returns the logits of drafts and the target's token of each column, or None if column v is token v."""
     model: Any = getattr(speculator, "model", None)
     token_ids = _reduced_vocabulary(model)
     if token_ids is not None:
@@ -277,6 +279,6 @@ def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tu
 
 
 def _reduced_vocabulary(model: Any) -> torch.Tensor | None:
-    """Returns the target's token of each token of the drafter, int64 [V], ascending; None if the vocabularies are equal."""
+    """Returns the target's token of each drafter token, int64 [V], ascending, or None if the vocabularies are equal."""
     offsets = getattr(model, "draft_id_to_target_id", None)
     return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine: arguments of vLLM, its supported versions, its requests, and values that travel between host and device."""
+"""How an engine is started and asked: vLLM's arguments and versions, requests, and transfers between host and device."""

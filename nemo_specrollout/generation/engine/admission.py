@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses bad requests where vLLM admits requests, in the process of the caller, before an engine core hears of them.
+"""Refuses bad requests where vLLM admits requests, in the process of the caller, before they reach an engine core.
 
-vLLM asks the class method `validate_params` of each logits processor of an engine about each request (0.32 and later). This
-is vLLM's own place for such checks, so every way in is covered: `LLM`, `AsyncLLM`, and the OpenAI server, which answers with
-status 400. `arguments.with_specrollout` names `RequestCheck` to vLLM. Older versions take no processors on the V2 model
-runner, so there `RolloutSamplingParams` checks what NeMo-RL sends, and the vLLM worker outlives the rest.
+From 0.32 on, vLLM calls the class method `validate_params` of each logits processor of an engine for each request. This is
+vLLM's own place for such checks, so every way in is covered, namely `LLM`, `AsyncLLM` and the OpenAI server, which answers
+with status 400. `arguments.with_specrollout` names `RequestCheck` to vLLM. Older versions take no processors on the V2 model
+runner. There `RolloutSamplingParams` checks what NeMo-RL sends, and the vLLM worker survives other bad requests.
 
 vLLM loads this module while GPUs are hidden, so it must stay small.
 """
@@ -25,14 +25,14 @@ else:
         LogitsProcessor = object
 
 _END_TOKENS = 8
-"""Room that is left for the model's own end tokens, which vLLM adds to a request's stop tokens later."""
+"""Number of stop tokens for which room is left, because vLLM adds the model's own end tokens to a request later."""
 
 
 def check_params(params: Any) -> None:
     """Raises ValueError, with field, value and fix, for sampling parameters that an engine with our worker cannot serve.
 
-    These are identities that are malformed or absent (`check_request`), and lists longer than the V2 model runner has room
-    for, which vLLM itself finds out in the middle of a step only.
+    It refuses identities that are malformed or absent (`check_request`), and lists that are too long for the V2 model runner,
+    which vLLM itself would only notice in the middle of a step.
     """
     check_request(params)
     lists = [
@@ -48,7 +48,7 @@ def check_params(params: Any) -> None:
 
 
 def check_bad_words(params: Any) -> None:
-    """Raises ValueError if `bad_words`, whose tokens are known now, are more than the V2 model runner has room for."""
+    """Raises ValueError if the tokens of `bad_words` are more than the V2 model runner has room for."""
     words = params.bad_words_token_ids or ()
     limits = [
         ("MAX_NUM_BAD_WORDS", len(words), "words"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches of a text that was made ahead, as a request brings them along. Plain data: vLLM is not imported."""
+"""Branches of a text that was made ahead, in the form in which a request carries them. vLLM is not imported."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -9,22 +9,22 @@ import numpy as np
 TOKEN_BYTES = 4
 """Bytes of a token in a text that was made ahead."""
 _HEAD = 3
-"""Numbers before the tokens of a branch: its parent, its position, and the number of its tokens."""
+"""Count of the numbers before a branch's tokens, which are its parent, its position, and how many tokens it has."""
 
 
 class AheadBranch(NamedTuple):
-    """A text that goes on with another token than its parent from a position on. Tokens before it are the parent's."""
+    """A text that differs from its parent from a position on. The tokens before that position are the parent's."""
 
     parent: int
-    """Number of the path that it leaves: 0 for the text itself, i + 1 for the branch of index i."""
+    """Number of the path that it leaves, which is 0 for the text itself and i + 1 for the branch of index i."""
     position: int
-    """Number of its first own token, counted from the end of the prompt."""
+    """Index of its first own token in the response."""
     text: bytes
     """Its own tokens, as int32 numbers."""
 
 
 def pack(branches: Iterable[AheadBranch]) -> bytes:
-    """Returns branches as int32 numbers, in which form `extra_args` carry them."""
+    """Returns branches as int32 numbers, the form in which `extra_args` carry them."""
     parts = []
     for branch in branches:
         head = np.array([branch.parent, branch.position, len(branch.text) // TOKEN_BYTES], np.int32)
@@ -51,7 +51,7 @@ def unpack(packed: bytes) -> tuple[AheadBranch, ...]:
 
 
 def paths_of(text: bytes, branches: Sequence[AheadBranch]) -> list[np.ndarray]:
-    """Returns the whole paths: the text, and each branch with the tokens of its parents before it. int32 each."""
+    """Returns all paths as int32 arrays, which are the text and each branch with its parents' tokens before it."""
     paths = [np.frombuffer(text, np.int32)]
     for branch in branches:
         own = np.frombuffer(branch.text, np.int32)
@@ -60,9 +60,9 @@ def paths_of(text: bytes, branches: Sequence[AheadBranch]) -> list[np.ndarray]:
 
 
 def after_prefix(branches: Iterable[AheadBranch], num_tokens: int) -> tuple[AheadBranch, ...]:
-    """Returns branches for a request whose prompt has got the first `num_tokens` of the response.
+    """Returns branches for a request whose prompt already contains the first `num_tokens` of the response.
 
-    A branch that began among them keeps the tokens that come after, if there are any.
+    A branch that begins among these tokens keeps only its tokens after them, if there are any.
     """
     left = []
     for branch in branches:
@@ -76,11 +76,11 @@ def after_prefix(branches: Iterable[AheadBranch], num_tokens: int) -> tuple[Ahea
 def begun_again(
     made: Sequence[int], text: bytes, branches: Sequence[AheadBranch]
 ) -> tuple[bytes, tuple[AheadBranch, ...]]:
-    """Returns text and branches with which a request begins again that has made `made` with the older `text` and `branches`.
+    """Returns text and branches for a request that starts over after generating `made` with older `text` and `branches`.
 
-    The text is what was made, and beyond its end the rest of the path that agrees with it longest. So a request that begins
-    again early in its response still brings everything that was ever made of it. The other paths are branches where they
-    part from that text. There are at most as many of them as before, and those that part last are kept.
+    The new text is `made`, continued by the rest of the path that agrees with it longest. So a request that starts over
+    early in its response still carries everything that was ever generated for it. The other paths become branches, which
+    begin where they diverge from that text. There are at most as many as before, and those that diverge last are kept.
     """
     paths = paths_of(text, branches)
     own = np.array(made, np.int32)
@@ -93,7 +93,7 @@ def begun_again(
 
 
 def num_common(a: np.ndarray, b: np.ndarray) -> int:
-    """Returns the number of tokens with which two texts begin alike."""
+    """Returns the number of leading tokens that two texts have in common."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block as arguments of `vllm.LLM`: worker class, speculative config, additional config. vLLM is not imported."""
+"""Turns the block into arguments of `vllm.LLM`, such as the worker class and `speculative_config`. vLLM is not imported."""
 
 import dataclasses
 import os
@@ -19,15 +19,15 @@ SCHEDULER = "nemo_specrollout.generation.engine.step_outputs.build_scheduler"
 REQUEST_CHECK = "nemo_specrollout.generation.engine.admission:RequestCheck"
 """Our entry in vLLM's `logits_processors`. It checks requests and changes no logits."""
 TEXT_METHOD = "ngram_gpu"
-"""vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace its own."""
+"""vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace vLLM's."""
 HOST_CHOOSES = "specrollout_host_chooses"
-"""Key of vLLM's `additional_config`: why the host chooses the drafts of each step; null if the device may."""
+"""Key of vLLM's `additional_config` with the reason why the host chooses each step's drafts, or null if the device does."""
 DRAFT_ROWS = "specrollout_draft_rows"
-"""Key of vLLM's `additional_config`: the most draft tokens of a step, which the requests of the step share."""
+"""Key of vLLM's `additional_config` with the most draft tokens of a step, which the requests of the step share."""
 _DEVICE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "CUTLASS_MLA")
-"""Attention backends that vLLM 0.32 lets run steps whose numbers of drafts only the device knows."""
+"""Attention backends with which vLLM 0.32 allows steps whose numbers of drafts only the device knows."""
 _ROW_OUTPUTS = {"enable_return_routed_experts": "experts", "return_sampling_mask": "sampling masks"}
-"""Arguments with which vLLM returns something for each row, which it then must find on the host."""
+"""Arguments with which vLLM returns something for each row, so that the host must know the rows."""
 _WITHOUT_DRAFTS = {
     "enable_lora": "vLLM maps adapters to the rows of a step without drafts; NeMo-RL's own LoRA needs no adapters in vLLM",
     "watermark_config": "a watermark changes samples, and drafts are accepted by samples without one",
@@ -39,7 +39,7 @@ _WITHOUT_TIES = {
     "return_sampling_mask": _OTHER_SAMPLER,
     "enable_batch_sharded_sampling": "each GPU then samples a share of the requests, but only one is asked for near-ties",
 }
-"""Arguments with which near-ties of early requests are not kept, and the reasons. Branches begin at near-ties."""
+"""Arguments with which near-ties of early requests, where branches begin, are not kept, and the reasons."""
 _FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 QUIET_START = {
     "use_tqdm_on_load": False,
@@ -93,7 +93,7 @@ def with_specrollout(
     device: str,
     abilities: VllmAbilities = NEWEST_VLLM,
 ) -> dict[str, Any]:
-    """Returns `vllm_kwargs` with the block in effect; unchanged if the block is disabled.
+    """Returns `vllm_kwargs` with the block in effect, or unchanged if the block is disabled.
 
     Without drafters, or with the user's own `speculative_config`, only the sampler is ours. `device` is the type of
     vLLM's device, such as `cuda`.
@@ -128,7 +128,7 @@ def with_specrollout(
                 own = {"cudagraph_capture_sizes": [*vllms_graphs(abilities.largest_graph), *sizes]}
                 result["compilation_config"] = {**(result.get("compilation_config") or {}), **own}
         result.setdefault("scheduler_cls", SCHEDULER)
-    if abilities.checks_requests and not result.get("return_sampling_mask"):  # which vLLM refuses beside processors
+    if abilities.checks_requests and not result.get("return_sampling_mask"):  # vLLM refuses both together
         result["logits_processors"] = [*users_processors(result.get("logits_processors")), REQUEST_CHECK]
     block_dict = dataclasses.asdict(block)
     block_dict["drafters"] = list(block_dict["drafters"])
@@ -149,12 +149,12 @@ def _check_ties(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> None:
 
 
 def users_processors(processors: Sequence[Any] | None) -> list[Any]:
-    """Returns an engine's logits processors without ours, which changes no logits."""
+    """Returns an engine's logits processors except ours, which changes no logits."""
     return [processor for processor in processors or () if processor != REQUEST_CHECK]
 
 
 def abilities_of(version: str | None, policy: Mapping[str, Any]) -> VllmAbilities:
-    """Returns what a version of vLLM can do for a policy, without asking vLLM; of an unknown version, what the newest can.
+    """Returns what a version of vLLM can do for a policy, without importing vLLM. None counts as the newest version.
 
     `policy` is the policy's config.json.
     """
@@ -162,9 +162,9 @@ def abilities_of(version: str | None, policy: Mapping[str, Any]) -> VllmAbilitie
 
 
 def host_choice(arguments: Mapping[str, Any], abilities: VllmAbilities) -> str | None:
-    """Returns why the host must choose the drafts of each step; None if vLLM lets the device choose them.
+    """Returns why the host must choose the drafts of each step, or None if vLLM lets the device choose them.
 
-    These are vLLM's own rules about its adaptive verification (config/vllm.py, v1/attention/backend.py), which it checks only
+    The rules are vLLM's own for its adaptive verification (config/vllm.py, v1/attention/backend.py), which vLLM checks only
     where there are CUDA graphs. Our worker asks the attention backends again.
     """
     if not abilities.chooses_on_device:
@@ -184,9 +184,9 @@ def host_choice(arguments: Mapping[str, Any], abilities: VllmAbilities) -> str |
 def added_graphs(
     arguments: Mapping[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities = NEWEST_VLLM
 ) -> list[int]:
-    """Returns the rows of CUDA graphs that the block adds to vLLM's own, for steps with many drafts on a GPU.
+    """Returns the row counts of CUDA graphs that the block adds to vLLM's own, for steps with many drafts on a GPU.
 
-    None are added where the host chooses the drafts of each step, or graphs hold no whole steps.
+    None are added where the host chooses the drafts of each step, or where graphs do not hold whole steps.
     """
     block = block.with_own_drafters
     if not block.enabled or not block.drafters or not _has_full_graphs(arguments):
@@ -207,7 +207,7 @@ def _has_full_graphs(arguments: Mapping[str, Any]) -> bool:
 
 
 def native_config(drafter: ModelDrafterConfig | None, num_speculative_tokens: int) -> dict[str, Any]:
-    """Returns vLLM's `speculative_config` for a drafter with weights; without one, for a method that needs no weights."""
+    """Returns vLLM's `speculative_config` for a drafter with weights, or else for a method that needs no weights."""
     weights = {"model": drafter.model} if isinstance(drafter, FolderDrafterConfig) else {}
     method = TEXT_METHOD if drafter is None else drafter.type
     return {"method": method, **weights, "num_speculative_tokens": num_speculative_tokens}
@@ -224,7 +224,7 @@ def _speculative_config(
         )
     config = native_config(drafter, block.most_drafts)
     if drafter is not None and abilities.keeps_last_block:
-        # By default vLLM computes the last block of a cached prompt again for each sample, because the head's entry there
+        # By default vLLM recomputes the last block of a cached prompt for each sample, because the head's KV entry there
         # depends on the next token. All samples of a prompt share that token, and the policy's entries do not depend on it.
         config["disable_eagle_block_drop"] = True
     return config
@@ -247,8 +247,9 @@ def _draft_rows(arguments: Mapping[str, Any], block: SpecrolloutConfig, abilitie
 def _make_room_for_drafts(arguments: dict[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities) -> None:
     """Raises vLLM's default of `max_num_batched_tokens` if drafts would take more than half of it.
 
-    vLLM schedules a row for each draft that a request may have, before it leaves out the drafts that do not pay. A step then
-    has as much room for prompts as without drafts. Raises ValueError if the user's own value is too small for the drafts.
+    vLLM schedules a row for each draft that a request may have, before it leaves out the drafts that do not pay. With the
+    raised default, a step has as much room for prompts as without drafts. Raises ValueError if the user's own value is too
+    small for the drafts.
     """
     num_drafts = _draft_rows(arguments, block, abilities)
     given = arguments.get("max_num_batched_tokens")

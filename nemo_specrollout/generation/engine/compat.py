@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the installed vLLM has, by names and signatures, and checks of what this package relies on.
+"""Detects by names and signatures what the installed vLLM has, and checks what this package relies on.
 
-Model runners differ more than that, and `generation/runners` has a class for each family of them.
+Larger differences between model runners are in `generation/runners`, which has a class for each family.
 """
 
 import importlib.util
@@ -53,13 +53,13 @@ def takes(function: Any, name: str) -> bool:
 
 
 HAS_MURMUR_NOISE = hasattr(gumbel, "murmur3_uniform32")
-"""Whether this vLLM makes its noise by MurmurHash3 (0.31 and later), else by Philox."""
+"""Whether this vLLM makes its noise with MurmurHash3 (0.31 and later) instead of Philox."""
 CHOOSES_ON_DEVICE = takes(BaseSpeculator.propose, "num_speculative_tokens")
 """Whether vLLM drafts to a given depth, and chooses on the device which drafts a step verifies (0.32 and later)."""
 HAS_REQUEST_CHECKS = importlib.util.find_spec("vllm.v1.worker.gpu.sample.logits_processor") is not None
-"""Whether the V2 model runner takes logits processors, which vLLM asks about each request (0.32 and later)."""
+"""Whether the V2 model runner supports logits processors, which vLLM asks about each request (0.32 and later)."""
 HAS_TEXT_METHOD = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
-"""Whether the V2 model runner takes drafters without weights (0.32 and later)."""
+"""Whether the V2 model runner supports drafters without weights (0.32 and later)."""
 _TARGET_NOISE: dict[str, Any] = {"is_drafting": False} if takes(gumbel.gumbel_sample, "is_drafting") else {}
 
 
@@ -71,7 +71,7 @@ def check_version() -> None:
 
 
 def check_features(block: SpecrolloutConfig) -> None:
-    """Raises ConfigError for something in a block that the installed vLLM cannot run."""
+    """Raises ConfigError if the block asks for something that the installed vLLM cannot run."""
     for sentence in refusals(block, VLLM_VERSION):
         raise ConfigError(sentence)
 
@@ -103,11 +103,11 @@ def require(owner: Any, names: Iterable[str], what: str) -> None:
 
 
 def make_top_p_independent_of_batch() -> None:
-    """Makes vLLM's top-p kernels treat a row alike, however many rows a step has: tokens must not depend on drafts.
+    """Makes vLLM's top-p kernels give the same result for a row whatever the number of rows in its step.
 
-    With up to 64 rows vLLM's GPU kernels sum each row in slices, and the number of slices depends on the number of rows. The
-    sum may then differ in the last bit, and so may the set of tokens that top-p excludes. Older versions slice no row. Raises
-    RuntimeError if vLLM slices rows by another name.
+    Otherwise a token could depend on drafts. With up to 64 rows, vLLM's GPU kernels sum each row in slices whose number
+    depends on the number of rows. The sum may then differ in the last bit, and so may the set of tokens that top-p excludes.
+    Older versions do not slice rows. Raises RuntimeError if vLLM slices rows under another name.
     """
     if _slices_rows():
         require(topk_topp_triton, ["_SPLIT_MAX_BATCH"], topk_topp_triton.__name__)
@@ -115,7 +115,7 @@ def make_top_p_independent_of_batch() -> None:
 
 
 def verify_top_p() -> None:
-    """Raises RuntimeError if top-p may treat a row by the number of rows in its step."""
+    """Raises RuntimeError if the result of top-p for a row may depend on the number of rows in its step."""
     if _slices_rows() and topk_topp_triton._SPLIT_MAX_BATCH != 0:
         raise RuntimeError(
             f"specrollout's top-p is not in force: something set {topk_topp_triton.__name__}._SPLIT_MAX_BATCH"
@@ -142,7 +142,7 @@ def draw(
 
 
 def output_options(vllm_config: Any) -> Any:
-    """Returns the part of vLLM's config that names what an engine returns of each row beside its token."""
+    """Returns the part of vLLM's config that says what an engine returns for each row in addition to its token."""
     return getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config  # before 0.32 the latter
 
 
@@ -164,7 +164,7 @@ def device_type() -> str:
 def vllm_abilities(arguments: Mapping[str, Any], is_async: bool = False) -> VllmAbilities:
     """Returns what the installed vLLM can do for an engine of these arguments.
 
-    `is_async`: whether NeMo-RL's asynchronous engine gets the arguments; else `vllm.LLM` does.
+    `is_async` is true if the arguments are for NeMo-RL's asynchronous engine, and false if they are for `vllm.LLM`.
     """
     keeps_last_block = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
     sizes = _default_sizes(arguments, is_async)
@@ -179,13 +179,13 @@ def _is_data_center_blackwell() -> bool:
 
 
 def _policy(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of the engine's model, from its folder or the Hub's cache; empty if it cannot be read."""
+    """Returns the config.json of the engine's model from its folder or the Hub's cache, or {} if it cannot be read."""
     if not (model := arguments.get("model")):
         return {}
     try:
         found, _ = PreTrainedConfig.get_config_dict(model, revision=arguments.get("revision"))
     except (OSError, ValueError):
-        return {}  # vLLM will say so, or the model is in another format
+        return {}  # vLLM will report the problem, or the model is in another format
     return found
 
 

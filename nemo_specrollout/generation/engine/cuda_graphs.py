@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CUDA graphs an engine captures. vLLM is not imported.
+"""Decides which CUDA graphs an engine captures. vLLM is not imported.
 
 By default vLLM captures graphs of up to 512 rows, because a step of plain decoding has one row for each request. A step that
-verifies drafts has many more: 32 requests with 32 drafts each fill 1,056 rows. Beyond the largest graph the host launches each
-kernel of each layer, and the GPU waits for it. So where the drafts of a block can fill more rows, larger graphs are captured
-too.
+verifies drafts has many more, for example 1,056 rows for 32 requests with 32 drafts each. In steps beyond the largest graph
+the host launches each kernel of each layer, and the GPU waits for it. So larger graphs are captured where the drafts of a
+block can fill them.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from typing import Any
 from nemo_specrollout.storage.model_folder import text_config
 
 LARGEST = 2048
-"""Rows of the largest graph. At 2,048 rows a GPU computes a layer for about as long as the host launches it."""
+"""Rows of the largest graph. At 2,048 rows, computing a layer takes a GPU about as long as launching it takes the host."""
 LOGITS_BYTES = 1 << 30
-"""Bytes of logits in float32 that vLLM samples at once (`MAX_CHUNK_BYTES`). All rows of a step with drafts must fit."""
+"""Most bytes of float32 logits that vLLM samples at once (`MAX_CHUNK_BYTES`). All rows of a step with drafts must fit."""
 _SPLITS = 32
 """vLLM's default of `attention_config.flash_attn_max_num_splits_for_cuda_graph`."""
 _STRIDES = {1024: 128, LARGEST: 256}
-"""Rows between two graphs beyond vLLM's largest, up to each number of rows."""
+"""Distance in rows between graphs beyond vLLM's largest. The key is the number of rows up to which it applies."""
 _ALIGNED = 16
-"""Rows of every graph are a multiple of it, so that they can be shared among tensor-parallel ranks."""
+"""Every graph has a multiple of this many rows, so that tensor-parallel ranks can share them evenly."""
 _USERS_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 """Settings of a user's own sizes, in vLLM's `compilation_config` or among its arguments."""
 
@@ -29,7 +29,7 @@ _USERS_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 def larger_graphs(
     arguments: Mapping[str, Any], most_rows: int, largest_of_vllm: int, vocab_size: int | None = None
 ) -> list[int]:
-    """Returns the rows of the graphs to capture beyond vLLM's own; none where vLLM's suffice, or the user has set sizes.
+    """Returns the row counts of graphs to capture beyond vLLM's, or none if those suffice or the user has set sizes.
 
     Args:
         arguments: vLLM's arguments.
@@ -56,17 +56,17 @@ def larger_graphs(
 
 
 def vllms_graphs(largest: int) -> list[int]:
-    """Returns the rows of the graphs that vLLM captures by default, up to `largest` (`VllmConfig._set_cudagraph_sizes`)."""
+    """Returns the row counts of the graphs that vLLM captures by default (`VllmConfig._set_cudagraph_sizes`)."""
     return [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
 
 
 def graph_bytes(policy: Mapping[str, Any], num_rows: int, num_ranks: int = 1) -> int | None:
-    """Returns about how many bytes the pool of graphs takes on each of `num_ranks` tensor-parallel ranks; None if unknown.
+    """Estimates the bytes of the graphs' pool on each of `num_ranks` tensor-parallel ranks. Returns None if unknown.
 
-    All graphs share one pool, which holds what the largest graph computes for a layer of a dense model in bfloat16: hidden
-    states, queries, keys, values and both halves of the FFN. FlashAttention 3 needs most of it: within graphs it keeps partial
-    outputs in float32 for up to 32 splits of each text. When the engine starts, vLLM measures what its graphs take, and leaves
-    as much less for the KV cache. `policy` is the policy's config.json.
+    All graphs share one pool, which holds what the largest graph computes for a layer. For a dense model in bfloat16 these are
+    hidden states, queries, keys, values and both halves of the FFN. FlashAttention 3 needs most of the memory, because within
+    graphs it keeps partial outputs in float32 for up to 32 splits of each text. When the engine starts, vLLM measures what its
+    graphs take, and makes the KV cache smaller by that. `policy` is the policy's config.json.
     """
     policy = text_config(policy)
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps requests from prefixes that older weights have cached. Plain data and tasks: vLLM is not imported.
+"""Keeps requests from reusing prefixes that older weights have cached. vLLM is not imported.
 
-vLLM finds a cached block by its tokens, not by the weights that computed it, and it drops its cached blocks only while no
-request holds one. So each prompt gets a salt that names the weights (vLLM's `cache_salt`), which is part of the hash of its
-blocks. Requests of the same weights still share their prefixes, and a block of older weights is never found again.
+vLLM finds a cached block by its tokens and not by the weights that computed it, and it drops cached blocks only while no
+request holds one. So each prompt gets a salt that stands for the weights (vLLM's `cache_salt`) and enters the hash of its
+blocks. Requests under the same weights still share their prefixes, and a block of older weights is never found again.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from typing import Any
 from uuid import uuid4
 
 SALT_KEY = "cache_salt"
-"""Key of vLLM's prompts, and name of a field of its requests."""
+"""Key of the salt in vLLM's prompts, and name of the field in its requests."""
 Generate = Callable[..., AsyncGenerator[Any, None]]
 """`AsyncLLM.generate`."""
 
 
 class CacheSalt:
-    """The salt of the prompts that an engine gets now. Owns the number of changes of the engine's weights.
+    """The salt of an engine's new prompts. Owns the number of updates of the engine's weights.
 
-    No two engines or runs have a salt in common, because blocks may outlive an engine in a store outside of it.
+    No two engines or runs have a salt in common, because blocks may outlive an engine in a store outside it.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class CacheSalt:
         self._num_changes = 0
 
     def renew(self) -> None:
-        """Notes that the weights change. Prompts that are salted from now on find none of the blocks of earlier ones."""
+        """Notes that the weights change. Prompts that are salted from now on find no blocks of earlier prompts."""
         self._num_changes += 1
 
     def of(self, prompt: Any) -> Any:
-        """Returns one of vLLM's prompts with the salt, and unchanged if it is of a kind that cannot have one.
+        """Returns one of vLLM's prompts with the salt, or unchanged if its kind cannot have one.
 
-        A salt that the prompt brings stays a part of it, because it keeps the prompts of its sender apart from others'.
+        A salt that the prompt already has stays a part of the new one, because its sender uses it to keep prompts apart.
         """
         salt = f"{self._engine}-{self._num_changes}"
         if isinstance(prompt, str):
@@ -60,7 +60,7 @@ def _joined(salt: str, given: str | None) -> str:
 
 
 def salt_synchronous(engine: Any, salt: CacheSalt) -> None:
-    """Makes vLLM's synchronous `LLMEngine` salt the prompt of every request that it gets."""
+    """Makes vLLM's synchronous `LLMEngine` salt the prompt of every request."""
     add_request = engine.add_request
 
     def add_salted(request_id: str, prompt: Any, *arguments: Any, **options: Any) -> Any:
@@ -70,15 +70,15 @@ def salt_synchronous(engine: Any, salt: CacheSalt) -> None:
 
 
 class NewKv:
-    """Makes an asynchronous engine compute the KV of running requests again with new weights.
+    """Makes an asynchronous engine recompute the KV of running requests after a weight update.
 
-    Replaces `AsyncLLM.collective_rpc`, by which weights come. vLLM takes calls in the order in which they are sent, and takes
-    all that are there before it begins a step. So vLLM drops all KV right behind the new weights, and no step with them reads
-    KV of older ones.
+    It wraps `AsyncLLM.collective_rpc`, through which weights arrive. vLLM handles calls in the order in which they are sent,
+    and handles all waiting calls before it begins a step. So vLLM drops all KV right after the new weights have arrived, and
+    no step with new weights reads KV of older ones.
     """
 
     def __init__(self, llm: Any, last_calls: Collection[str]) -> None:
-        """`last_calls` are the methods of vLLM workers with each of which the last tensors of a change come."""
+        """`last_calls` are the methods of vLLM workers that deliver the last tensors of a weight update."""
         self._llm = llm
         self._last_calls = last_calls
         self._native = llm.collective_rpc
@@ -90,7 +90,7 @@ class NewKv:
         self._is_due = True
 
     async def change_ends(self) -> None:
-        """Drops all KV if the weights did not come by one of the last calls."""
+        """Drops all KV, unless one of the last calls has done so already."""
         if self._is_due:
             await self._drop()
 
@@ -102,13 +102,13 @@ class NewKv:
         return reply
 
     async def _drop(self) -> None:
-        """Makes vLLM preempt all running requests and drop all KV. They go on when vLLM has computed theirs again."""
+        """Makes vLLM preempt all running requests and drop all KV. The requests go on when their KV is recomputed."""
         await self._llm.reset_prefix_cache(reset_running_requests=True)
         self._is_due = False
 
 
 def _promise() -> Future[None]:
-    """Returns a future that cannot be cancelled by those who wait for it."""
+    """Returns a future that is not cancelled when somebody who waits for it is."""
     promise: Future[None] = Future()
     promise.set_running_or_notify_cancel()
     return promise
@@ -125,7 +125,7 @@ class _Attempt:
     is_stopped: bool = False
     """Whether a change of the weights has cancelled it."""
     left: Future[None] = field(default_factory=_promise)
-    """Is done when vLLM has the attempt no longer, or has its first output."""
+    """Done when vLLM no longer has the attempt, or when the first output is there."""
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -133,15 +133,15 @@ class _Attempt:
 
 
 class FreshPrefixes:
-    """Salts the requests of an asynchronous engine, and lets none begin while weights change.
+    """Salts the requests of an asynchronous engine, and lets none start while weights change.
 
-    Owns the attempts that have no output yet, and knows whether a change is under way. A change begins before the first new
-    tensor arrives and ends after the last one.
+    Owns the attempts that have no output yet, and knows whether a change of the weights is going on. A change begins before
+    the first new tensor arrives and ends after the last one.
 
-    Invariant: vLLM looks for the prefix of a new request between two changes only, and under the salt of that time. A
-    request that comes during a change waits until the change has ended. So does one that has sampled no token when a change
-    begins, because it may still wait in vLLM's queue: it is taken out of vLLM, and begins after the change. A request that
-    has sampled a token goes on. If vLLM preempts it, it finds the blocks that its own salt names, which it would have kept.
+    Invariant: vLLM looks up the prefix of a new request only between two changes, and under the salt of that time. A request
+    that arrives during a change waits for its end. A request that has sampled no token when a change begins may still be in
+    vLLM's queue, so it is taken out of vLLM and starts after the change. A request that has sampled a token goes on. If vLLM
+    preempts it, it finds the blocks of its own salt, which it would have kept anyway.
 
     Changes belong to one event loop. Requests may come on several, because NeMo-RL's HTTP server has a thread of its own.
     """
@@ -157,7 +157,7 @@ class FreshPrefixes:
         self._waiting: list[Future[None]] = []
 
     async def change_begins(self) -> None:
-        """Notes that new weights are coming. No request is at its beginning in vLLM when this returns."""
+        """Notes that new weights are coming. When this returns, vLLM has no request that has not sampled a token."""
         with self._lock:
             self._is_changing = True
             self._salt.renew()
@@ -167,7 +167,7 @@ class FreshPrefixes:
         await asyncio.gather(*(asyncio.wrap_future(attempt.left) for attempt in early))
 
     def change_ends(self) -> None:
-        """Notes that all new weights have come, or that the change has failed. Requests that wait begin."""
+        """Notes that all new weights have arrived or that the change has failed, and starts the waiting requests."""
         with self._lock:
             self._is_changing = False
             waiting = self._waiting
@@ -191,7 +191,7 @@ class FreshPrefixes:
                 return
 
     async def _begin(self, prompt: Any, params: Any, request_id: str, options: Mapping[str, Any]) -> _Attempt:
-        """Begins an attempt as soon as no change is under way."""
+        """Starts an attempt as soon as no change of the weights is going on."""
         while True:
             with self._lock:
                 if not self._is_changing:
@@ -204,9 +204,9 @@ class FreshPrefixes:
             await asyncio.wrap_future(opened)
 
     async def _first_output(self, attempt: _Attempt) -> Any:
-        """Waits for the first output of an attempt, or until a change has taken the attempt out of vLLM. Returns the output.
+        """Waits for the first output of an attempt and returns it. A change may take the attempt out of vLLM before.
 
-        Raises what vLLM raised. If the caller is cancelled, vLLM has the attempt no longer either.
+        Raises what vLLM raised. If the caller is cancelled, the attempt is removed from vLLM too.
         """
         try:
             await asyncio.wait({attempt.first})
@@ -227,7 +227,7 @@ class FreshPrefixes:
             attempt.left.set_result(None)
 
     def _has_sampled(self, request_id: str) -> bool:
-        """Returns whether all samples of a request have a token, also if the request yields nothing before its end."""
+        """Returns whether all samples of a request have a token, even if the request yields nothing before its end."""
         outputs = self._llm.output_processor
         samples = [outputs.request_states.get(sample) for sample in list(outputs.external_req_ids.get(request_id, ()))]
         return bool(samples) and not any(sample is not None and sample.is_prefilling for sample in samples)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM in this process: starts it with a block, drives it one step at a time, and tells what it runs on."""
+"""Starts vLLM in this process with a block, drives it one step at a time, and describes what it runs on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def start_vllm(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> Any:
 
 
 def engine_facts(llm: Any) -> dict[str, str | bool]:
-    """Returns the settings in force: vLLM's version, model runner, scheduling, CUDA graph mode."""
+    """Returns the settings in force, such as vLLM's version, model runner, scheduling and CUDA graph mode."""
     from nemo_specrollout.generation.engine.compat import VLLM_VERSION
 
     config = llm.llm_engine.vllm_config
@@ -63,12 +63,12 @@ def engine_facts(llm: Any) -> dict[str, str | bool]:
 
 
 def _host_choice(worker: Any) -> str | None:
-    """Returns why the host chooses a step's drafts (`VllmWorkerMixin`); None if it does not, or the worker is vLLM's own."""
+    """Returns why the host chooses a step's drafts, or None if it does not, or if the worker is vLLM's own."""
     return getattr(worker, "specrollout_host_chooses", None)
 
 
 def _began(worker: Any) -> str:
-    """Returns what the engine began with from earlier starts; empty if nothing is kept, or the worker is vLLM's own."""
+    """Returns what the engine began with from earlier starts. Empty if nothing is kept, or if the worker is vLLM's own."""
     kept = getattr(worker, "specrollout_kept", None)
     return "" if kept is None else ", and ".join(kept.began())
 
@@ -85,13 +85,13 @@ def device_facts(llm: Any) -> dict[str, Any]:
 
 
 def _attention_backends(worker: Any) -> list[str]:
-    """Returns the backends' names; an empty list if this version's model runner does not tell them."""
+    """Returns the names of the backends, or none if this version's model runner does not tell them."""
     groups = [group for layers in getattr(worker.model_runner, "attn_groups", ()) for group in layers]
     return sorted({group.backend.get_name() for group in groups if hasattr(group, "backend")})
 
 
 class HostedEngine:
-    """A `vllm.LLM` that is driven one step at a time. Owns its requests' ids.
+    """A `vllm.LLM` that is driven one step at a time. Owns the ids of its requests.
 
     Its requests are `ShardRequest`s, which carry their own sampling parameters.
     """
@@ -121,7 +121,7 @@ class HostedEngine:
         return ids
 
     def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:
-        """Returns tokens and log-probs that this engine sampled for an unfinished request, from token `start` on."""
+        """Returns the tokens and log-probs that this engine has sampled for an unfinished request, from token `start` on."""
         outputs = self._llm.llm_engine.output_processor
         (internal_id,) = outputs.external_req_ids[request_id]
         state = outputs.request_states[internal_id]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may say of itself in its `extra_args`, and the identity that follows from it. vLLM is not imported.
+"""Reads what a request says about itself in `extra_args`, and derives its identity. vLLM is not imported.
 
 `check_request` is called before a request reaches an engine, because an error in an engine's step would end the engine and
-all other requests with it.
+all of its other requests.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,42 +23,42 @@ _GREEDY = 1e-5
 
 @dataclass(frozen=True)
 class GivenIdentity:
-    """The fields of `extra_args["specrollout"]`, of which a request may give any; None where it gives none."""
+    """The fields of `extra_args["specrollout"]`, all of which are optional for a request."""
 
     seed: int | None = None
-    """Key of the request's noise."""
+    """Seed of the request's noise."""
     prompt_index: int | None = None
-    """The noise follows from this and the next two fields, if there is no `seed`."""
+    """If there is no `seed`, the noise follows from this and the next two fields."""
     sample_index: int | None = None
     policy_version: int | None = None
     speculate: bool = True
     """False for a request that must be decoded without drafts."""
     prompt_length: int | None = None
-    """Tokens of the prompt that all samples of a group share. A larger number than the prompt has means all of it."""
+    """Number of the prompt's tokens that all samples of a group share. A number above the prompt's length means all."""
     engine_seed: int | None = None
     """Replaces the engine's own seed, so that all engines sample alike."""
     ahead: bytes = b""
     """Expected text after the prompt, as int32 numbers."""
     branches: bytes = b""
-    """Other texts that may come instead, as `ahead_branches.pack` makes them."""
+    """Alternative texts that may come instead, packed by `ahead_branches.pack`."""
     ties: int | None = None
-    """Name under which the near-ties of the request are kept; no two live requests of an engine share one."""
+    """Name under which the near-ties of the request are kept. No two live requests of an engine may share one."""
     early: bool = False
-    """True for a request of a step to come, or a branch of a request, of which no sample statistics are kept."""
+    """True for a request of a coming step or a branch of a request. No sample statistics are kept of these."""
 
 
 class _Rule(NamedTuple):
-    """What a field may be."""
+    """What values a field may have."""
 
     holds: Callable[[Any], bool]
     wanted: str
 
 
 def _whole(low: int, high: int, words: str) -> _Rule:
-    """Returns the rule for whole numbers. A bool is none, although Python counts with it."""
+    """Returns the rule for whole numbers, which exclude bools although Python makes these a kind of int."""
 
     def holds(value: Any) -> bool:
-        # Nearly all numbers are plain ones, and to ask for the abstract class takes ten times as long.
+        # Nearly all numbers are plain ints, and a check against the abstract class takes ten times as long.
         is_whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
         return is_whole and low <= int(value) <= high
 
@@ -97,10 +97,10 @@ _RULES = {
 
 
 def check_request(params: Any) -> GivenIdentity:
-    """Returns what a request says of itself in vLLM's sampling parameters `params`.
+    """Returns what a request says about itself in vLLM's sampling parameters `params`.
 
-    Raises ValueError, with field, value and fix, for a request that an engine could not sample reproducibly: one whose
-    fields are malformed, one without a source of noise, and one whose `n` samples would all be equal.
+    Raises ValueError, with field, value and fix, for a request that an engine could not sample reproducibly. This is so if
+    its fields are malformed, if it has no source of noise, or if its `n` samples would all be equal.
     """
     given = given_identity(params)
     check_seed(params)
@@ -120,7 +120,7 @@ def check_request(params: Any) -> GivenIdentity:
 
 
 def given_identity(params: Any) -> GivenIdentity:
-    """Returns what vLLM's sampling parameters `params` have in `extra_args["specrollout"]`.
+    """Returns the content of `extra_args["specrollout"]` in vLLM's sampling parameters `params`.
 
     Raises ValueError, with field, value and fix, if something there is malformed.
     """
@@ -149,7 +149,7 @@ def given_identity(params: Any) -> GivenIdentity:
 
 
 def _check_keys(extra_args: Mapping[Any, Any]) -> None:
-    """Raises ValueError for a key that looks like ours, because vLLM ignores the keys that nobody knows."""
+    """Raises ValueError for a misspelt key of ours, because vLLM ignores unknown keys silently."""
     for key in extra_args:
         if key != EXTRA_ARGS_KEY and isinstance(key, str) and key.startswith(EXTRA_ARGS_KEY):
             raise ValueError(
@@ -163,13 +163,13 @@ def _suggestion(name: Any, known: Iterable[str]) -> str:
 
 
 def check_seed(params: Any) -> None:
-    """Raises ValueError, with field, value and fix, if `SamplingParams.seed` is no seed."""
+    """Raises ValueError, with field, value and fix, if `SamplingParams.seed` is not a valid seed."""
     if params.seed is not None and not _INDEX.holds(params.seed):
         raise ValueError(f"seed: {shortened(params.seed)} is not {_INDEX.wanted}; send one, or leave it out")
 
 
 def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int) -> RequestIdentity:
-    """Returns the identity of a request, from the first of these sources that it has:
+    """Returns the identity of a request, whose noise follows from the first of these sources that it has:
 
     1. `extra_args["specrollout"]["seed"]`;
     2. `extra_args["specrollout"]` with prompt_index, sample_index (default 0) and policy_version (default 0);
@@ -178,7 +178,8 @@ def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int)
 
     An `engine_seed` in `extra_args["specrollout"]` replaces the engine's own seed.
 
-    Raises ValueError if the request has none of them: a seed of the arrival order would make rollouts depend on scheduling.
+    Raises ValueError if the request has none of them, because a seed by order of arrival would make rollouts depend on
+    scheduling.
     """
     given = check_request(params)
     engine_seed = engine_seed if given.engine_seed is None else int(given.engine_seed)
@@ -196,10 +197,10 @@ def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int)
 
 
 def identity_of_unchecked(request_id: str) -> RequestIdentity:
-    """Returns the identity of a bad request that nothing refused before it reached the engine.
+    """Returns an identity for a bad request that nothing refused before it reached the engine.
 
-    Its noise follows from its id, so it differs between requests like that of vLLM's requests without a seed, and all ranks
-    of an engine agree on it. It gets no drafts.
+    Its noise follows from its id. So the noise differs between requests, as for vLLM's requests without a seed, and all ranks
+    of an engine agree on it. The request gets no drafts.
     """
     own = content_hash(list(request_id.encode()))
     return RequestIdentity(own, own, speculate=False)

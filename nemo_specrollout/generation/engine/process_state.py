@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of vLLM that all engines of a process share. The last one that stops releases it.
+"""State of vLLM that all engines of a process share, and that only the last one to stop releases.
 
-vLLM expects one engine in a process: an engine that stops destroys the process's communication groups, and resets its
-workspace. Other engines could then make no further step.
+vLLM expects one engine in a process. An engine that stops destroys the process's communication groups and resets its
+workspace, so other engines in the process could make no further step.
 """
 
 import weakref
@@ -16,9 +16,9 @@ _RELEASES: tuple[tuple[ModuleType, str], ...] = (
     (core, "cleanup_dist_env_and_memory"),
     (workspace, "reset_workspace_manager"),
 )
-"""Functions by which a stopping engine releases what others may use, where vLLM looks them up."""
+"""Functions with which a stopping engine releases what others may use, given by module and name where vLLM looks them up."""
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Clients of the cores of all engines that were started here and have not stopped."""
+"""Core clients of all engines that were started in this process and have not stopped."""
 
 
 def started(llm: Any) -> None:

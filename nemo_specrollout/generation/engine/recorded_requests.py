@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns vLLM's requests and their outputs into rows that an audit can compute again (`audit/rows.py`)."""
+"""Turns vLLM's requests and their outputs into rows that an audit can recompute (`audit/rows.py`)."""
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -25,7 +25,7 @@ _COMPUTED = {
     "logit_bias",
     "allowed_token_ids",
 }
-"""Parameters that change which token is sampled, and that an audit computes from the parameter alone."""
+"""Parameters that change which token is sampled, and whose effect an audit can compute from the parameter alone."""
 _CHANGE_NO_TOKEN = {
     "n",
     "seed",
@@ -58,7 +58,7 @@ _CHANGE_NO_TOKEN = {
     "routed_experts_prompt_start",
     "trace_decode_token_ids",
 }
-"""Parameters that change no token, or that `row_params` looks at apart."""
+"""Parameters that change no token, or that `row_params` handles separately."""
 _ENGINE_CHANGES = {
     "logits_processors": "a logits processor of the user's",
     PLUGINS: "a logits processor of an installed package",
@@ -69,7 +69,7 @@ _ENGINE_CHANGES = {
 
 
 def changes_of_engine(vllm_config: Any) -> tuple[str, ...]:
-    """Returns what makes the tokens of all requests of an engine other ones than an audit computes, in words."""
+    """Returns descriptions of what makes an engine sample other tokens than an audit would compute."""
     has = properties_of(vllm_config)
     return tuple(words for name, words in _ENGINE_CHANGES.items() if has.get(name))
 
@@ -108,10 +108,10 @@ def row_params(params: Any, prompt: Any = None, changes: Iterable[str] = ()) -> 
 
 
 class RequestRecorder:
-    """Records the requests of one engine. Knows the parameters of the rows that are under way."""
+    """Records the requests of one engine. Owns the parameters of the rows that are running."""
 
     def __init__(self, folder: Path, engine: int, vllm_config: Any, version: str) -> None:
-        """`folder` gets the files, `engine` is the number of the engine, `version` that of vLLM."""
+        """`folder` receives the files, `engine` is the number of the engine, and `version` is vLLM's."""
         model = vllm_config.model_config
         dtype = str(model.dtype).removeprefix("torch.")
         self.rows = RowRecorder(folder, EngineFacts(engine, version, dtype, model.logprobs_mode == "raw_logprobs"))
@@ -119,7 +119,7 @@ class RequestRecorder:
         self._params = dict[int, RowParams]()
 
     def begun(self, prompts: Sequence[Any], params: Sequence[Any]) -> None:
-        """Notes the parameters of rows that begin. Each has its seed in `extra_args`."""
+        """Notes the parameters of rows that start. Each one has its seed in `extra_args`."""
         for prompt, of_row in zip(prompts, params, strict=True):
             self._params[_seed_of(of_row)] = row_params(of_row, prompt, self._changes)
 
@@ -130,7 +130,7 @@ class RequestRecorder:
             self.rows.add(FinishedRow(seed, prompt, token_ids, logprobs, params))
 
     async def followed(self, outputs: AsyncGenerator[Any, None], prompt: Any, params: Any) -> AsyncGenerator[Any, None]:
-        """Yields the outputs of a request that is no row, and records it at its end."""
+        """Yields the outputs of a request that is not one of NeMo-RL's rows, and records it at its end."""
         token_ids = list[int]()
         logprobs = list[float | None]()
         async with aclosing(outputs):
@@ -153,7 +153,7 @@ def _seed_of(params: Any) -> int:
 
 
 def _logprobs_of(completion: Any) -> list[float | None]:
-    """Returns the log-prob of each token of an output; None for each if they were not asked for."""
+    """Returns the log-prob of each token of an output, or None for each token if log-probs were not requested."""
     if not completion.logprobs:
         return [None] * len(completion.token_ids)
     pairs = zip(completion.logprobs, completion.token_ids, strict=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of an engine that other processes call by name: what each takes, what it replies, and who answers.
+"""The methods of an engine that other processes call by name, with their arguments, their replies, and who answers.
 
-Ray and vLLM send the name of a method to another process. A caller here never writes that name itself. It passes a method of
-one of these classes, such as `WorkerCalls.specrollout_totals`, so that an editor finds caller and answer, and the type
-checker compares the arguments. The class that answers derives from the table, and defines every method of it.
+Ray and vLLM send the name of a method to another process. Callers in this package never write that name themselves. They pass
+a method of one of these classes, such as `WorkerCalls.specrollout_totals`, so that an editor finds caller and answerer, and
+the type checker compares the arguments. The class that answers derives from the table and defines each of its methods.
 
 Every name begins with `specrollout_`, because the methods live in classes of NeMo-RL and vLLM beside their own.
 """
@@ -13,28 +13,29 @@ from typing import Any
 
 
 class WorkerCalls:
-    """Calls that a vLLM worker answers, which is vLLM's process for a GPU: `VllmWorkerMixin` in generation/vllm_worker.py.
+    """Calls that a vLLM worker, vLLM's process for a GPU, answers in `VllmWorkerMixin` (generation/vllm_worker.py).
 
-    `vllm.LLM.collective_rpc` sends them to all ranks of an engine. Arguments and replies are plain values.
+    `vllm.LLM.collective_rpc` sends them to all ranks of an engine. Arguments and replies are plain values. A rank whose
+    drafts are not used replies None where a method says so.
     """
 
     def specrollout_totals(self) -> dict[str, Any] | None:
-        """Returns `EngineTotals` as a dict; None on a rank whose drafts are not used."""
+        """Returns `EngineTotals` as a dict, or None on a rank whose drafts are not used."""
         raise NotImplementedError
 
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
-        """Returns `StepEnd` as a dict; None on a rank whose drafts are not used.
+        """Returns `StepEnd` as a dict, or None on a rank whose drafts are not used.
 
-        Sample stats are returned for the requests of `seeds`; with None, for all requests that ended.
+        It has the sample stats of the requests of `seeds`, or of all requests that have ended if `seeds` is None.
         """
         raise NotImplementedError
 
     def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
-        """Returns `SampleStats` as a dict for each seed; None for a request that this engine has not decoded."""
+        """Returns `SampleStats` as a dict for each seed, or None for a request that this engine has not decoded."""
         raise NotImplementedError
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms of the head's canary, and of the file of what was learned, since the last call."""
+        """Returns the alarms since the last call, which come from the head's canary and from the file of what was learned."""
         raise NotImplementedError
 
     def specrollout_keep_learned(self) -> None:
@@ -45,7 +46,7 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_weights_updated(self, seconds: float) -> None:
-        """Counts a weight update that kept the engine from steps for `seconds`."""
+        """Counts a weight update, during which the engine could make no steps for `seconds`."""
         raise NotImplementedError
 
     def specrollout_policy_is(self, version: int) -> None:
@@ -55,60 +56,60 @@ class WorkerCalls:
     def specrollout_load_head(
         self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3
     ) -> None:
-        """Loads the head in `folder`. It drafts from now on.
+        """Loads the head in `folder`, which drafts from now on.
 
         Args:
             folder: A published head.
-            head_version: Version of the policy that the head was trained for; None: the engine's own.
-            expected_length: Tokens a step that the head made on held-out texts, if known.
-            num_positions: Draft positions of that measurement.
+            head_version: Version of the policy for which the head was trained, or None for the engine's own.
+            expected_length: Acceptance length of the head on held-out texts, if known.
+            num_positions: Number of draft positions in that measurement.
 
         Raises ValueError for a head unlike the one that the engine was started with.
         """
         raise NotImplementedError
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
-        """Writes captured features to a store. Returns the error, or None: a full disk must not stop an engine.
+        """Writes captured features to a store. Returns an error as text or None, because a full disk must not stop an engine.
 
         `place` has the arguments of `FeatureCapture.store`. This engine must be the only writer there.
         """
         raise NotImplementedError
 
     def specrollout_save_teacher(self, file: str) -> str | None:
-        """Writes the policy's LM head and embedding to `file`. Returns the error, or None.
+        """Writes the policy's LM head and embedding to `file`. Returns an error as text, or None.
 
-        All tensor-parallel ranks must be asked.
+        All tensor-parallel ranks must be called.
         """
         raise NotImplementedError
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns the near-ties of requests by name, as far as they were not returned before.
+        """Returns the near-ties of requests by name that were not returned before, or None on a rank without outputs.
 
-        `names` are the numbers that the requests have as `ties` in their identities. Each value has the place of a token in
-        its request, counted from the beginning of the prompt, then the gap (float16) and the runner-up (int32) of that token
-        and of those after it. The gap is the difference of the best and the second-best perturbed score, in nats, and infinite
-        where no other token was possible. The last of them may belong to tokens that vLLM returns later, or drops because the
-        request has ended. After a preemption, the place may lie among those that were returned already.
+        `names` are the numbers that the requests have as `ties` in their identities. Each value is the index of a token,
+        counted from the beginning of the prompt, followed by the gaps (float16) and runners-up (int32) of that token and of
+        those after it. The gap is the difference in nats between the best and the second-best score including the noise, and
+        infinite where no other token was possible. The last entries may belong to tokens that vLLM returns later, or drops
+        because the request has ended. After a preemption, entries that were returned before may be returned again.
 
-        A name whose request has ended is forgotten with the call, and an unknown name is left out. None on a rank whose
-        drafts are not used. The call waits for the steps that are under way.
+        A name whose request has ended is forgotten with the call, and an unknown name is left out. The call waits for the
+        steps that are running.
         """
         raise NotImplementedError
 
     def specrollout_forget_ties(self) -> None:
-        """Forgets the near-ties of all requests that have ended, and those so far of the others."""
+        """Forgets all near-ties up to now, of requests that have ended and of those that are running."""
         raise NotImplementedError
 
     def specrollout_step_seconds(self) -> tuple[list[float], float] | None:
-        """Returns the predicted seconds of steps without drafts by their requests, and the seconds of one more draft row.
+        """Returns the predicted seconds of steps without drafts by number of requests, and the seconds of one more draft row.
 
-        The list begins with no request and ends with as many as the engine has slots. The row is one of a step in which all
-        slots are taken and have drafts. None before a step was measured, and on a rank whose drafts are not used.
+        The list goes from no request to as many as the engine has slots. The draft row is one of a step in which all slots are
+        taken and have drafts. Returns None before a step was measured, and on a rank whose drafts are not used.
         """
         raise NotImplementedError
 
     def specrollout_drafter_stats(self) -> dict[str, Any] | None:
-        """Returns `DrafterStats` as a dict; None without remote drafters, and on a rank whose drafts are not used."""
+        """Returns `DrafterStats` as a dict, or None without remote drafters and on a rank whose drafts are not used."""
         raise NotImplementedError
 
     def specrollout_drafters_at(self, addresses: list[str], secret: str) -> None:
@@ -117,14 +118,14 @@ class WorkerCalls:
 
 
 class EngineActorCalls:
-    """Calls that an engine actor answers, which is NeMo-RL's Ray actor around an engine: nemo_rl/engine_actors.py.
+    """Calls that an engine actor, NeMo-RL's Ray actor around an engine, answers (nemo_rl/engine_actors.py).
 
-    NeMo-RL sends arguments by their names only. An asynchronous engine answers some calls with a coroutine, which Ray awaits.
-    Yet no method here is `async`, because one would make Ray run the actors of synchronous engines on an event loop, too.
+    NeMo-RL passes arguments only by name. An asynchronous engine answers some calls with a coroutine, which Ray awaits. No
+    method here is `async` itself, because that would make Ray run the actors of synchronous engines on an event loop too.
     """
 
     def specrollout_call(self, *, method: str, arguments: list[Any]) -> Any:
-        """Calls a method of `WorkerCalls`, by its name, in all vLLM workers of the engine.
+        """Calls a method of `WorkerCalls` by name in all vLLM workers of the engine.
 
         Returns the reply of the only rank that does not reply None. Arguments and reply are plain values.
         """
@@ -135,56 +136,56 @@ class EngineActorCalls:
         raise NotImplementedError
 
     def specrollout_plan_ahead(self, *, rows: list[Any], scale: float, kept: float) -> Awaitable[None] | None:
-        """Gets the engine's share of the rows of coming steps, which it decodes in slots that are free.
+        """Receives the engine's share of the rows of coming steps, which it decodes in free slots.
 
         An earlier plan must have ended. `rows` are `EarlyRow`s (run_ahead/early_texts.py), the most urgent ones first, each
-        with the text that is known of it. `scale`, in nats, is how far the next update is expected to move the difference of
-        two scores, and `kept` the share of a text that an update has left (`FlipModel`, `EarlyTexts`).
+        with the text that is known of it. `scale` is how far, in nats, the next update is expected to move the difference of
+        two scores, and `kept` is the share of a text that an update has left unchanged (`FlipModel`, `EarlyTexts`).
         """
         raise NotImplementedError
 
     def specrollout_run_ahead(self, *, seconds: float, after: int) -> Awaitable[bool] | bool | None:
-        """Decodes rows of the plan for about `seconds`, in which the engine has nothing else to do.
+        """Decodes rows of the plan for about `seconds`, while the engine has nothing else to do.
 
-        Returns whether any is left. A synchronous engine returns None, and decodes none of them, if fewer than `after` calls
+        Returns whether any rows are left. A synchronous engine returns None and decodes nothing if fewer than `after` calls
         of `generate` have ended.
         """
         raise NotImplementedError
 
     def specrollout_end_ahead(self, *, keeps_cache: bool) -> Any:
-        """Ends the plan and leaves no such row in the engine. Returns `EarlyMade` (run_ahead/early_requests.py).
+        """Ends the plan and removes its rows from the engine. Returns `EarlyMade` (run_ahead/early_requests.py).
 
-        The engine drops the prefixes that it has cached, unless it `keeps_cache`. Without a plan nothing was made.
+        The engine drops the prefixes that it has cached, unless `keeps_cache` is true. Without a plan the result is empty.
         """
         raise NotImplementedError
 
     def specrollout_texts_ahead(self, *, texts: dict[int, Any]) -> None:
-        """Gets the texts that engines have made ahead, by seed, for the rows to come: `TextAhead` (run_ahead/texts.py)."""
+        """Receives the texts that engines have made ahead for coming rows, as `TextAhead` by seed (run_ahead/texts.py)."""
         raise NotImplementedError
 
     def specrollout_take_kept(self) -> Any:
-        """Returns how much of such texts was right since the last call: `KeptCounts` (run_ahead/texts.py)."""
+        """Returns how much of such texts was right since the last call, as `KeptCounts` (run_ahead/texts.py)."""
         raise NotImplementedError
 
     def specrollout_chat_prompts(self, *, requests: list[dict[str, Any]]) -> Awaitable[list[list[int] | None]]:
-        """Returns the token ids of the prompt of each chat request, as the engine's HTTP server renders it.
+        """Returns the token ids of each chat request's prompt, as the engine's HTTP server renders it.
 
-        A request has the fields `messages`, `tools` and `chat_template_kwargs` of OpenAI's chat requests, the latter two if
-        needed. None for one that the server refuses. Only asynchronous engines have this call.
+        A request has the field `messages` of OpenAI's chat requests, and `tools` and `chat_template_kwargs` if needed. The
+        result is None for a request that the server refuses. Only asynchronous engines have this call.
         """
         raise NotImplementedError
 
     def specrollout_weights_change_begins(self) -> Awaitable[None] | None:
-        """Notes that a change of the weights begins. No request begins until it has ended."""
+        """Notes that a weight update begins. No request starts until it has ended."""
         raise NotImplementedError
 
     def specrollout_weights_change_ends(self) -> Awaitable[None] | None:
-        """Notes that the change of the weights has ended. Requests to come read no prefix that older weights cached."""
+        """Notes that the weight update has ended. Later requests reuse no prefix that older weights have cached."""
         raise NotImplementedError
 
     def specrollout_leave_exchange(self) -> Awaitable[None]:
         """Stops the requests of the exchange. Only asynchronous engines have this call.
 
-        The engine decodes its own requests alone from now on.
+        From now on the engine decodes only its own requests.
         """
         raise NotImplementedError

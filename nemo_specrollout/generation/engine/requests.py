@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout requests, their identities and seeds, and their results. Plain data: vLLM is not imported."""
+"""Rollout requests as plain data, with their identities, seeds and results. vLLM is not imported."""
 
 from array import array
 from collections.abc import Sequence
@@ -33,25 +33,25 @@ class RolloutRequest:
     speculate: bool = True
     """False for a request that must be decoded without drafts, as in an equality check."""
     exact_length: int | None = None
-    """Number of tokens of the response, whatever is sampled; None: until a stop token. For timing steps."""
+    """Length of the response whatever is sampled, for timing steps. None means until a stop token."""
     prefix_token_ids: Sequence[int] = ()
-    """Beginning of the response, sampled in another engine; this engine continues after it."""
+    """Beginning of the response, which another engine has sampled and this engine continues."""
     ahead: bytes = b""
-    """Expected response as int32 numbers, for the drafter `ahead`: sampled with the same noise by older weights."""
+    """Expected response as int32 numbers for the drafter `ahead`, sampled by older weights with the same noise."""
     branches: tuple[AheadBranch, ...] = ()
-    """Other texts that the response may become, where the expected one has near-ties."""
+    """Alternatives to the expected response, which begin at its near-ties."""
     ties: int | None = None
-    """Name under which the vLLM worker keeps the near-ties of the request; None for a request that does not ask for them."""
+    """Name under which the vLLM worker keeps the near-ties of the request, or None if it does not ask for them."""
     is_early: bool = False
-    """Whether it is a request of a step to come, which is no sample of the policy that decodes it."""
+    """Whether the request belongs to a coming step, so that its tokens are no sample of the policy that decodes it."""
 
     @property
     def num_ahead(self) -> int:
-        """Tokens of the expected response. The response will probably be as long at least."""
+        """Number of tokens of the expected response. The real one will probably be at least as long."""
         return len(self.ahead) // TOKEN_BYTES
 
     def noise_seed(self, engine_seed: int) -> int:
-        """Returns the seed of the request's noise in an engine with this seed of its own."""
+        """Returns the seed of the request's noise in an engine whose own seed is `engine_seed`."""
         return request_seed(engine_seed, self.prompt_index, self.sample_index, self.policy_version)
 
 
@@ -65,18 +65,18 @@ class ShardRequest:
     home: tuple[int, int]
     """Number of the engine that received the request from NeMo-RL, and number of the request there."""
     params: bytes
-    """vLLM's `SamplingParams`, seed included, as msgpack: the process that forwards it need not import vLLM."""
+    """vLLM's `SamplingParams`, including the seed, as msgpack, so that a process that forwards it need not import vLLM."""
     prefix_token_ids: Sequence[int] = ()
-    """Beginning of the response, sampled in another engine."""
+    """Beginning of the response, which another engine has sampled."""
     num_ahead: int = 0
-    """Tokens of a text that was made ahead for it. The response will probably be as long at least."""
+    """Number of tokens of the text that was made ahead for it. The response will probably be at least as long."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A response.
+    """A response to a request.
 
-    Log-probs are taken from the distribution that was sampled from; for greedy tokens, at temperature 1.
+    Log-probs are those of the distribution that was sampled from, or of temperature 1 for greedy tokens.
     """
 
     token_ids: list[int]
@@ -95,10 +95,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RequestIdentity:
-    """Properties of a request that its vLLM worker knows besides the text."""
+    """Properties of a request that its vLLM worker knows in addition to the text."""
 
     seed: int
-    """Key of the request's noise."""
+    """Seed of the request's noise."""
     group: int
     """Equal for all samples of one prompt."""
     speculate: bool = True
@@ -106,11 +106,11 @@ class RequestIdentity:
     ahead: bytes = b""
     """Expected text after the prompt, as int32 numbers."""
     branches: tuple[AheadBranch, ...] = ()
-    """Other texts that may come instead."""
+    """Alternative texts that may come instead."""
     ties: int | None = None
-    """Name under which the near-ties of the request are kept; None for a request that does not ask for them."""
+    """Name under which the near-ties of the request are kept, or None if it does not ask for them."""
     is_early: bool = False
-    """Whether newer weights will decode the request again, in a step to come or after an update amid it.
+    """Whether newer weights will decode the request again, in a coming step or after an update in the middle of it.
 
     Nothing but its near-ties is kept of it, because it is no sample of a policy that anything is trained on."""
 
@@ -124,14 +124,14 @@ class NewRequest:
     prompt_length: int
     """Tokens of the prompt."""
     token_ids: Sequence[int]
-    """Known text: the prompt, and what a preempted request had sampled before."""
+    """Known text, which is the prompt plus what a preempted request had sampled before."""
     limit: int
-    """Largest number of tokens of the text."""
+    """Most tokens that the text may reach."""
     stop_token_ids: frozenset[int] = frozenset()
     sampling_params: Any = None
     """vLLM's sampling parameters."""
     num_cached: int = 0
-    """Tokens of the known text whose KV the engine had cached, and which a drafter with weights need not read."""
+    """Number of tokens of the known text whose KV was cached, so that a drafter with weights need not read them."""
 
     @classmethod
     def from_vllm(cls, new: Any, identity: RequestIdentity, slot: int, max_model_len: int) -> "NewRequest":
@@ -146,17 +146,17 @@ class NewRequest:
 
     @property
     def paths(self) -> list[np.ndarray]:
-        """The texts that the request brings along, int32: the expected one, then its branches."""
+        """The texts that the request carries as int32 arrays, first the expected one and then its branches."""
         return paths_of(self.identity.ahead, self.identity.branches)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the known text."""
+        """Number of tokens of the known text."""
         return len(self.token_ids)
 
 
 def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | bytes]]:
-    """Returns `extra_args` for a rollout request; the vLLM worker derives the seed from them and the engine's seed."""
+    """Returns `extra_args` for a rollout request, from which the vLLM worker derives its seed with the engine's seed."""
     identity: dict[str, int | bytes] = {
         "prompt_index": request.prompt_index,
         "sample_index": request.sample_index,
@@ -177,11 +177,11 @@ def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | byt
 
 
 def num_kept(ahead: bytes, token_ids: Sequence[int] | np.ndarray) -> int:
-    """Returns the number of tokens with which a text that was made ahead and a response both begin."""
+    """Returns the number of leading tokens that a text made ahead and a response have in common."""
     text = np.frombuffer(ahead, np.int32)
     return num_common(text, np.asarray(token_ids[: len(text)]))
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:
-    """Returns a text as int32 numbers, the form in which requests bring one along."""
+    """Returns a text as int32 numbers, the form in which requests carry texts."""
     return array("i", token_ids).tobytes()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additions to the steps of vLLM's scheduler: drafting pauses, drafts that share the rows of a step, and a call when the
-tokens of a step reach the host.
+"""Adds to vLLM's scheduler drafting pauses, a limit on the draft rows of a step, and a call when tokens reach the host.
 
-The vLLM worker decides on a pause, because it measures. It marks each step's output, and the scheduler reads the mark. A step
-of a pause is exactly a step of an engine without speculation. vLLM finds the scheduler by its argument `scheduler_cls`.
+The vLLM worker decides on a pause, because it has the measurements. It marks each step's output, and the scheduler reads the
+mark. A step in a pause is exactly like a step of an engine without speculation. vLLM finds the scheduler by its argument
+`scheduler_cls`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,20 +20,20 @@ _PAUSED = "specrollout_paused"
 
 
 def mark_paused(output: Any) -> None:
-    """Tells the scheduler, in a step's output, to schedule no drafts for the next steps."""
+    """Marks a step's output, so that the scheduler schedules no drafts for the next steps."""
     setattr(getattr(output, "model_runner_output", output), _PAUSED, True)
 
 
 class WatchedOutput(AsyncModelRunnerOutput):
-    """A step's output that passes its tokens on as soon as they are on the host, in the thread that waits for them."""
+    """A step's output that reports its tokens as soon as they are on the host, in the thread that waits for them."""
 
     def __init__(self, output: Any, tell: Callable[[Sequence[Sequence[int]]], None]) -> None:
-        """Watches vLLM's asynchronous `output` of a step. `tell` gets the tokens of each request."""
+        """Wraps vLLM's asynchronous `output` of a step. `tell` receives the tokens of each request."""
         self._output = output
         self._tell = tell
 
     def get_output(self) -> ModelRunnerOutput:
-        """Waits for the step's output, and tells the tokens."""
+        """Waits for the step's output, and reports its tokens."""
         output: ModelRunnerOutput = self._output.get_output()
         self._tell(output.sampled_token_ids)
         return output
@@ -44,7 +44,7 @@ class WatchedOutput(AsyncModelRunnerOutput):
 
 
 class _PausingMixin:
-    """Schedules no drafts if the output that arrived last has the mark, and lets requests share a step's rows for drafts."""
+    """Schedules no drafts if the latest output has the mark, and lets requests share the draft rows of a step."""
 
     _is_paused = False
     vllm_config: Any
@@ -52,7 +52,7 @@ class _PausingMixin:
     """Drafts of each request in a step."""
 
     def schedule(self, *args: Any, **options: Any) -> Any:
-        """Does vLLM's work with as many drafts of each request as the rows of a step allow for all of them."""
+        """Does vLLM's work with as many drafts per request as fit if all requests share the draft rows of the step."""
         most_drafts = self.num_spec_tokens
         self.num_spec_tokens = self._drafts_of_each(most_drafts)
         try:
@@ -61,7 +61,7 @@ class _PausingMixin:
             self.num_spec_tokens = most_drafts
 
     def _drafts_of_each(self, most_drafts: int) -> int:
-        """Returns how many drafts each request may have in the next step. A request that waits may begin in this one."""
+        """Returns how many drafts each request may have in the next step, counting requests that may start in this one."""
         scheduler: Any = self
         most_rows = self.vllm_config.additional_config.get(DRAFT_ROWS)
         num_requests = min(len(scheduler.running) + len(scheduler.waiting), scheduler.max_num_running_reqs)
@@ -70,7 +70,7 @@ class _PausingMixin:
         return min(most_drafts, int(most_rows) // num_requests)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Does vLLM's work with no more drafts of a request than the next step has room for.
+        """Does vLLM's work, with no more drafts per request than the next step has room for.
 
         Only a scheduler that waits for each step is told its drafts. Older versions tell it all that a request may have.
         """
@@ -91,9 +91,9 @@ class _PausingMixin:
 
 
 def build_scheduler(*, vllm_config: Any, **options: Any) -> Scheduler:
-    """Builds the scheduler that an engine's configuration asks for; `options` go to vLLM's scheduler.
+    """Builds the scheduler that an engine's configuration asks for. `options` are passed to vLLM's scheduler.
 
-    An asynchronous scheduler schedules a step while the previous one runs. Then a pause begins and ends one step later.
+    An asynchronous scheduler schedules a step while the previous one runs, so pauses begin and end one step later there.
     """
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     return type("PausingScheduler", (_PausingMixin, base), {})(vllm_config=vllm_config, **options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters without weights on vLLM before 0.32, whose V2 model runner has no method for them. Not in force elsewhere.
+"""Drafters without weights on vLLM before 0.32, whose V2 model runner has no method for them. Not used on newer versions.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -19,7 +19,7 @@ _LIFTED_REFUSALS = {"ngram/ngram_gpu speculative decoding", f"speculative method
 _config: Any = VllmConfig
 _runner_module: Any = model_runner
 _is_text_allowed = False
-"""True if this process allows text drafters already."""
+"""True if text drafters are already allowed in this process."""
 
 
 class TextSpeculator(BaseSpeculator):
@@ -34,10 +34,10 @@ class TextSpeculator(BaseSpeculator):
         self.model = torch.nn.Module()
 
     def init_cudagraph_manager(self, *args: Any) -> None:
-        """Does nothing: there are no CUDA graphs."""
+        """Does nothing, because there are no CUDA graphs."""
 
     def capture(self, *args: Any) -> None:
-        """Does nothing: there are no CUDA graphs."""
+        """Does nothing, because there are no CUDA graphs."""
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns zeros, int64 [B, K]."""

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells the tokenizer of an engine from others, so that no texts of another one are read as its own."""
+"""A fingerprint of an engine's tokenizer, so that no token ids of another tokenizer are read as its own."""
 
 import hashlib
 from pathlib import Path
 from typing import Any
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tiktoken.model")
-"""Files that a tokenizer's token ids follow from."""
+"""Files that determine a tokenizer's token ids."""
 
 
 def tokenizer_fingerprint(model_config: Any) -> bytes:
     """Returns 16 bytes that differ between tokenizers, from vLLM's model config.
 
-    They follow from the files of the tokenizer where it is a folder, so copies of it have the same. Where it is only a
-    name, they follow from the name. The size of the vocabulary counts in any case.
+    If the tokenizer is a folder, they follow from its files, so copies of it have the same fingerprint. If it is only a name,
+    they follow from the name. The size of the vocabulary counts in both cases.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(str(model_config.get_vocab_size()).encode())

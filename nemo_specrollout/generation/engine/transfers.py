@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that travel between host and device, and between the ranks of an engine. The host never waits for the device."""
+"""Transfers between host and device, and between the ranks of an engine, in which the host never waits for the device."""
 
 import time
 from collections import deque
@@ -14,20 +14,21 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 
 def is_output_rank() -> bool:
-    """Returns whether vLLM takes this rank's outputs: the first tensor-parallel rank of the last pipeline stage."""
+    """Returns whether vLLM uses this rank's outputs. It is the first tensor-parallel rank of the last pipeline stage."""
     return get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
 
 
 def agreed(decision: Any) -> Any:
-    """Returns the decision of the first tensor-parallel rank. All ranks must act alike, but each has its own clock."""
+    """Returns the decision of the first tensor-parallel rank, because all ranks must act alike but each has its own clock."""
     group = get_tp_group()
     return decision if group.world_size == 1 else group.broadcast_object(decision, src=0)
 
 
 def copy_first_rank(tensor: torch.Tensor) -> None:
-    """Gives a tensor on the device, in place, the values of the first tensor-parallel rank.
+    """Overwrites a tensor on the device with the values of the first tensor-parallel rank.
 
-    All ranks must verify the same drafts, but theirs may differ: messages from remote drafters arrive at different times.
+    All ranks must verify the same drafts, but their own may differ, because messages from remote drafters arrive at different
+    times.
     """
     group = get_tp_group()
     if group.world_size > 1:
@@ -47,27 +48,28 @@ def copy_to_device(values: np.ndarray, out: torch.Tensor) -> None:
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:
-    """Returns a copy on the host, which on a GPU arrives later."""
+    """Returns a tensor on the host to which the values are copied. On a GPU they arrive later."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     host.copy_(values, non_blocking=True)
     return host
 
 
 class HostCopy:
-    """The values that a device tensor had in an earlier step. Owns two host buffers: one is read while the other is written.
+    """The values that a device tensor had in an earlier step.
 
-    Call `refresh()` in each step. On a GPU, `values` then holds what the tensor held at the refresh before. On a CPU, `values`
-    holds what the tensor holds now. A refresh waits for the copy of the refresh before, which has long arrived.
+    Owns two host buffers, of which one is read while the other is written. Call `refresh()` in each step. On a GPU, `values`
+    then holds what the tensor held at the previous refresh. On a CPU it holds what the tensor holds now. A refresh waits for
+    the copy of the previous one, which has arrived long before.
     """
 
     def __init__(self, source: torch.Tensor, is_late: bool | None = None) -> None:
-        """`is_late`: whether values are a refresh old; by default as on this device. A test lets a CPU be like a GPU."""
+        """`is_late` overrides the device's way, so that a test can make a CPU behave like a GPU."""
         self._source = source
         self._is_cuda = source.is_cuda
         self.is_late = source.is_cuda if is_late is None else is_late
-        """Whether `values` are a refresh old."""
+        """Whether `values` are one refresh old."""
         self._buffers = [torch.zeros_like(source, device="cpu", pin_memory=self._is_cuda) for _ in range(2)]
-        # A wait must sleep: an event that is polled holds a lock of the driver.
+        # Events must block and not poll, because polling holds a lock of the driver.
         self._events = [torch.cuda.Event(blocking=True) for _ in range(2)] if self._is_cuda else []
         self._readable = 0
 
@@ -77,7 +79,7 @@ class HostCopy:
         return self._buffers[self._readable].numpy()
 
     def refresh(self) -> None:
-        """Starts a copy, and makes the values of the copy before it readable."""
+        """Starts a copy, and makes the values of the previous copy readable."""
         if not self.is_late:
             self._buffers[0].copy_(self._source)
             return
@@ -93,7 +95,7 @@ class HostCopy:
 
 
 class StageTimer:
-    """Times a stage of a step by CUDA events, or by the clock on a CPU. Owns the last 8 measurements that are under way.
+    """Times a stage of a step with CUDA events, or with the clock on a CPU. Owns the last 8 unfinished measurements.
 
     Example: `timer.start()`, the stage, `timer.stop(tag)`; later `for tag, seconds in timer.finished()`.
     """
@@ -105,11 +107,11 @@ class StageTimer:
         self._finished: list[tuple[Any, float]] = []
 
     def start(self) -> None:
-        """Begins a stage."""
+        """Starts a measurement."""
         self._started = self._event() if self._is_cuda else time.perf_counter()
 
     def stop(self, tag: Any) -> None:
-        """Ends the stage. `finished` returns `tag` with its seconds."""
+        """Ends the measurement, which `finished` returns later together with `tag`."""
         if self._is_cuda:
             self._under_way.append((tag, self._started, self._event()))
         else:

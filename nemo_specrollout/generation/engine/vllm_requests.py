@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's requests: sampling parameters that engines hand each other, and finished outputs."""
+"""vLLM's form of requests, with sampling parameters that engines hand to each other, and finished outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from nemo_specrollout.sampling.seeds import content_hash
 REFUSALS = (ValueError, getattr(vllm_exceptions, "VLLMError", ValueError))
 """Exceptions that vLLM raises for a request that it does not accept."""
 REFUSAL: type[Exception] = getattr(vllm_exceptions, "VLLMValidationError", ValueError)
-"""The exception that vLLM's servers, and NeMo-RL's, answer with status 400."""
+"""The exception to which servers of vLLM and NeMo-RL respond with status 400."""
 
 _PORTABLE_PARAMS = {
     "temperature",
@@ -50,14 +50,14 @@ _PORTABLE_PARAMS = {
 }
 """Parameters that concern one position at a time, or no token at all.
 
-All others look back at the response from its beginning, or ask for something that an engine returns only of tokens that it
-made itself.
+All others look back at the response from its beginning, or ask for something that an engine returns only for tokens that it
+has generated itself.
 """
 
 
 @contextmanager
 def refused_as_by_vllm() -> Iterator[None]:
-    """Raises vLLM's error for a bad request in the place of a ValueError."""
+    """Turns a ValueError into vLLM's error for a bad request."""
     try:
         yield
     except ValueError as error:
@@ -69,31 +69,31 @@ def refused_as_by_vllm() -> Iterator[None]:
 class RolloutSamplingParams(SamplingParams):
     """Sampling parameters for an engine with our sampler, which applies min-p and logit bias to draft rows too.
 
-    vLLM asks them whether they are valid before it admits a request. So a bad request is refused in every version of vLLM.
+    vLLM has them validate themselves before it admits a request, so a bad request is refused in every version of vLLM.
     """
 
     @classmethod
     def of(cls, params: SamplingParams) -> "RolloutSamplingParams":
-        """Returns a copy of `params` of this class, including the values that vLLM derived from others."""
+        """Returns a copy of `params` in this class, including the values that vLLM has derived from others."""
         copied = cls.__new__(cls)
         for name in params.__struct_fields__:
             setattr(copied, name, getattr(params, name))
         return copied
 
     def verify(self, *engine: Any, **more: Any) -> None:
-        """Does vLLM's checks for the engine, then ours. Raises vLLM's errors for a bad request."""
+        """Does vLLM's checks for the engine and then ours. Raises vLLM's errors for a bad request."""
         super().verify(*engine, **more)
         with refused_as_by_vllm():
             check_params(self)
 
     def update_from_tokenizer(self, tokenizer: Any) -> None:
-        """Does vLLM's work, and checks what came of it. Raises vLLM's errors for a bad request."""
+        """Does vLLM's work, and checks its result. Raises vLLM's errors for a bad request."""
         super().update_from_tokenizer(tokenizer)
         with refused_as_by_vllm():
             check_bad_words(self)
 
     def _validate_spec_decode(self, speculative_config: Any) -> None:
-        """Accepts what our verifier can do, where vLLM's own rejection sampler cannot (`min_p`, `logit_bias`)."""
+        """Accepts `min_p` and `logit_bias`, which our verifier supports and vLLM's own rejection sampler does not."""
         if speculative_config is not None and getattr(self, "logprob_token_ids", None) and not compat.CHOOSES_ON_DEVICE:
             raise REFUSAL(
                 "logprob_token_ids: with drafts it needs vLLM 0.32 or later; ask for `logprobs`, or set drafters to []"
@@ -101,17 +101,17 @@ class RolloutSamplingParams(SamplingParams):
 
 
 def reason_to_stay(vllm_config: Any) -> str | None:
-    """Returns why every request must stay in an engine of this config of vLLM's; None if requests may leave it.
+    """Returns why every request must stay in an engine with this vLLM config, or None if requests may leave it.
 
-    An engine that continues a request has the text so far as its prompt. What the engine derives from the place where the
-    prompt ends is then another: what a logits processor counts, or which tokens attention sees.
+    An engine that continues a request has the text so far as its prompt. This changes whatever depends on where the prompt
+    ends, such as what a logits processor counts, or which tokens attention sees.
     """
     has = properties_of(vllm_config)
     return next((f"{name}: {WHY_ALL_STAY[name]}" for name, value in has.items() if value), None)
 
 
 def properties_of(vllm_config: Any) -> dict[str, Any]:
-    """Returns what an engine of this config of vLLM's has of the properties in `WHY_ALL_STAY`, by name."""
+    """Returns the properties in `WHY_ALL_STAY` of an engine with this vLLM config, by name."""
     model = vllm_config.model_config
     outputs = compat.output_options(vllm_config)
     return {
@@ -128,9 +128,9 @@ def properties_of(vllm_config: Any) -> dict[str, Any]:
 def is_portable(prompt: Any, params: Any, stays: str | None) -> bool:
     """Returns whether another engine can continue a request from any token.
 
-    `stays` is what `reason_to_stay` says of the request's engine. A portable request has a text prompt, a seed that is equal
-    in all engines, and parameters that look at one position at a time. Stop strings, penalties, budgets, minimum lengths and
-    the like need the response from its beginning. Further `extra_args` may be for code of the user's that needs it, too.
+    `stays` is the result of `reason_to_stay` for the request's engine. A portable request has a text prompt, a seed that is
+    the same in all engines, and parameters that look at one position at a time. Stop strings, penalties, budgets, minimum
+    lengths and the like need the response from its beginning. So may the user's code for which further `extra_args` are.
     """
     if stays is not None or not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
         return False
@@ -145,7 +145,7 @@ def is_portable(prompt: Any, params: Any, stays: str | None) -> bool:
 
 
 def _are_equal(value: Any, default: Any) -> bool:
-    """Returns whether a parameter has its default. An empty list is as good as none, but 0 and False are values."""
+    """Returns whether a parameter has its default. An empty list counts as None, but 0 and False are values."""
     if _is_empty(value) or _is_empty(default):
         return _is_empty(value) and _is_empty(default)
     return bool(value == default)
@@ -158,10 +158,10 @@ def _is_empty(value: Any) -> bool:
 def shard_requests(
     engine: int, prompts: Sequence[Any], params: Sequence[Any], stays: str | None
 ) -> list[ShardRequest] | None:
-    """Returns the requests of engine number `engine` for others to continue; None if one of them is not portable.
+    """Returns the requests of engine number `engine` for others to continue, or None if one of them is not portable.
 
-    `stays` is what `reason_to_stay` says of the engine. Such an engine cannot continue requests of others either, so the
-    result is None even if it has no requests.
+    `stays` is the result of `reason_to_stay` for the engine. If there is a reason, the engine cannot continue requests of
+    others either, so the result is None even if it has no requests.
     """
     if stays is not None or not all(is_portable(*request, stays) for request in zip(prompts, params, strict=True)):
         return None
@@ -169,7 +169,7 @@ def shard_requests(
 
 
 def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardRequest:
-    """Returns a portable request of vLLM's for others to continue. Raises vLLM's error for a malformed identity."""
+    """Returns a portable request for other engines to continue. Raises vLLM's error for a malformed identity."""
     tokens = list(prompt["prompt_token_ids"])
     with refused_as_by_vllm():
         given = given_identity(params)
@@ -180,10 +180,10 @@ def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardReque
 
 
 def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int], Any]:
-    """Returns the text and the parameters with which an engine continues a request.
+    """Returns the token ids and the sampling parameters with which an engine continues a request.
 
-    A request that `streams` returns tokens as they come, and weights may change while it runs. It therefore reads no cached
-    prefix of the response, which older weights may have computed.
+    With `streams`, tokens are returned as they come, and weights may change while the request runs. It therefore reuses no
+    cached prefix of the response, because older weights may have computed it.
     """
     num_prompt = len(request.prompt_token_ids)
     num_prefix = len(request.prefix_token_ids)
@@ -202,12 +202,12 @@ def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int],
 
 
 def sampling_params(request: ShardRequest) -> Any:
-    """Returns the sampling parameters that a request carries."""
+    """Returns vLLM's sampling parameters of a request, decoded from its msgpack."""
     return msgspec.msgpack.decode(request.params, type=RolloutSamplingParams)
 
 
 def as_vllm_returns(request: ShardRequest, request_id: str, rollout: Rollout) -> RequestOutput:
-    """Returns what vLLM returns for a request that it finished, without the text."""
+    """Returns a response in the form in which vLLM returns a finished request, but without the decoded text."""
     tokens = rollout.token_ids
     logprobs = rollout.logprobs
     reason = rollout.finish_reason

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM before 0.32: the host chooses which drafts a step verifies.
+"""Model runners of vLLM before 0.32, where the host chooses which drafts a step verifies.
 
-These are the runners of vLLM 0.25.1 to 0.31, among them those that NeMo-RL pins. Text drafters need more than this class
-(`engine/text_method.py`), in processes that have no runner.
+These are the runners of vLLM 0.25.1 to 0.31, and the versions that NeMo-RL pins are among them. Text drafters also need
+changes in processes that have no runner (`engine/text_method.py`).
 """
 
 import inspect
@@ -29,34 +29,34 @@ class Before032(RunnerFamily):
     row_sampler = OlderRowSampler
 
     def verify_names(self) -> None:
-        """Raises RuntimeError unless vLLM keeps its rule of acceptance where `SwappingVerifier` replaces it."""
+        """Raises RuntimeError unless vLLM's acceptance rule is where `SwappingVerifier` replaces it."""
         compat.require(rejection_sampler, ["rejection_sample"], rejection_sampler.__name__)
 
     def verifier(self, runner: Any) -> Any:
-        """Returns our extension of vLLM's rejection sampler, and lets bad words and recurrent layers look at drafts."""
+        """Returns our extension of vLLM's rejection sampler, and corrects bad words and recurrent layers for drafts."""
         _fix_bad_words(runner.sampler)
         read_reached_states(runner)
         return _verifier_class()(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether it is one of ours."""
+        """Returns whether the verifier is one of ours."""
         return isinstance(verifier, _verifier_class())
 
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns how deep a speculator drafts whose `propose` takes no depth."""
+        """Returns the object that controls the depth of a speculator whose `propose` takes no depth."""
         return older_depth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Lets the host choose, with the reason that `arguments.with_specrollout` gives for every such version."""
+        """Lets the host choose the drafts, for the reason that `arguments.with_specrollout` gives for each such version."""
         settle(reason)
 
     def chooses_on_device(self, runner: Any) -> bool:
-        """Returns False: these runners count the rows of a step on the host."""
+        """Returns False, because these runners count the rows of a step on the host."""
         return False
 
 
 def _verifier_class() -> type[Any]:
-    """Returns the class that verifies: the one of 0.32 too where vLLM has a method for the rule of acceptance (0.28)."""
+    """Returns the class that verifies. Since 0.28 vLLM has a method for the acceptance rule, so 0.32's class serves there."""
     if not hasattr(rejection_sampler.RejectionSampler, "_verify"):
         return SwappingVerifier
     from nemo_specrollout.generation.step.verification import EqualityVerifier
@@ -65,9 +65,9 @@ def _verifier_class() -> type[Any]:
 
 
 class SwappingVerifier(rejection_sampler.RejectionSampler):
-    """Verification by equality in a rejection sampler without a method for the rule of acceptance.
+    """Verification by equality in a rejection sampler that has no method for the acceptance rule.
 
-    With an `OlderRowSampler`, rows are sampled, accepted and graded together. Else log-probs are vLLM's.
+    With an `OlderRowSampler`, rows are sampled, accepted and graded together. Otherwise vLLM computes the log-probs.
     """
 
     _has_verified = False
@@ -75,7 +75,7 @@ class SwappingVerifier(rejection_sampler.RejectionSampler):
     """Request slots of the step that is verified."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Verifies a batch by our rule. Other engines of this process keep vLLM's rule.
+        """Verifies a batch by our rule, while other engines of this process keep vLLM's rule.
 
         Engines of one process must verify in the same thread.
         """
@@ -104,9 +104,9 @@ class SwappingVerifier(rejection_sampler.RejectionSampler):
 
 
 def _fix_bad_words(sampler: Any) -> None:
-    """Makes bad words look at the draft before a row. vLLM 0.25's kernel looks at the token before that draft.
+    """Makes bad words compare the draft before a row, where vLLM 0.25's kernel compares the token before that draft.
 
-    Raises RuntimeError if this vLLM keeps bad words elsewhere.
+    Raises RuntimeError if this vLLM implements bad words elsewhere.
     """
     if "spec_offset + 1" in inspect.getsource(bad_words):
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface behind which families of vLLM's V2 model runners differ.
+"""The interface of families of vLLM's V2 model runners.
 
-A family is a range of vLLM versions whose model runners are entered at the same places. What is the same everywhere stands
-in the vLLM worker. A family that no supported version has any more goes with its file and its line in `installed.py`.
+A family is a range of vLLM versions whose model runners are entered at the same places. What is the same for all families is
+in the vLLM worker. When no supported version has a family any more, remove its file and its line in `installed.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,25 +14,28 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.step.row_sampling import RowSampler
 
 Settle = Callable[[str | None], None]
-"""Is called with the reason why the host must choose the drafts of each step; None if the device does."""
+"""Callback that receives the reason why the host must choose the drafts of each step, or None if the device does."""
 
 
 class RunnerFamily(ABC):
-    """What the vLLM worker does in its own way for a family of V2 model runners. Keeps no state of an engine."""
+    """What the vLLM worker does differently for each family of V2 model runners. Keeps no state of an engine."""
 
     row_sampler: type[RowSampler] = RowSampler
     """Class that samples, accepts and grades the rows of a step."""
 
     @abstractmethod
     def verify_names(self) -> None:
-        """Raises RuntimeError unless vLLM has all that exactness overrides or sets. vLLM would go on without a lost name."""
+        """Raises RuntimeError unless vLLM has all names that we override or set for exactness.
+
+        Without the check, vLLM would silently ignore an override whose name it no longer has.
+        """
 
     def sampler(self, native: Any) -> Any:
-        """Returns our row sampler, or vLLM's own sampler with an option that needs other kernels."""
+        """Returns our row sampler, or vLLM's own sampler if an option needs other kernels."""
         return self.row_sampler(native) if self.row_sampler.fits(native) else native
 
     def is_in_force(self, sampler: Any) -> bool:
-        """Returns whether no sampler of vLLM's stands where our row sampler could."""
+        """Returns whether our row sampler is in use wherever it could be."""
         return not self.row_sampler.fits(sampler)
 
     @abstractmethod
@@ -41,21 +44,24 @@ class RunnerFamily(ABC):
 
     @abstractmethod
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether a runner's rejection sampler is one of `verifier`."""
+        """Returns whether a runner's rejection sampler is one that `verifier` returns."""
 
     @abstractmethod
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns how a runner's speculator is asked for drafts of a depth. Called before vLLM makes its CUDA graphs."""
+        """Returns the object that asks a speculator for drafts of a depth. Called before vLLM captures CUDA graphs."""
 
     @abstractmethod
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Puts our budget of drafts into a runner before its KV cache is made. A `reason` may be known before."""
+        """Installs our budget of drafts in a runner before its KV cache is made.
+
+        `settle` is called when it is known who chooses the drafts. A `reason` for the host may be known before.
+        """
 
     @abstractmethod
     def chooses_on_device(self, runner: Any) -> bool:
-        """Returns whether the device chooses with our budget which drafts a runner's step verifies."""
+        """Returns whether the device chooses the drafts of a runner's steps, within our budget."""
 
     def warm_up(self, runner: Any) -> None:
-        """Launches the row sampler's kernels, so that none of them is compiled in a rollout."""
+        """Launches the row sampler's kernels, so that none of them is compiled during a rollout."""
         if isinstance(runner.sampler, RowSampler):
             runner.sampler.warm_up(runner)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How deep the speculators of vLLM before 0.32 draft, whose `propose` drafts all positions.
+"""Draft depth with vLLM before 0.32, whose `propose` always drafts all positions.
 
-A head that drafts one position after another counts to an attribute of its own, which is set for a step here.
+A head that drafts one position after another loops up to an attribute of its own, which is set for each step here.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -17,19 +17,19 @@ from nemo_specrollout.generation.runners.graphed_depth import GraphedDepth
 
 
 class BlockDepth(DraftDepth):
-    """The depth of a DFlash or DSpark before 0.32: one pass drafts all positions, and the first ones are used."""
+    """The depth of a DFlash or DSpark speculator before 0.32, of whose single pass only the first positions are used."""
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns drafts of all positions, of which as many count as are wanted."""
+        """Returns drafts of all positions, of which the first `wanted` count."""
         return self._propose(*inputs, **options), wanted
 
 
 class FullDepth(DraftDepth):
-    """The depth of any other speculator before 0.32, such as the one for several MTP modules: all positions or none."""
+    """The depth of any other speculator before 0.32, such as one for several MTP modules, which is all or nothing."""
 
     @property
     def least(self) -> int:
-        """All positions."""
+        """The number of all positions."""
         return int(self._speculator.num_speculative_steps)
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
@@ -40,7 +40,7 @@ class FullDepth(DraftDepth):
 class LoopDepth(GraphedDepth):
     """The depth of a speculator before 0.32 that drafts one position after another.
 
-    Between steps the speculator has all positions, because vLLM measures and captures with them.
+    Between steps the speculator is set to all positions, because vLLM profiles and captures graphs with them.
     """
 
     def __init__(self, looping: Any) -> None:
@@ -48,7 +48,7 @@ class LoopDepth(GraphedDepth):
         propose = self._propose
 
         def propose_some(*inputs: Any, num_speculative_tokens: int, **options: Any) -> torch.Tensor:
-            # The first pass drafts one position, or only reads. The loop returns as many positions as it drafts.
+            # The first pass drafts one position or only reads. The result has as many positions as the loop drafts.
             looping.num_speculative_steps = max(num_speculative_tokens, 1)
             try:
                 propose(*inputs, **options)
@@ -72,7 +72,7 @@ class LoopDepth(GraphedDepth):
 
 
 def older_depth(speculator: Any) -> DraftDepth:
-    """Returns how a speculator of vLLM before 0.32 is asked for drafts of a depth."""
+    """Returns the object that asks a speculator of vLLM before 0.32 for drafts of a depth."""
     if isinstance(speculator, DFlashSpeculator):
         return BlockDepth(speculator)
     return LoopDepth(speculator) if hasattr(speculator, "_multi_step_decode") else FullDepth(speculator)

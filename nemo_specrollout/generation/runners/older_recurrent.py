@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent layers of vLLM before 0.32: a row without drafts reads the state that its request has really reached.
+"""Makes recurrent layers of vLLM before 0.32 read the right state in rows without drafts.
 
-After a step with drafts, a request's state stands in one of several slots, by the number of accepted tokens. Layers of the
-gated delta rule (Qwen3-Next, Qwen3.5) look for it there only in rows that have drafts again. For a row without drafts vLLM
-takes the first slot, which is right only if no draft was accepted. Its tokens then follow from an older state. The host's
-budget leaves many rows without drafts, so here every decoding row of an engine with drafts counts as a row with drafts.
+After a step with drafts, a request's state is in one of several slots, depending on the number of accepted tokens. Layers of
+the gated delta rule (Qwen3-Next, Qwen3.5) look there only for rows that have drafts again. For a row without drafts vLLM takes
+the first slot, which is right only if no draft was accepted. Otherwise tokens would be computed from an outdated state. The
+host's budget leaves many rows without drafts, so here every decoding row of an engine with drafts counts as a row with drafts.
 vLLM does the same since 0.32. Mamba's layers read the right slot in every version.
 """
 
@@ -20,9 +20,9 @@ _MARK = "reads_states_of_specrollout"
 
 
 def read_reached_states(runner: Any) -> None:
-    """Makes layers of the gated delta rule read the reached state in every row, in all engines of this process.
+    """Makes layers of the gated delta rule read the current state in every row, in all engines of this process.
 
-    Raises RuntimeError if a policy has recurrent layers, and vLLM plans its steps by other names.
+    Raises RuntimeError if a policy has recurrent layers and vLLM plans its steps under other names.
     """
     if not runner.model_config.is_hybrid or hasattr(_builder, _MARK):
         return
@@ -53,10 +53,11 @@ def read_reached_states(runner: Any) -> None:
 def with_rows_without_drafts(
     num_drafts_B: torch.Tensor, starts_B1: torch.Tensor, is_prefilling_B: torch.Tensor
 ) -> torch.Tensor:
-    """Returns numbers of drafts, int32 [B], in which decoding requests without drafts have 1 in the place of -1.
+    """Returns numbers of drafts, int32 [B], in which decoding requests without drafts have 1 instead of -1.
 
-    vLLM only asks which numbers are above -1, and whether their sum is above 0. It takes the lengths of rows from `starts_B1`,
-    the B + 1 ends of requests in the step. B requests of the batch, on the host.
+    This is safe because vLLM only tests which numbers are above -1, and whether their sum is above 0. It takes the lengths of
+    rows from `starts_B1`, the B + 1 boundaries of requests in the step. B is the number of requests. All tensors are on the
+    host.
     """
     is_plain_B = (starts_B1.diff()[: len(num_drafts_B)] == 1) & ~is_prefilling_B[: len(num_drafts_B)].cpu()
     return torch.where(is_plain_B & (num_drafts_B < 0), 1, num_drafts_B)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row sampler on vLLM before 0.32, so that a step there also samples, accepts and grades its rows in two passes.
+"""The row sampler for vLLM before 0.32, so that steps there also sample, accept and grade their rows in two passes.
 
 Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
 """
@@ -26,10 +26,10 @@ _CHANGES_LOGITS = hasattr(Sampler, "returns_logprobs")
 
 
 class OlderRowSampler(RowSampler):
-    """A row sampler that asks vLLM's states of sampling parameters which requests need more than their temperature."""
+    """A row sampler that reads from vLLM's states of sampling parameters which requests need more than a temperature."""
 
     def _follow_filters(self) -> None:
-        """Checks that vLLM's states are there, which `add_request` reads. Raises RuntimeError if one is not."""
+        """Checks that the states exist that `add_request` reads from vLLM. Raises RuntimeError if one does not."""
         compat.require(self, _STATES, "the sampler")
 
     def add_request(self, req_idx: int, *arguments: Any) -> None:
@@ -50,7 +50,7 @@ class OlderRowSampler(RowSampler):
         )
 
     def get_logprobs_dims(self, idx_mapping_np: np.ndarray, include_token_ids: bool = True) -> tuple[int, int] | None:
-        """Returns the numbers of best tokens and of asked tokens whose log-probs requests want; None if none wants any."""
+        """Returns how many top tokens and how many given tokens need log-probs, or None if no request wants any."""
         num_best = self.sampling_states.max_num_logprobs(idx_mapping_np)
         num_asked = self.logprob_token_ids_state.max_num_token_ids(idx_mapping_np) if include_token_ids else 0
         if num_best == NO_LOGPROBS and not num_asked:
@@ -83,7 +83,7 @@ class OlderRowSampler(RowSampler):
         return SamplerOutput(drawn.emitted_BK, logprobs, num_nans, num_sampled, num_rejected)
 
     def _processed(self, logits: torch.Tensor, **rows: Any) -> torch.Tensor:
-        """Returns new logits, float32. Rounded to bfloat16, a row's token would depend on what other requests ask for."""
+        """Returns processed logits in float32. In bfloat16 a row's token would depend on what other requests ask for."""
         if _CHANGES_LOGITS:
             logits = logits.to(torch.float32, copy=True)
         return self.apply_sampling_params(

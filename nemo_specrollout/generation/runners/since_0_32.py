@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM 0.32 and later: the device chooses which drafts a step verifies, and one pass samples, accepts and grades rows."""
+"""Model runners of vLLM 0.32 and later, where the device chooses which drafts a step verifies."""
 
 from typing import Any
 
@@ -32,16 +32,16 @@ class Since032(RunnerFamily):
         return EqualityVerifier(runner.sampler, runner.speculative_config, runner.device)
 
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether it is an `EqualityVerifier`."""
+        """Returns whether the verifier is an `EqualityVerifier`."""
         return isinstance(verifier, EqualityVerifier)
 
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns a depth that vLLM's `propose` takes, by graphs of its own where a graph holds all positions of a head."""
+        """Returns the object that passes a depth to vLLM's `propose`, with graphs of its own for heads in one graph."""
         is_looping = hasattr(speculator, "_generate_fused_drafts")
         return GraphedDepth(speculator) if is_looping else DraftDepth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Lets the device choose, unless there is a reason against it, which vLLM may only name with the KV cache."""
+        """Lets the device choose unless vLLM has a reason against it, which may be known only with the KV cache."""
         install_budget(runner, router, settle, reason)
 
     def chooses_on_device(self, runner: Any) -> bool:

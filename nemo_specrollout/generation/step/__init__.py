@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of an engine: which drafts it verifies, how its rows are sampled, and what it cost."""
+"""The parts of an engine step, which decide what drafts it verifies, sample its rows, and measure its cost."""

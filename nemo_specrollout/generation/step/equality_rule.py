@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of acceptance: a draft is accepted if and only if the target samples it.
+"""The acceptance rule of this package, by which a draft is accepted if and only if the target samples it.
 
 vLLM's V2 runner samples by Gumbel-max with noise that is a function of (seed, position, token). So a draft is right if and
 only if it is the token that the runner would have sampled without it. Source: Daliri, Musco, Suresh, arXiv 2408.07978.
@@ -16,7 +16,7 @@ from nemo_specrollout.sampling.equality import accept_by_equality
 
 
 def verify_asked(was_asked: bool) -> None:
-    """Raises RuntimeError if vLLM has verified drafts without asking for our rule."""
+    """Raises RuntimeError if vLLM has verified drafts without calling our rule."""
     if not was_asked:
         raise RuntimeError(
             f"specrollout's verification is not in force: the rejection sampler of vLLM {compat.VLLM_VERSION} accepts "
@@ -40,11 +40,11 @@ def sample_and_compare(
     use_fp64: bool = False,
     **_others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the tokens emitted [B, K + 1] and their number [B]. Takes the arguments of vLLM's `rejection_sample`.
+    """Returns the emitted tokens [B, K + 1] and their number [B]. Takes the arguments of vLLM's `rejection_sample`.
 
     Args:
         target_logits: Logits of all rows, after sampling parameters including temperature.
-        draft_sampled: The token that each row's forward pass read; -1 for a draft that must not be accepted.
+        draft_sampled: The token that each row's forward pass read, or -1 for a draft that must not be accepted.
     """
     sampled = compat.draw(
         target_logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature=False, use_fp64=use_fp64

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget of drafts that the host chooses, for policies and versions of vLLM where the device must not choose.
+"""A budget of drafts that the host applies, for policies and versions of vLLM with which the device must not choose.
 
 Shapes: B requests with drafts, K draft positions, S request slots.
 """
@@ -21,23 +21,23 @@ from nemo_specrollout.speculation.foresight import Foresight, Kind
 
 
 class HostBudget:
-    """Keeps a step's drafts within the budget where the device must not choose them: other drafts are left out of the step.
+    """Keeps a step's drafts within the budget on the host, by removing the others from the scheduled step.
 
-    The scheduler treats drafts that were left out as rejected. Draft tokens stay on the device.
+    The scheduler treats removed drafts as rejected. Draft tokens stay on the device.
 
-    The host sizes a step while the device still computes the step before, at whose end the drafts are made. So rates that
-    arrive without a wait are a step old, and `Foresight` says what they are worth for the drafts of now. Where the device has
-    no queue (a CPU), the rates are those of the drafts themselves.
+    The host sizes a step while the device still computes the previous one, at whose end the drafts are made. So the rates
+    that arrive without waiting are one step old, and `Foresight` estimates what they imply for the current drafts. On a CPU,
+    which has no queue, the rates are those of the drafts themselves.
 
-    All tensor-parallel ranks must leave out the same drafts. They need no message for that, because they decide from the
-    same values: the rates and the histogram of survival are the first rank's (`copy_first_rank`), so are the costs
-    (`agreed`), and neither the policy nor `Foresight` nor `likeliest` reads a clock.
+    All tensor-parallel ranks must remove the same drafts. They need no message for that, because they decide from the same
+    values. The rates and the histogram of survival are the first rank's (`copy_first_rank`), and so are the costs
+    (`agreed`). Neither the policy nor `Foresight` nor `likeliest` reads a clock.
     """
 
     def __init__(self, runner: Any, router: Any) -> None:
         self._router = router
         self._slot_of = runner.req_states.req_id_to_index
-        # vLLM's records of experts must find a step's rows where the scheduler placed them.
+        # With vLLM's recording of experts, a step's rows must stay where the scheduler placed them.
         options = compat.output_options(runner.vllm_config)
         self._keeps_all = bool(getattr(options, "enable_return_routed_experts", False))
         num_slots, num_positions = router.board.tables.rates_SK.shape
@@ -46,22 +46,23 @@ class HostBudget:
         self.read(HostCopy(router.board.tables.rates_SK))
 
     def read(self, known_rates: HostCopy) -> None:
-        """Reads the board's rates from this copy, which may be late: a test lets a CPU know as little as a GPU's host."""
+        """Reads the board's rates from this copy. Tests pass a late one, so that a CPU knows as little as a GPU's host."""
         self._known_rates = known_rates
 
     def opened(self, requests: Sequence[NewRequest]) -> None:
-        """Takes note of requests that have taken slots."""
+        """Notes requests that have taken slots."""
         self.foresight.opened([request.slot for request in requests], [_kind_of(request) for request in requests])
 
     def record(self) -> None:
-        """Starts a copy of the acceptance rates of the latest drafts. On a GPU the host reads it a step later."""
+        """Starts a copy of the acceptance rates of the latest drafts. On a GPU the host reads it one step later."""
         self._known_rates.refresh()
 
     def trimmed(self, scheduled: Any) -> Any:
         """Returns a copy of the scheduler's output with as many drafts as the policy wants.
 
-        The original stays as it is, because the scheduler reads it later. It is returned where all of its drafts must stay: in
-        a step with structured output, for which the scheduler made masks of all drafts, and where vLLM returns experts.
+        The original is not changed, because the scheduler reads it later. It is returned itself where all of its drafts must
+        stay. This is so in a step with structured output, for which the scheduler has made masks for all drafts, and where
+        vLLM returns experts.
         """
         drafts = scheduled.scheduled_spec_decode_tokens
         if not drafts or scheduled.has_structured_output_requests:
@@ -78,7 +79,7 @@ class HostBudget:
         return self._without(scheduled, caps_B, counts_B, num_left_out) if num_left_out else scheduled
 
     def _survival(self, slots_B: np.ndarray, num_scheduled: int) -> np.ndarray:
-        """Returns the survival of each request's first drafts as far as the host knows, float32 [B, `num_scheduled`]."""
+        """Returns the host's estimate of the survival of each request's first drafts, float32 [B, `num_scheduled`]."""
         rates_SK = self._known_rates.values[:, :num_scheduled]
         if self._known_rates.is_late:
             return self.foresight.survival(rates_SK, slots_B)
@@ -87,7 +88,7 @@ class HostBudget:
     def _without(self, scheduled: Any, caps_B: np.ndarray, counts_B: np.ndarray, num_left_out: int) -> Any:
         """Returns a copy of the scheduler's output in which each request has `counts_B` of its `caps_B` drafts.
 
-        vLLM finds a request's numbers by its name. The dictionaries are made by `map` and `zip`, without a loop in Python.
+        vLLM keeps these numbers in dictionaries by request id. They are built by `map` and `zip` to avoid a loop in Python.
         """
         drafts = scheduled.scheduled_spec_decode_tokens
         tokens = dict(scheduled.num_scheduled_tokens)

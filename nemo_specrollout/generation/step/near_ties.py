@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near-ties of early requests, which the row sampler writes down and the engine takes: where a text may part from what newer
-weights sample, and the token that it would then go on with.
+"""Near-ties of early requests, which the row sampler records and the engine takes.
 
-Shapes: S request slots, L longest sequence, N places of tokens.
+A near-tie is where newer weights may sample another token, and its runner-up is the token with which they would then continue.
+
+Shapes: S request slots, L longest sequence, N token positions.
 """
 
 import logging
@@ -20,22 +21,22 @@ from nemo_specrollout.generation.step.sampled_rows import TieTables
 
 logger = logging.getLogger(__name__)
 MOST_KEPT = 4096
-"""Requests that have left their slots whose near-ties are kept until they are taken. The oldest are dropped."""
+"""Most requests that have left their slots and whose near-ties wait to be taken. The oldest ones are dropped."""
 
 
 @dataclass(frozen=True)
 class Ties:
-    """Near-ties of tokens that follow each other in a request."""
+    """Near-ties of consecutive tokens of a request."""
 
     first: int
-    """Place of the first token, counted from the beginning of the prompt."""
+    """Index of the first token, counted from the beginning of the prompt."""
     gaps_N: np.ndarray
-    """By how much each token's score was above the second-best one, float32."""
+    """Difference between each token's score and the second-best one, float32."""
     runners_up_N: np.ndarray
     """Token with the second-best score, int32."""
 
     def then(self, later: "Ties") -> "Ties":
-        """Returns these up to the first of `later`, and then those."""
+        """Returns these near-ties up to the first of `later`, followed by `later`."""
         num_own = max(later.first - self.first, 0)
         return Ties(
             min(self.first, later.first),
@@ -44,7 +45,7 @@ class Ties:
         )
 
     def packed(self) -> tuple[int, bytes, bytes]:
-        """Returns plain values: the place, gaps as float16 numbers and runners-up as int32 numbers."""
+        """Returns plain values, which are the index, the gaps as float16 numbers and the runners-up as int32 numbers."""
         return self.first, self.gaps_N.astype(np.float16).tobytes(), self.runners_up_N.tobytes()
 
 
@@ -54,14 +55,14 @@ class _Live:
 
     slot: int
     first: int
-    """Place of the first token whose near-tie was not taken."""
+    """Index of the first token whose near-tie was not taken."""
     limit: int
-    """Largest number of tokens of the request."""
+    """Most tokens that the request may reach."""
 
 
 @dataclass(frozen=True)
 class _Left:
-    """What a request has left behind in its slot, on its way to the host."""
+    """Near-ties that a request has left behind in its slot, while they are copied to the host."""
 
     first: int
     gaps_N: torch.Tensor
@@ -70,7 +71,7 @@ class _Left:
     """Number of tokens of the request in each slot."""
     slot: int
     arrived: Any
-    """CUDA event of the copies; None on a CPU."""
+    """CUDA event of the copies, or None on a CPU."""
 
     def ties(self) -> Ties:
         """Waits until the copies have arrived, and returns the near-ties."""
@@ -84,9 +85,9 @@ class _Left:
 class NearTies:
     """The gap and the runner-up of each token that is sampled for a request whose identity has `ties`.
 
-    Owns a table for each, of 4 bytes for each slot and place of the engine, and what requests have left behind in slots that
-    they have lost. A step without such a request gets no tables, so nothing is launched for it. No step waits for the device:
-    what a request leaves behind is copied while the steps go on.
+    Owns a table for each of the two, with 4 bytes per slot and position, and the near-ties that requests have left behind in
+    slots that they have lost. A step without such a request gets no tables, so it launches nothing extra. No step waits for
+    the device, because what a request leaves behind is copied while the steps go on.
     """
 
     def __init__(self, num_slots: int, longest: int, device: torch.device) -> None:
@@ -98,16 +99,16 @@ class NearTies:
         )
         self._device = device
         self._is_wanted_S = np.zeros(num_slots, np.bool_)
-        """What the device's table of the same name holds."""
+        """Host copy of the device's table of the same name."""
         self._live: dict[int, _Live] = {}
         self._left: dict[int, list[_Left]] = {}
 
     def tables_for(self, slots_B: np.ndarray) -> TieTables | None:
-        """Returns the tables for a step of the requests in these slots; None if none of them asks for its near-ties."""
+        """Returns the tables for a step of the requests in these slots, or None if none of them asks for near-ties."""
         return self.tables if self._live and self._is_wanted_S[slots_B].any() else None
 
     def open(self, requests: Iterable[NewRequest]) -> None:
-        """Takes note of requests that have taken slots, before their first tokens are sampled."""
+        """Notes requests that have taken slots, before their first tokens are sampled."""
         changed = []
         for request in requests:
             is_wanted = self._begins(request)
@@ -119,7 +120,7 @@ class NearTies:
             self.tables.wanted_S[slots] = to_device(self._is_wanted_S[changed].tolist(), np.bool_, self._device)
 
     def _begins(self, request: NewRequest) -> bool:
-        """Returns whether a request asks for its near-ties, and follows it if it does."""
+        """Returns whether a request asks for its near-ties, and starts to follow it if so."""
         name = request.identity.ties
         if name is None:
             return False
@@ -130,9 +131,9 @@ class NearTies:
         return True
 
     def close(self, slots: Sequence[int], lengths_S: torch.Tensor) -> None:
-        """Starts to copy what the requests in these slots leave behind, which have ended or are preempted.
+        """Starts to copy the near-ties of the requests in these slots, which have ended or are preempted.
 
-        `lengths_S` are the numbers of tokens of all slots, int32, on the device.
+        `lengths_S` has the number of tokens of each slot, int32, on the device.
         """
         leaving = [name for name, live in self._live.items() if live.slot in slots]
         if not leaving:
@@ -188,7 +189,7 @@ class NearTies:
         return found
 
     def forget(self, lengths_S: torch.Tensor) -> None:
-        """Forgets all near-ties so far. `lengths_S` is as for `close`. Waits for the device."""
+        """Forgets all near-ties up to now. `lengths_S` is as for `close`. Waits for the device."""
         self._left.clear()
         lengths = lengths_S.tolist() if self._live else []
         for live in self._live.values():

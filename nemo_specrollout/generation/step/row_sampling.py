@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples a step's rows, accepts drafts, and grades the sampled tokens: log-prob and rank. Two passes over the logits.
+"""Samples a step's rows, accepts drafts, and computes log-prob and rank of the sampled tokens, in two passes over the logits.
 
-Steps with and without drafts go the same way. So a token's log-prob never depends on whether its step had drafts. Two
+Steps with and without drafts run the same code, so a token's log-prob never depends on whether its step had drafts. Two
 kernels do the work (`row_sampling_triton.py`), where vLLM reads the logits four times.
 
 Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
@@ -35,9 +35,9 @@ def draw_rows(
 
     Args:
         scored: Logits that tokens are sampled from.
-        graded: Logits that log-probs and ranks are computed from, as vLLM's `compute_topk_scores` does; None for no log-probs.
-        drafts: None in a step without drafts.
-        ties: Where near-ties of requests that ask for them are written; None in a step without such a request.
+        graded: Logits for log-probs and ranks, computed as by vLLM's `compute_topk_scores`, or None for no log-probs.
+        drafts: The drafts of the step, or None if it has none.
+        ties: Tables for the near-ties of requests that ask for them, or None in a step without such a request.
     """
     kernels: Any = kernels_for(scored.values_RV.device.type, KernelModule.ROW_SAMPLING)
     drawn: Drawn = kernels.draw_rows(scored, keys, graded, drafts, ties)
@@ -45,18 +45,18 @@ def draw_rows(
 
 
 class RowSampler(Sampler):
-    """vLLM's sampler by `draw_rows`. Takes over the state of vLLM's own sampler, which must not be used any more.
+    """vLLM's sampler, on top of `draw_rows`. Takes over the state of vLLM's own sampler, which must not be used afterwards.
 
-    vLLM's code handles the rare request for log-probs of other tokens than the sampled ones.
+    vLLM's code still handles the rare requests for log-probs of other tokens than the sampled ones.
     """
 
     near_ties: NearTies | None = None
-    """Where near-ties of early requests are written; None where no request is early, and on ranks that nobody asks."""
+    """Where near-ties of early requests are written. None where no request is early, and on ranks that nobody asks."""
 
     def __init__(self, native: Sampler) -> None:
-        # vLLM's runner has made its sampler before we may replace it, and does not keep the constructor's arguments, which
-        # differ between versions. So this object takes over all attributes, among them the device tensors, which thus exist
-        # once only, and calls no constructor of vLLM.
+        # vLLM's runner has made its sampler before we can replace it, and does not keep the constructor's arguments, which
+        # differ between versions. So this object calls no constructor of vLLM but takes over all attributes. The device
+        # tensors among them thus exist only once.
         for name, value in vars(native).items():
             setattr(self, name, value)
         num_slots = len(self.sampling_states.temperature.np)
@@ -67,7 +67,7 @@ class RowSampler(Sampler):
         self._follow_filters()
 
     def _follow_filters(self) -> None:
-        """Lets vLLM's states tell whether a request has filters."""
+        """Makes vLLM's states tell whether a request has filters."""
         sampling: Any = self.sampling_states
         self._add_state = sampling.add_request
         sampling.add_request = self._add_filters
@@ -84,7 +84,7 @@ class RowSampler(Sampler):
 
     @torch.inference_mode()
     def warm_up(self, runner: Any) -> None:
-        """Launches each variant of the kernels for two rows of no request, so that none is compiled in a rollout.
+        """Launches each variant of the kernels for two rows without requests, so that none is compiled during a rollout.
 
         Variants differ in the type of the logits, and in whether there are drafts, log-probs and near-ties.
         """
@@ -115,7 +115,7 @@ class RowSampler(Sampler):
         self.needs_logits_processing[req_idx] |= self._divides_S[req_idx]
 
     def _add_filters(self, req_idx: int, sampling_params: Any) -> bool:
-        """Does the work of vLLM's `SamplingStates`, but returns whether the request has filters, whatever its temperature."""
+        """Does the work of vLLM's `SamplingStates`, but returns whether the request has filters at any temperature."""
         sampling = self.sampling_states
         is_changed = self._add_state(req_idx, sampling_params)
         is_cut = sampling.top_k.np[req_idx] != sampling.vocab_size or sampling.top_p.np[req_idx] != 1.0
@@ -163,8 +163,8 @@ class RowSampler(Sampler):
     ) -> Drawn:
         """Samples rows. The logits and the arguments after them are as for `apply_sampling_params`.
 
-        vLLM processes the logits only if a request of the batch needs more than its temperature. So `input_ids` is called
-        in such a step only, and other steps do not gather what the rows have read.
+        vLLM processes the logits only if a request of the batch needs more than its temperature. So `input_ids` is called only
+        in such a step, and other steps do not gather the tokens that the rows have read.
         """
         sampling = self.sampling_states
         graded = None
@@ -189,7 +189,7 @@ class RowSampler(Sampler):
         return draw_rows(scored, keys, graded, drafts, ties)
 
     def sample(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples rows by vLLM's code in a step that it handles, and keeps their near-ties.
+        """Samples rows with vLLM's code in a step that it handles, and keeps their near-ties.
 
         Takes the arguments of vLLM's method, whose order differs between versions.
         """
@@ -203,7 +203,7 @@ class RowSampler(Sampler):
         """Keeps the near-ties of rows that vLLM's code samples, in a step of the requests in `slots_B`.
 
         `processed` are the logits after all sampling parameters, and the other arguments are as for `draw`. The rows are
-        sampled once more for that, because vLLM's kernel returns nothing but the token.
+        sampled a second time for this, because vLLM's kernel returns only the token.
         """
         ties = None if self.near_ties is None else self.near_ties.tables_for(slots_B)
         if ties is not None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU kernels of `row_sampling.py`. The first finds the best token of each block of a row. The second finds the row's best
-token, grades it against the blocks, and accepts drafts.
+"""GPU kernels of `row_sampling.py`, which sample rows in two passes.
 
-Each pass has a program for each block of each row, so that few rows use the whole device too. In the second pass a program
-writes its partial sums to a place of its own. The last program of a row to come adds them in a fixed order, so the results
-have the same bits in every run. The last row of a request to come accepts the request's drafts.
+The first pass finds the best token of each block of a row. The second finds the row's best token, computes its log-prob and
+rank, and accepts drafts. Each pass has a program for each block of each row, so that a few rows also use the whole device. In
+the second pass a program writes its partial sums to a place of its own. The last program of a row to finish adds them in a
+fixed order, so the results have the same bits in every run. The last row of a request to finish accepts the request's drafts.
 
-Scores have the bits of vLLM's `gumbel_sample`, see `draft_sampling_triton.py`. No constant depends on the number of rows:
-Triton would compile the kernels again while the engine runs.
+Scores equal those of vLLM's `gumbel_sample` bit for bit (see `draft_sampling_triton.py`). No constant depends on the number of
+rows, because Triton would then compile the kernels again while the engine runs.
 
 Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions. N blocks of a row in the first pass,
 P parts of a row in the second.
@@ -30,14 +30,14 @@ _NEVER = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _temperature_of(row, slots_ptr, temperature_ptr):  # type: ignore[no-untyped-def]
-    """Returns a row's slot and temperature; temperature 0 without a request."""
+    """Returns a row's slot and temperature, where the temperature is 0 without a request."""
     slot = tl.load(slots_ptr + row).to(tl.int64)
     return slot, tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _begin_counts(row, starts_ptr, num_requests, marks_ptr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sets the two counters of a row and the request with the row's number to 0. Writes that request to its rows."""
+    """Resets the two counters with this number, of a row and of a request, and writes that request's number to its rows."""
     num_rows = tl.num_programs(0)
     tl.store(marks_ptr + row, 0)
     tl.store(marks_ptr + num_rows + row, 0)
@@ -91,7 +91,7 @@ def _record_tie(  # type: ignore[no-untyped-def]
     num_blocks,
     BLOCKS: tl.constexpr,
 ):
-    """Writes a row's score gap and runner-up to the place of its token, if the request asks for them.
+    """Writes a row's score gap and runner-up to the position of its token, if the request asks for them.
 
     The runner-up is the second-best token of the best token's block, or the best token of another block.
     """
@@ -111,7 +111,7 @@ def _record_tie(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _grade_part(logits_ptr, num_vocab, divisor, token, parts_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes a part's largest logit, its sum of exponentials, and its number of logits as large as the token's."""
+    """Writes a part's largest logit, its sum of exponentials, and its number of logits at least as large as the token's."""
     part = tl.program_id(1)
     num_parts = tl.num_programs(1)
     column = part * BLOCK + tl.arange(0, BLOCK)

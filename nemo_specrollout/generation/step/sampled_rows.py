@@ -20,12 +20,12 @@ class Logits(NamedTuple):
 
 
 class RowKeys(NamedTuple):
-    """What determines the noise of each row."""
+    """The values that determine the noise of each row."""
 
     slots_R: torch.Tensor
-    """Request slot of each row; negative in a row without a request."""
+    """Request slot of each row, negative in a row without a request."""
     temperature_S: torch.Tensor
-    """Temperature of each request, float32; 0 for greedy sampling, which has no noise."""
+    """Temperature of each request, float32, where 0 means greedy sampling without noise."""
     seeds_S: torch.Tensor
     """Seed of each request, int64."""
     positions_R: torch.Tensor
@@ -41,14 +41,14 @@ class Drafts(NamedTuple):
 
 
 class TieTables(NamedTuple):
-    """Near-ties of requests whose texts are made ahead, by request slot and place in the request (S, L)."""
+    """Near-ties of requests whose texts are made ahead, by request slot and token position (S, L)."""
 
     gap_SL: torch.Tensor
-    """By how much the best score was above the second-best one where the token at this place was sampled, float32."""
+    """Difference of the best and the second-best score where the token at this position was sampled, float32."""
     runner_up_SL: torch.Tensor
     """Token with the second-best score, int32."""
     wanted_S: torch.Tensor
-    """Whether the request in each slot asks for them, bool."""
+    """Whether the request in each slot asks for near-ties, bool."""
 
 
 class Drawn(NamedTuple):
@@ -57,8 +57,8 @@ class Drawn(NamedTuple):
     tokens_R: torch.Tensor
     """The token that was sampled in each row, int64."""
     logprobs: LogprobsTensors | None
-    """Log-prob and rank of those tokens, in a single column; None if they were not asked for."""
+    """Log-prob and rank of those tokens in a single column, or None if they were not requested."""
     emitted_BK: torch.Tensor | None
-    """First result of `accept_by_equality`; None in a step without drafts."""
+    """First result of `accept_by_equality`, or None in a step without drafts."""
     counts_B: torch.Tensor | None
-    """Second result of `accept_by_equality`; None in a step without drafts."""
+    """Second result of `accept_by_equality`, or None in a step without drafts."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accounts of an engine's steps: the trace, the measured costs that policies use, and the sums.
+"""Accounts of an engine's steps, with the trace, the measured costs that the speculation policy uses, and the totals.
 
 Times are measured on the host. Draft counts come from the device when a caller asks for them.
 
@@ -19,9 +19,9 @@ from nemo_specrollout.speculation.step_model import StepModel, is_due
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
 AGREED_STEPS = 16
-"""Steps between two agreements of the tensor-parallel ranks on costs."""
+"""Number of steps between two agreements of the tensor-parallel ranks on costs."""
 RESTED_STEPS = 4
-"""Of as many steps in which the drafters rest, the step model learns from one, because resting should cost nothing."""
+"""While the drafters rest, the step model learns from one of this many steps, because resting should cost nothing."""
 
 
 class StepAccounts:
@@ -39,33 +39,33 @@ class StepAccounts:
         self._most_requests = runner.max_num_reqs
         self._states = runner.req_states
         self._context = 0.0
-        """Mean tokens of the contexts of the latest step's requests."""
+        """Mean context length of the latest step's requests, in tokens."""
         self._context_sums = np.zeros(2)
-        """Requests and the tokens of their contexts, both summed over the steps since the latest totals."""
+        """Number of requests and of tokens in their contexts, both summed over the steps since the latest totals."""
         self._host_s = 0.0
         self.num_weight_updates = 0
 
     def begin_step(self, batch: Any) -> None:
-        """Records a step whose tokens are sampled now, lets a drafter with weights plan its drafts, and notes the contexts."""
+        """Records a step whose tokens are about to be sampled, plans a drafter with weights, and notes context lengths."""
         self.trace.begin_step(batch.num_reqs, len(batch.logits_indices), batch.num_tokens)
         router = self._router
         if router is None:
             return
         # The scheduler's numbers are the same on all ranks. With asynchronous scheduling they count drafts of the step before
-        # as if all of them were right, so they are too high by a few tokens.
+        # as if all of them were accepted, so they are too high by a few tokens.
         slots_B = batch.idx_mapping_np
         tokens = int(self._states.num_computed_tokens_np[slots_B].sum())
         self._context = tokens / max(len(slots_B), 1)
         self._context_sums += len(slots_B), tokens
         policy = router.policy
         if policy.costs is not None:
-            policy.costs = policy.costs._replace(context=self._context)  # as `at`, which would be one more call
+            policy.costs = policy.costs._replace(context=self._context)  # the same as `at`, but without a further call
         router.begin_step(self.trace.num_steps - 1, batch)
 
     def end_step(self) -> None:
         """Learns from the step's time. From time to time all ranks adopt the costs of the first one, most often at the start.
 
-        While drafters rest, fewer steps are learned from, and agreements are rarer.
+        While drafters rest, it learns from fewer steps, and the ranks agree more rarely.
         """
         router = self._router
         if router is None:
@@ -96,9 +96,9 @@ class StepAccounts:
         return totals
 
     def plain_step_s(self) -> np.ndarray | None:
-        """Returns the seconds of a step without drafts by its number of requests, float64; None while unknown.
+        """Returns the seconds of a step without drafts by its number of requests, float64, or None while unknown.
 
-        Its requests have contexts as long as in the mean of the steps since the latest totals.
+        The requests are assumed to have the mean context length of the steps since the latest totals.
         """
         costs = self.step_model.costs()
         if costs is None:
@@ -108,10 +108,10 @@ class StepAccounts:
         return costs.at(mean).plain_steps_s(self._most_requests)
 
     def step_seconds(self) -> tuple[list[float], float] | None:
-        """Returns the seconds of plain steps by their requests from none to all slots, and those of one more draft row.
+        """Returns the seconds of plain steps with no request up to all slots, and the seconds of one more draft row.
 
-        The row is one of a step that is full of drafts. Its price is the mean over the upper half of such steps, because with
-        CUDA graphs the price of a single row is that of a whole graph or nothing. None while unknown.
+        The row belongs to a step that is full of drafts. Its price is the mean over the upper half of such steps, because with
+        CUDA graphs the price of a single row is either that of a larger graph or nothing. Returns None while unknown.
         """
         costs = self.step_model.costs()
         if costs is None:
@@ -125,13 +125,13 @@ class StepAccounts:
         return costs.plain_steps_s(most_requests).tolist(), row_s
 
     def verified(self) -> dict[str, Any]:
-        """Returns draft tokens verified and accepted, [D, K] each, of an engine that drafts."""
+        """Returns the numbers of draft tokens verified and accepted, [D, K] each, for an engine that drafts."""
         assert self._router is not None
         counts_DK2 = self._router.board.tables.verified_DK2.cpu()
         return {"proposed": counts_DK2[..., 0].tolist(), "accepted": counts_DK2[..., 1].tolist()}
 
     def _draft_counts(self, first_step: int, num_steps: int) -> np.ndarray:
-        """Returns draft tokens verified and accepted by drafter, of steps from `first_step` on, int64 [steps, D * 2]."""
+        """Returns draft tokens verified and accepted by drafter for steps from `first_step` on, int64 [steps, D * 2]."""
         assert self._router is not None
         steps_TD2 = self._router.board.tables.steps_TD2
         index = np.arange(first_step, first_step + num_steps) % len(steps_TD2)
@@ -139,6 +139,6 @@ class StepAccounts:
 
 
 def _graph_sizes(compilation: Any) -> list[int]:
-    """Returns the rows of each CUDA graph of vLLM's compilation config."""
+    """Returns the row counts of the CUDA graphs in vLLM's compilation config."""
     has_graphs = compilation.cudagraph_mode != CUDAGraphMode.NONE
     return list(compilation.cudagraph_capture_sizes or ()) if has_graphs else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification in V2 model runners that ask a method of the rejection sampler for the rule (vLLM 0.28 and later).
+"""Verification in V2 model runners whose rejection sampler has a method for the acceptance rule (vLLM 0.28 and later).
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -19,25 +19,25 @@ from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn
 
 
 class EqualityVerifier(rejection_sampler.RejectionSampler):
-    """vLLM's rejection sampler with another rule: a draft is accepted if and only if the target samples it.
+    """vLLM's rejection sampler with our rule, by which a draft is accepted if and only if the target samples it.
 
-    With a `RowSampler`, rows are sampled, accepted and graded together. Else log-probs are vLLM's. A token's log-prob comes
-    from the row that sampled it. Chunks of rows and counts of rejected drafts are vLLM's.
+    With a `RowSampler`, rows are sampled, accepted and graded together. Otherwise vLLM computes the log-probs. A token's
+    log-prob comes from the row that sampled it. vLLM itself splits rows into chunks and counts rejected drafts.
     """
 
     _drawn: Drawn | None = None
-    """Results for the rows between vLLM's calls of `_verify` and `_get_logprobs_tensors`; None without `RowSampler`."""
+    """Results for the rows between vLLM's calls of `_verify` and `_get_logprobs_tensors`, or None without `RowSampler`."""
     _num_logprobs = NO_LOGPROBS
     """Largest number of log-probs that a request of the step wants, as vLLM counts them."""
     _num_token_ids = 0
     """Largest number of `logprob_token_ids` of a request of the step."""
     _has_verified = False
-    """True if vLLM has asked for our rule. A step of drafts must."""
+    """True if vLLM has called our rule, which it must in a step with drafts."""
     enable_adaptive_verification = False
-    """Whether only the device knows the numbers of drafts. Before 0.32 the host always does."""
+    """Whether only the device knows the numbers of drafts. Before 0.32 the host always knows them."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **options: Any) -> Any:
-        """Verifies a step with drafts. Each chunk of its rows gets as many log-probs as any request wants."""
+        """Verifies a step with drafts. Each chunk of its rows gets as many log-probs as the most demanding request wants."""
         self._num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
         if self._num_logprobs > 0:
             self._num_token_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np)
@@ -59,7 +59,7 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray | None = None,
         verify_draft_sampled: torch.Tensor | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Returns logits, tokens emitted and their number. Before 0.32 vLLM passes no bounds, and drafts to verify once."""
+        """Returns logits, emitted tokens and their number. Before 0.32 vLLM passes no bounds, and the drafts only once."""
         self._has_verified = True
         if verify_draft_sampled is None:
             verify_draft_sampled = draft_sampled
@@ -119,7 +119,7 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         return logprobs._replace(cu_num_generated_tokens=cu_num_logits_np.tolist())
 
     def _of_asked_ids(self, logits: torch.Tensor, best: LogprobsTensors) -> LogprobsTensors:
-        """Returns the log-probs of the ids that requests ask for, where vLLM's method takes the best ids."""
+        """Returns the log-probs of the token ids that requests ask for, where vLLM's method takes the best ids."""
         starts = best.cu_num_generated_tokens_tensor
         return compute_topk_scores(
             logits,

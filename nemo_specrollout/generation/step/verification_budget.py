@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budget of drafts where the device chooses which ones a step verifies (vLLM 0.32 and later)."""
+"""A budget of drafts within which the device chooses the ones that a step verifies (vLLM 0.32 and later)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,10 +22,10 @@ _runner_module: Any = model_runner
 
 
 class VerificationBudget(AdaptiveVerificationManager):
-    """vLLM's adaptive verification with our budget policy, and with step costs that are measured while the engine runs.
+    """vLLM's adaptive verification with our speculation policy, and with step costs that are measured while it runs.
 
-    vLLM schedules all draft rows of each request, then keeps the best drafts of the batch. The host chooses how many, from
-    counts that are a step old. The device chooses which ones, from the latest rates. So nothing waits for the device.
+    vLLM schedules all draft rows of each request, and then keeps the best drafts of the batch. The host chooses how many from
+    counts that are one step old, and the device chooses which ones from the latest rates. So nothing waits for the device.
     """
 
     def __init__(self, runner: Any, router: DraftRouter) -> None:
@@ -41,10 +41,10 @@ class VerificationBudget(AdaptiveVerificationManager):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compiles vLLM's choice of the best drafts, which a step with a budget smaller than its drafts calls.
+        """Compiles vLLM's choice of the best drafts, which steps with more drafts than their budget use.
 
-        torch.compile makes a variant for one request and for several, and for a budget of one draft and of several. It must
-        not take sizes that happen to be equal for one size. So these calls serve all steps.
+        torch.compile makes separate variants for one and for several requests, and for a budget of one and of several drafts.
+        It must not take two sizes that happen to be equal for the same size. The calls here cover all steps.
         """
         device = self._confidence_probs.device
         width = self.num_speculative_steps
@@ -57,24 +57,24 @@ class VerificationBudget(AdaptiveVerificationManager):
                     self.reallocate_drafts(names, slots_B)
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
-        """Yields nothing: costs are measured while the engine runs."""
+        """Yields nothing, because costs are measured while the engine runs."""
         return iter(())
 
     def set_initial_cost_curves(self, samples: list[Any]) -> None:
         """Ignores vLLM's cost curves, which our policy does not read."""
 
     def add_request(self, req_idx: int) -> None:
-        """Sets the rates of a new request to zero, until drafts are proposed for it."""
+        """Sets the rates of a new request to zero until drafts are proposed for it."""
         self._confidence_probs[req_idx].fill_(0.0)
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
-        """Does nothing: the draft board has written the rates, and counted them for the host."""
+        """Does nothing, because the draft board has already written the rates and counted them for the host."""
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
-        """Returns the tokens of the step's forward pass, including drafts within the budget. Sets the step's budget."""
+        """Sets the step's budget. Returns the number of tokens in its forward pass, including drafts within the budget."""
         num_drafts = {name: len(draft_tokens.get(name, ())) for name in num_tokens_per_req}
         num_others = {name: num_tokens_per_req[name] - count for name, count in num_drafts.items()}
-        # A chunk of logits may have fewer rows than there are requests. Then it has no room for any draft.
+        # A chunk of logits may have fewer rows than there are requests. Then there is no room for drafts.
         room = max(0, self._max_total_logits - len(num_drafts) * self.num_bonus_tokens)
         most = min(sum(num_drafts.values()), room)
         budget = self._router.num_drafts(len(num_drafts), most)
@@ -83,10 +83,11 @@ class VerificationBudget(AdaptiveVerificationManager):
 
 
 def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | None], None], reason: str | None) -> None:
-    """Makes `runner.initialize_kv_cache` put our budget in the place of vLLM's adaptive verification, if vLLM allows that.
+    """Makes `runner.initialize_kv_cache` install our budget in the place of vLLM's adaptive verification, if vLLM allows it.
 
-    `settle` is called with None, or with the reason why the host must choose the drafts; a `reason` may be known before.
-    vLLM makes a manager with each KV cache: one while it measures the memory of CUDA graphs, then the engine's.
+    `settle` is called with None, or with the reason why the host must choose the drafts. A `reason` may be known before.
+    vLLM makes a manager with each KV cache, of which it makes a first one to measure the memory of CUDA graphs, and then the
+    engine's.
     """
     initialize_kv_cache = runner.initialize_kv_cache
 
@@ -103,10 +104,10 @@ def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | Non
 
 @contextmanager
 def _questions_to_vllm() -> Iterator[list[str]]:
-    """Yields a list that receives what vLLM says against a choice on the device while it initializes a KV cache.
+    """Yields a list that collects vLLM's objections to a choice on the device while it initializes a KV cache.
 
-    vLLM would end the engine. Where its adaptive verification is off, because there are no CUDA graphs, vLLM does not ask its
-    attention backends, so they are asked here.
+    Without this, an objection would end the engine. Where vLLM's adaptive verification is off because there are no CUDA
+    graphs, vLLM does not ask its attention backends, so they are asked here.
     """
     create = _runner_module.maybe_create_adaptive_verification_manager
     refusals = list[str]()
@@ -118,7 +119,7 @@ def _questions_to_vllm() -> Iterator[list[str]]:
             return None
         try:
             return create(**options)
-        except ValueError as error:  # graphs that cannot replay steps of any number of drafts
+        except ValueError as error:  # graphs cannot replay steps with any number of drafts
             refusals.append(str(error))
             return None
 
@@ -130,9 +131,9 @@ def _questions_to_vllm() -> Iterator[list[str]]:
 
 
 def _options_with_sharding(sharder: Any) -> dict[str, bool]:
-    """Returns further arguments of vLLM's manager for a runner whose ranks share the sampling out; `sharder` may be None.
+    """Returns further arguments of vLLM's manager for a runner whose ranks divide the sampling. `sharder` may be None.
 
-    Tells the sharder that the device decides the numbers of drafts. The manager then copies them to the host, for its plan.
+    Tells the sharder that the device decides the numbers of drafts, so that the manager copies them to the host for its plan.
 
     Raises RuntimeError for a vLLM that plans with other numbers (before 0.33).
     """
