@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters that read text (`text.py`), and the board on which the proposals of all drafters meet (`board.py`)."""
+"""Text drafters (`text.py`), and the draft board that compares the proposals of all drafters (`board.py`)."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter `ahead`: drafts from texts that the request brings along, which older weights sampled with its own noise.
+"""The drafter `ahead`, which drafts from texts that older weights have sampled for a request with the request's own noise.
 
-Noise is a function of the request's seed and a position, so most tokens of such a text are the policy's at the same position.
-A request may bring several texts: the one that the older weights sampled, and branches of it at near-ties, where the new
-weights may sample the runner-up. Each text is a path.
+Noise is a function of the request's seed and the position, so the new weights sample most tokens of such a text again at the
+same positions. A request may bring several texts along. One is the text that the older weights sampled. The others are
+branches of it at near-ties, where the new weights may sample the runner-up. Each text is called a path.
 
 Shapes: B rows of the batch, S request slots, P paths of a request, L longest sequence, K draft positions, N new requests.
 """
@@ -19,38 +19,39 @@ from nemo_specrollout.drafters.participant import Drafter, Put
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 WINDOW = NUM_LEVELS
-"""Latest tokens by which text and paths are compared. The number that agrees is the evidence level of the drafts."""
+"""Number of latest tokens by which the text is compared with paths. How many agree is the evidence level of the drafts."""
 AHEAD_PRIORS = 0.98 * (np.arange(1, NUM_LEVELS + 1) / NUM_LEVELS) ** 2
 """Assumed acceptance rate of each level before anything is observed."""
 FARTHEST = 16
-"""Tokens by which a path may be shifted at once, in both directions."""
+"""Most tokens by which a path may be shifted at once, in either direction."""
 ENOUGH = 4
-"""Latest tokens in a row that must agree at another place of the path before drafts are taken from there."""
+"""Number of latest tokens in a row that must agree at another position of the path before drafts are taken from there."""
 
 
 class PathTables(NamedTuple):
-    """The paths of all slots, on the engine's device. A path's tokens lie at their places in the request."""
+    """The paths of all slots, on the engine's device. Each token of a path is stored at its position in the request."""
 
     tokens_SPL: torch.Tensor
     """Tokens, int32. Only those from `begin_SP` to `end_SP` are defined."""
     begin_SP: torch.Tensor
-    """First place of each path that is known, int64. It lies in the prompt."""
+    """First known position of each path, int64. It is in the prompt."""
     end_SP: torch.Tensor
-    """Place after the last one of each path, int64."""
+    """Position after the last token of each path, int64."""
     shift_SP: torch.Tensor
-    """Place in the path less place in the request, int64. Requests read on elsewhere after a token more or less."""
+    """Position in the path minus position in the request, int64. It changes after an inserted or missing token."""
     num_paths_S: torch.Tensor
-    """Number of paths of each slot, int32; 0 for a request that brings none."""
+    """Number of paths of each slot, int32, or 0 for a request that brings none."""
     path_S: torch.Tensor
-    """Path that each request follows, int32."""
+    """The path that each request follows, int32."""
 
 
 class AheadText(Drafter):
     """Proposes the next tokens of the path that each request follows.
 
-    Owns the paths, in tensors of fixed size: 4 bytes for each slot, path and position of the engine. A request follows a path
-    until another one has more of its latest tokens in a row. After a token that no path has it goes on at the same position,
-    because noise belongs to positions. Where its path reads on elsewhere, it moves there.
+    Owns the paths, in tensors of fixed size with 4 bytes for each slot, path and position of the engine. A request follows a
+    path until another path agrees with more of its latest tokens in a row. After a token that no path has, it stays at the
+    same position of its path, because noise belongs to positions. If its latest tokens are found at another position of the
+    path, it moves there.
     """
 
     name = "ahead"
@@ -117,9 +118,9 @@ class AheadText(Drafter):
         self._kernels.propose(self._tables, texts, out)
 
     def _paths_of(self, request: Any) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields for each path of a request the place at which it is known from, and its tokens from there on, int32.
+        """Yields for each path of a request its first known position, and its tokens from there on, int32.
 
-        The first path is the text, and the others are branches, which share their beginnings with others.
+        The first path is the text itself. The others are branches, which share their beginnings with other paths.
         """
         prompt_length = request.prompt_length
         known = np.array(request.token_ids[max(prompt_length - WINDOW, 0) : prompt_length], np.int32)

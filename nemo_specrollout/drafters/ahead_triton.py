@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter `ahead` on a GPU: one program for each request. `ahead.py` says what it computes.
+"""The kernel of the drafter `ahead` for a GPU, with one program for each request. `ahead.py` says what it computes.
 
 `t` are the drafter's tables. Shapes: as in `ahead.py`.
 """
@@ -20,7 +20,7 @@ _NUM_OFFSETS = tl.constexpr(triton.next_power_of_2(2 * ahead.FARTHEST + 1))
 
 @triton.jit
 def _read(t, path, place, longest):  # type: ignore[no-untyped-def]
-    """Returns the tokens of a path at places of the request; -1 where its text has none."""
+    """Returns the tokens of a path at positions of the request, and -1 where the path has none."""
     is_known = (place >= tl.load(t.begin_SP + path)) & (place < tl.load(t.end_SP + path))
     return tl.load(t.tokens_SPL + path * longest + place, mask=is_known, other=-1)
 

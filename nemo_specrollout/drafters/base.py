@@ -16,32 +16,32 @@ class Texts(NamedTuple):
     """The texts of a batch, on the engine's device. vLLM keeps every text in its request slot."""
 
     slots_B: "torch.Tensor"
-    """Request slot of each row, int32 or int64, no slot twice; -1 in a row without a request."""
+    """Request slot of each row, int32 or int64, without duplicates, and -1 in a row without a request."""
     total_len_S: "torch.Tensor"
     """Number of tokens of each slot's text, int32."""
     token_ids_SL: "torch.Tensor"
-    """Tokens of each slot's text, int32. Rows may be strided, or lie in host memory that the device reads."""
+    """Tokens of each slot's text, int32. Rows may be strided, or may be in host memory that the device reads."""
 
 
 class RowPrice(NamedTuple):
-    """What one more row costs: the number of tokens that the engine makes in that time.
+    """The cost of one more row, in tokens that the engine generates in the same time.
 
-    A CUDA graph records them as tensors of one float32, which each replay reads anew.
+    A CUDA graph records prices as tensors of one float32, which each replay reads again.
     """
 
     row: "float | torch.Tensor" = 0.0
-    """For every row."""
+    """Price of every row, apart from its context."""
     context: "float | torch.Tensor" = 0.0
-    """For each token of its request's text, to which the row attends."""
+    """Additional price for each token of the request's text, to which the row attends."""
     mean: "float | torch.Tensor" = 0.0
-    """Of a row of a request whose text has the mean length of a batch."""
+    """Whole price of a row of a request whose text has the mean length of the batch."""
 
 
 NO_PRICE = RowPrice()
 
 
 class Proposals(NamedTuple):
-    """Buffers that a drafter writes its draft tokens to."""
+    """Buffers to which a drafter writes its draft tokens."""
 
     tokens_BK: "torch.Tensor"
     """Draft tokens, int32."""
@@ -53,7 +53,7 @@ class Proposals(NamedTuple):
 
 
 NOT_FOLLOWED = -1
-"""Stands for the number of draft tokens of a request that a drafter with weights does not follow, and so never drafts for."""
+"""Value in place of the number of draft tokens for a request that a drafter with weights does not follow."""
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
 """Assumed acceptance rate of each evidence level before anything is observed.
 
@@ -61,13 +61,16 @@ A level grades the evidence for a draft token: level = 4 * (grade of the context
 NUM_LEVELS = len(LEVEL_PRIORS)
 """Number of evidence levels."""
 SCORE_GAP_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
-"""Score gaps, in nats, at which the next evidence level begins. They are wide: most drafts of a good head are nearly sure."""
+"""Score gaps in nats at which the next evidence level begins. They are wide, as most drafts of a good head are nearly sure."""
 NUM_RELATIONS = 4
 """Number of relations between a draft token and the proposal of the other side.
 
-One side is the drafter with weights, the other side is all text drafters. The board learns a rate for each relation.
-0: the other side proposes nothing. 1: it proposes the same token. 2: it proposes another token after the same draft tokens.
-3: its proposal has ended, or has differed at an earlier token."""
+One side is the drafter with weights, the other side is all text drafters. The board learns a rate for each relation:
+
+- 0, if the other side proposes nothing
+- 1, if it proposes the same token
+- 2, if it proposes another token after the same draft tokens
+- 3, if its proposal has ended, or has differed at an earlier token"""
 EVIDENCE_WINDOW = 512.0
 """Approximate number of recent draft tokens from which the acceptance rate of an evidence level is estimated."""
 REQUEST_DECAY = 0.94
@@ -79,22 +82,22 @@ PRIOR_STRENGTH = 4.0
 MAX_RATE = 0.99
 """Upper bound of the estimated rate of a draft token."""
 MIN_WORTH_SHARE = 1e-3
-"""Share of its survival that a draft token is worth if its row costs more than it wins. It breaks ties between proposals."""
+"""Worth of a draft token whose row costs more than it gains, as a share of its survival. It breaks ties of proposals."""
 LEAST_PRICE = 1e-9
-"""Price of a row, in tokens, below which it is taken for free."""
+"""Price of a row in tokens below which it counts as free."""
 CALIBRATION_DECAY = 0.98
 """Factor by which each step reduces the weight of earlier steps in the calibration of a drafter."""
 NUM_BINS = 128
-"""Number of bins of survival between 0 and 1, all of one width."""
+"""Number of bins of survival between 0 and 1, all of the same width."""
 SMALLEST_SHARE = 0.02
 """Survival below which a draft token is not looked up."""
 TRACED_STEPS = 1 << 16
-"""Number of steps whose counts are kept."""
+"""Number of latest steps whose counts are kept."""
 MOST_LOOKED_UP = 64
-"""Positions up to which a draft is looked up in indexes, one after another."""
+"""Most positions of a draft that are looked up in indexes, one after another."""
 FEW_LOOKED_UP = 32
-"""Positions that are looked up where a draft may have more than `MOST_LOOKED_UP`, as texts that were made ahead have. A kernel
-that looks up has registers for each of them."""
+"""Number of positions that are looked up if a draft may have more than `MOST_LOOKED_UP`, as with texts made ahead. It is small
+because the kernel needs registers for each position."""
 
 
 def num_looked_up(num_positions: int) -> int:

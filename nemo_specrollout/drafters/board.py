@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft board: stores the proposals of all drafters, learns from their outcomes, and chooses what is verified next.
+"""The draft board, which stores the proposals of all drafters, learns from their outcomes, and chooses what is verified next.
 
 Shapes: S request slots, B rows of the batch (room for S), D drafters, K draft positions, T traced steps. The spread has
-F = K + 2 rows and Q = NUM_BINS + 1 columns. E kinds of evidence: NUM_LEVELS levels for each of the NUM_RELATIONS relations to
-the reference drafter; without one, E is NUM_LEVELS.
+F = K + 2 rows and Q = NUM_BINS + 1 columns. There are E kinds of evidence, which are NUM_LEVELS levels for each of the
+NUM_RELATIONS relations to the reference drafter. Without a reference drafter, E is NUM_LEVELS.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,17 +30,17 @@ from nemo_specrollout.drafters.device_index import Lookup
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 ALIGNMENT = 256
-"""Bytes to whose multiples a table is aligned within the shared memory, as torch aligns a tensor on a GPU."""
+"""Alignment in bytes of a table within the shared memory, as torch aligns a tensor on a GPU."""
 KEPT_WEIGHT = 64.0
-"""Most draft tokens for which the evidence of an earlier start counts. As many new ones count as much, so that the board soon
-notices a policy that has changed."""
+"""Most draft tokens for which the evidence of an earlier start counts. It is small, so that new evidence soon outweighs it and
+the board notices a policy that has changed."""
 
 
 class Tables(NamedTuple):
-    """Tensors of a draft board, on the engine's device. The end of a field's name is its shape, and `empty_tables` allocates
-    it with its type.
+    """Tensors of a draft board, on the engine's device. The suffix of a field's name is its shape.
 
-    A proposal is *open* until it is known of each of its tokens whether the policy samples it.
+    `empty_tables` allocates them and sets their types. A proposal is *open* until it is known for each of its tokens whether
+    the policy samples it.
     """
 
     tokens_DBK: torch.Tensor
@@ -64,17 +64,17 @@ class Tables(NamedTuple):
     submitted_S: torch.Tensor
     """Number of submitted tokens."""
     limit_S: torch.Tensor
-    """Length of its text, in tokens, up to which each request is drafted."""
+    """Length of the text in tokens up to which each request gets drafts."""
     is_early_S: torch.Tensor
-    """Whether each request is one of a step to come, which is left out of `verified_DK2`."""
+    """Whether each request belongs to a coming step, in which case `verified_DK2` does not count it."""
     drafts_BK: torch.Tensor
     """Submitted tokens of each row, followed by zeros."""
     rates_SK: torch.Tensor
     """Rate of each of a request's submitted tokens, followed by zeros. The first one is multiplied by the mean price of a row
-    over the price of a row of this request. So the product of the rates up to a token is its survival for the same price, and
-    the best drafts of a batch are those with the largest products. Where contexts cost nothing the factor is 1."""
+    divided by the price of a row of this request. So the product of the rates up to a token is its survival at equal price,
+    and the best drafts of a batch are those with the largest products. Where contexts cost nothing the factor is 1."""
     spread_FQ: torch.Tensor
-    """How sure the draft tokens of the latest choice are: numbers of tokens by their survival, over all requests, int32.
+    """Histogram of the survival of the latest choice's draft tokens, over all requests, int32.
 
     The columns 0 to NUM_BINS - 1 are bins of survival between 0 and 1, and the last column counts requests. The last row
     counts the tokens that were submitted. Each row f up to K counts the tokens that would have been submitted if the model
@@ -88,21 +88,21 @@ class Tables(NamedTuple):
     alone_token_S: torch.Tensor
     """First token of the best proposal without the model, while the model has drafts; -1 if there is none."""
     alone_rate_S: torch.Tensor
-    """Rate of that token."""
+    """Acceptance rate of that token."""
     evidence_DE2: torch.Tensor
     """Hits and trials of each kind of evidence."""
     factor_SD2: torch.Tensor
     """Hits, and hits that the evidence predicted, of each request's recent draft tokens."""
     factor_weight_D2: torch.Tensor
-    """A regression that says how far factors are to be believed: of hits on factors, with both measured from what is expected
-    of them. It has the sum of their products, and the sum of the squared factors."""
+    """A regression of hits on factors, which tells how far factors can be trusted. Both are measured as differences from their
+    expectations. The columns are the sum of their products and the sum of the squared factors."""
     calibration_D2: torch.Tensor
-    """Hits, and predicted hits, of each drafter's tokens that were verified. Fewer come true than were predicted, because
-    the proposal that looks best of several is often one that was rated too high."""
+    """Hits and predicted hits of each drafter's verified tokens. Fewer hits come than were predicted, because choosing the
+    best-looking of several proposals favours those that were rated too high (winner's curse)."""
     alone_2: torch.Tensor
-    """Hits, and predicted hits, of `alone_token_S`."""
+    """Hits and predicted hits of `alone_token_S`."""
     verified_DK2: torch.Tensor
-    """Verified and accepted draft tokens by drafter and position, of all requests but the early ones."""
+    """Verified and accepted draft tokens by drafter and position, over all requests except early ones."""
     request_S2: torch.Tensor
     """Verified and accepted draft tokens of each request."""
     steps_TD2: torch.Tensor
@@ -114,9 +114,9 @@ class BoardShape:
     """Sizes of a draft board."""
 
     num_slots: int
-    """Request slots of the engine (S)."""
+    """Number of request slots of the engine (S)."""
     num_positions: int
-    """Positions of a draft (K)."""
+    """Number of positions of a draft (K)."""
 
 
 class SharedTables(NamedTuple):
@@ -179,7 +179,7 @@ def empty_tables(
 
 
 def faded(learned_X2: np.ndarray) -> np.ndarray:
-    """Returns pairs of sums with the same ratios, in which no second sum exceeds `KEPT_WEIGHT`, float32."""
+    """Returns pairs of sums, float32, scaled such that no second sum exceeds `KEPT_WEIGHT` and the ratios stay the same."""
     scaled_X2: np.ndarray = learned_X2 * (KEPT_WEIGHT / np.maximum(learned_X2[..., 1:], KEPT_WEIGHT))
     return scaled_X2.astype(np.float32)
 
@@ -191,34 +191,35 @@ def _zeros(*sizes: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 class DraftBoard:
     """Decides for each request which drafter's tokens the next step verifies.
 
-    Owns `tables`: the proposals whose outcome is open, what was learned from past proposals, and counts of verified and
-    accepted drafts. `observe` runs before the drafters propose, `choose` after, and the host reads nothing during a step. Both
-    take the context indexes of the engine along: on a GPU, one launch then serves the board and all indexes.
+    Owns `tables`, which hold the proposals whose outcome is open, what was learned from past proposals, and counts of verified
+    and accepted drafts. `observe` runs before the drafters propose and `choose` after them, and the host reads nothing during
+    a step. Both also serve the context indexes of the engine, so that on a GPU one launch is enough for the board and all
+    indexes.
 
     Invariant: the first `checked_SD` tokens of an open proposal equal the request's text from `base_SD` on. A proposal
     closes (`length_SD` becomes 0) when a token differs from the text, or when its last token is confirmed.
 
-    Model. The rate of a draft token is the probability that it is accepted if the tokens before it are. The rate is the
-    rate of the token's evidence times the request's factor:
+    Model. The rate of a draft token is the probability that it is accepted if the tokens before it are. It is the rate of the
+    token's evidence times the request's factor:
 
     - Evidence is the drafter's level plus NUM_LEVELS times the token's relation to the reference drafter (`NUM_RELATIONS`),
-      which is the drafter with weights. The rate of evidence is a decayed share of hits.
+      which is the drafter with weights. The rate of a kind of evidence is its decayed share of hits.
     - The factor is the request's hits divided by the hits that its evidence predicted. It counts only as far as factors
       have predicted hits so far (`factor_weight_D2`).
 
-    Survival of a token is the product of the rates up to it. A proposal is worth the sum of its survivals, less the price
-    of a row for each token, which grows with the length of the request's text. Every proposal is judged by what the policy
-    samples later, submitted or not, so the board needs no exploration. The host gets a histogram of survival (`spread_FQ`),
-    calibrated by what was accepted.
+    The survival of a token is the product of the rates up to it. The worth of a proposal is the sum of its survivals minus
+    the price of a row for each token, which grows with the length of the request's text. Every proposal is judged by what the
+    policy samples later, whether it was submitted or not, so the board needs no exploration. The host gets a histogram of
+    survival (`spread_FQ`), which is calibrated by what was accepted.
 
-    Example: drafters 0 "suffix" and 1 "eagle3" (the reference drafter); request slot 5, in row b, has 10 tokens of text.
+    Example with drafters 0 "suffix" and 1 "eagle3" (the reference drafter), and 10 tokens of text in request slot 5, row b:
 
     1. The drafters write `tokens_DBK[0, b] = [7, 8, 9]` and `tokens_DBK[1, b] = [7, 4]`, with levels and counts.
-    2. `choose` relates them: both propose 7 (relation 1), then they differ (2), and 9 comes after the difference (3). With
+    2. `choose` relates them. Both propose 7 (relation 1), then they differ (2), and 9 comes after the difference (3). With
        rates of 0.9, 0.3, 0.2 the first is worth 0.9 + 0.27 + 0.05 = 1.22 tokens. With 0.9, 0.8 the second is worth 1.62. So
        `drafts_BK[b] = [7, 4, 0]`, `chosen_S[5] = 1`, `submitted_S[5] = 2`. Both proposals stay open, with base 10.
     3. The policy samples 7, 4, 6. `observe` counts two accepted drafts of eagle3 and two hits. For suffix it counts a hit
-       (7) and a miss (8); 9 is not judged. Both proposals close.
+       (7) and a miss (8), and does not judge 9. Both proposals close.
     """
 
     def __init__(
@@ -233,12 +234,12 @@ class DraftBoard:
         """Creates an empty board.
 
         Args:
-            names: of the drafters.
+            names: names of the drafters.
             priors_DE: assumed acceptance rates of each drafter's levels, [D, NUM_LEVELS].
             shape: sizes of the board.
-            device: of the engine.
+            device: device of the engine.
             model: index of the drafter that has weights in this engine, if there is one.
-            reference: index of the drafter that has weights, here or in another process; by default `model`.
+            reference: index of the drafter that has weights in this engine or in another process, by default `model`.
         """
         self.names = list(names)
         self.num_positions = shape.num_positions
@@ -248,27 +249,27 @@ class DraftBoard:
         self._priors_DE = torch.from_numpy(np.tile(priors_DE, num_relations)).float().to(device)
         shared = SharedTables.empty(shape, device)
         self.shared = shared.memory
-        """The memory of the submitted drafts, their rates and `spread_FQ`, which all ranks of an engine must share."""
+        """Memory of the submitted drafts, their rates and `spread_FQ`, which all ranks of an engine must share."""
         self.tables = empty_tables(shape, len(names), num_relations * NUM_LEVELS, shared, device)
         self._had_early = False
-        """Whether a slot may have an early request. Without one, nothing is launched for `is_early_S`."""
+        """Whether any slot may have an early request. If not, nothing is launched for `is_early_S`."""
         for drafter in range(len(names)):
             self.forget_drafter(drafter)
         self.use_kernels(kernels_for(device.type, KernelModule.STEP))
 
     def use_kernels(self, kernels: ModuleType) -> None:
-        """Uses a module of kernels, which takes the tables in a form of its own."""
+        """Switches to a module of kernels, which takes the tables in a form of its own."""
         self._kernels = kernels
         self.memory = kernels.memory_of(self.tables)
 
     def proposals_of(self, drafter: int) -> Proposals:
-        """Returns the buffers that a drafter writes its proposals of this step to."""
+        """Returns the buffers to which a drafter writes its proposals of this step."""
         return Proposals(*(table[drafter] for table in self.tables[:3]))
 
     def open(self, slots: torch.Tensor, limits: torch.Tensor, is_early: torch.Tensor | None = None) -> None:
-        """Gives `slots` (int64) to new requests. `limits` (int32) are the lengths, in tokens, up to which each is drafted.
+        """Gives `slots` (int64) to new requests. `limits` (int32) are the text lengths up to which each one gets drafts.
 
-        `is_early` (bool) says which of them are requests of a step to come; None if none of them is.
+        `is_early` (bool) tells which of them belong to a coming step. None means that none of them does.
         """
         t = self.tables
         self._had_early |= is_early is not None
@@ -282,7 +283,7 @@ class DraftBoard:
         t.limit_S[slots] = limits
 
     def forget_drafter(self, drafter: int) -> None:
-        """Forgets what was learned of a drafter, because its weights were replaced."""
+        """Forgets what was learned about a drafter whose weights were replaced."""
         t = self.tables
         t.evidence_DE2[drafter, :, 0] = self._priors_DE[drafter] * PRIOR_STRENGTH
         t.evidence_DE2[drafter, :, 1] = PRIOR_STRENGTH
@@ -295,14 +296,14 @@ class DraftBoard:
             table.zero_()
 
     def learned(self, drafter: int) -> dict[str, np.ndarray]:
-        """Returns copies of the tables that say what was learned of a drafter, by name, float32. Waits for the device.
+        """Returns float32 copies of the tables with what was learned about a drafter, by name. Waits for the device.
 
-        They end with the hits and the predicted hits of the proposals without the model.
+        The last one has the hits and the predicted hits of proposals without the model.
         """
         return {name: table.cpu().numpy().copy() for name, table in self._learned_tables(drafter).items()}
 
     def begin_with(self, drafter: int, learned: Mapping[str, np.ndarray]) -> None:
-        """Begins with what another board has `learned` of a drafter. Its shapes must be those of this board's tables."""
+        """Begins with what another board has `learned` about a drafter. Shapes must equal those of this board's tables."""
         tables = self._learned_tables(drafter)
         for name, table in tables.items():
             table.copy_(torch.from_numpy(faded(learned[name])))
@@ -327,10 +328,10 @@ class DraftBoard:
     ) -> None:
         """Learns from the tokens that step number `step` sampled, and counts which submitted drafts were accepted.
 
-        Each request emitted `num_sampled_B` tokens. All but the last of them were drafts. `num_rejected_B` drafts were
-        rejected. Indexes learn the new tokens of their texts, at most `max_new` of each.
+        Each request emitted `num_sampled_B` tokens, of which all but the last were drafts, and `num_rejected_B` drafts were
+        rejected. Indexes learn the new tokens of their texts, at most `max_new` per text.
 
-        A CUDA graph records `step` as a tensor of one int32 below `TRACED_STEPS`, which each replay reads anew.
+        A CUDA graph records `step` as a tensor of one int32 below `TRACED_STEPS`, which each replay reads again.
         """
         outcomes = (num_sampled_B, num_rejected_B)
         number = step if isinstance(step, torch.Tensor) else step % TRACED_STEPS
@@ -343,12 +344,12 @@ class DraftBoard:
         lookups: Sequence[Lookup] = (),
         most: int | torch.Tensor | None = None,
     ) -> None:
-        """Lets indexes propose, then submits each request's proposal of the highest worth: `drafts_BK` and `rates_SK`.
+        """Lets indexes propose, and then submits each request's best proposal by writing `drafts_BK` and `rates_SK`.
 
-        A row costs `price`, which grows with the length of its request's text. Tokens that do not win their price hardly
+        A row costs `price`, which grows with the length of its request's text. Tokens that do not earn their price hardly
         count, so a long proposal is worth only what would be verified of it. At most `most` tokens of a request are
-        submitted. A model that does not follow a request has found a negative number.
+        submitted. A model that does not follow a request reports a negative number of found tokens.
 
-        A CUDA graph records `most` as a tensor of one int32, which each replay reads anew, as it does the price.
+        A CUDA graph records `most` as a tensor of one int32, which each replay reads again, as it does the price.
         """
         self._kernels.choose(self, texts, price, lookups, self.num_positions if most is None else most)

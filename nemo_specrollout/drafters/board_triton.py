@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft board on a GPU: functions of the kernels in `step_triton.py`. `board.py` says what they compute.
+"""The draft board on a GPU, as functions of the kernels in `step_triton.py`. `board.py` says what they compute.
 
-One program serves one request. Programs share what the board has learned: while they observe, they only read it. Each writes
-what it adds to a row of its own, or counts it with integers. The last program to finish adds all of it in a fixed order. So
-two runs of the same steps learn the same.
+One program serves one request. What the board has learned is shared by all programs, so they only read it while they observe.
+Each one writes its additions to a row of its own, or counts them with integers. The last program to finish adds all of them
+in a fixed order. So two runs of the same steps learn exactly the same.
 
 `t` are the board's tables. Shapes: as in `board.py`; N rows read at a time, W = 4 * D + 2 sums of a row. A block's D and K
 are rounded up to powers of two.
@@ -41,13 +41,13 @@ class Sums(NamedTuple):
     finished: Any
     """Number of programs that have finished, int32."""
     weight_BW: Any
-    """What each row adds to `factor_weight_D2`, then to `calibration_D2`, then to `alone_2`, float32. Rows without a request
-    add 0."""
+    """Additions of each row to `factor_weight_D2`, then to `calibration_D2`, then to `alone_2`, float32. They are 0 in rows
+    without a request."""
 
 
 @triton.jit
 def fade_and_add(t, sums, step, num_rows, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Fades what was learned, and adds what the step's programs have summed. All of them must have finished."""
+    """Decays what was learned, and adds the sums of the step's programs, all of which must have finished."""
     e = tl.arange(0, triton.next_power_of_2(D * E))
     mask = e < D * E
     trials = tl.load(t.evidence_DE2 + 2 * e + 1, mask=mask, other=1.0)
@@ -88,14 +88,14 @@ def fade_and_add(t, sums, step, num_rows, D: tl.constexpr, K: tl.constexpr, E: t
 
 @triton.jit
 def _raw_factor(t, row, mask):  # type: ignore[no-untyped-def]
-    """Returns a request's hits over the hits that its evidence predicted, with a prior of 1."""
+    """Returns a request's hits divided by the hits that its evidence predicted, with a prior of 1."""
     hits = tl.load(t.factor_SD2 + 2 * row, mask=mask, other=0.0) + _PRIOR_STRENGTH
     return hits / (tl.load(t.factor_SD2 + 2 * row + 1, mask=mask, other=0.0) + _PRIOR_STRENGTH)
 
 
 @triton.jit
 def _factor(t, row, d, mask):  # type: ignore[no-untyped-def]
-    """Returns the factor for new drafts: the raw factor, weighted by the quality of earlier predictions from factors."""
+    """Returns the factor for new drafts, which is the raw factor weighted by how well factors have predicted so far."""
     products = tl.load(t.factor_weight_D2 + 2 * d, mask=mask, other=0.0) + 1.0
     weight = products / (tl.load(t.factor_weight_D2 + 2 * d + 1, mask=mask, other=0.0) + 1.0)
     return 1.0 + tl.minimum(tl.maximum(weight, 0.0), 1.0) * (_raw_factor(t, row, mask) - 1.0)
@@ -103,7 +103,7 @@ def _factor(t, row, d, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rate(counts_ptr, mask):  # type: ignore[no-untyped-def]
-    """Returns hits over trials."""
+    """Returns hits divided by trials."""
     return tl.load(counts_ptr, mask=mask, other=0.0) / tl.load(counts_ptr + 1, mask=mask, other=1.0)
 
 
@@ -122,9 +122,9 @@ def level_rates(t, d, E: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_verified(t, sums, slot, num_sampled, num_rejected, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds the drafts that the step verified, and those that it accepted, to all counts.
+    """Adds the drafts that the step verified and accepted to all counts.
 
-    Returns the drafter, and what the request adds to its `calibration_D2`.
+    Returns the drafter, and the request's addition to its `calibration_D2`.
     """
     drafter = tl.minimum(tl.maximum(tl.load(t.chosen_S + slot), 0), D - 1)
     submitted = tl.minimum(tl.load(t.submitted_S + slot), K)
@@ -158,7 +158,7 @@ def _count_verified(t, sums, slot, num_sampled, num_rejected, D: tl.constexpr, K
 def _judge(t, sums, text_ptr, slot, total_len, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compares the proposals of a request with its text, each up to its first miss or the end of the text.
 
-    Returns what the request adds to `factor_weight_D2`.
+    Returns the request's addition to `factor_weight_D2`.
     """
     d = tl.arange(0, triton.next_power_of_2(D))
     k = tl.arange(0, triton.next_power_of_2(K))[None, :]
@@ -274,7 +274,7 @@ def _best(worth, count, d):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count(t, row, survival, count, num_requests, k):  # type: ignore[no-untyped-def]
-    """Counts the `count` first draft tokens of a request, by survival [K], in a row of `spread_FQ`. Adds `num_requests`."""
+    """Counts the first `count` draft tokens of a request in a row of `spread_FQ`, by survival [K]. Adds `num_requests`."""
     row_ptr = t.spread_FQ + row * (_NUM_BINS + 1)
     bins = tl.minimum((survival * _NUM_BINS).to(tl.int32), _NUM_BINS - 1)
     tl.atomic_add(row_ptr + bins, tl.full(k.shape, 1, tl.int32), mask=k < count, sem="relaxed")
@@ -283,7 +283,7 @@ def _count(t, row, survival, count, num_requests, k):  # type: ignore[no-untyped
 
 @triton.jit
 def _of(d, drafter, values):  # type: ignore[no-untyped-def]
-    """Returns one drafter's values, [K], of values by drafter, [D, K]."""
+    """Returns one drafter's values, [K], from the values of all drafters, [D, K]."""
     return tl.sum(tl.where((d == drafter)[:, None], values, 0.0), axis=0)
 
 
@@ -300,7 +300,7 @@ def _level_rates(t, entry, is_draft, factor, E: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def _calibration(t, d, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the factor by which the host should expect each drafter's survival, [D, 1]."""
+    """Returns the factor by which the host should multiply each drafter's survival, [D, 1]."""
     hits = tl.load(t.calibration_D2 + 2 * d, mask=d < D, other=0.0) + _PRIOR_STRENGTH
     predicted = tl.load(t.calibration_D2 + 2 * d + 1, mask=d < D, other=0.0) + _PRIOR_STRENGTH
     return (hits / predicted)[:, None]
@@ -308,9 +308,9 @@ def _calibration(t, d, D: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_without_model(t, slot, d, k, token, count, survival, price, MODEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Counts what would be submitted without the drafts that the model has made, and keeps its first token.
+    """Counts what would be submitted without the model's drafts, and keeps the first token of that.
 
-    Does nothing if the model has made none.
+    Does nothing if the model has not drafted.
     """
     worth = tl.where(d == MODEL, 0.0, tl.sum(_worth(survival, price), axis=1))
     other, _, other_count = _best(worth, count, d)
@@ -331,8 +331,8 @@ def _count_choice(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Counts what is submitted, and what would be submitted at each depth (`_count_depths` of the lab's kernels).
 
-    Depths of up to twice what the model has drafted, and 1, are foreseen: a token that was not drafted has the rate of the
-    last one that was.
+    Depth 1, and depths up to twice what the model has drafted, are foreseen. A token that was not drafted is then assumed to
+    have the rate of the last one that was.
     """
     survival = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
     calibration = _calibration(t, d, D)
@@ -385,7 +385,7 @@ def choose_for_request(  # type: ignore[no-untyped-def]
         level = tl.minimum(tl.maximum(level.to(tl.int32), 0), _NUM_LEVELS - 1)
         entry = 2 * (d[:, None] * E + level)
         factor = _factor(t, row, d, mask_D)[:, None]
-        if MODEL >= 0:  # without the model's drafts, text drafts have no relation to them
+        if MODEL >= 0:  # text drafts have no relation to a model that does not draft
             survival = tl.where(is_draft, tl.cumprod(_level_rates(t, entry, is_draft, factor, E), axis=1), 0.0)
             _count_without_model(t, slot, d, k, token, count, survival, price, MODEL)
         if REFERENCE >= 0:

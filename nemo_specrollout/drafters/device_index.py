@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context index: counts which token followed each context, in tensors of fixed size on one device.
+"""The context index, which counts which token followed each context, in tensors of fixed size on one device.
 
-One index serves all requests. A *salt* separates texts that must not see each other, and joins those that may. The requests
-of a group share a salt. No token leaves the device, and nothing waits for it. Tokens are counted in the order of rows,
-positions and context lengths, on a GPU too. So the tables do not depend on the device, and the same rollout finds the same
-drafts again. The kernels are in `index_triton.py`.
+One index serves all requests. A *salt* separates texts that must not see each other. The requests of a group share a salt. No
+token leaves the device, and the host never waits for it. Tokens are counted in the order of rows, positions and context
+lengths, on a GPU too. So the tables do not depend on the device, and the same rollout finds the same drafts again. The kernels
+are in `index_triton.py`.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions.
 
@@ -22,10 +22,10 @@ A *context* is a salt and the last m tokens of a text. The index maps each conte
 with the highest bit set so that no word is 0. The low bits of the key choose the bucket.
 
 **Ranks.** A context that is counted gains `GAIN` ranks, but it is never more than `MAX_LEAD` above the lowest rank of its
-bucket. A new context takes a free slot, or the slot of the lowest rank. It starts one rank above the lowest. So each new
-context raises the floor, and a context that is no longer counted is replaced, even if it was popular. A context that was
-counted twice outlives many that were counted once. The ranks of a bucket are at most MAX_LEAD + 1 apart, so comparing them
-modulo 2^16 is safe. Nothing needs rescaling, and counting writes a single word.
+bucket. A new context takes a free slot, or else the slot of the lowest rank, and starts one rank above the lowest. So each new
+context raises the floor, and a context that is no longer counted is replaced at some point, even if it was popular. A context
+that was counted twice outlives many that were counted once. The ranks of a bucket are at most MAX_LEAD + 1 apart, so they can
+be compared modulo 2^16. Nothing needs rescaling, and counting writes a single word.
 
 **Counts.** A token that is not a candidate replaces the candidate of the lowest count. It starts from that count plus one
 (space-saving, Metwally et al. 2005). When a count reaches `MAX_COUNT`, all four are halved, so old text counts less and less.
@@ -41,11 +41,11 @@ from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 BUCKET_SLOTS = 8
-"""Contexts in a bucket."""
+"""Number of contexts in a bucket."""
 NUM_CANDIDATES = 4
-"""Candidates of a context."""
+"""Number of candidates of a context."""
 RANK_BITS = 16
-"""Bits of a rank."""
+"""Number of bits of a rank."""
 RANK_MASK = (1 << RANK_BITS) - 1
 """Bits of a word that hold the rank."""
 IN_USE = 1 << 63
@@ -56,37 +56,36 @@ MAX_LEAD = 16
 """Largest number of ranks that counting can put a context above the lowest of its bucket."""
 
 NO_SALT = -(1 << 63)
-"""Salt of a request whose texts no index knows. Nothing is looked up for it."""
+"""Salt of a request for which nothing is looked up, because no index knows its texts."""
 NO_RANK = 1 << 20
 FREE = -1 << 20
 OWN = -1 << 21
-"""Numbers that stand for a rank and lie outside the range of real ones. They order the slots of a bucket when one is chosen
-for a key: the key's own slot comes before a free one, a free one before any that is taken, and no slot at all comes last."""
+"""Artificial ranks outside the range of real ones, by which the slots of a bucket are ordered when one is chosen for a key.
+The key's own slot comes before a free one, a free slot before any that is taken, and no slot at all comes last."""
 
 COUNT_MASK = (1 << 32) - 1
 """Bits of a candidate that hold the count."""
 MAX_COUNT = 16
 """The count at which all counts of a context are halved."""
 MAX_LISTED = 1 << 14
-"""Text positions that an index learns in a step, all rows together. What later rows have beyond it waits for the next step
-(`unread.py`)."""
+"""Most text positions that an index learns in a step, over all rows. What exceeds it waits for the next step (`unread.py`)."""
 FEWEST_SLOTS = 1 << 10
-"""Contexts that the smallest index holds."""
+"""Number of contexts that the smallest index holds."""
 MAX_SLOTS = 1 << 24
-"""Contexts that an index holds at most, 40 bytes each, unless a user asks for more."""
+"""Most contexts that an index holds unless a user asks for more. Each one takes 40 bytes."""
 
 
 def context_orders(shortest: int, longest: int) -> tuple[int, ...]:
-    """Returns the context lengths to count: all up to 2, then every second. More would cost time and add little."""
+    """Returns the context lengths to count, all up to 2 and then every second. More would add little for the time."""
     return (*range(shortest, min(longest, 2) + 1), *range(4, longest + 1, 2))
 
 
 def slots_for(max_num_seqs: int, max_model_len: int, orders: Sequence[int]) -> int:
     """Returns the number of contexts that an index should hold, a power of two.
 
-    Every token creates one context of each order. Rollouts of a group, and repetitions in them, share half of the contexts or
-    more. So the index gets a slot for half of the contexts of `max_num_seqs` texts of full length, rounded up, up to
-    `MAX_SLOTS`. A smaller index only drafts less, because it forgets earlier.
+    Every token creates one context of each order. Rollouts of a group, and repetitions in them, share at least half of these
+    contexts. So the index gets a slot for half of the contexts of `max_num_seqs` texts of full length, rounded up, but no more
+    than `MAX_SLOTS`. A smaller index only drafts less, because it forgets earlier.
     """
     wanted = max(FEWEST_SLOTS, max_num_seqs * max_model_len * len(orders) // 2)
     return min(1 << (wanted - 1).bit_length(), MAX_SLOTS)
@@ -101,7 +100,7 @@ class ContextIndex:
     """
 
     def __init__(self, num_slots: int, orders: tuple[int, ...], device: torch.device) -> None:
-        """Creates an empty index of `num_slots` contexts, a power of two; `orders` are their lengths, ascending."""
+        """Creates an empty index of `num_slots` contexts, a power of two. `orders` are their lengths, ascending."""
         assert num_slots.bit_count() == 1 and num_slots >= BUCKET_SLOTS
         self.orders = orders
         kernels = kernels_for(device.type, KernelModule.STEP)
@@ -110,7 +109,7 @@ class ContextIndex:
         self.use_kernels(kernels)
 
     def use_kernels(self, kernels: ModuleType) -> None:
-        """Uses a module of kernels, with its buffers for what a step learns."""
+        """Switches to a module of kernels, with its own buffers for what a step learns."""
         self._kernels = kernels
         self.listed = kernels.listing_buffers(len(self.orders), self.words.device)
 
@@ -120,9 +119,9 @@ class ContextIndex:
         Args:
             texts: rows whose slot is outside 0..S-1 are skipped.
             salts_S: int64, the salt under which each request reads and writes contexts.
-            learned_S: int32, how many tokens were counted before; updated.
-            max_new: upper bound of the new tokens of a text. The rest of a longer one waits for the next call, and so does
-                what exceeds `MAX_LISTED` tokens of all texts.
+            learned_S: int32, how many tokens were counted before. It is updated.
+            max_new: most new tokens per text. The rest of a longer text waits for the next call, and so does what exceeds
+                `MAX_LISTED` tokens over all texts.
         """
         self._kernels.learn(Lookup(self, salts_S, learned_S), texts, max_new)
 
@@ -132,16 +131,16 @@ class ContextIndex:
         """Extends each text by the likeliest continuation of its longest known context, token by token.
 
         A walk ends where no context is known, or where the product of the tokens' `level_rates` (float32 [NUM_LEVELS]) falls
-        below `floor`. `texts` and `salts_S` are as for `learn`. Buffers in `out` stay as they are beyond the tokens found.
+        below `floor`. `texts` and `salts_S` are as for `learn`. Buffers in `out` are not changed beyond the tokens found.
         """
         assert len(level_rates) == NUM_LEVELS
-        without_learning = Lookup(self, salts_S, learned_S=salts_S)  # a walk reads no numbers of learned tokens
+        without_learning = Lookup(self, salts_S, learned_S=salts_S)  # a walk does not read `learned_S`
         self._kernels.walk(without_learning, texts, level_rates, floor, out)
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """A drafter's use of an index."""
+    """How a drafter uses an index."""
 
     index: ContextIndex
     salts_S: torch.Tensor
@@ -149,6 +148,6 @@ class Lookup:
     learned_S: torch.Tensor
     """Number of tokens of each request that were counted, int32."""
     drafter: int = 0
-    """The drafter's place on the draft board."""
+    """Number of the drafter on the draft board."""
     learns: bool = True
     """Whether the index learns the texts of the requests in each step."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context index on a GPU: functions of the kernels in `step_triton.py`. `device_index.py` explains the tables.
+"""The context index on a GPU, as functions of the kernels in `step_triton.py`. `device_index.py` explains the tables.
 
 Learning takes two launches. In the first, programs list the keys of all new contexts in the order in which a CPU counts them.
 In the second, each program owns a part of the buckets, and counts the listed contexts of its part in order. No two programs
-write the same bucket, so the laboratory's kernels for a CPU make the same tables bit for bit.
+write the same bucket, so the result equals that of the laboratory's kernels for a CPU bit for bit.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions. N positions listed at a time, J tokens
 before each of them, M context lengths 1..M (some unused). E listed keys read at a time, R rows read at a time. P tokens of a
@@ -49,14 +49,14 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 class Index(NamedTuple):
-    """Tensors of one drafter's index. N is `MAX_LISTED`, M the number of context lengths that are counted."""
+    """Tensors of one drafter's index. N is `MAX_LISTED`, and M is the number of context lengths that are counted."""
 
     words: Any
     candidates: Any
     salts_S: Any
     learned_S: Any
     keys_NM: Any
-    """Keys of the listed contexts, int64; 0 where there is no context."""
+    """Keys of the listed contexts, int64, and 0 where there is no context."""
     tokens_N: Any
     """Token at each listed position, int32."""
     num_listed: Any
@@ -85,7 +85,7 @@ def _term(token, factor):  # type: ignore[no-untyped-def]
 def _claim(words, key, bucket_mask):  # type: ignore[no-untyped-def]
     """Returns the slot of a key, which gains ranks, and whether the slot was its own before.
 
-    The cost of slot i is `OWN`, `FREE` or its rank. The smallest cost * 8 + i tells both the lowest cost and its slot.
+    The cost of slot i is `OWN`, `FREE` or its rank. The smallest cost * 8 + i gives both the lowest cost and its slot.
     """
     i_I = tl.arange(0, _BUCKET_SLOTS)
     line = (key & bucket_mask) * _BUCKET_SLOTS
@@ -125,7 +125,7 @@ def _count(candidates, slot, token, is_own):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _num_new(index, texts, row_R, mask_R, num_slots, longest, max_new):  # type: ignore[no-untyped-def]
-    """Returns the slot of each row, where its new tokens start and end, and their number. A row without a slot has none."""
+    """Returns each row's slot, and start, end and number of its new tokens. A row without a slot has no new tokens."""
     slot_R = tl.load(texts.slots_B + row_R, mask=mask_R, other=-1).to(tl.int64)
     has_slot_R = (slot_R >= 0) & (slot_R < num_slots)
     start_R = tl.maximum(tl.load(index.learned_S + slot_R, mask=has_slot_R, other=0), 0)
@@ -152,7 +152,7 @@ def list_contexts(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Lists blocks part, part + num_parts, ... of a row's new tokens, with the keys of the contexts before each token.
 
-    Rows are listed one after the other, up to `MAX_LISTED` tokens. A token below 0 has no contexts.
+    Rows are listed one after another, up to `MAX_LISTED` tokens. A token below 0 has no contexts.
     """
     slot, has_slot, start, _, num = _num_new(index, texts, row, True, num_slots, longest, max_new)
     is_last = (row == num_rows - 1) & (part == 0)
@@ -187,7 +187,7 @@ def list_contexts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def learn_listed(index, part, num_parts, NUM_ORDERS: tl.constexpr, BUCKET_MASK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Counts the listed tokens as continuations of those contexts whose bucket belongs to a part, in order."""
+    """Counts the listed tokens in order as continuations of those contexts whose buckets belong to a part."""
     num_keys = tl.load(index.num_listed) * NUM_ORDERS
     for first in range(0, num_keys, _KEYS):
         e_E = first + tl.arange(0, _KEYS)
@@ -206,7 +206,7 @@ def learn_listed(index, part, num_parts, NUM_ORDERS: tl.constexpr, BUCKET_MASK: 
 
 @triton.jit
 def record_learned(index, texts, num_slots, longest, max_new, num_rows):  # type: ignore[no-untyped-def]
-    """Records which tokens were listed. Nothing else may read `learned_S` meanwhile."""
+    """Records which tokens were listed. Nothing else may read `learned_S` at the same time."""
     room = _MAX_LISTED + 0
     for first in range(0, num_rows, _ROWS):
         row_R = first + tl.arange(0, _ROWS)
@@ -221,7 +221,7 @@ def record_learned(index, texts, num_slots, longest, max_new, num_rows):  # type
 
 @triton.jit
 def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
-    """Returns the candidate of the highest count, the first of equals, its count, and its level. Order 0 means no slot."""
+    """Returns the first candidate with the highest count, that count, and its level. Order 0 means that there is no slot."""
     c_C = tl.arange(0, _NUM_CANDIDATES)
     num = tl.where(order > 0, _NUM_CANDIDATES, 0)
     candidate_C = tl.load(candidates + slot * _NUM_CANDIDATES + c_C, mask=c_C < num, other=0)

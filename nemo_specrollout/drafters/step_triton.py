@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's kernels for a GPU, each serving the draft board and all context indexes: observe, learn, propose.
+"""The three GPU kernels of a step (observe, learn and propose), each of which serves the draft board and all context indexes.
 
-`DraftBoard` and `ContextIndex` say what they compute. A program is one warp: it waits
-for memory, and there are many of them. The kernels also serve a board alone, and an index alone.
+`DraftBoard` and `ContextIndex` say what they compute. A program is a single warp, because it mostly waits for memory and there
+are many of them. The kernels also serve a board without indexes, and an index without a board.
 
-Shapes and constants: as in `board.py` and `index_triton.py`. D is 0 without a board. Each constant of the indexes is a tuple
-of its own, because Triton 3.6 takes no records of constants.
+Shapes and constants are as in `board.py` and `index_triton.py`. D is 0 without a board. Each constant of the indexes is a
+separate tuple, because Triton 3.6 does not support records of constants.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from nemo_specrollout.drafters.board import DraftBoard, Tables
 
 MAX_PARTS = 512
-"""Programs that share the buckets of an index."""
+"""Most programs that share the buckets of an index."""
 MAX_PROGRAMS = 1 << 14
 """Largest number of programs of a launch."""
 _NUM_LEVELS = tl.constexpr(NUM_LEVELS)
-# One variant of a kernel serves all values: numbers that are 1 or multiples of 16 are not worth another compilation.
+# Triton must not specialize kernels for 1 and multiples of 16, because that is not worth another compilation.
 _INTEGERS = ["row_stride", "num_slots", "longest", "max_new", "num_rows", "step"]
 
 
 class BoardMemory(NamedTuple):
-    """Tensors of a draft board, and what each step sums."""
+    """Tensors of a draft board, and buffers for the sums of each step."""
 
     tables: "Tables"
     sums: Sums
@@ -48,7 +48,7 @@ class BoardMemory(NamedTuple):
 
 @triton.jit
 def _given(number, number_ptr):  # type: ignore[no-untyped-def]
-    """Returns a number of the step, which a CUDA graph reads from memory, because it may change between replays."""
+    """Returns a number of the step, which is read from memory in a CUDA graph because it may change between replays."""
     if number_ptr is not None:
         number = tl.load(number_ptr)
     return number
@@ -131,12 +131,12 @@ def memory_of(tables: "Tables") -> BoardMemory:
 
 
 def empty_table(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
-    """Returns a table of an index: int64 zeros."""
+    """Returns a table of an index, filled with int64 zeros."""
     return torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device)
 
 
 def listing_buffers(num_orders: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Returns buffers for the contexts that a step learns: the last three fields of `Index`."""
+    """Returns buffers for the contexts that a step learns, which are the last three fields of `Index`."""
     keys_NM = torch.zeros(MAX_LISTED, num_orders, dtype=torch.int64, device=device)
     return keys_NM, keys_NM.new_zeros(MAX_LISTED, dtype=torch.int32), keys_NM.new_zeros(1, dtype=torch.int32)
 
@@ -161,7 +161,7 @@ def learn(lookup: Lookup, texts: Texts, max_new: int) -> None:
 def _launch_observe(
     texts: Texts, lookups: Sequence[Lookup], max_new: int, outcomes: Any, memory: Any, step: Any, **constants: int
 ) -> None:
-    """Launches a step's observing, and its learning if there is anything to learn."""
+    """Launches a step's observation, and its learning if there is anything to learn."""
     num_rows = len(texts.slots_B)
     (num_slots, longest) = _bounds(texts, lookups)
     max_new = min(max_new, longest) if lookups else 0
@@ -195,7 +195,7 @@ def choose(board: "DraftBoard", texts: Texts, price: RowPrice, lookups: Sequence
 
 
 def walk(lookup: Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
-    """Implements `ContextIndex.walk`. The buffers must be contiguous, and hold a row for each of the batch."""
+    """Implements `ContextIndex.walk`. The buffers must be contiguous, and have a row for each row of the batch."""
     assert out.tokens_BK.is_contiguous() and out.levels_BK.shape == out.tokens_BK.shape
     constants = {"MODEL": -1, "REFERENCE": -1, "S": 0, "D": 0, "K": out.tokens_BK.shape[1], "E": 0}
     _launch_propose(texts, [(lookup, out)], level_rates, floor, (None, *3 * _number(0.0), *_number(0)), **constants)
@@ -218,7 +218,7 @@ def _launch_propose(
 
 
 def _number(value: float | torch.Tensor) -> tuple[float, torch.Tensor | None]:
-    """Returns a number of the step as two arguments of a kernel: its value, and the tensor to read it from, if it is one."""
+    """Returns a number of the step as two arguments of a kernel, its value and, if it is a tensor, the tensor to read."""
     return (0, value) if isinstance(value, torch.Tensor) else (value, None)
 
 

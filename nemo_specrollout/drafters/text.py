@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters that read the requests' own texts, on the engine's device: one class for each kind.
+"""Text drafters, which read the requests' own texts on the engine's device, with one class for each kind.
 
 Shapes: S request slots, B requests of the batch.
 """
@@ -26,9 +26,9 @@ from nemo_specrollout.drafters.unread import UnreadTokens
 
 
 class LookupDrafter(Drafter):
-    """Proposes what followed the last tokens of a request earlier, in texts of its salt.
+    """Proposes the tokens that earlier followed the last tokens of a request, in texts with the same salt.
 
-    Owns the index of contexts, and `unread`, which bounds how many tokens the index has yet to read.
+    Owns the context index, and `unread`, which bounds how many tokens the index has yet to read.
     """
 
     shortest_context: int
@@ -60,11 +60,11 @@ class LookupDrafter(Drafter):
 
 
 class SuffixLookup(LookupDrafter):
-    """Proposes what siblings, and earlier rollouts of the same prompt, wrote after the same last tokens.
+    """Proposes what siblings and earlier rollouts of the same prompt wrote after the same last tokens.
 
-    The requests of a group share contexts, which fill as tokens arrive. So a straggler drafts from its siblings that are
-    ahead. The salt is the prompt's, so past epochs are remembered until the index needs the room (after SuffixDecoding,
-    arXiv 2411.04975).
+    After SuffixDecoding (arXiv 2411.04975). The requests of a group share contexts, which fill as tokens arrive, so a
+    straggler drafts from its siblings that are ahead. The salt is the prompt's, so past epochs are remembered until the index
+    needs the room.
     """
 
     name = "suffix"
@@ -75,7 +75,7 @@ class SuffixLookup(LookupDrafter):
 
 
 class NgramLookup(LookupDrafter):
-    """Proposes what followed the same last tokens earlier in the request, prompt included (prompt lookup, Saxena 2023)."""
+    """Proposes what followed the same last tokens earlier in the request or its prompt (prompt lookup, Saxena 2023)."""
 
     name = "ngram"
     shortest_context = 2
@@ -85,7 +85,7 @@ class NgramLookup(LookupDrafter):
 
 
 class RandomTokens(Drafter):
-    """Proposes random tokens: to measure the worst case, and to test that outputs do not depend on drafts."""
+    """Proposes random tokens, to measure the worst case and to test that outputs do not depend on drafts."""
 
     name = "random"
 
@@ -109,7 +109,7 @@ def build_text_drafter(
 ) -> Drafter:
     """Returns the text drafter that `config` names, for `num_slots` concurrent requests on the engine's device.
 
-    `most_paths` are the most texts that a request brings along for the drafter `ahead`.
+    `most_paths` is the most texts that a request brings along for the drafter `ahead`.
     """
     if isinstance(config, RandomDrafterConfig):
         return RandomTokens(vocab_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens of the texts a context index has not read yet, as far as the host can know it without asking the device.
+"""A bound on the tokens that a context index has not read yet, which the host computes without waiting for the device.
 
 Shapes: S request slots, B requests of the batch.
 """
@@ -12,10 +12,10 @@ from nemo_specrollout.drafters.device_index import MAX_LISTED
 
 
 class UnreadTokens:
-    """Bounds from above how many tokens of each text an index has not read. Owns that bound for each request slot.
+    """An upper bound on the number of tokens of each text that an index has not read. Owns that bound for each request slot.
 
-    The launch that reads new tokens needs an upper bound of the new tokens of a text. Lengths of texts are on the device,
-    and the host must not wait for them, so the host counts what texts can have gained. An index reads at most `MAX_LISTED`
+    The launch that reads new tokens needs an upper bound on the new tokens per text. The lengths of texts are on the device,
+    and the host must not wait for them, so the host counts how much texts can have grown. An index reads at most `MAX_LISTED`
     tokens in a step, in the order of the batch's rows. When many long texts arrive at once, the later ones therefore wait,
     and they stay in the bound until the host can be sure that they were read.
 
@@ -28,7 +28,7 @@ class UnreadTokens:
         self._is_any_behind = False
 
     def open(self, slots: Sequence[int], num_unread: Sequence[int]) -> None:
-        """Takes note of new requests, and of how many tokens of each text the index has to read."""
+        """Notes new requests, and how many tokens of each text the index has to read."""
         self._unread_S[list(slots)] = num_unread
         self._is_any_behind = bool(self._unread_S.any())
 
@@ -39,12 +39,12 @@ class UnreadTokens:
             self._is_any_behind = bool(self._unread_S.any())
 
     def skip(self, slots_B: np.ndarray, most_sampled: int) -> None:
-        """Takes note of a step whose tokens, at most `most_sampled` of each request, the index does not read yet."""
+        """Notes a step whose tokens, at most `most_sampled` per request, the index does not read yet."""
         self._unread_S[slots_B] += most_sampled
         self._is_any_behind = True
 
     def read(self, slots_B: np.ndarray, most_sampled: int) -> int:
-        """Returns how many new tokens of a text the index must be allowed to read in this step.
+        """Returns the bound on new tokens per text that the index must be given in this step.
 
         Each request has sampled at most `most_sampled` tokens in this step. `slots_B` are the rows in the order in which the
         index reads them.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision of an engine step: how deep a model drafts, how many draft tokens are verified, and whether drafters rest."""
+"""Decides for each engine step how deep a model drafts, how many draft tokens are verified, and whether drafters rest."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision of a step: how deep a model drafts, and how many draft tokens are verified.
+"""Chooses how deep a model drafts in a step, and how many draft tokens are verified.
 
-Each choice maximizes tokens a second: the tokens of a step, over its seconds. Draft tokens are weighed by a histogram of their
-survival. The mean alone would see no gain where rows are expensive, although the sure tokens alone would pay.
+Each choice maximizes tokens per second, which are the expected tokens of a step divided by its seconds. The value of draft
+tokens comes from a histogram of their survival. Their mean would not do, because where rows are expensive it may show no gain
+although verifying only the surest tokens would pay.
 
 Shapes: B requests, K draft positions, F depths of drafting, Q bins of survival, N numbers of drafts.
 """
@@ -14,17 +15,17 @@ import numpy as np
 from nemo_specrollout.speculation.step_model import StepCosts
 
 SAMPLED = 17
-"""Of as many drafts one is looked at to bound the survival of those that are chosen. No power of two, so that it meets all
-requests and positions."""
+"""One of this many drafts is sampled to bound the survival of those that are chosen. It is not a power of two, so that the
+sample meets all requests and positions."""
 SAMPLE_MARGIN = 2
-"""How many times as many drafts as are chosen should be above that bound."""
+"""The bound is set so low that about this many times as many drafts as are chosen should exceed it."""
 
 
 class Steps(NamedTuple):
     """Predicted steps, one for each depth."""
 
     num_drafts_F: np.ndarray
-    """Draft tokens to verify, int64."""
+    """Number of draft tokens to verify, int64."""
     tokens_F: np.ndarray
     """Expected tokens of the step, float64."""
     seconds_F: np.ndarray
@@ -32,7 +33,7 @@ class Steps(NamedTuple):
 
     @property
     def rate_F(self) -> np.ndarray:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens_F / self.seconds_F
 
 
@@ -44,18 +45,18 @@ def best_steps(
     draft_s_F: np.ndarray,
     read_row_s: float = 0.0,
 ) -> Steps:
-    """Returns the steps with the most tokens a second for each depth, by the number of draft tokens that they verify.
+    """Returns for each depth the step with the most tokens per second, over all numbers of draft tokens to verify.
 
-    Few numbers of drafts have to be weighed. Drafts are verified in the order of their survival, so each further draft adds
-    as many tokens as the one before until a bin is used up, and about as many seconds until a larger CUDA graph is needed.
-    If tokens and seconds both grow linearly, their ratio rises all the way or falls all the way. So the best number is one
-    at which a bin is used up or a CUDA graph is full, or beyond the graphs a corner of the predicted seconds.
+    Only a few numbers of drafts must be compared. Drafts are verified in the order of their survival, so each further draft
+    adds as many tokens as the one before until a bin is used up, and about as many seconds until a larger CUDA graph is
+    needed. Where tokens and seconds both grow linearly, their ratio only rises or only falls. So the best number is one at
+    which a bin is used up or a CUDA graph is full, or beyond the graphs a corner of the predicted seconds.
 
     Args:
         count_FQ: draft tokens of the batch, by depth from 0 on and by bin of survival, float64.
-        num_requests: requests of the batch.
-        costs: predicted seconds.
-        margin: share by which drafts must exceed the tokens a second of no drafts.
+        num_requests: number of requests in the batch.
+        costs: predicted seconds of steps.
+        margin: share by which a step with drafts must exceed the tokens per second of a step without.
         draft_s_F: seconds of drafting to each depth, float64.
         read_row_s: seconds in which the model reads one more row.
     """
@@ -83,16 +84,16 @@ def best_steps(
 
 
 class Choice(NamedTuple):
-    """How a step best uses the model."""
+    """The best use of the model in a step."""
 
     depth: int
-    """Draft tokens for each request; 0 if the model only reads."""
+    """Draft tokens for each request, or 0 if the model only reads."""
     won_s: float
-    """Seconds by which the step's tokens come sooner than without the model; negative if reading is all that it does."""
+    """Seconds by which the step's tokens come sooner than without the model. Negative if the model only reads."""
 
 
 def best_depth(count_FQ: np.ndarray, num_requests: int, costs: StepCosts, margin: float) -> Choice:
-    """Returns the depth with the most tokens a second. A depth above 0 must exceed depth 0 by the share `margin`.
+    """Returns the depth with the most tokens per second. A depth above 0 must exceed depth 0 by the share `margin`.
 
     `count_FQ` are the draft tokens of the batch, by depth from 0 on and by bin of survival, float64. The seconds of drafting
     must be known.
@@ -122,10 +123,10 @@ def survival_of(rates_BK: np.ndarray) -> np.ndarray:
 def likeliest(survival_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndarray:
     """Returns how many of each request's drafts are among the `most` likeliest of the batch, int64 [B].
 
-    Survival never rises along a request. A draft of survival 0 is none. `caps_B` are the most drafts of each request. None is
-    chosen if `most` is not above 0. Of drafts with the same survival, the first position comes first.
+    `caps_B` is the most drafts of each request. Survival never rises along a request, and a draft of survival 0 does not
+    count. No draft is chosen if `most` is not above 0. Of drafts with the same survival, the first position comes first.
 
-    The drafts are not sorted, because that takes ten times as long. Only the least survival that is chosen is looked for.
+    The drafts are not sorted, because that takes ten times as long. It is enough to find the smallest survival that is chosen.
     """
     num_requests, num_positions = survival_BK.shape
     if most <= 0:
@@ -145,7 +146,7 @@ def likeliest(survival_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndar
 def _largest(values: np.ndarray, rank: int) -> float:
     """Returns the value of this rank, where the largest has rank 1.
 
-    A sample bounds it from below, so that few values are left to compare. Without enough of them, all are compared.
+    A sample bounds it from below, so that few values are left to compare. If too few are left, all values are compared.
     """
     sample = values[::SAMPLED]
     bound = SAMPLE_MARGIN * rank // SAMPLED + SAMPLED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy expects of the steps to come: the drafts of a request, and the sizes of the batches.
+"""Forecasts for a speculation policy, of the drafts of a request and of the sizes of coming batches.
 
 Shapes: F depths of drafting from 0 on, Q bins of survival.
 """
@@ -11,18 +11,18 @@ import numpy as np
 from nemo_specrollout.speculation.spread import Spread
 
 WINDOW = 128
-"""Requests, summed over steps, from which the survival of drafts is estimated."""
+"""Number of requests, summed over steps, from which the survival of drafts is estimated."""
 FORESEEN = 0.25
 """Weight of a draft that is only foreseen, relative to one that was made."""
 GENERATION = 1024
-"""Steps from which the sizes of batches are estimated."""
+"""Number of steps from which the sizes of batches are estimated."""
 
 
 class BatchSizes:
-    """The sizes of an engine's batches. Owns the number of steps for each bit length of a size, in which old steps fade.
+    """The sizes of an engine's batches. Owns a count of steps for each bit length of a size, in which old steps fade.
 
-    It begins with one step for each bit length. So until smaller batches were seen, it assumes that a batch of 64 takes as
-    long to shrink to 32 as one of 32 to shrink to 16, as it does when the lengths of responses are exponentially distributed.
+    It starts with one step for each bit length. So until smaller batches were seen, it assumes that a batch takes as long to
+    shrink from 64 to 32 requests as from 32 to 16, which holds if the lengths of responses are exponentially distributed.
     """
 
     LEARNED: ClassVar = ("_steps",)
@@ -31,7 +31,7 @@ class BatchSizes:
         self._steps = np.ones(32)
 
     def is_sound(self) -> bool:
-        """Returns whether steps are counted."""
+        """Returns whether the content is valid, which it is if the numbers are counts of steps."""
         return bool((self._steps > 0.0).all())
 
     def count(self, num_requests: int) -> None:
@@ -40,22 +40,22 @@ class BatchSizes:
         self._steps[self._bits(num_requests)] += 1.0
 
     def until_the_end(self, num_requests: int) -> list[tuple[int, float]]:
-        """Returns the sizes that a batch will have until it ends, and the share of its steps that each takes."""
+        """Returns the sizes that a batch will have until it ends, and the share of its remaining steps at each size."""
         most = self._bits(num_requests)
         share = self._steps[1 : most + 1] / self._steps[1 : most + 1].sum()
         return [(min(num_requests, 3 * 2**i // 2), float(share[i])) for i in range(most)]
 
     def _bits(self, num_requests: int) -> int:
-        """Returns the bit length of a size; all sizes beyond the longest one that is counted have that."""
+        """Returns the bit length of a size, capped at the longest one that is counted."""
         return min(num_requests.bit_length(), len(self._steps) - 1)
 
 
 class Forecast:
     """The drafts that a request can expect, by depth of drafting. Owns means over the latest requests.
 
-    What a depth yields is known only from steps in which the model drafted as deep, and those are other steps for each depth.
-    So a mean is kept of what depth 0 yields, and of the change from each depth to the next. What the board merely foresees of
-    a depth counts for less than what was drafted.
+    The yield of a depth is known only from steps in which the model drafted that deep, which are different steps for each
+    depth. So a mean is kept for the yield of depth 0, and for the change from each depth to the next. A yield that the board
+    only foresees counts for less than one that was drafted.
     """
 
     LEARNED: ClassVar = ("_change_FQ", "_weight_F")
@@ -65,25 +65,25 @@ class Forecast:
         self._weight_F = np.zeros(num_positions + 1)
 
     def is_sound(self) -> bool:
-        """Returns whether weights are numbers of requests, and nothing else is known of depths without one."""
+        """Returns whether the content is valid, with weights that count requests and nothing stored where they are zero."""
         return bool((self._weight_F >= 0.0).all()) and (self._change_FQ is not None or not self._weight_F.any())
 
     def fade(self) -> None:
-        """Lets what an earlier start has seen count for a few requests, which do not suffice to stop a model."""
+        """Reduces the weight of what an earlier start has seen to a few requests, which do not suffice to stop a model."""
         self._weight_F = np.minimum(self._weight_F, 0.25 * WINDOW)
 
     @property
     def num_seen(self) -> float:
-        """Requests, summed over steps, from which the model's first drafts are known."""
+        """Number of requests, summed over steps, from which the model's first drafts are known."""
         return float(self._weight_F[1:2].sum())  # none where the model may draft nothing
 
     @property
     def is_well_known(self) -> bool:
-        """Whether as many requests were seen as are remembered."""
+        """Whether the full window of requests was seen."""
         return self.num_seen >= WINDOW
 
     def observe(self, spread: Spread) -> None:
-        """Adds the latest proposals, up to the deepest drafting that is forecast."""
+        """Adds the latest proposals, up to the largest depth that is forecast."""
         num_depths = len(self._weight_F)
         requests_F = spread.requests_F[:num_depths].astype(np.float64)
         depth = int(np.count_nonzero(requests_F[1:]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drafts of a step are worth, for a host that knows only the rates of a step before.
+"""Estimates the survival of a step's drafts for a host that knows only the rates of the step before.
 
 Shapes: B requests of a step, K draft positions, S request slots.
 """
@@ -13,66 +13,66 @@ import numpy as np
 from nemo_specrollout.speculation.decision import survival_of
 
 MEMORY = 0.98
-"""Share of what was learned that is left after a step."""
+"""Share of what was learned that remains after a step."""
 PRIOR_REQUESTS = 4.0
-"""Weight of what was known of first drafts, in requests. The first drafts of as many requests count as much."""
+"""Weight of earlier knowledge about first drafts. It counts as much as the first drafts of this many requests."""
 
 
 class Kind(IntEnum):
-    """What is known of a request's drafts."""
+    """What is known about a request's drafts."""
 
     KNOWN = 0
-    """The rates of earlier drafts."""
+    """The rates of its earlier drafts are known."""
     SILENT = 1
-    """It has none."""
+    """It has no drafts."""
     NEW = 2
-    """Nothing yet."""
+    """Nothing is known yet."""
     NEW_WITH_TEXT = 3
-    """Nothing yet, but the request brings a text, which is probably right."""
+    """Nothing is known yet, but the request brings a text, which is probably right."""
 
 
 class _Foretold(NamedTuple):
-    """Requests of a step whose drafts were foretold."""
+    """Requests of a step whose drafts were predicted."""
 
     slots_B: np.ndarray
     kind_B: np.ndarray
     apart_BK: np.ndarray
-    """Survival a step before, less its mean."""
+    """Survival in the step before, minus its mean."""
 
 
 class Foresight:
-    """Foretells the survival of drafts from rates that are a step old.
+    """Predicts the survival of drafts from rates that are one step old.
 
-    When a host that does not wait for the device sizes a step, it knows the drafts of the step before. A request whose drafts
-    were good then has probably good ones again, but not as far above the others. So the survival is drawn towards the mean of
-    the batch, by a share that is learned from earlier steps. A new request has no rates at all. Its drafts are foretold from
-    those of other new requests, where one that brings a text is of another kind.
+    When a host that does not wait for the device sizes a step, it knows only the drafts of the step before. A request whose
+    drafts were good then probably has good ones again, but not as far above the others. So the survival is shrunk towards the
+    mean of the batch, by a share that is learned from earlier steps. A new request has no rates at all. Its drafts are
+    predicted from those of other new requests, separately for requests that bring a text.
 
     Owns the kind of each request, and what was learned. It reads no clock and adds in a fixed order, so that all ranks that
-    get the same rates foretell the same.
+    get the same rates make the same predictions.
     """
 
     LEARNED: ClassVar = ("_first", "_together", "_before")
 
     def __init__(self, num_slots: int, num_positions: int, text_rate: float) -> None:
-        """`text_rate`: assumed rate of the drafts from a text that a request brings, before any such text was seen."""
+        """`text_rate` is the assumed rate of drafts from a text that a request brings, before any such text was seen."""
         self._kind_S = np.full(num_slots, Kind.NEW, np.int8)
         self._first = {kind: np.zeros(num_positions, np.float32) for kind in (Kind.NEW, Kind.NEW_WITH_TEXT)}
         """Survival of the first drafts of a new request by its kind, [K]."""
         self._first[Kind.NEW_WITH_TEXT][:] = np.cumprod(np.full(num_positions, text_rate))
         self._together = 1.0
-        """How far requests were from the mean in two steps in a row: the sum of the products."""
+        """Sum of the products of requests' distances from the mean in two consecutive steps."""
         self._before = 1.0
-        """The sum of the squares in the former of them."""
+        """Sum of the squares of these distances in the first of the two steps."""
         self._foretold: _Foretold | None = None
 
     def is_sound(self) -> bool:
-        """Returns whether survivals are probabilities, and the sum of squares is one."""
+        """Returns whether the content is valid, with survivals that are probabilities and a valid sum of squares."""
         return self._before > 0.0 and all(bool(((s >= 0.0) & (s <= 1.0)).all()) for s in self._first.values())
 
     @property
     def persistence(self) -> float:
-        """Share of a request's distance from the mean that is left a step later, between 0 and 1."""
+        """Share of a request's distance from the mean that remains one step later, between 0 and 1."""
         return min(max(self._together / self._before, 0.0), 1.0)
 
     def opened(self, slots: Sequence[int], kinds: Sequence[Kind]) -> None:
@@ -80,9 +80,9 @@ class Foresight:
         self._kind_S[list(slots)] = kinds
 
     def survival(self, rates_SK: np.ndarray, slots_B: np.ndarray) -> np.ndarray:
-        """Returns the survival of the next drafts of a step's requests, float32 [B, K]. `rates_SK` are a step old.
+        """Returns the survival of the next drafts of a step's requests, float32 [B, K]. `rates_SK` are one step old.
 
-        Call this once in each step with drafts. K may be less than the number of positions, and another one in each step.
+        Call this once in each step with drafts. K may be less than the number of positions, and may differ between steps.
         """
         known_BK = survival_of(rates_SK[slots_B])
         self._learn(rates_SK, slots_B, known_BK)
@@ -105,7 +105,7 @@ class Foresight:
         return foretold_BK
 
     def _learn(self, rates_SK: np.ndarray, slots_B: np.ndarray, known_BK: np.ndarray) -> None:
-        """Learns what became of the drafts of the step before, which are known now."""
+        """Learns from the drafts of the step before, which are known now."""
         before = self._foretold
         if before is None:
             return

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation policies: pure objects that decide what the drafters of an engine do in each step.
+"""Speculation policies, which are pure objects that decide what the drafters of an engine do in each step.
 
-A policy reads no clock, so all ranks of an engine that get the same costs and counts decide alike.
+A speculation policy reads no clock, so all ranks of an engine that get the same costs and counts decide alike.
 
 Shapes: K draft positions, F = K + 1 depths of drafting from 0 on, Q bins of survival.
 """
@@ -21,56 +21,57 @@ from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepCosts
 
 ENOUGH = 64
-"""Requests, summed over steps, after which a look ends at the latest, and an estimate is trusted to stop a model."""
+"""Number of requests, summed over steps, after which a look ends at the latest and an estimate is trusted to stop a model."""
 PLANNED_STEPS = 4
-"""Steps for which a depth is planned, if the number of requests keeps its bit length and the model's drafts are well known.
-A look beyond graphs takes as many."""
+"""Number of steps for which a depth is planned, if the number of requests keeps its bit length and the model's drafts are well
+known. A look beyond graphs takes as many steps."""
 JUDGED_STEPS = 8
-"""Steps between two judgements of a model, or of a look beyond the graphs, and the most steps of a look at a dormant model."""
+"""Number of steps between two judgements of a model, or of a look beyond the graphs. A look at a dormant model also takes no
+more steps than this."""
 LOOK_SHARE = 0.004
-"""Share of the engine's time for looks at a dormant model, and of the time that the running requests have before them for a
-look at drafters without weights when the batch changes."""
+"""Share of the engine's time that looks at a dormant model may take. When the batch changes, a look at drafters without weights
+may take the same share of the time that the running requests still need."""
 REST_SHARE = 0.001
-"""Share of the engine's time for looks at drafters without weights that rest, and as much for looks beyond the graphs."""
+"""Share of the engine's time for looks at resting drafters without weights, and again as much for looks beyond the graphs."""
 PATIENCE = 4
-"""Steps in a row without useful drafts before drafters without weights rest."""
+"""Number of steps in a row without useful drafts after which drafters without weights rest."""
 
 
 class SpeculationPolicy(ABC):
     """Decides for an engine how deep its model drafts, how many draft tokens it verifies, and when its drafters rest.
 
     A step first calls `requests_arrived`, then `num_drafts` for the drafts that it verifies, `plan` for the drafts of the
-    next step, `observe` for what was proposed, and at last `ends_step`.
+    next step, `observe` for what was proposed, and finally `ends_step`.
     """
 
     most_drafts: int
     """The most draft tokens of a request in a step."""
     costs: StepCosts | None = None
-    """Predicted seconds of steps at the contexts of the latest step; None while unknown."""
+    """Predicted seconds of steps with the context lengths of the latest step, or None while unknown."""
     row_price = 0.0
-    """Tokens that the engine produces in the time of one more row, without what the row takes to attend to its context."""
+    """Tokens that the engine generates in the time of one more row, not counting the row's attention to its context."""
     context_price = 0.0
-    """Tokens that the engine produces in the time in which a row attends to one more token of its context."""
+    """Tokens that the engine generates in the time in which a row attends to one more token of its context."""
     mean_price = 0.0
-    """Tokens that the engine produces in the time of one more row of a request whose context has the mean length."""
+    """Tokens that the engine generates in the time of one more row of a request whose context has the mean length."""
     is_dormant = False
-    """True if the model follows no request. It drafts for a request only if it has read the beginning."""
+    """True if the model follows no new requests. It can draft for a request only if it has read its beginning."""
 
     @abstractmethod
     def num_drafts(self, num_requests: int, most: int) -> int:
-        """Returns how many draft tokens the next step of `num_requests` requests verifies: at most `most`, and at least 0."""
+        """Returns how many draft tokens the next step of `num_requests` requests verifies, between 0 and `most`."""
 
     @abstractmethod
     def plan(self, num_requests: int, num_followed: int) -> int:
-        """Returns how deep the model drafts; 0 if it only reads. It follows `num_followed` of the requests."""
+        """Returns how deep the model drafts, or 0 if it only reads. It follows `num_followed` of the requests."""
 
     def observe(self, spread: Spread) -> None:  # noqa: B027
-        """Takes note of the latest proposals."""
+        """Notes the latest proposals."""
 
     def requests_arrived(self, num_new: int, num_read: int = 0) -> None:  # noqa: B027
-        """Takes note of new requests, of which the step has read `num_read` tokens.
+        """Notes new requests, of which the step has read `num_read` tokens.
 
-        The model follows them from their first token on, for which it reads these too, unless it is dormant afterwards.
+        Unless the model is dormant afterwards, it follows them from their first token on, so it has to read these tokens too.
         """
 
     def ends_step(self, num_requests: int, num_followed: int) -> bool:
@@ -78,23 +79,23 @@ class SpeculationPolicy(ABC):
         return False
 
     def model_changed(self) -> None:  # noqa: B027
-        """Judges the model like a new one: its weights have changed, or the tasks may have."""
+        """Treats the model like a new one, because its weights have changed, or because the tasks may have changed."""
 
 
 class FixedPolicy(SpeculationPolicy):
     """Drafts up to `k` tokens of each request in every step, and verifies as many of them as were submitted a step before.
 
     With a drafter that always finds `k` tokens this is vLLM's own fixed `num_speculative_tokens`. Other drafters find more
-    tokens in one step than in the next, and the host learns the number of submitted tokens a step late, because it does not
-    wait for the device. On a GPU, a step therefore verifies at most as many drafts as the step before had submitted, and
-    those are the likeliest ones. So after a rise some drafts go unverified for one step, and after a fall some rows are
-    computed for no draft. On a CPU the number is never late. No token depends on it.
+    tokens in some steps than in others, and the host learns the number of submitted tokens one step late, because it does not
+    wait for the device. On a GPU, a step therefore verifies at most as many drafts as the step before had submitted, and it
+    takes the likeliest ones. So after a rise some drafts are not verified for one step, and after a fall some rows are
+    computed without a draft. On a CPU the number is never late. No token depends on it.
     """
 
     def __init__(self, k: int, num_positions: int) -> None:
         self.most_drafts = max(0, min(k, num_positions))
         self._num_submitted = 0
-        """Draft tokens that were submitted, by the latest histogram that has reached the host."""
+        """Number of submitted draft tokens in the latest histogram that has reached the host."""
 
     def observe(self, spread: Spread) -> None:
         self._num_submitted = int(spread.submitted_Q.sum())
@@ -107,15 +108,15 @@ class FixedPolicy(SpeculationPolicy):
 
 
 class LookClock:
-    """Pays for looks at drafts that a decision would leave out, with a share of the engine's time.
+    """A time budget for looks, which are tries of drafts that the decision would leave out.
 
-    Owns the seconds that were saved for looks, and the cost of the dearest look that was asked for.
+    Owns the seconds that were saved for looks, and the cost of the most expensive look that was asked for.
     """
 
     LEARNED: ClassVar = ("_saved_s", "_dearest_s")
 
     def is_sound(self) -> bool:
-        """Returns whether seconds are saved, and not owed."""
+        """Returns whether the content is valid, which it is if the saved seconds are not negative."""
         return self._saved_s >= 0.0 and self._dearest_s >= 0.0
 
     def __init__(self, share: float) -> None:
@@ -126,15 +127,15 @@ class LookClock:
     def earn(self, seconds: float) -> None:
         """Saves a share of a step that took `seconds`.
 
-        The savings never exceed twice the cost of the dearest look. Otherwise a long time without looks would later pay for
-        many of them in a row. Before the first look there is no such limit.
+        The savings never exceed twice the cost of the most expensive look. Otherwise a long time without looks would later
+        pay for many of them in a row. Before the first look there is no such limit.
         """
         self._saved_s = min(self._saved_s + self._share * seconds, 2.0 * self._dearest_s)
 
     def pays(self, cost_s: float, keeps: bool = False) -> bool:
         """Returns whether the savings pay for a look of `cost_s` seconds, and takes its cost from them if they do.
 
-        With `keeps`, the look is only paid for if enough is left afterwards for another one at the cost of the dearest.
+        With `keeps`, the look is only paid for if enough is left afterwards for another one at the highest cost so far.
         """
         self._dearest_s = max(self._dearest_s, cost_s) if np.isfinite(self._dearest_s) else cost_s
         is_paid = cost_s + keeps * self._dearest_s <= self._saved_s
@@ -143,12 +144,12 @@ class LookClock:
 
 
 class BeyondGraphs:
-    """Looks at steps that no CUDA graph holds, where a guess keeps drafts within the graphs.
+    """Tries steps that no CUDA graph holds, where otherwise a guess would keep drafts within the graphs.
 
-    What such a step takes depends on the host, so it is unknown until there was one. And a stall in it would deter all later
-    ones. So while drafts fill the largest graph and more of them wait, a few steps are taken as if the host took no time to
-    launch them, and the step model learns from them. Owns the clock that pays for that. The first look is not paid for: until
-    then every decision rests on a guess.
+    The time of such a step depends on the host, so it is unknown until there was one, and a stall in it would deter all later
+    ones. So while drafts fill the largest graph and more of them wait, a few steps are decided as if the host took no time to
+    launch them, and the step model learns from these steps. Owns the clock that pays for such looks. The first look needs no
+    payment, because until then every decision rests on a guess.
     """
 
     LEARNED: ClassVar = ("_clock", "_has_looked")
@@ -157,23 +158,23 @@ class BeyondGraphs:
         self._clock = LookClock(REST_SHARE)
         self._has_looked = False
         self._num_left = 0
-        """Steps of the present look that are left."""
+        """Number of steps that are left of the current look."""
         self._until_asked = 0
-        """Steps that fill the largest graph until a look is weighed again, which costs the host some time."""
+        """Number of steps that fill the largest graph until a look is considered again, which costs the host some time."""
 
     def earn(self, seconds: float) -> None:
         """Saves a share of a step that took `seconds`."""
         self._clock.earn(seconds)
 
     def seen_from(self, costs: StepCosts) -> StepCosts:
-        """Returns the costs by which the next step is decided, and counts a step of a look."""
+        """Returns the costs with which the next step is decided, and counts a step of a look."""
         if self._num_left <= 0:
             return costs
         self._num_left -= 1
         return costs.with_graphs_of_any_size()
 
     def filled(self, steps: Steps, costs: StepCosts, weigh: Callable[[StepCosts], Steps]) -> None:
-        """Begins a look if it is time. `steps` fill the largest graph, by these costs; `weigh` finds the best ones."""
+        """Begins a look if it is due. By these `costs`, `steps` fill the largest graph. `weigh` finds the best steps."""
         self._until_asked -= 1
         if self._num_left > 0 or self._until_asked > 0 or costs.launch_s <= 0.0:
             return
@@ -188,14 +189,13 @@ class BeyondGraphs:
 
 
 class AutoPolicy(SpeculationPolicy):
-    """Chooses what makes the most tokens a second, by measured seconds and by what the draft board expects of drafts.
+    """Chooses what gives the most tokens per second, from measured seconds and the draft board's estimates.
 
-    The model either follows all new requests, or lies dormant. It becomes dormant when the time that its drafts will probably
-    win until the running requests end is shorter than the time in which it reads their texts, or when requests arrive that
-    will end before its drafts have won the time in which it reads their prompts. A look wakes it, as soon as `LookClock` can
-    pay for that. It then follows the requests that arrive, and drafts for some steps. Drafters without weights rest when
-    their drafts win less time than it takes to make them, and are looked at, in the same way, and so are steps beyond the
-    CUDA graphs.
+    The model either follows all new requests or is dormant. It becomes dormant when its drafts will probably save less time
+    until the running requests end than it needs to read their texts, or when arriving requests will end before its drafts
+    have saved the time for reading their prompts. A look wakes it as soon as `LookClock` can pay for that. It then follows
+    the requests that arrive, and drafts for some steps. Drafters without weights rest when their drafts save less time than
+    they take to make. Looks at these drafters, and at steps beyond the CUDA graphs, work in the same way.
     """
 
     LEARNED: ClassVar = (
@@ -203,7 +203,7 @@ class AutoPolicy(SpeculationPolicy):
     )  # fmt: skip
 
     def __init__(self, margin: float, num_positions: int, deepest: int) -> None:
-        """`margin`: share by which drafts must exceed no drafts. `deepest`: the most tokens that a model may draft."""
+        """`margin` is the share by which drafts must beat no drafts. `deepest` is the most tokens that a model may draft."""
         self.most_drafts = num_positions
         self._deepest = deepest
         self._margin = margin
@@ -211,35 +211,35 @@ class AutoPolicy(SpeculationPolicy):
         self._sizes = BatchSizes()
         self._lives = RequestLives()
         self._won_s = np.inf
-        """Seconds that the model wins in a step of a request, by the latest judgement."""
+        """Seconds that the model saves per step and request, by the latest judgement."""
         self._clock = LookClock(LOOK_SHARE)
         self._rest_clock = LookClock(REST_SHARE)
         self._beyond = BeyondGraphs()
         self._submitted_Q = np.zeros(1)
-        """Draft tokens of a request that were submitted last, by bin of survival."""
+        """Draft tokens that were submitted last, per request, by bin of survival."""
         self._depth = 0
-        """Tokens that the model drafts for each request; 0 if it only reads."""
+        """Tokens that the model drafts for each request, or 0 if it only reads."""
         self._num_requests = 0
-        """Requests of the latest step."""
+        """Number of requests in the latest step."""
         self._num_new = 0
-        """Requests that have arrived since that step."""
+        """Number of requests that have arrived since that step."""
         self._to_look_at = ENOUGH
-        """Requests, summed over steps, for which a look at the model still has to draft."""
+        """Number of requests, summed over steps, for which the current look at the model still has to draft."""
         self._enough = ENOUGH
-        """Requests, summed over steps, after which the evidence of a look is trusted to stop the model."""
+        """Number of requests, summed over steps, after which the evidence of a look is trusted to stop the model."""
         self._planned = 0
-        """Steps for which the planned depth still holds."""
+        """Number of steps for which the planned depth still holds."""
         self._judged = 0
-        """Steps until the model is judged again."""
+        """Number of steps until the model is judged again."""
         self._num_refused = 0.0
-        """Steps in a row that verified no drafts, or drafts that won less than they cost; a part of such a step counts too."""
+        """Number of steps in a row whose drafts saved less time than they cost. It may be a fraction."""
         self._rests = False
         """Whether the drafters without weights rest."""
         self._has_changed = True
-        """Whether the batch's size has another bit length than a step before, or at least half of its requests are new."""
+        """Whether the batch size has another bit length than in the step before, or at least half of its requests are new."""
 
     def is_sound(self) -> bool:
-        """Returns whether a look ends."""
+        """Returns whether the content is valid, which it is if a look will end."""
         return self._to_look_at <= ENOUGH and 0 <= self._enough <= ENOUGH
 
     def observe(self, spread: Spread) -> None:
@@ -321,16 +321,16 @@ class AutoPolicy(SpeculationPolicy):
         return self._rests
 
     def _is_worth_a_look(self, num_requests: int) -> bool:
-        """Returns whether drafters without weights may be asked anew, for a few steps, because the batch has changed.
+        """Returns whether drafters without weights may be tried again for a few steps, because the batch has changed.
 
-        With short requests the batch changes so often that this would be dear. Then it has to wait for the clock.
+        With short requests the batch changes so often that this would be expensive. Then a look has to wait for the clock.
         """
         assert self.costs is not None
         look_s = PATIENCE * (self.costs.text_s + self.costs.verify_s)
         return look_s <= LOOK_SHARE * self._lives.life_steps * self.costs.plain_s(num_requests)
 
     def _refused(self, num_requests: int, num_drafts: int, steps: Steps) -> float:
-        """Returns the steps in a row in which drafters without weights have won less than their time, this one included."""
+        """Returns in how many steps in a row, including this one, drafters without weights have saved less than their time."""
         assert self.costs is not None
         text_s = self.costs.text_s
         if num_drafts == 0:
@@ -349,9 +349,9 @@ class AutoPolicy(SpeculationPolicy):
         self._judged = 0
 
     def _planned_depth(self, num_requests: int, num_followed: int, has_changed: bool) -> int:
-        """Returns the depth of a model that follows requests. Judges the model from time to time."""
+        """Returns the depth for a model that follows requests. Judges the model from time to time."""
         if self.costs is None or self.costs.drafting is None:
-            return self._deepest  # to measure it
+            return self._deepest  # in order to measure it
         self._planned = self._planned - 1
         self._judged = self._judged - 1
         depth = self._depth
@@ -372,7 +372,7 @@ class AutoPolicy(SpeculationPolicy):
         return best_depth(self._forecast.counts(num_requests, num_followed), num_requests, self.costs, self._margin)
 
     def _judge(self, num_requests: int) -> None:
-        """Lets the model lie dormant if it will win no time until the requests end. Too little evidence decides nothing."""
+        """Makes the model dormant if it will save no time until the requests end, provided that there is enough evidence."""
         sizes = self._sizes.until_the_end(num_requests)
         won_s = sum(share * self._best(size, size).won_s for size, share in sizes)
         self._won_s = won_s / sum(share * size for size, share in sizes)
@@ -380,7 +380,10 @@ class AutoPolicy(SpeculationPolicy):
 
 
 def build_policy(config: BudgetConfig, num_positions: int, deepest: int | None = None) -> SpeculationPolicy:
-    """Returns the policy that `config.policy` names, for `num_positions` draft tokens, of which a model drafts `deepest`."""
+    """Returns the speculation policy that `config.policy` names.
+
+    A request has up to `num_positions` draft tokens, of which a model drafts at most `deepest`.
+    """
     deepest = num_positions if deepest is None else min(deepest, num_positions)
     if config.policy == "fixed":
         return FixedPolicy(config.k, deepest)

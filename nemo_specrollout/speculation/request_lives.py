@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the requests of an engine live, in steps, as far as those that have ended tell it."""
+"""Estimates how many steps the requests of an engine live, from those that have ended."""
 
 from typing import ClassVar
 
 import numpy as np
 
 REMEMBERED = 1024
-"""Ended requests from which a life is estimated, approximately."""
+"""Approximate number of ended requests from which a life is estimated."""
 
 
 class RequestLives:
     """Estimates how many steps a new request will take, and how many tokens a model must read before it can follow one.
 
-    No request is told apart. By Little's law the mean life of requests is the number of requests in each step, summed over
-    steps, divided by the number of requests that have ended. Responses of a run become longer or shorter as its policy
+    Individual requests need not be tracked. By Little's law, the mean life of requests is the number of requests in each step,
+    summed over steps, divided by the number of requests that have ended. Responses become longer or shorter as the policy
     learns, so old requests fade.
 
     Owns these sums. Example: 64 requests of 24 steps each give `life_steps` of 24. Before any request has ended it is
-    infinite, because nothing tells that requests are short.
+    infinite, because nothing indicates that requests are short.
     """
 
     LEARNED: ClassVar = ("_request_steps", "_num_ended", "_num_arrived", "_num_read")
@@ -30,11 +30,11 @@ class RequestLives:
         self._num_running = 0
 
     def is_sound(self) -> bool:
-        """Returns whether the sums are sums of counts."""
+        """Returns whether the content is valid, which it is if the sums can come from counts."""
         return min(self._request_steps, self._num_ended, self._num_arrived, self._num_read) >= 0.0
 
     def fade(self) -> None:
-        """Lets the requests of an earlier start count for a sixteenth of those that are remembered."""
+        """Reduces the weight of an earlier start's requests to a sixteenth of those that are remembered."""
         most = REMEMBERED / 16.0
         of_ended = most / max(self._num_ended, most)
         of_arrived = most / max(self._num_arrived, most)
@@ -45,23 +45,23 @@ class RequestLives:
 
     @property
     def life_steps(self) -> float:
-        """Steps that a request takes from its first token to its last."""
+        """Mean number of steps of a request from its first token to its last."""
         return self._request_steps / self._num_ended if self._num_ended else np.inf
 
     @property
     def tokens_read(self) -> float:
-        """Tokens that a model reads when a request arrives, if it is to follow the request."""
+        """Mean number of tokens that a model must read when a request arrives in order to follow it."""
         return self._num_read / max(self._num_arrived, 1.0)
 
     def arrived(self, num_new: int, num_read: int) -> None:
-        """Takes note of new requests, which the engine has read in `num_read` tokens."""
+        """Notes new requests, of which the engine has read `num_read` tokens."""
         kept = (1.0 - 1.0 / REMEMBERED) ** num_new
         self._num_arrived = kept * self._num_arrived + num_new
         self._num_read = kept * self._num_read + num_read
         self._num_running += num_new
 
     def stepped(self, num_requests: int) -> None:
-        """Takes note of a step of `num_requests` requests. Those that are missing in it have ended."""
+        """Notes a step of `num_requests` requests. Those that are missing in it have ended."""
         num_ended = max(self._num_running - num_requests, 0)
         if num_ended:
             kept = (1.0 - 1.0 / REMEMBERED) ** num_ended

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How sure the draft tokens of a step are: what the draft board tells the speculation policy about its latest choice.
+"""Histograms of survival, with which the draft board tells the speculation policy how sure a step's draft tokens are.
 
 Shapes: F depths of drafting from 0 to K, Q bins of survival between 0 and 1.
 """
@@ -10,20 +10,20 @@ import numpy as np
 
 
 class Spread(NamedTuple):
-    """Draft tokens by their survival, summed over all requests of a step."""
+    """Numbers of draft tokens by survival, summed over all requests of a step."""
 
     tokens_FQ: np.ndarray
     """Tokens that would have been submitted if the model had drafted to each depth, known or foreseen."""
     requests_F: np.ndarray
-    """Requests for which the tokens of each depth are known, and not only foreseen."""
+    """Number of requests for which the tokens of each depth are known, and not only foreseen."""
     submitted_Q: np.ndarray
     """Tokens that were submitted."""
     num_requests: int
-    """Requests that could submit tokens."""
+    """Number of requests that could submit tokens."""
 
     @classmethod
     def of_table(cls, table: np.ndarray) -> "Spread":
-        """Gives the parts of the board's table `spread_FQ` their names, shape [F + 1, Q + 1].
+        """Splits the board's table `spread_FQ`, shape [F + 1, Q + 1], into its named parts.
 
         The table's last row is about submitted tokens, and its last column counts requests (`drafters/board.py`).
         """

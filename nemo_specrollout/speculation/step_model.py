@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step model: predicts the seconds of an engine step from measured ones.
+"""The step model, which predicts the seconds of an engine step from measured ones.
 
-One regression serves steps with and without drafts, another one serves drafting with weights. A third one serves steps that no
-CUDA graph holds. Up to the largest graph a step is replayed and takes the time that the GPU needs, but beyond it the host
-launches each kernel of each layer, and the slower of the two decides. All are Kalman filters: contexts grow, and machines
-slow down. A stall makes a step longer than it need be, but nothing makes a step shorter. So only samples above the prediction
-are clipped.
+One regression serves steps with and without drafts, another one drafting with weights, and a third one steps that no CUDA graph
+holds. The third is needed because up to the largest graph a step is replayed and takes the time that the GPU needs, but beyond
+it the host launches each kernel of each layer, and the slower of the two decides. All are Kalman filters, because contexts
+grow and machines slow down. A stall can make a step longer than necessary, but nothing can make it shorter, so only samples
+above the prediction are clipped.
 
 A step also attends to the contexts of its requests. Some attention kernels read a request's context once for all of its rows,
-others once for each row, and the products of a row grow with its context anyway. So the regression has a term for the
-contexts of the requests and one for those of the draft rows, and finds out what each of them costs.
+others once for each row, and the arithmetic of a row grows with its context in any case. So the regression has one term for
+the contexts of the requests and one for those of the draft rows, and learns what each of them costs.
 
 Shapes: J knots of rows, R numbers of rows, X terms of a regression, N numbers of drafts.
 """
@@ -39,18 +39,18 @@ CONTEXT = 4096.0
 
 
 class DraftCosts(NamedTuple):
-    """Seconds of drafting with weights: a first pass over the unread tokens, then a pass for each further draft token."""
+    """Seconds of drafting with weights, in a first pass over the unread tokens and one pass for each further draft token."""
 
     fixed_s: float = 0.0
     """Seconds of the first pass without its rows."""
     row_s: float = 0.0
-    """Seconds of each unread token in the first pass."""
+    """Seconds per unread token in the first pass."""
     pass_s: float = 0.0
     """Seconds of each further pass."""
     token_s: float = 0.0
     """Seconds to sample one draft token of one request."""
     unsampled_s: float = 0.0
-    """Seconds that a first pass saves if it only reads."""
+    """Seconds by which a first pass is shorter if it only reads."""
     least_depth: int = 1
     """The fewest tokens that the model drafts if it drafts at all."""
 
@@ -70,31 +70,31 @@ class StepCosts(NamedTuple):
     """
 
     seconds_R: np.ndarray
-    """Seconds of plain steps by their number of rows from 0 on, without reading contexts, non-decreasing. More rows than that
-    take no longer."""
+    """Seconds of plain steps by their number of rows from 0 on, without reading contexts, non-decreasing. Steps with more rows
+    than the table has are assumed to take no longer."""
     graph_sizes: np.ndarray
-    """Rows of the CUDA graphs, ascending. Empty without graphs."""
+    """Row counts of the CUDA graphs, ascending. Empty without graphs."""
     draft_row_s: float = 0.0
-    """Seconds by which a draft's row is dearer than a request's row; negative if it is cheaper."""
+    """Seconds by which a draft's row takes longer than a request's row. Negative if it takes less time."""
     verify_s: float = 0.0
-    """Seconds that a step takes longer if it verifies any drafts, however many."""
+    """Seconds by which a step takes longer if it verifies any drafts, however many."""
     text_s: float = 0.0
-    """Seconds in which the drafters without weights propose."""
+    """Seconds that the drafters without weights take to propose."""
     drafting: DraftCosts | None = None
-    """Seconds of drafting with weights; None while unknown."""
+    """Seconds of drafting with weights, or None while unknown."""
     corners: np.ndarray = NO_ROWS
-    """Rows beyond the largest graph at which a further row begins to cost more or less."""
+    """Numbers of rows beyond the largest graph at which the cost of a further row changes."""
     launch_s: float = 0.0
     """Seconds by which the smallest step without a CUDA graph takes longer than the largest with one."""
     context_s: float = 0.0
-    """Seconds for each token of each request's context."""
+    """Seconds per token of each request's context."""
     draft_context_s: float = 0.0
-    """Seconds for each token of a request's context in each of its draft rows."""
+    """Seconds per token of a request's context in each of its draft rows."""
     context: float = 0.0
-    """Mean tokens of a request's context in the steps that are predicted."""
+    """Mean context length of the requests in the predicted steps, in tokens."""
 
     def at(self, context: float) -> "StepCosts":
-        """Returns the costs of steps whose requests have contexts of `context` tokens in the mean."""
+        """Returns the costs of steps whose requests have a mean context length of `context` tokens."""
         return self._replace(context=context)
 
     def plain_s(self, num_requests: int) -> float:
@@ -115,26 +115,27 @@ class StepCosts(NamedTuple):
         return np.maximum(rows_s_N, self.seconds_R[min(num_requests, len(self.seconds_R) - 1)]) + others_s
 
     def most_drafts(self, num_requests: int) -> int:
-        """Returns the most drafts of a step whose seconds are known."""
+        """Returns the most drafts of a step of this many requests whose seconds are known."""
         return max(len(self.seconds_R) - 1 - num_requests, 0)
 
     @property
     def most_graph_rows(self) -> int:
-        """The rows of the largest CUDA graph; 0 if no step leaves the graphs, or there are none."""
+        """The rows of the largest CUDA graph, or 0 if no step leaves the graphs or there are none."""
         largest = int(self.graph_sizes[-1]) if len(self.graph_sizes) else 0
         return largest if largest < len(self.seconds_R) - 1 else 0
 
     def with_graphs_of_any_size(self) -> "StepCosts":
-        """Returns what steps would take if the host's launches of a step without a CUDA graph took no time."""
+        """Returns the costs as if launching a step without a CUDA graph took the host no time."""
         seconds_R = self.seconds_R.copy()
         seconds_R[self.most_graph_rows + 1 :] -= self.launch_s
         return self._replace(seconds_R=seconds_R, launch_s=0.0)
 
 
 def padded_rows(most_rows: int, graph_sizes: np.ndarray) -> np.ndarray:
-    """Returns how many rows a step computes, float64, by its own number of rows from 0 to `most_rows`.
+    """Returns how many rows a step computes, float64, for its own number of rows from 0 to `most_rows`.
 
-    With CUDA graphs a step is padded to the rows of the smallest graph that holds it. A step beyond the largest graph is not.
+    With CUDA graphs, a step is padded to the rows of the smallest graph that holds it. A step beyond the largest graph is not
+    padded.
     """
     rows_R = np.arange(most_rows + 1.0)
     if not len(graph_sizes):
@@ -147,9 +148,9 @@ class Regression:
 
     Owns the coefficients, in seconds, and their covariance.
 
-    How long steps take on this machine is not known before the first sample, so the prior is scaled by it. If a later sample
-    takes less than a quarter of its prediction, the first one must have been a stall. The model then begins again with the
-    later sample as the first one.
+    Before the first sample nothing is known about the speed of this machine, so that sample scales the prior. If a later
+    sample takes less than a quarter of its prediction, the first one must have been a stall. The model then starts over with
+    the later sample as its first one.
     """
 
     LEARNED: ClassVar = ("is_known", "_scale_s", "coefficients_X", "covariance_XX")
@@ -161,12 +162,12 @@ class Regression:
         self.is_known = False
         """Whether there was a sample."""
         self._scale_s = 0.0
-        """Unit of the prior, in seconds; known from the first sample."""
+        """Unit of the prior in seconds, which is set by the first sample."""
         self.coefficients_X = mean_X
         self.covariance_XX = self._prior_XX
 
     def observe(self, terms_X: np.ndarray, seconds: float, noise: float = NOISE) -> None:
-        """Learns from a step of these terms. `noise` is the standard deviation of its seconds, as a share of them."""
+        """Learns from a step with these terms. `noise` is the standard deviation of its seconds, as a share of them."""
         expected_s = float(terms_X @ self.coefficients_X)
         if not self.is_known or 4.0 * seconds < expected_s:
             self.is_known = True
@@ -182,7 +183,7 @@ class Regression:
         self.covariance_XX = left_XX + (NOISE / MEMORY) ** 2 * (self._prior_XX - left_XX)
 
     def is_sound(self) -> bool:
-        """Returns whether the unit is positive, and the covariance is one that samples have made of the prior."""
+        """Returns whether the content is valid, with a positive unit and a covariance that samples can have produced."""
         covariance_XX = self.covariance_XX
         if self.is_known and not self._scale_s >= 1e-9:
             return False
@@ -194,15 +195,15 @@ class Regression:
     def fade(self) -> None:
         """Makes coefficients of an earlier start as uncertain as if they rested on few steps.
 
-        Their deviation is then at least a share `NOISE` of the prior's, so that a few steps correct them if the machine has
-        become faster or slower.
+        Their standard deviation is then at least a share `NOISE` of the prior's, so that a few steps correct them if the
+        machine has become faster or slower.
         """
         self.covariance_XX = self.covariance_XX + NOISE**2 * (self._prior_XX - self.covariance_XX)
 
     def with_none_negative(self, terms: slice) -> np.ndarray:
-        """Returns the likeliest coefficients if those of `terms` are not negative, as far as that is needed.
+        """Returns the most likely coefficients under the condition that those of `terms` are not negative.
 
-        A negative one is held at 0, and the others move as the covariance says. So what the terms explain together is kept.
+        A negative one is set to 0, and the others move as the covariance says, so that together they still explain the data.
         """
         x = self.coefficients_X
         covariance_XX = self.covariance_XX
@@ -218,10 +219,10 @@ class StepModel:
     """Learns the seconds of steps and of drafting. Owns a regression of steps in CUDA graphs, of others, and of drafting."""
 
     LEARNED: ClassVar = ("_steps", "_launched", "_drafting", "_unit", "_unit_drafting")
-    """Not the sizes that were seen: kernels and caches are cold again in each process."""
+    """Fields that are kept. The sizes that were seen are not, because kernels and caches are cold again in each process."""
 
     def __init__(self, max_rows: int, graph_sizes: Sequence[int] = (), least_depth: int = 1) -> None:
-        """Takes the most rows of a step, the rows of the CUDA graphs, and the fewest tokens that a model drafts."""
+        """Takes the most rows of a step, the row counts of the CUDA graphs, and the fewest tokens that a model drafts."""
         max_rows = max(max_rows, 2)  # a slope needs two knots
         self._least_depth = least_depth
         self._graph_sizes = np.unique(np.array(graph_sizes, np.float64))
@@ -231,7 +232,7 @@ class StepModel:
         num_knots = len(self._knots_J)
         has_edge = len(self._graph_sizes) > 0 and self._graph_sizes[-1] < max_rows
         self._edge = int(self._graph_sizes[-1]) if has_edge else max_rows
-        """Rows of the largest CUDA graph; the most rows of a step if none is larger than the graphs, or there are none."""
+        """Rows of the largest CUDA graph, or the most rows of a step if no step leaves the graphs or there are none."""
         self._corners = self._knots_J[self._knots_J > self._edge]
         # Terms: 1, rows, a change of slope at each inner knot, drafts, any drafts, drafters at work, contexts of requests and
         # of draft rows.
@@ -246,13 +247,13 @@ class StepModel:
         # Terms: 1, rows, further passes, sampled tokens, nothing sampled.
         self._drafting = Regression(np.array([0.4, 0.1, 0.4, 0.1, -0.05]), np.array([0.4, 0.1, 0.4, 0.1, 0.2]))
         self._unit = 1.0
-        """Rows of the first step that was observed. The terms of a step count rows in this unit."""
+        """Rows of the first observed step, which are the unit of rows in the terms of steps."""
         self._unit_drafting = 1.0
-        """Rows of the first drafting that was observed, which are the same for the terms of drafting."""
+        """Rows of the first observed drafting, which are the unit of rows in the terms of drafting."""
         self._sizes_seen: set[tuple[int, bool]] = set()
 
     def is_sound(self) -> bool:
-        """Returns whether the units are numbers of rows, and steps take some time."""
+        """Returns whether the content is valid, with units that are numbers of rows and steps that take some time."""
         if min(self._unit, self._unit_drafting) < 1.0:
             return False
         costs = self.costs()
@@ -263,8 +264,8 @@ class StepModel:
     ) -> None:
         """Adds the seconds of a pure decode step, without the time of a drafter with weights.
 
-        Rows beyond `num_requests` are drafts. `has_drafters`: whether drafters were at work in it. `context`: mean tokens of
-        its requests' contexts. Which requests have the drafts is not asked.
+        Rows beyond `num_requests` are drafts, whichever requests they belong to. `has_drafters` tells whether drafters were at
+        work in the step, and `context` is the mean context length of its requests in tokens.
         """
         if not self._steps.is_known:
             self._unit = float(max(num_rows, 1))
@@ -284,7 +285,7 @@ class StepModel:
             self._launched.observe(self._launched_terms(num_rows), max(seconds - others_s, 1e-9), noise)
 
     def observe_drafting(self, num_rows: int, num_requests: int, depth: int, seconds: float) -> None:
-        """Adds the seconds in which a model read `num_rows` tokens and drafted `depth` tokens for each request."""
+        """Adds the seconds that a model took to read `num_rows` tokens and to draft `depth` tokens for each request."""
         if not self._drafting.is_known:
             self._unit_drafting = float(max(num_rows, 1))
         rows = num_rows / self._unit_drafting
@@ -306,12 +307,12 @@ class StepModel:
         return StepCosts(seconds_R, self._graph_sizes, *known, *contexts)
 
     def _surcharges(self, x: np.ndarray) -> tuple[float, float, float]:
-        """Returns the seconds by which drafts and drafters make a step longer: `draft_row_s`, `verify_s`, `text_s`."""
+        """Returns `draft_row_s`, `verify_s` and `text_s`, the seconds by which drafts and drafters make a step longer."""
         draft, verify, text = x[len(self._knots_J) : _CONTEXTS.start].tolist()
         return draft / self._unit, max(verify, 0.0), max(text, 0.0)
 
     def _add_launches(self, seconds_R: np.ndarray) -> float:
-        """Replaces the seconds of steps beyond the largest graph by what was learned of them. Returns `StepCosts.launch_s`.
+        """Fills in what was learned about steps beyond the largest graph. Returns `StepCosts.launch_s`.
 
         Before the first such step they are expected to take twice as long as the largest graph, and more for further rows.
         """
@@ -356,9 +357,9 @@ class StepModel:
 
 
 def is_due(num_steps: int, gap: int) -> bool:
-    """Returns whether a policy gets new costs after `num_steps` steps: every `gap` steps, and after 1, 2, 4, 8 and so on.
+    """Returns whether a policy gets new costs after `num_steps` steps.
 
-    The first steps of an engine tell most. How long a model takes to draft is not known before them, so that it drafts as
-    deep as it can.
+    It does every `gap` steps, and after 1, 2, 4, 8 and so on, because the first steps of an engine are the most informative.
+    Before them the time of drafting is unknown, so a model drafts as deep as it can.
     """
     return num_steps % gap == 0 or num_steps & (num_steps - 1) == 0
