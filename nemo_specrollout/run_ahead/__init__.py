@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts of the next step, made early while an engine waits, and samples that are of one policy although weights change."""
+"""Texts of coming steps, made early while engines have free slots, and samples of one policy although weights change."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts of coming steps between two plans of the engines, and what updates have taught about them (`run_ahead`).
+"""The texts of coming steps between two plans of the engines, and what was learned from updates about them (`run_ahead`).
 
-Knows no Ray, no thread and no engine, so the driver of a NeMo-RL run and that of a local run both own one.
+This module needs no Ray, threads or engines, so the driver of a NeMo-RL run and that of a local run can both use it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,31 +22,31 @@ from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 
 @dataclass(frozen=True)
 class AheadPlan:
-    """What an engine may begin early, and what is known of updates."""
+    """What an engine may start early, and what is known about updates."""
 
     rows: list[EarlyRow]
-    """Requests of coming steps with what is known of them, the nearest step first."""
+    """Requests of coming steps with their known texts, the nearest step first."""
     scale: float
     """How far updates move differences of scores, in nats (`FlipModel`)."""
     kept: float
-    """Share of what was made ahead that an update leaves right."""
+    """Share of the tokens made ahead that an update leaves right."""
 
 
 class ComingTexts:
     """Owns the texts of coming steps, by the policy version of their step, while no engine works on them.
 
-    `plans` says what each engine may begin, `keep` takes what engines have made when they end a plan, and `learn` takes how
-    much of a step's texts was right.
+    `plans` tells what each engine may start, `keep` stores what engines have made when they end a plan, and `learn` is told
+    how much of a step's texts was right.
     """
 
     LEARNED: ClassVar = ("_flips", "_depth")
-    """What a later start of the run begins with (`learned/state.py`)."""
+    """Fields with which a later start of the run begins (`learned/state.py`)."""
 
     def __init__(self, config: RunAheadConfig, *, begins_again: bool = False) -> None:
         """`config` bounds the steps and the memory of the texts.
 
-        `begins_again` says that the texts are those of engines' own requests that begin again when weights change. The engines
-        keep such texts themselves, so only what was right of them is known here.
+        `begins_again` means that the texts are those of engines' own requests, which start over when weights change. The
+        engines keep such texts themselves, so this object only learns how much of them was right.
         """
         self._config = config
         self._begins_again = begins_again
@@ -56,25 +56,25 @@ class ComingTexts:
         self._planned: dict[int, list[int]] = {}
         """Seeds of the requests of the latest plan, by the policy version of their step."""
         self._num_engines = 1
-        """Engines of the latest plan, at least 1."""
+        """Number of engines in the latest plan, at least 1."""
         self._version: int | None = None
         """Policy version of the latest plan."""
         self._has_new_weights = True
-        """Whether it is the first plan of that version, so that known texts were made by weights before it."""
+        """Whether it is the first plan of that version, so that known texts were made by older weights."""
         self._in_flight: list[int] = []
-        """Tokens in flight when its weights arrived, for its own step and for each one after it."""
+        """Number of tokens in flight when its weights arrived, for its own step and for each one after it."""
         self._effort = EarlyFigures()
-        """What engines did for coming steps since the last step, added up."""
+        """Sum of what engines did for coming steps since the last step."""
         self._alarms: list[str] = []
 
     @property
     def chooses_steps(self) -> bool:
-        """Whether the number of coming steps depends on what is measured."""
+        """Whether the number of coming steps depends on measurements."""
         return isinstance(self._config.steps, str)
 
     @property
     def steps(self) -> int:
-        """How many coming steps the next plan should have."""
+        """Number of coming steps that the next plan should have."""
         return self._depth.steps if isinstance(self._config.steps, str) else self._config.steps
 
     def of(self, version: int) -> dict[int, TextAhead]:
@@ -90,12 +90,12 @@ class ComingTexts:
         self._store.forget_before(version)
 
     def plans(self, version: int, steps: Sequence[Sequence[EarlyRow]], num_engines: int) -> list[AheadPlan]:
-        """Returns what each engine may begin early, in the order of the engines.
+        """Returns what each engine may start early, in the order of the engines.
 
         Args:
             version: Policy version of the weights that the engines have.
             steps: Requests of each coming step, of which the first is that of `version` + 1.
-            num_engines: Engines that get a plan; 0 while all are dead.
+            num_engines: Number of engines that get a plan, which is 0 while all are dead.
         """
         self._note_flights(version)
         by_version = dict(enumerate(steps, version + 1))
@@ -105,9 +105,9 @@ class ComingTexts:
         return [AheadPlan(rows, self._flips.scale, self._depth.kept) for rows in shares(known, num_engines)]
 
     def keep(self, made_E: Iterable[EarlyMade], *, is_interrupted: bool = False) -> None:
-        """Takes what engines have made of the latest plan. An alarm says so if even the next step's texts do not fit.
+        """Stores what engines have made of the latest plan. Raises an alarm if even the next step's texts do not fit.
 
-        A plan that `is_interrupted` before the weights change says nothing of how much engines can begin in a step's time.
+        A plan that `is_interrupted` before the weights change does not tell how much engines can start in a step's time.
         """
         version_of = {seed: version for version, seeds in self._planned.items() for seed in seeds}
         for made in made_E:
@@ -128,7 +128,7 @@ class ComingTexts:
     def learn(self, version: int, kept: KeptCounts) -> dict[str, float]:
         """Learns from the responses of a policy version's step how much of its texts was right. Returns the step's metrics.
 
-        Its texts must not be forgotten yet.
+        The texts of this step must not have been forgotten yet.
         """
         if kept.num_texts:
             self._flips.observe_counts(kept.gaps_G, kept.num_flips)
@@ -145,7 +145,7 @@ class ComingTexts:
         }
 
     def observe_price(self, verify_row_s: float, token_s: float) -> None:
-        """Takes the measured seconds of a verified row, and of a token of a rollout by plain decoding."""
+        """Notes the measured seconds of a verified row, and of a token of a rollout by plain decoding."""
         self._depth.observe_price(verify_row_s, token_s)
 
     def take_alarms(self) -> list[str]:
@@ -155,7 +155,7 @@ class ComingTexts:
         return alarms
 
     def _note_flights(self, version: int) -> None:
-        """Notes what is in flight for the step of a policy version, whose weights have arrived, and for those after it."""
+        """Notes what is in flight for the step whose weights have just arrived, and for those after it."""
         self._has_new_weights = version != self._version
         if self._has_new_weights:
             last = max(self._planned, default=version)
@@ -168,7 +168,7 @@ class ComingTexts:
 
 
 def shares(steps: Sequence[Sequence[EarlyRow]], num_engines: int) -> list[list[EarlyRow]]:
-    """Deals the requests of each step to the engines. Returns each engine's, the nearest step first.
+    """Divides the requests of each step among the engines. Returns each engine's share, the nearest step first.
 
     Neighbours stay together, because the samples of a prompt share its cached prefix.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's part of `run_ahead`: which requests of coming steps engines may decode early, and the texts they have made.
+"""The driver's end of `run_ahead`, which plans what engines may decode early and carries the texts to their requests.
 
-The engines have weights of an earlier step. A request's seed is known before its weights are, so their texts are drafts for
-the same requests under the same noise. Nothing else ever sees these texts.
+The engines have the weights of an earlier step. A request's seed is known before its weights are, so these texts can serve as
+drafts for the same requests with the same noise. They are used for nothing else.
 """
 
 import threading
@@ -21,11 +21,11 @@ from nemo_specrollout.run_ahead.texts import KeptCounts
 
 Parameters = ParamSpec("Parameters")
 SLICE_S = 0.1
-"""Seconds for which a synchronous engine decodes ahead at a time. Its other calls wait for the end of a slice."""
+"""Seconds for which a synchronous engine works ahead at a time. Its other calls wait for the end of such a slice."""
 
 
 class Engines(Protocol):
-    """The engines of a run, as the driver reaches them. NeMo-RL's are an `EngineClient` (`nemo_rl/ray_calls.py`)."""
+    """The driver's interface to the engines of a run. For NeMo-RL it is an `EngineClient` (`nemo_rl/ray_calls.py`)."""
 
     num_engines: int
 
@@ -37,7 +37,7 @@ class Engines(Protocol):
         *arguments: Parameters.args,
         **named: Parameters.kwargs,
     ) -> Any:
-        """Begins to call a method of an engine actor. Returns Ray's reference to the reply."""
+        """Calls a method of an engine actor without waiting. Returns Ray's reference to the reply."""
 
 
 def ask_all(
@@ -56,9 +56,9 @@ def ask_all(
 
 
 def replies_of(calls: Sequence[Any]) -> Iterator[Any]:
-    """Yields the reply to each call of an engine actor, but none of an engine that has died.
+    """Yields the reply to each call of an engine actor, except those of engines that have died.
 
-    Its texts are only drafts, so nothing is lost with them. NeMo-RL notices the death by calls of its own.
+    The texts of a dead engine are only drafts, so nothing is lost with them. NeMo-RL notices the death by its own calls.
     """
     for call in calls:
         try:
@@ -68,20 +68,20 @@ def replies_of(calls: Sequence[Any]) -> Iterator[Any]:
 
 
 class RunAhead:
-    """Lets engines decode requests of coming steps. Owns `ComingTexts`, and the thread of idle engines.
+    """Lets engines decode requests of coming steps. Owns `ComingTexts`, and the thread that keeps idle engines at work.
 
-    The weights of a policy version arrive, and `plan` tells the engines what they may begin in slots that the rollout leaves
-    empty. `work` lets engines that have nothing else to do go on with it, in slices. `end` stops all of it before the weights
-    change or the engines sleep, and collects the texts, which the next `plan` brings back.
+    When the weights of a policy version have arrived, `plan` tells the engines what they may start in slots that the rollout
+    leaves empty. `work` lets engines that have nothing else to do continue with it, in slices. `end` stops everything before
+    the weights change or the engines sleep, and collects the texts, which the next `plan` brings back.
 
-    Invariant: no early request is in an engine after `end`, and none begins before the next `plan`.
+    Invariant: after `end` no early request is in an engine, and none starts before the next `plan`.
     """
 
     def __init__(self, engines: Engines, config: RunAheadConfig, *, begins_again: bool = False) -> None:
-        """`begins_again` says that engines' own requests begin again when weights change amid them.
+        """`begins_again` means that engines' own requests start over when weights change while they run.
 
         Such engines get no rows of coming steps, because they are never idle. A plan only tells them how far the next update
-        will probably move scores. They decode branches of their own requests by it.
+        will probably move scores, so that they can decode branches of their own requests.
         """
         self._engines = engines
         self._begins_again = begins_again
@@ -90,9 +90,9 @@ class RunAhead:
         self._version = 0
         """Policy version of the latest plan."""
         self.num_texts = 0
-        """Texts that were there for the requests of the steps up to now."""
+        """Number of texts that were available for the requests of all steps so far."""
         self.num_brought = 0
-        """Requests that have brought one along."""
+        """Number of requests that have used such a text."""
         self._is_planned = False
         self._alarms: list[str] = []
         self._stop = threading.Event()
@@ -100,13 +100,13 @@ class RunAhead:
         self._thread: threading.Thread | None = None
 
     def keep(self, config: LearnedConfig, model: str, *, resumes: bool) -> None:
-        """Keeps what updates teach about texts from now on, and begins with what an earlier start has kept, if it resumes."""
+        """Keeps from now on what is learned from updates. A run that resumes begins with what an earlier start has kept."""
         self._kept = KeptUpdates(self._coming, config, model, begins_again=self._begins_again)
         self._kept.begin(resumes=resumes)
 
     @property
     def steps(self) -> int:
-        """How many coming steps the next plan should have."""
+        """Number of coming steps that the next plan should have."""
         return self._coming.steps
 
     def plan(self, version: int, steps: Sequence[Sequence[EarlyRow]]) -> None:
@@ -133,10 +133,10 @@ class RunAhead:
         list(replies_of(calls))
 
     def work(self, after: int) -> None:
-        """Lets engines that have nothing else to do go on with the plan, in slices, until `end`.
+        """Lets engines that have nothing else to do continue with the plan, in slices, until `end`.
 
-        A synchronous engine begins when it has ended `after` calls of `generate` since the start of the run, so that it does
-        not decode ahead before its part of the present rollout.
+        A synchronous engine starts when it has ended `after` calls of `generate` since the start of the run, so that it does
+        not work ahead before its part of the current rollout.
         """
         self._after = after
         if self._thread is None and self._is_planned and not self._begins_again:
@@ -148,11 +148,11 @@ class RunAhead:
         """Stops all early requests and keeps their texts. Does nothing without a plan.
 
         Args:
-            keeps_cache: Whether the engines keep the prefixes that they have cached. The next weights must not read them, so
-                this is right while the weights stay, and where requests under way keep vLLM from dropping them. There
-                requests to come do not find them (generation/engine/fresh_prefixes.py).
-            is_interrupted: Whether the plan ends before the weights change, so that it says nothing of how much engines can
-                begin in the time of a step.
+            keeps_cache: Whether the engines keep their cached prefixes, which the next weights must not read. This is right
+                while the weights stay the same, and where running requests keep vLLM from dropping them, because later
+                requests do not find them there (generation/engine/fresh_prefixes.py).
+            is_interrupted: Whether the plan ends before the weights change, so that it does not tell how much engines can
+                start in the time of a step.
         """
         thread = self._thread
         self._thread = None
@@ -168,10 +168,10 @@ class RunAhead:
         self._coming.keep(replies_of(calls), is_interrupted=is_interrupted)
 
     def figures(self, token_s: float | None = None) -> tuple[dict[str, float], list[str]]:
-        """Returns the metrics and alarms of the step of the latest plan, whose responses have all been made.
+        """Returns the metrics and alarms of the step of the latest plan, whose responses must all be complete.
 
-        Asks the engines how much of the texts was right, and learns from it how far the update has moved the scores.
-        `token_s` is what a token of the step costs an engine by plain decoding, in seconds, if that is known.
+        Asks the engines how much of the texts was right, and learns from that how far the update has moved the scores.
+        `token_s` is the seconds of an engine for a token of the step by plain decoding, if known.
         """
         take = EngineActorCalls.specrollout_take_kept
         calls = [self._engines.start(engine, take) for engine in range(self._engines.num_engines)]
@@ -191,7 +191,7 @@ class RunAhead:
         return {PREFIX + name: value for name, value in metrics.items()}, alarms
 
     def _observe_price(self, token_s: float) -> None:
-        """Learns from an engine what a verified row costs, which decides how many updates a text may wait for."""
+        """Asks an engine for the cost of a verified row, which decides how many updates a text may wait for."""
         method = WorkerCalls.specrollout_step_seconds.__name__
         call = self._engines.start(0, EngineActorCalls.specrollout_call, method=method, arguments=[])
         for prices in replies_of([call]):
@@ -199,7 +199,7 @@ class RunAhead:
                 self._coming.observe_price(prices[1], token_s)
 
     def _run(self) -> None:
-        """Asks each engine for slice after slice, until its requests have ended or `end` is called. Runs in the thread."""
+        """Runs in the thread, and gives each engine slice after slice until its requests have ended or `end` is called."""
         calls = {self._advance(engine): engine for engine in range(self._engines.num_engines)}
         while calls and not self._stop.is_set():
             for call in ray.wait(list(calls), timeout=SLICE_S)[0]:
@@ -207,7 +207,7 @@ class RunAhead:
                 try:
                     is_busy = ray.get(call)
                 except ray.exceptions.RayActorError:
-                    continue  # the engine's next call fails, too, and NeMo-RL says so
+                    continue  # the engine's next call fails too, and NeMo-RL reports it
                 except ray.exceptions.RayTaskError as error:
                     self._alarms.append(f"engine {engine} does not decode ahead any more: {error.cause}")
                     continue
@@ -215,6 +215,6 @@ class RunAhead:
                     calls[self._advance(engine)] = engine
 
     def _advance(self, engine: int) -> Any:
-        """Begins a slice of an engine. Returns Ray's reference to the reply."""
+        """Starts a slice of an engine. Returns Ray's reference to the reply."""
         run_ahead = EngineActorCalls.specrollout_run_ahead
         return self._engines.start(engine, run_ahead, seconds=SLICE_S, after=self._after)

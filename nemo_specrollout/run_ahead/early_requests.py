@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of coming steps in an engine (`run_ahead`): how many it has room for beside its own, and what they have made.
+"""Requests of coming steps in an engine (`run_ahead`), with how many have room beside its own, and what they have made.
 
 `rolling_engine.py` decodes them in a synchronous engine and `rolling_stream.py` in an asynchronous one. Both ask
-`EarlyRequests` which requests to begin and which to stop. vLLM is not imported, but its output processor is read.
+`EarlyRequests` which requests to start and which to stop. vLLM is not imported, but its output processor is read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,46 +18,46 @@ from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 LOOK_STEPS = 8
-"""Steps after which the engine is looked at again if no request has come or gone."""
+"""Number of steps after which the engine is checked again if no request has come or gone."""
 STARTS_AT_ONCE = 8
-"""Early requests that begin with one step. More of them would make that step long, because each is a call of vLLM's."""
+"""Most early requests that start in one step. More would make that step long, because each one is a call of vLLM."""
 GROWTH_STEPS = 64
-"""Steps for which an engine's KV must have room for all its requests before it gets an early one."""
+"""Number of steps for which the engine's KV cache must have room for all requests before an early one starts."""
 MOST_LEFTOVERS = 64
-"""Ended requests of which the worker may keep near-ties before it is asked for them."""
+"""Most ended requests of which the worker may keep near-ties before it is asked for them."""
 PATIENCE_STEPS = 8
-"""Looks at which a request of the engine's own may wait for its first token before all early ones give way."""
+"""Number of checks during which an own request may wait for its first token before all early ones give way."""
 _PREFIX = "ahead-"
-"""Beginning of the ids of early requests in vLLM."""
+"""Prefix of the ids of early requests in vLLM."""
 
 
 @dataclass
 class EarlyFigures:
-    """What an engine did for coming steps. Sums of several engines are theirs together."""
+    """What an engine, or several engines together, did for coming steps."""
 
     num_texts: int = 0
-    """Texts that were begun."""
+    """Number of texts that were started."""
     num_branches: int = 0
-    """Branches that were begun."""
+    """Number of branches that were started."""
     num_stopped: int = 0
-    """Of both, those that gave way to requests of the engine's own, or to a price."""
+    """Number of texts and branches that gave way to own requests of the engine, or were no longer worth their price."""
     num_tokens: int = 0
-    """Tokens that they have made."""
+    """Number of tokens that texts and branches have made."""
     num_steps_beside: int = 0
-    """Steps that the engine made for its own requests with early ones beside them."""
+    """Number of steps of the engine's own requests in which early ones ran too."""
     num_steps_alone: int = 0
-    """Steps that it made for early requests alone."""
+    """Number of steps with early requests only."""
     alone_s: float = 0.0
-    """Seconds of these."""
+    """Seconds of the steps with early requests only."""
     delay_s: float = 0.0
-    """Seconds by which early requests made steps of the engine's own longer, by the measured prices of their rows."""
+    """Seconds by which early requests made steps of the engine's own requests longer, by the measured prices of rows."""
 
     def plus(self, other: "EarlyFigures") -> "EarlyFigures":
         """Returns the sums."""
         return EarlyFigures(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def metrics(self, num_steps: int, num_engines: int = 1) -> dict[str, float]:
-        """Returns the metrics of a step for which so many engines did this. `num_steps` coming steps were planned."""
+        """Returns the metrics of a step in which `num_engines` engines did this, with `num_steps` coming steps planned."""
         return {
             "ahead_begun": float(self.num_texts),
             "ahead_branches": float(self.num_branches),
@@ -73,29 +73,29 @@ class EarlyMade:
     """What an engine has made for coming steps when it ends a plan."""
 
     texts: dict[int, TextAhead]
-    """All that it knows of the rows of the plan, by their seeds."""
+    """All known texts of the rows of the plan, by their seeds."""
     figures: EarlyFigures
     flips: KeptCounts = field(default_factory=KeptCounts)
-    """What the engine's weights have changed of the texts of coming steps that it had before."""
+    """What the engine's weights have changed in earlier texts of coming steps."""
     followed: dict[int, TextAhead] = field(default_factory=dict)
-    """All that it knows of the engine's own requests that were followed, by their names."""
+    """All known texts of the engine's own requests that were followed, by their names."""
 
 
 class EngineSize(NamedTuple):
-    """What an engine has room for."""
+    """The capacity of an engine."""
 
     slots: int
-    """Requests at a time."""
+    """Most requests at a time."""
     num_blocks: int
-    """Blocks of its KV cache."""
+    """Number of blocks of its KV cache."""
     block_size: int
-    """Tokens of a block."""
+    """Number of tokens in a block."""
     step_tokens: int
-    """Tokens by which a request may grow in a step."""
+    """Most tokens by which a request may grow in a step."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> "EngineSize":
-        """Returns the size of an engine with this config of vLLM's, which has started."""
+        """Returns the size of a started engine with this vLLM config."""
         cache = vllm_config.cache_config
         speculative = vllm_config.speculative_config
         drafts = 0 if speculative is None else int(speculative.num_speculative_tokens)
@@ -103,25 +103,25 @@ class EngineSize(NamedTuple):
         return cls(slots, int(cache.num_gpu_blocks or 0), int(cache.block_size), drafts + 1)
 
     def blocks(self, num_tokens: int) -> int:
-        """Returns the number of blocks that so many tokens of a request take."""
+        """Returns the number of blocks that `num_tokens` tokens of a request take."""
         return -(-num_tokens // self.block_size)
 
     def blocks_soon(self, num_tokens: int, num_requests: int = 1) -> int:
-        """Returns the number of blocks that requests of so many tokens together take until the next look, at most."""
-        growth = self.step_tokens * (LOOK_STEPS + 2)  # an engine that schedules ahead reports a step late
+        """Returns the most blocks that requests with `num_tokens` tokens in total can take until the next check."""
+        growth = self.step_tokens * (LOOK_STEPS + 2)  # with asynchronous scheduling, reports are a step late
         return self.blocks(num_tokens + num_requests * growth) + max(num_requests - 1, 0)  # no two share a block
 
 
 class OwnLoad(NamedTuple):
-    """The requests of the present step in an engine."""
+    """The engine's own requests, which are those of the current step."""
 
     num_requests: int = 0
     blocks_left: int = 0
-    """Blocks that they and the early requests beside them leave until the next look, at least. Shared prefixes leave more."""
+    """Least number of free blocks until the next check, with early requests counted. Shared prefixes leave more free."""
     is_waiting: bool = False
     """Whether one of them has no token yet."""
     lengths: tuple[int, ...] = ()
-    """Tokens that each has sampled."""
+    """Number of tokens that each one has sampled."""
 
 
 @dataclass
@@ -129,19 +129,19 @@ class _Running:
     """An early request in the engine, or a followed one of its own."""
 
     request_id: str
-    """vLLM's id of it."""
+    """Its id in vLLM."""
     num_given: int
-    """Tokens of its prompt and prefix."""
+    """Number of tokens of its prompt and prefix."""
     num_told: int = 0
-    """Sampled tokens that the texts know."""
+    """Number of its sampled tokens that the texts already have."""
 
 
 @dataclass
 class EarlyRequests:
-    """Owns the early requests of one plan in an engine: their texts, and which of them vLLM has.
+    """Owns the early requests of one plan in an engine, with their texts, and knows which of them vLLM has.
 
-    The engine's own requests come first. An early one begins only if all of them have begun, if a slot and KV are left, and if
-    it is worth more than it costs. It is stopped as soon as one of this no longer holds.
+    The engine's own requests come first. An early one starts only if all of them have started, if a slot and KV cache are
+    left, and if it is worth more than it costs. It is stopped as soon as one of these conditions no longer holds.
     """
 
     processor: Any
@@ -149,43 +149,43 @@ class EarlyRequests:
     size: EngineSize
     early: EarlyTexts
     longest: int = 0
-    """Tokens of the longest prompt with its known text."""
+    """Number of tokens of the longest prompt with its known text."""
     prices: EarlyPrices | None = None
-    """None before anything is measured. Then early requests run only while the engine has no others."""
+    """None before anything is measured, when early requests run only while the engine has no others."""
     figures: EarlyFigures = field(default_factory=EarlyFigures)
     _running: dict[int, _Running] = field(default_factory=dict)
     _followed: dict[int, _Running] = field(default_factory=dict)
-    """Requests of the engine's own of which branches are begun."""
+    """Own requests of the engine that are followed, so that branches of them can be started."""
     _untold: set[int] = field(default_factory=set)
-    """Names whose near-ties were not all taken from the worker."""
+    """Names of requests whose near-ties were not all taken from the worker."""
     _num_waits: int = 0
     _noted_s: float = 0.0
     _prompts: set[tuple[int, ...]] = field(default_factory=set)
-    """Prompts that were begun, whose further samples find them cached."""
+    """Prompts that were started, so that further samples of them find them cached."""
 
     @property
     def num_running(self) -> int:
-        """Early requests in the engine."""
+        """Number of early requests in the engine."""
         return len(self._running)
 
     @property
     def running(self) -> list[int]:
-        """Their names."""
+        """Names of the early requests in the engine."""
         return list(self._running)
 
     @property
     def untold(self) -> list[int]:
-        """Names whose near-ties the worker may still have."""
+        """Names of requests whose near-ties the worker may still have."""
         return sorted(self._untold)
 
     @property
     def has_leftovers(self) -> bool:
-        """Whether the worker keeps near-ties of so many ended requests that it should be asked, so that it forgets them."""
+        """Whether the worker keeps near-ties of so many ended requests that it should be asked in order to forget them."""
         return len(self._untold) - len(self._running) - len(self._followed) > MOST_LEFTOVERS
 
     @property
     def is_empty(self) -> bool:
-        """Whether no early request runs and none could begin, also after the near-ties that the worker still has."""
+        """Whether no early request runs and none could start, not even with the near-ties that the worker still has."""
         may_branch = self.early.most_branches > 0 and bool(self._untold)
         return not self._running and not may_branch and not self.early.worths(1)
 
@@ -197,39 +197,39 @@ class EarlyRequests:
         sampled_S = [0 if s.detokenizer is None else s.detokenizer.num_output_tokens() for s in states]
         num_tokens = sum(sampled_S) + sum(s.prompt_len for s in states)
         own = [i for i, s in enumerate(states) if not is_early(s.external_req_id)]
-        num_coming = max(self.num_running - (len(states) - len(own)), 0)  # vLLM has not taken them yet
+        num_coming = max(self.num_running - (len(states) - len(own)), 0)  # those that vLLM has not taken yet
         num_tokens += num_coming * self.longest
         num_blocks = self.size.blocks_soon(num_tokens, len(states) + num_coming)
         is_waiting = any(states[i].is_prefilling for i in own)
         return OwnLoad(len(own), self.size.num_blocks - num_blocks, is_waiting, tuple(sampled_S[i] for i in own))
 
     def set_prices(self, reply: tuple[Sequence[float], float] | None, lengths: Sequence[int]) -> None:
-        """Takes what `specrollout_step_seconds` has replied. `lengths` are those of the responses of a rollout."""
+        """Sets the prices from a reply of `specrollout_step_seconds`. `lengths` are those of a rollout's responses."""
         if reply is not None:
             seconds_R = np.array(reply[0], np.float64)
             plain = PlainRollout(seconds_R, lengths or [1])
             self.prices = EarlyPrices(seconds_R, float(reply[1]), plain, self.early.most_steps_ahead)
 
     def worth(self) -> EarlyWorth:
-        """Returns what early requests are worth now; nothing before anything is measured."""
+        """Returns the current worth of early requests, which is nothing before anything is measured."""
         return EarlyWorth() if self.prices is None else early_worth(self.prices, self.early.worths(self.size.slots))
 
     def note_step(self, num_own: int) -> None:
-        """Notes that the engine makes a step for requests of its own."""
+        """Notes that the engine makes a step for its own requests."""
         if self._running:
             self.figures.num_steps_beside += 1
             if self.prices is not None:
                 self.figures.delay_s += self.prices.delay_s(num_own, self.num_running)
 
     def note_time(self, num_own: int, now: float) -> None:
-        """Notes the time since the last call of an engine whose steps nobody counts. It had the requests that it has now."""
+        """Accounts for the time since the last call, with the current requests, in an engine whose steps are not counted."""
         if self._running and num_own and self.prices is not None:
             delay_s = self.prices.delay_s(num_own, self.num_running)
             self.figures.delay_s += (now - self._noted_s) * delay_s / max(self.prices.step_s(num_own) + delay_s, 1e-9)
         self._noted_s = now
 
     def give_way(self, load: OwnLoad) -> list[int]:
-        """Returns the names of requests that have to be stopped now, because the engine's own need what they take."""
+        """Returns the names of early requests that must be stopped now, because own requests need what they take."""
         running = self.num_running
         if not running:
             self._num_waits = 0
@@ -237,7 +237,7 @@ class EarlyRequests:
         self._num_waits = self._num_waits + 1 if load.is_waiting else 0
         if self._num_waits > PATIENCE_STEPS:
             return self.running
-        wanted = self._wanted(load, running) if load.num_requests else running  # alone, they are in nobody's way
+        wanted = self._wanted(load, running) if load.num_requests else running  # without own requests, none is in the way
         surplus = running - min(self.size.slots - load.num_requests, wanted)
         blocks_left = load.blocks_left
         names: list[int] = []
@@ -250,11 +250,11 @@ class EarlyRequests:
         return names
 
     def has_slot(self, load: OwnLoad) -> bool:
-        """Returns whether a slot is left for an early request, while none of the engine's own waits for its first token."""
+        """Returns whether a slot is left for an early request, and no own request waits for its first token."""
         return load.num_requests + self.num_running < self.size.slots and not load.is_waiting
 
     def begin(self, load: OwnLoad) -> list[EarlyStart]:
-        """Returns the early requests that begin now, and counts them as running."""
+        """Returns the early requests that start now, and counts them as running."""
         if not self.has_slot(load):
             return []
         running = self.num_running
@@ -276,7 +276,7 @@ class EarlyRequests:
         return starts
 
     def _note_start(self, start: EarlyStart, num_own: int) -> None:
-        """Notes the rows by which a request that begins makes steps of the engine's own longer: its prompt and known text."""
+        """Notes by how much the prompt and known text of a starting request make steps of own requests longer."""
         prompt = tuple(start.row.prompt)
         num_rows = len(start.drafts) // TOKEN_BYTES + (0 if prompt in self._prompts else len(prompt))
         self._prompts.add(prompt)
@@ -286,30 +286,30 @@ class EarlyRequests:
     # Requests of the engine's own
 
     def follow(self, row: EarlyRow) -> int:
-        """Takes a request of the engine's own, of which branches may begin. Returns the name for its near-ties (`ties`)."""
+        """Follows an own request, so that branches of it may start. Returns the name for its near-ties (`ties`)."""
         name = self.early.follow(row)
         self._followed[name] = _Running("", len(row.prompt))
         self._untold.add(name)
         return name
 
     def called(self, name: int, request_id: str) -> None:
-        """Takes vLLM's id of a followed request. Ignores one that is not followed."""
+        """Notes vLLM's id of a followed request. Ignores a request that is not followed."""
         if name in self._followed:
             self._followed[name].request_id = request_id
 
     def branches_of(self, name: int) -> list[int]:
-        """Returns the names of the branches of a followed request that run; none of one that is not followed."""
+        """Returns the names of the running branches of a request, which has none if it is not followed."""
         return self.early.branches_of(name) if name in self._followed else []
 
     def forget(self, name: int) -> None:
-        """Forgets a followed request, which has ended. None of its branches may run. Ignores one that is not followed."""
+        """Forgets a followed request that has ended, whose branches must not run. Ignores one that is not followed."""
         if self._followed.pop(name, None) is not None:
             self.early.forget(name)
 
     # What they have made
 
     def read(self, names: Iterable[int]) -> None:
-        """Reads the tokens that running or followed requests have sampled so far."""
+        """Reads the tokens that these running or followed requests have sampled so far."""
         for name in names:
             for tokens in self._sampled(self._live(name)):
                 self._grew(name, tokens)
@@ -319,7 +319,7 @@ class EarlyRequests:
         self.read([*self._running, *self._followed])
 
     def stopped(self, names: Iterable[int]) -> None:
-        """Notes that requests were stopped. Their tokens have been read."""
+        """Notes that requests were stopped. Their tokens must have been read."""
         for name in names:
             if self._running.pop(name, None) is not None:
                 self.early.stopped(name)
@@ -337,18 +337,18 @@ class EarlyRequests:
             self.early.stopped(name)
 
     def take_ties(self, reply: Mapping[Any, Sequence[Any]] | None) -> None:
-        """Takes what `specrollout_take_ties` has replied for the names `untold`. Reads the tokens first."""
+        """Reads the tokens, and then stores a reply of `specrollout_take_ties` for the names `untold`."""
         self.read_all()
         for name, (first, gaps, runners_up) in (reply or {}).items():
             self.early.ties(int(name), int(first), gaps, runners_up)
         self._untold &= {*self._running, *self._followed}
 
     def settle(self) -> None:
-        """Notes which requests vLLM has no longer, after an error that has kept their outputs from us."""
+        """Notes which requests vLLM no longer has, after an error that may have lost their outputs."""
         self.stopped([name for name in self._running if not self.processor.external_req_ids.get(engine_id(name))])
 
     def made(self) -> EarlyMade:
-        """Returns all that is known of the plan's rows and of followed requests."""
+        """Returns everything that is known about the plan's rows and about followed requests."""
         return EarlyMade(self.early.texts(), self.figures, self.early.flips(), self.early.followed())
 
     def take_figures(self) -> EarlyFigures:
@@ -376,7 +376,7 @@ class EarlyRequests:
         return num_early(self.prices, load.num_requests, worths)
 
     def _blocks(self, name: int) -> int:
-        """Returns the number of blocks that a request takes until the next look, at most."""
+        """Returns the most blocks that a request can take until the next check."""
         running = self._running[name]
         sampled = max(map(len, self._sampled(running)), default=running.num_told)
         return self.size.blocks_soon(running.num_given + sampled)
@@ -386,9 +386,9 @@ class EarlyRequests:
             yield self.processor.request_states[internal_id].detokenizer.output_token_ids
 
     def _has_room(self, load: OwnLoad, starts: Sequence[EarlyStart]) -> bool:
-        """Returns whether KV is left for one more request, whatever its length, and for all to grow for a while.
+        """Returns whether the KV cache has room for one more request of any length, and for all to grow for a while.
 
-        `starts` are those that the load does not count yet.
+        `starts` are requests that the load does not count yet.
         """
         num_blocks = sum(self._blocks(start.name) for start in starts) + self.size.blocks_soon(self.longest)
         num_requests = load.num_requests + self.num_running + 1
@@ -396,20 +396,20 @@ class EarlyRequests:
 
 
 def engine_id(name: int) -> str:
-    """Returns vLLM's id of the early request that is called by a number."""
+    """Returns the id in vLLM of the early request with this name."""
     return f"{_PREFIX}{name}"
 
 
 def is_early(request_id: str) -> bool:
-    """Returns whether one of vLLM's ids is that of an early request."""
+    """Returns whether an id in vLLM is that of an early request."""
     return request_id.startswith(_PREFIX)
 
 
 def early_params(params: Any, start: EarlyStart) -> Any | None:
-    """Returns sampling parameters with which an engine begins an early request; None if its given prefix ends the response.
+    """Returns sampling parameters for starting an early request, or None if its given prefix already ends the response.
 
     `params` are those of the row itself when its step comes. The vLLM worker keeps the near-ties of an early request under its
-    name. Nobody reads the text or the log-probs of its tokens.
+    name. Decoded text and log-probs are switched off, because nobody reads them.
     """
     params = params.clone()
     num_prefix = len(start.prefix)
@@ -435,5 +435,5 @@ def _ends(params: Any, token_id: int) -> bool:
 
 
 def longest_of(rows: Iterable[Any]) -> int:
-    """Returns the tokens of the longest prompt of `EarlyRow`s with its known text."""
+    """Returns the number of tokens of the longest prompt with its known text among `EarlyRow`s."""
     return max((len(r.prompt) + (0 if r.known is None else r.known.num_tokens) for r in rows), default=0)

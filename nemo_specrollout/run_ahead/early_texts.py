@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts that an engine has in flight for coming steps: which text or branch gets the next free slot, and what it has made.
+"""The texts that an engine has in flight for coming steps. Decides which text or branch gets the next free slot.
 
-Knows no engine and no clock, so a simulated engine can use it as well.
+Uses no engine and no clock, so that a simulated engine can use it too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from nemo_specrollout.run_ahead.decisions.flips import FlipModel
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, compare
 
 TEXT = 0
-"""Number of the path that is the text itself. Its branches have the numbers from 1 on."""
+"""Number of the path that is the text itself. Its branches are numbered from 1 on."""
 
 
 class Row(Protocol):
@@ -35,29 +35,29 @@ class EarlyRow:
     """A request of a coming step that an engine may decode early."""
 
     prompt: Sequence[int]
-    """Token ids."""
+    """Token ids of the prompt."""
     row: Row
     steps_ahead: int = 1
-    """1 for the next step. After each further step the weights will change once more."""
+    """Number of weight updates until its step, which is 1 for the next step."""
     known: TextAhead | None = None
-    """What weights before the engine's present ones have sampled for it."""
+    """The text that weights before the engine's current ones have sampled for it."""
     probability: float = 1.0
-    """Probability that newer weights will sample it. Below 1 for a request of the engine's own that may end before."""
+    """Probability that newer weights will sample it. Below 1 for an own request of the engine, which may end before."""
 
 
 @dataclass(frozen=True)
 class EarlyStart:
-    """An early request that the engine should begin."""
+    """An early request that the engine should start."""
 
     name: int
-    """Number by which the request is called. No two requests of an engine share one."""
+    """Number that identifies the request. No two requests of an engine share one."""
     row: EarlyRow
     prefix: tuple[int, ...] = ()
-    """Beginning of the response that is given: the part of the text before a branch, and the runner-up there."""
+    """Given beginning of the response. For a branch, it is the text before the branch and the runner-up there."""
     drafts: bytes = b""
     """Known continuation after prompt and prefix, as int32 numbers."""
     branches: bytes = b""
-    """Known branches of it, packed."""
+    """Known branches of that continuation, packed."""
 
 
 @dataclass
@@ -66,48 +66,48 @@ class _Path:
 
     parent: int
     position: int
-    """Number of its first own token in the response."""
+    """Index of its first own token in the response."""
     name: int
     tokens: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     runners_up: list[int] = field(default_factory=list)
     num_grown: int = 0
-    """Tokens whose near-ties the choice of branches knows."""
+    """Number of tokens whose near-ties were passed to the choice of branches."""
     is_complete: bool = False
 
 
 @dataclass
 class _Flight:
-    """A request of a coming step, with its paths once it is begun."""
+    """A request of a coming step, with its paths once it is started."""
 
     row: EarlyRow
     worth: Worth
-    """Worth of beginning its text."""
+    """Worth of starting its text."""
     paths: list[_Path] = field(default_factory=list)
     is_known_now: bool = False
-    """Whether the engine's present weights have made what is known of the row, because its text was begun before."""
+    """Whether the known text of the row comes from the engine's current weights, because it was started before."""
     is_followed: bool = False
-    """Whether the engine decodes the text as a request of its own."""
+    """Whether the engine decodes the text as one of its own requests."""
 
 
 class EarlyTexts:
-    """Owns the texts of an engine's early requests. A request or branch is called by the name that `next` gave it.
+    """Owns the texts of an engine's early requests. A request or branch is identified by the name that `next` gave it.
 
-    Also follows requests of the engine's own that newer weights may have to decode again. Their texts are none of ours to
-    begin or to stop, but branches of them are begun like others.
+    Also follows own requests of the engine that newer weights may have to decode again. Their texts are not started or stopped
+    here, but branches of them are started like others.
     """
 
     def __init__(
         self, rows: Sequence[EarlyRow], flips: FlipModel, most_branches: int, kept: float, names: Iterator[int]
     ) -> None:
-        """Begins with what is known of each row.
+        """Starts with what is known about each row.
 
         Args:
-            rows: Requests of coming steps, the first of which is begun first among equals.
-            flips: How far the next update will move scores.
-            most_branches: Branches of a request at most; 0 for none.
-            kept: Share of what was made ahead that the last updates have left, for texts that are not begun.
-            names: Gives a new number for each request.
+            rows: Requests of coming steps. Among equals, the first one is started first.
+            flips: Model of how far the next update will move scores.
+            most_branches: Most branches of a request, or 0 for none.
+            kept: Share of the tokens made ahead that the last updates have left right, for texts that are not started.
+            names: Yields a new number for each request.
         """
         self.most_branches = most_branches
         self._choice = BranchChoice(flips, most_branches + 1)
@@ -116,25 +116,25 @@ class EarlyTexts:
         self._flights = {i: _Flight(row, self._text_worth(row)) for i, row in enumerate(rows)}
         self._indices = count(len(rows))
         self.most_steps_ahead = max((row.steps_ahead for row in rows), default=1)
-        """The most updates for which a row waits."""
+        """Most updates for which a row waits."""
         self._seen = KeptCounts()
-        """What has changed of the known texts of rows that were begun again."""
+        """What has changed in the known texts of rows that were started again."""
         self._by_name: dict[int, tuple[int, int]] = {}
         """Index of the row and number of the path of each request, by its name."""
         self._running: dict[int, Worth] = {}
-        """Worth of each running request by its name, because it is asked for more often than it changes."""
+        """Cached worth of each running request by its name, because it is needed more often than it changes."""
         self._waiting = sorted(self._flights, key=lambda i: -self._flights[i].worth.probability)
-        """Rows that are not begun, best first. Python's sort keeps the order of equals."""
+        """Rows that are not started, best first. Python's sort keeps the order of equals."""
 
     @property
     def running(self) -> list[int]:
-        """Names of the requests that the engine has begun and neither ended nor stopped."""
+        """Names of the requests that the engine has started and that have neither ended nor been stopped."""
         return list(self._running)
 
     def worths(self, most: int) -> list[Worth]:
-        """Returns the worth of a token of the requests that run or could begin, best first, at most `most` of them.
+        """Returns the worth of a token of at most `most` requests that run or could start, best first.
 
-        Of the branches that could begin only the likeliest is known without beginning it. So the others count as much as it.
+        Of the branches that could start only the most likely one is known in advance, so the others count as much as it does.
         """
         found = [*self._running.values(), *(self._flights[i].worth for i in self._waiting[:most])]
         best = self._choice.best()
@@ -143,7 +143,7 @@ class EarlyTexts:
         return sorted(found, key=_probability, reverse=True)[:most]
 
     def next(self, number: int) -> list[EarlyStart]:
-        """Returns the best requests to begin, at most `number`, and counts them as running."""
+        """Returns at most `number` requests to start, the best ones, and counts them as running."""
         starts: list[EarlyStart] = []
         while len(starts) < number:
             text_worth = self._flights[self._waiting[0]].worth.probability if self._waiting else 0.0
@@ -157,7 +157,7 @@ class EarlyTexts:
         return starts
 
     def follow(self, row: EarlyRow) -> int:
-        """Takes a request that the engine decodes as one of its own, from its beginning. Returns the name of its text."""
+        """Follows a request that the engine decodes as one of its own, from its beginning. Returns the name of its text."""
         index = next(self._indices)
         name = next(self._names)
         self._flights[index] = _Flight(row, self._text_worth(row), [_Path(TEXT, 0, name)], is_followed=True)
@@ -166,25 +166,25 @@ class EarlyTexts:
         return name
 
     def branches_of(self, name: int) -> list[int]:
-        """Returns the names of the branches of a followed request that run."""
+        """Returns the names of the running branches of a followed request."""
         index, _ = self._by_name[name]
         return [path.name for path in self._flights[index].paths[1:] if path.name in self._running]
 
     def forget(self, name: int) -> None:
-        """Forgets a followed request that has ended. None of its branches may run."""
+        """Forgets a followed request that has ended. Its branches must not run."""
         index, _ = self._by_name[name]
         for path in self._flights.pop(index).paths:
             del self._by_name[path.name]
         self._choice.close(index)
 
     def grew(self, name: int, tokens: Iterable[int]) -> None:
-        """Takes further tokens that a request has sampled."""
+        """Adds further tokens that a request has sampled."""
         index, number = self._by_name[name]
         self._flights[index].paths[number].tokens.extend(tokens)
         self._tell_ties(index, number)
 
     def ties(self, name: int, first: int, gaps: bytes, runners_up: bytes) -> None:
-        """Takes near-ties of a request, as `specrollout_take_ties` returns them. `first` counts prompt and prefix."""
+        """Adds near-ties of a request, as `specrollout_take_ties` returns them. `first` counts prompt and prefix."""
         if name not in self._by_name:
             return
         index, number = self._by_name[name]
@@ -210,7 +210,7 @@ class EarlyTexts:
     def stopped(self, name: int) -> None:
         """Notes that a request was stopped. Its tokens so far stay known.
 
-        A text that has no branches yet may begin again, with these tokens as drafts. A branch does not begin again.
+        A text that has no branches yet may start again, with these tokens as drafts. A branch does not start again.
         """
         if self._running.pop(name, None) is None:
             return
@@ -219,19 +219,19 @@ class EarlyTexts:
             self._waiting.insert(0, index)
 
     def least(self, number: int) -> list[int]:
-        """Returns the names of the running requests that are worth least, at most `number`."""
+        """Returns the names of at most `number` running requests that are worth the least."""
         return sorted(self._running, key=lambda name: self._running[name].probability)[:number]
 
     def texts(self) -> dict[int, TextAhead]:
-        """Returns all that is known, by the seeds of the rows. A row of which nothing is known is left out.
+        """Returns all known texts by the seeds of their rows. Rows without a known text are left out.
 
-        So are followed requests, which are no rows of a coming step (`followed`).
+        Followed requests are left out too, because they are no rows of a coming step (see `followed`).
         """
         known = {flight.row.row.seed: self._text(flight) for flight in self._flights.values() if not flight.is_followed}
         return {seed: text for seed, text in known.items() if text is not None and text.tokens}
 
     def flips(self) -> KeptCounts:
-        """Returns what the engine's weights have changed of the texts that the weights before them have made."""
+        """Returns what the engine's weights have changed in the texts that the weights before them have made."""
         seen = self._seen
         for flight in self._flights.values():
             if not (flight.is_known_now or flight.is_followed):
@@ -239,7 +239,7 @@ class EarlyTexts:
         return seen
 
     def followed(self) -> dict[int, TextAhead]:
-        """Returns all that is known of followed requests, by their names."""
+        """Returns all known texts of followed requests, by their names."""
         known = {f.paths[TEXT].name: self._text(f) for f in self._flights.values() if f.is_followed}
         return {name: TextAhead(b"") if text is None else text for name, text in known.items()}
 
@@ -267,7 +267,7 @@ class EarlyTexts:
     def _begin_branch(self, branch: Branch) -> EarlyStart:
         index = branch.request
         assert isinstance(index, int)
-        if index in self._waiting:  # its text was stopped, and what was made of it stays, because the branch leaves it
+        if index in self._waiting:  # its text was stopped, but stays known because the branch leaves it
             self._waiting.remove(index)
         flight = self._flights[index]
         prefix = (*self._tokens_before(flight, branch.parent, branch.position), branch.token_id)
@@ -290,7 +290,7 @@ class EarlyTexts:
         return before + path.tokens[: position - path.position]
 
     def _tell_ties(self, index: int, number: int) -> None:
-        """Lets the choice of branches know the near-ties of tokens that have arrived."""
+        """Passes the near-ties of tokens that have arrived to the choice of branches."""
         path = self._flights[index].paths[number]
         known = min(len(path.gaps), len(path.tokens))
         first = max(path.num_grown, int(number > TEXT))  # the first token of a branch cannot flip back
@@ -302,7 +302,7 @@ class EarlyTexts:
             self._running[path.name] = self._worth(path.name)
 
     def _text_worth(self, row: EarlyRow) -> Worth:
-        """Returns the worth of beginning the text of a row. A complete one has tokens to make only where it parts."""
+        """Returns the worth of starting the text of a row. A complete text only needs tokens where it diverges."""
         k = row.steps_ahead
         probability = self._kept**k
         if row.known is not None and row.known.is_complete:
@@ -320,7 +320,7 @@ class EarlyTexts:
         return Worth(probability, float(k) if number == TEXT else survival * k, k, num_known)
 
     def _text(self, flight: _Flight) -> TextAhead | None:
-        """Returns what is known of a row now: what was made, and where that ends or agrees, what was known before."""
+        """Returns the known text of a row, which is what was made, continued where possible by what was known before."""
         known = flight.row.known
         path = flight.paths[TEXT] if flight.paths else None
         if path is None or not (path.tokens or path.is_complete):
@@ -340,13 +340,13 @@ class EarlyTexts:
 
 
 def _num_older(flight: _Flight, num_left: int) -> int:
-    """Returns how many of the last `num_left` known tokens weights before the present ones have made."""
+    """Returns how many of the last `num_left` known tokens were made by weights before the current ones."""
     known = flight.row.known
     return min(num_left, known.num_older) if known is not None and flight.is_known_now else num_left
 
 
 def _changed(flight: _Flight) -> KeptCounts:
-    """Returns how far the known text of a row and the one that the present weights have made agree."""
+    """Returns how far the known text of a row agrees with the one that the current weights have made."""
     known = flight.row.known
     tokens = flight.paths[TEXT].tokens if flight.paths else []
     return compare(known, tokens) if known is not None and tokens else KeptCounts()
@@ -356,18 +356,18 @@ _probability = attrgetter("probability")
 
 
 def _ties(path: _Path, length: int) -> tuple[bytes, bytes]:
-    """Returns gaps and runners-up of the first tokens of a path, at most `length`, as far as they are known."""
+    """Returns the known gaps and runners-up of at most the first `length` tokens of a path."""
     gaps = np.array(path.gaps[:length], np.float16)
     return gaps.tobytes(), as_bytes(path.runners_up[:length])
 
 
 def _with_tail(made: bytes, known: bytes) -> bytes:
-    """Returns ties of a text whose tail is an older one's, as far as they are known."""
+    """Returns the known ties of a text whose tail comes from an older text."""
     return made + known[len(made) :]
 
 
 def _known_after(known: TextAhead | None, prefix: Sequence[int]) -> bytes:
-    """Returns what a known path that begins with `prefix` has after it, as int32 numbers; empty if none does."""
+    """Returns the rest of a known path that begins with `prefix`, as int32 numbers, or b"" if there is none."""
     if known is None:
         return b""
     for path in paths_of(known.tokens, known.branches):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What updates have taught a driver about texts that were made before them, kept for the next start of the run."""
+"""What a driver has learned from updates about texts made ahead, kept for the next start of the run."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ from nemo_specrollout.learned.state import begin_with, state_of
 from nemo_specrollout.run_ahead.coming_texts import ComingTexts
 
 KIND = "run_ahead"
-"""Beginning of the names of the files."""
+"""Prefix of the names of the files."""
 
 
 class KeptUpdates:
-    """Owns the file of what `ComingTexts` learn. Only a run that goes on reads it, because the next run has other updates."""
+    """Owns the file with what `ComingTexts` learn. Only a run that resumes reads it, because other runs have other updates."""
 
     def __init__(self, coming: ComingTexts, config: LearnedConfig, model: str, *, begins_again: bool = False) -> None:
-        """`model` is the policy's name. `begins_again` is as for the texts, which are of another kind then."""
+        """`model` is the policy's name. `begins_again` is as for `ComingTexts`, whose texts are of another kind then."""
         self._coming = coming
         self._file: KeptFile | None = None
         if config.warm_start and config.folder is not None:
@@ -38,7 +38,7 @@ class KeptUpdates:
             self._num_steps = found.num_steps
 
     def keep(self) -> None:
-        """Keeps what was learned by the end of a step. Does not wait for the disk."""
+        """Keeps what was learned up to the end of a step. Does not wait for the disk."""
         self._num_steps += 1
         if self._file is not None and self._file.is_due:
             self._file.keep(state_of(self._coming), self._num_steps)

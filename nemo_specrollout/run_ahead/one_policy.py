@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of an asynchronous engine whose weights change while they run (`run_ahead`): each sample is of one policy."""
+"""Makes each sample of an asynchronous engine come from one policy although weights change amid requests (`run_ahead`)."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -16,14 +16,14 @@ from nemo_specrollout.run_ahead.rolling_stream import RollingStream
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, compare
 
 _PROMPT = "prompt_token_ids"
-"""The only key of vLLM's prompts of which branches are begun. Others have images, or keep to a cache of their own."""
+"""The only key of vLLM's prompts for which branches are started. Others have images, or use a cache of their own."""
 _EARLIER = 0.5
-"""Weight of the requests before the last change, when the share of those that a change interrupts is estimated."""
+"""Factor on the weight of earlier requests at each change, when the share of interrupted requests is estimated."""
 
 
 @dataclass(frozen=True)
 class OwnRow:
-    """A request of the engine's own as a row of which branches are begun."""
+    """An own request of the engine, in the form of a row of which branches are started."""
 
     seed: int
     params: Any
@@ -31,7 +31,10 @@ class OwnRow:
 
 
 def branch_request(start: EarlyStart) -> tuple[Any, Any]:
-    """Returns vLLM's prompt and sampling parameters of a branch of an `OwnRow`; no parameters if nothing is left to decode."""
+    """Returns vLLM's prompt and sampling parameters of a branch of an `OwnRow`.
+
+    The parameters are None if nothing is left to decode.
+    """
     row = start.row.row
     assert isinstance(row, OwnRow)
     return {_PROMPT: [*start.row.prompt, *start.prefix]}, early_params(row.params, start)
@@ -45,57 +48,57 @@ class InterruptedShare:
 
     @property
     def probability(self) -> float:
-        """Share of the latest requests that were interrupted; 1 before anything is known."""
+        """Share of the latest requests that were interrupted, or 1 before anything is known."""
         return self._num_interrupted / self._num_ended
 
     def ended(self, *, is_interrupted: bool) -> None:
-        """Counts a request that has ended, or that a change of the weights has interrupted."""
+        """Counts a request that has ended, or that was interrupted by a change of the weights."""
         self._num_ended += 1.0
         self._num_interrupted += is_interrupted
 
     def change_begins(self) -> None:
-        """Makes what was counted before the change less important."""
+        """Reduces the weight of what was counted before the change."""
         self._num_ended *= _EARLIER
         self._num_interrupted *= _EARLIER
 
 
 class OnePolicyStream:
-    """Makes requests begin again when weights have changed. Their text so far is drafts, so most of it is verified at once.
+    """Makes requests start over when weights have changed. The text so far is reused as drafts, most of which are right.
 
     With `rolling`, branches of the requests are decoded in free slots, where a near-tie is likely to flip. A request that
-    begins again brings them along, and follows whichever text its new weights sample.
+    starts over brings them along, and follows whichever text its new weights sample.
 
-    Owns the count of changes, and knows whether one is under way. A change begins before the first new tensor arrives and
-    ends after the last one. Belongs to one event loop. A plan of `rolling` lasts from the first request after a change to
-    the next change.
+    Owns the count of changes, and knows whether one is going on. A change begins before the first new tensor arrives and ends
+    after the last one. Belongs to one event loop. A plan of `rolling` lasts from the first request after a change to the next
+    change.
 
-    Invariant: vLLM decodes a request whose output is yielded between two changes, and during none. A request that comes
-    during a change waits until the change has ended. A request that is under way when a change begins starts again after
-    it, even if vLLM has just finished it. No branch is in vLLM during a change.
+    Invariant: a request whose output is yielded was decoded entirely between two changes. A request that arrives during a
+    change waits until it has ended. A request that is running when a change begins starts over after it, even if vLLM has just
+    finished it. No branch is in vLLM during a change.
     """
 
     def __init__(
         self, generate: Callable[..., AsyncGenerator[Any, None]], rolling: RollingStream | None = None
     ) -> None:
-        """`generate` is vLLM's own method, but a request reads no prefix that was cached before the latest change.
+        """`generate` is vLLM's own method, but for requests that reuse no prefix cached before the latest change.
 
-        `rolling` decodes branches, for which `branch_request` makes the requests; None for no branches.
+        `rolling` decodes branches, whose requests `branch_request` makes. It is None if there are no branches.
         """
         self._generate = generate
         self._rolling = rolling
         self._num_changes = 0
         self._settled = asyncio.Event()
-        """Set while no change is under way."""
+        """Set while no change of the weights is going on."""
         self._settled.set()
         self._scale = FlipModel().scale
         self._interrupted = InterruptedShare()
         self._texts: asyncio.Future[dict[int, TextAhead]] | None = None
-        """What is known of the requests that were under way when the latest change began, by their names."""
+        """Known texts of the requests that were running when the latest change began, by their names."""
         self._figures = EarlyFigures()
         self._kept = KeptCounts()
 
     async def change_begins(self) -> None:
-        """Notes that new weights are coming. Every request under way has to begin again, and all branches are stopped."""
+        """Notes that new weights are coming. Every running request has to start over, and all branches are stopped."""
         self._num_changes += 1
         self._settled.clear()
         self._interrupted.change_begins()
@@ -103,18 +106,18 @@ class OnePolicyStream:
         followed: dict[int, TextAhead] = {}
         try:
             if self._rolling is not None and self._rolling.has_plan:
-                made = await self._rolling.end(keeps_cache=True)  # no request to come finds what is cached now
+                made = await self._rolling.end(keeps_cache=True)  # later requests do not find what is cached now
                 followed = made.followed
                 self._figures = self._figures.plus(made.figures)
         finally:
             texts.set_result(followed)
 
     def change_ends(self) -> None:
-        """Notes that all new weights have come, or that the change has failed. Requests that wait go on."""
+        """Notes that all new weights have arrived or that the change has failed, and lets waiting requests continue."""
         self._settled.set()
 
     def expect(self, scale: float) -> None:
-        """Takes what the next update is expected to move the difference of two scores by, in nats (`FlipModel`)."""
+        """Sets how far the next update is expected to move the difference of two scores, in nats (`FlipModel`)."""
         self._scale = scale
 
     def take_figures(self) -> EarlyFigures:
@@ -124,13 +127,13 @@ class OnePolicyStream:
         return figures if self._rolling is None else figures.plus(self._rolling.take_figures())
 
     def take_kept(self) -> KeptCounts:
-        """Returns how much of the texts of requests that began again was right since the last call."""
+        """Returns how much was right, since the last call, of the texts of requests that started over."""
         counts = self._kept
         self._kept = KeptCounts()
         return counts
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
-        """Replaces `AsyncLLM.generate` for a request that carries our identity. Yields the last output only."""
+        """Replaces `AsyncLLM.generate` for a request that carries our identity. Yields only the last output."""
         attempt = 0
         known = _brought(params)
         while True:
@@ -148,7 +151,7 @@ class OnePolicyStream:
                             break
             finally:
                 if name is not None and self._rolling is not None:
-                    self._rolling.forget(name)  # nothing is left of its plan if weights change
+                    self._rolling.forget(name)  # if weights change, its plan is gone anyway
             is_interrupted = self._num_changes != begun_at
             made = [] if latest is None else latest.outputs[0].token_ids
             self._count(known if attempt else None, made, is_interrupted=is_interrupted)
@@ -162,7 +165,7 @@ class OnePolicyStream:
     async def _followed(
         self, prompt: Any, params: Any, request_id: str, known: TextAhead | None
     ) -> tuple[Any, int | None]:
-        """Returns the sampling parameters of a request that begins, and its name if branches of it may begin."""
+        """Returns the sampling parameters of a starting request, and its name if branches of it may start."""
         rolling = self._rolling
         identity = params.extra_args[EXTRA_ARGS_KEY]
         if rolling is None or not _may_branch(prompt, identity):
@@ -175,13 +178,13 @@ class OnePolicyStream:
         return _with_text(params, known, {"ties": name}), name
 
     async def _known_now(self, name: int | None, before: TextAhead | None, made: Sequence[int]) -> TextAhead:
-        """Returns what is known of a request that a change has interrupted: `before`, branches, and what it has made."""
+        """Returns what is known about an interrupted request, from `before`, its branches and what it has made."""
         texts = {} if self._texts is None else await asyncio.shield(self._texts)
         text = texts.get(name, before) if name is not None else before
         return (TextAhead(b"") if text is None else text).with_made(made)
 
     def _count(self, known: TextAhead | None, made: Sequence[int], *, is_interrupted: bool) -> None:
-        """Counts a request that has ended or was interrupted, and how much of its text its weights have sampled as well."""
+        """Counts a request that has ended or was interrupted, and how much of its text its weights have sampled again."""
         self._interrupted.ended(is_interrupted=is_interrupted)
         if known is not None and known.tokens and len(made):
             self._kept = self._kept.plus(compare(known.upto(len(made)) if is_interrupted else known, made))
@@ -198,7 +201,7 @@ def _may_branch(prompt: Any, identity: Mapping[str, Any]) -> bool:
 
 
 def _brought(params: Any) -> TextAhead | None:
-    """Returns the text that a request brings along, with its branches; None if it brings none."""
+    """Returns the text that a request brings along with its branches, or None if it brings none."""
     identity = params.extra_args[EXTRA_ARGS_KEY]
     if "ahead" not in identity:
         return None
@@ -206,7 +209,7 @@ def _brought(params: Any) -> TextAhead | None:
 
 
 def _with_text(params: Any, known: TextAhead | None, more: Mapping[str, Any]) -> Any:
-    """Returns sampling parameters with what is known as drafts, and with `more` in their identity."""
+    """Returns sampling parameters with the known text as drafts, and with `more` in their identity."""
     params = params.clone()
     identity = {**params.extra_args[EXTRA_ARGS_KEY], **more}
     if known is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rolling engine does for a plan of early requests, whether its engine is synchronous or not (`run_ahead`).
+"""What synchronous and asynchronous engines do in the same way for a plan of early requests (`run_ahead`).
 
-`rolling_engine.py` and `rolling_stream.py` have what differs: how the engine steps, is asked and waited for, and how its
-requests begin and are stopped.
+`rolling_engine.py` and `rolling_stream.py` have what differs, which is how the engine steps, how it is asked and waited for,
+and how its requests are started and stopped.
 """
 
 import itertools
@@ -30,24 +30,24 @@ from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 50
-"""Attempts to make vLLM drop its cached prefixes, which the next weights must not read. It refuses amid a step."""
+"""Most attempts to make vLLM drop its cached prefixes, which the next weights must not read. It refuses during a step."""
 RETRY_S = 0.02
 """Seconds between two such attempts."""
 _TIME_SHARE = 0.01
-"""Most of the time that questions to the vLLM worker may take."""
+"""Largest share of the time that questions to the vLLM worker may take."""
 
 RequestOf = Callable[[EarlyStart], tuple[Any, Any]]
-"""Returns vLLM's prompt and sampling parameters of an early request, or None for the parameters if there is nothing to decode.
+"""Returns vLLM's prompt and sampling parameters of an early request. The parameters are None if there is nothing to decode.
 
-`early_requests.early_params` makes them of the row's own parameters."""
+`early_requests.early_params` derives them from the row's own parameters."""
 
 
 class StaleCache(RuntimeError):
-    """vLLM keeps prefixes that older weights have cached, so the run must not go on."""
+    """Raised if vLLM does not drop prefixes that older weights have cached, because then the run must not go on."""
 
 
 class Seldom:
-    """Says when a question may be asked again, so that the answers take a hundredth of the time at most."""
+    """Tells when a question may be asked again, so that answers take at most a hundredth of the time."""
 
     def __init__(self) -> None:
         self._due_s = self._began_s = 0.0
@@ -66,28 +66,28 @@ class Seldom:
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the vLLM workers. Whoever asks it does so within `pace`, and gives all replies to `answered`."""
+    """A question to the vLLM workers. It is asked within the context `pace`, and all replies are passed to `answered`."""
 
     method: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     take: Callable[[Any], None] | None = None
-    """Takes the reply, if it matters."""
+    """Receives the reply, if it matters."""
     pace: Seldom = field(default_factory=Seldom)
 
     def answered(self, replies: Sequence[Any]) -> None:
-        """Takes the reply of the only worker that does not reply None."""
+        """Passes on the reply of the only worker that does not reply None."""
         if self.take is not None:
             self.take(next((reply for reply in replies if reply is not None), None))
 
 
 class Rolling:
-    """Owns the early requests of the plan of an engine, if it has one, and what it has learned in its plans. Never waits.
+    """Owns the early requests of an engine's plan, if it has one, and what was learned in its plans. Never waits.
 
-    States: idle; with a plan, from `plan` to `end` of the subclass.
+    It is idle except between `plan` and `end` of the subclass, when it has a plan.
     """
 
     def __init__(self, request_of: RequestOf, most_branches: int) -> None:
-        """`most_branches` bounds the branches of a request; 0 for none."""
+        """`most_branches` is the most branches of a request, or 0 for none."""
         self._request_of = request_of
         self._most_branches = most_branches
         self._names = itertools.count()
@@ -106,19 +106,19 @@ class Rolling:
         return self._early is not None
 
     def worth(self) -> EarlyWorth:
-        """Returns what its early requests are worth now."""
+        """Returns the current worth of its early requests."""
         return EarlyWorth() if self._early is None else self._early.worth()
 
     def follow(self, row: EarlyRow) -> int:
-        """Takes a request of the engine's own that newer weights may have to decode again, before it begins.
+        """Follows an own request that newer weights may have to decode again. Call it before the request starts.
 
-        Branches of it are begun from now on. Returns the name that it needs as `ties` in its identity.
+        Branches of it are started from now on. Returns the name that it needs as `ties` in its identity.
         """
         assert self._early is not None, "there is no plan"
         return self._early.follow(row)
 
     def called(self, name: int, request_id: str) -> None:
-        """Takes vLLM's id of a followed request. Before that nobody knows its tokens."""
+        """Notes vLLM's id of a followed request, which is needed to read its tokens."""
         if self._early is not None:
             self._early.called(name, request_id)
 
@@ -134,14 +134,14 @@ class Rolling:
         return EarlyFigures() if self._early is None else self._early.take_figures()
 
     def _stop(self, early: EarlyRequests, names: Sequence[int]) -> None:
-        """Stops early requests, after their tokens have been read."""
+        """Stops early requests. Their tokens must have been read."""
         raise NotImplementedError
 
     def _open(self, engine: Any, rows: Sequence[EarlyRow], scale: float, kept: float) -> EarlyRequests:
         """Returns the early requests of a new plan. `engine` is vLLM's object that knows its config and its requests.
 
-        `scale` is what the next update is expected to move the difference of two scores by, in nats (`FlipModel`), and `kept`
-        the share of what was made ahead that an update has left.
+        `scale` is how far the next update is expected to move the difference of two scores, in nats (`FlipModel`), and `kept`
+        is the share of the tokens made ahead that an update has left right.
         """
         assert self._early is None, "the plan before has not ended"
         texts = EarlyTexts(rows, FlipModel(scale), self._most_branches, kept, self._names)
@@ -151,9 +151,9 @@ class Rolling:
         return self._early
 
     def _questions(self, early: EarlyRequests, load: OwnLoad) -> list[Question]:
-        """Returns what to ask before requests begin: prices, once for each plan, and near-ties at which branches can begin.
+        """Returns the questions before requests start, about prices (once per plan) and near-ties for branches.
 
-        Nothing is asked while no request could begin, or soon after the same question, unless the worker keeps too much.
+        Nothing is asked while no request could start, or soon after the same question, unless the worker keeps too much.
         """
         if not early.has_slot(load):
             return self._asks_for_ties(early, self._asks_ties) if early.has_leftovers else []
@@ -161,12 +161,12 @@ class Rolling:
         if early.prices is None and self._asks_prices.is_due():
             take = partial(early.set_prices, lengths=self._known_lengths or [*self._lengths, *load.lengths])
             questions.append(Question(WorkerCalls.specrollout_step_seconds, take=take, pace=self._asks_prices))
-        if not early.num_running or self._asks_ties.is_due():  # without any at work, branches are all that is left
+        if not early.num_running or self._asks_ties.is_due():  # if none is running, only branches are left to start
             questions += self._asks_for_ties(early, self._asks_ties)
         return questions
 
     def _last_questions(self, early: EarlyRequests) -> list[Question]:
-        """Returns what to ask when a plan has ended and no request of it is left in the engine."""
+        """Returns the questions for when a plan has ended and none of its requests is left in the engine."""
         return [*self._asks_for_ties(early, Seldom()), Question(WorkerCalls.specrollout_forget_ties)]
 
     def _asks_for_ties(self, early: EarlyRequests, pace: Seldom) -> list[Question]:
@@ -175,14 +175,14 @@ class Rolling:
         return [Question(WorkerCalls.specrollout_take_ties, (early.untold,), early.take_ties, pace)]
 
     def _made(self, early: EarlyRequests | None) -> EarlyMade:
-        """Returns what was made in a plan that has ended; nothing if there was none."""
+        """Returns what was made in a plan that has ended, or nothing if there was no plan."""
         if early is None:
             return EarlyMade({}, EarlyFigures())
         self._known_lengths = self._lengths or self._known_lengths
         return early.made()
 
     def _refused(self, early: EarlyRequests, name: int, error: BaseException) -> None:
-        """Leaves a request that vLLM refuses for its step, and warns of the first one."""
+        """Gives up an early request that vLLM refuses, and warns of the first one. It is decoded in its own step."""
         self._leave(early, name)
         if not self._has_warned:
             self._has_warned = True
@@ -191,5 +191,5 @@ class Rolling:
             )
 
     def _leave(self, early: EarlyRequests, name: int) -> None:
-        """Notes that nothing can be decoded of a request, now or later."""
+        """Notes that nothing can be decoded of a request, neither now nor later."""
         early.finished(engine_id(name), (), "stop")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A synchronous engine that decodes requests of coming steps in slots that its own requests leave free (`run_ahead`).
 
-Whoever drives the engine sees its own requests only. vLLM's `LLM.generate`, `HostedEngine` and `TurnShard` all step
+Whoever drives the engine sees only its own requests. vLLM's `LLM.generate`, `HostedEngine` and `TurnShard` all step
 `llm.llm_engine`, and three methods of that object are wrapped while there is a plan.
 """
 
@@ -18,15 +18,15 @@ from nemo_specrollout.run_ahead.rolling import MAX_TRIES, RETRY_S, Question, Req
 class RollingEngine(Rolling):
     """Decodes early requests beside the requests of whoever drives a `vllm.LLM`.
 
-    States: idle; with a plan, from `plan` to `end`. Owns the early requests of the plan. The engine is as it was without a
-    plan, except for early requests' numbers, which go on.
+    It is idle except between `plan` and `end`, when it has a plan. Owns the early requests of the plan. After a plan, the
+    engine is as it was before, except that the numbering of early requests continues.
 
     Invariant: outputs and counts of unfinished requests that the wrapped methods return are those of the engine's own
-    requests. Early requests never make the driver of the engine step once more than its own requests need.
+    requests. Early requests never make the driver of the engine step more often than its own requests need.
     """
 
     def __init__(self, llm: Any, request_of: RequestOf, most_branches: int) -> None:
-        """`most_branches` bounds the branches of a request; 0 for none."""
+        """`most_branches` is the most branches of a request, or 0 for none."""
         super().__init__(request_of, most_branches)
         self._llm = llm
         self._engine = llm.llm_engine
@@ -34,13 +34,13 @@ class RollingEngine(Rolling):
         """The engine's own methods while they are wrapped."""
         self._seen_own = 0
         self._steps_left = 0
-        """Steps until the next look."""
+        """Number of steps until the next check."""
 
     def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
-        """Takes rows of coming steps, the most urgent ones first. An earlier plan must have ended.
+        """Starts a plan with rows of coming steps, the most urgent ones first. An earlier plan must have ended.
 
-        `scale` is what the next update is expected to move the difference of two scores by, in nats (`FlipModel`), and `kept`
-        the share of what was made ahead that an update has left.
+        `scale` is how far the next update is expected to move the difference of two scores, in nats (`FlipModel`), and `kept`
+        is the share of the tokens made ahead that an update has left right.
         """
         self._open(self._engine, rows, scale, kept)
         self._steps_left = 0
@@ -49,7 +49,7 @@ class RollingEngine(Rolling):
         self._wrap("get_num_unfinished_requests", self._get_num_unfinished_requests)
 
     def slice(self, seconds: float) -> bool:
-        """Decodes early requests alone for about `seconds`, in which nobody else uses the engine.
+        """Decodes only early requests for about `seconds`, while nobody else uses the engine.
 
         Returns whether there is more to decode.
         """
@@ -70,9 +70,9 @@ class RollingEngine(Rolling):
         return not early.is_empty
 
     def end(self, *, keeps_cache: bool) -> EarlyMade:
-        """Ends the plan. No early request is left in the engine. Returns what was made.
+        """Ends the plan, removes all early requests from the engine, and returns what was made.
 
-        Also makes the engine drop its cached prefixes, unless it `keeps_cache`. Raises StaleCache if it does not drop them.
+        Also makes the engine drop its cached prefixes, unless `keeps_cache` is true. Raises StaleCache if that fails.
         """
         early = self._early
         self._early = None
@@ -87,7 +87,7 @@ class RollingEngine(Rolling):
             self._drop_cache()
         return self._made(early)
 
-    # What stands in for the engine's methods
+    # Replacements of the engine's methods
 
     def _step(self) -> list[Any]:
         early = self._early
@@ -111,14 +111,14 @@ class RollingEngine(Rolling):
     def _unwrap(self, name: str) -> None:
         native = self._native.pop(name)
         if getattr(native, "__func__", None) is getattr(type(self._engine), name, None):
-            delattr(self._engine, name)  # the class has it, so the object needs none of its own
+            delattr(self._engine, name)  # removes the wrapper, so that the class's method is found again
         else:
             setattr(self._engine, name, native)
 
     # Early requests
 
     def _look_if_due(self, early: EarlyRequests) -> None:
-        """Begins and stops early requests, if own requests have come or gone, or some steps have passed."""
+        """Starts and stops early requests if own requests have come or gone, or if some steps have passed."""
         num_own = self._get_num_unfinished_requests()
         if num_own == self._seen_own and self._steps_left > 0:
             self._steps_left -= 1
@@ -186,7 +186,7 @@ class RollingEngine(Rolling):
             if self._llm.reset_prefix_cache() is not False:
                 return
             if hasattr(self._engine.engine_core, "engine_core"):
-                self._engine.step()  # a step that was under way has ended then
+                self._engine.step()  # so that a step that was running ends
             else:
-                time.sleep(RETRY_S)  # an engine core in a process of its own ends it by itself
+                time.sleep(RETRY_S)  # an engine core in a separate process ends its step by itself
         raise StaleCache

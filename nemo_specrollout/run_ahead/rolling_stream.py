@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An asynchronous engine that decodes requests of coming steps in slots that its own requests leave free (`run_ahead`).
 
-The engine steps by itself and its own requests come at any time. Early requests are tasks. They give way as soon as a request
-of the engine's own comes that needs a slot.
+The engine steps by itself, and its own requests come at any time. Early requests are tasks, which give way as soon as an own
+request comes that needs a slot.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from nemo_specrollout.run_ahead.rolling import MAX_TRIES, RETRY_S, Question, Req
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02
-"""Seconds after which the engine is looked at again if no request has come or gone."""
+"""Seconds after which the engine is checked again if no request has come or gone."""
 
 
 class RollingStream(Rolling):
     """Decodes early requests beside the requests of an `AsyncLLM`.
 
-    States: idle; with a plan, from `plan` to `end`. Owns the early requests of the plan with a task for each, and the task
-    that begins and stops them. Knows how many requests of the engine's own are under way, all of which pass through `own`.
+    It is idle except between `plan` and `end`, when it has a plan. Owns the early requests of the plan with a task for each,
+    and the task that starts and stops them. Counts the engine's own running requests, all of which pass through `own`.
 
     Invariant: the engine has no more requests than slots while it has an early one that was not told to stop.
 
@@ -41,22 +41,22 @@ class RollingStream(Rolling):
         request_of: RequestOf,
         most_branches: int,
     ) -> None:
-        """`generate` is vLLM's own method of `llm`. `most_branches` bounds the branches of a request; 0 for none."""
+        """`generate` is vLLM's own method of `llm`. `most_branches` is the most branches of a request, or 0 for none."""
         super().__init__(request_of, most_branches)
         self._llm = llm
         self._generate = generate
         self._own: set[object] = set()
-        """A token for each request of the engine's own. Adding and discarding are safe in all threads."""
+        """An object for each own request of the engine. Adding and discarding are safe in all threads."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """Tasks of early requests by name, also of those that vLLM has not let go yet."""
+        """Tasks of early requests by name, including those that vLLM has not released yet."""
         self._changed = asyncio.Event()
         self._is_due = False
-        """Whether the engine's own requests have begun to come since the plan, or `wait` says that it has nothing to do."""
+        """Whether own requests have come since the plan, or `wait` was called because the engine has nothing to do."""
 
     async def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
-        """Takes rows of coming steps, which are decoded in free slots once requests of the engine's own have come.
+        """Starts a plan with rows of coming steps, which are decoded in free slots once own requests have come.
 
         For the arguments see `RollingEngine.plan`.
         """
@@ -67,7 +67,7 @@ class RollingStream(Rolling):
         self._keeper = asyncio.create_task(self._keep(early))
 
     async def own(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
-        """Passes on the outputs of a request of the engine's own, for which early ones give way."""
+        """Passes on the outputs of an own request of the engine, for which early ones give way."""
         token = object()
         self._own.add(token)
         self._is_due = True
@@ -87,7 +87,7 @@ class RollingStream(Rolling):
             self._tell(self._changed.set)
 
     async def wait(self, seconds: float) -> bool:
-        """Lets the engine work for at most `seconds`. Returns whether an early request is left, or could begin."""
+        """Lets the engine work for at most `seconds`. Returns whether an early request is left or could start."""
         keeper = self._keeper
         early = self._early
         if keeper is None or early is None or early.is_empty or keeper.done():
@@ -97,9 +97,9 @@ class RollingStream(Rolling):
         return not early.is_empty and not keeper.done()
 
     async def end(self, *, keeps_cache: bool) -> EarlyMade:
-        """Ends the plan. No early request is left in the engine. Returns what was made.
+        """Ends the plan, removes all early requests from the engine, and returns what was made.
 
-        Also makes the engine drop its cached prefixes, unless it `keeps_cache`. Raises StaleCache if it does not drop them.
+        Also makes the engine drop its cached prefixes, unless `keeps_cache` is true. Raises StaleCache if that fails.
         """
         early = self._early
         keeper = self._keeper
@@ -118,7 +118,7 @@ class RollingStream(Rolling):
     # Early requests
 
     async def _keep(self, early: EarlyRequests) -> None:
-        """Begins and stops early requests whenever something has changed, and every now and then."""
+        """Starts and stops early requests whenever something has changed, and at regular intervals."""
         try:
             num_before = 0
             while self._early is early:  # a cancellation may be lost in vLLM's code
@@ -144,13 +144,13 @@ class RollingStream(Rolling):
             raise
 
     def _load(self, early: EarlyRequests) -> OwnLoad:
-        """Returns the load of the engine's own requests, with those that vLLM has not taken yet."""
+        """Returns the load of the engine's own requests, including those that vLLM has not taken yet."""
         load = early.own_load()
         num_requests = max(load.num_requests, len(self._own))
         return load._replace(num_requests=num_requests, is_waiting=load.is_waiting or num_requests > load.num_requests)
 
     def _give_way(self) -> None:
-        """Stops the early requests that take what the engine's own need."""
+        """Stops early requests that take what own requests need."""
         early = self._early
         if early is not None:
             names = early.give_way(self._load(early))
@@ -181,7 +181,7 @@ class RollingStream(Rolling):
     def _let_go(self, name: int) -> None:
         task = self._tasks.pop(name)
         if not task.cancelled():
-            task.exception()  # its own request of the coming step raises it again if it is of importance
+            task.exception()  # if the error is important, the request of the coming step raises it again
         self._changed.set()
 
     def _stop(self, early: EarlyRequests, names: Sequence[int]) -> None:
@@ -192,7 +192,7 @@ class RollingStream(Rolling):
                 self._tasks[name].cancel()
 
     def _tell(self, what: Callable[[], None]) -> None:
-        """Has a function called in the event loop of the plan, at once if this is it."""
+        """Calls a function in the event loop of the plan, at once if this is that loop."""
         if self._early is None or self._loop is None:
             return
         try:
@@ -212,5 +212,5 @@ class RollingStream(Rolling):
         for _ in range(MAX_TRIES):
             if await self._llm.reset_prefix_cache() is not False:
                 return
-            await asyncio.sleep(RETRY_S)  # a step that was under way has ended then
+            await asyncio.sleep(RETRY_S)  # so that a step that was running ends
         raise StaleCache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts of coming steps between two rollouts, as the driver keeps them."""
+"""The driver's store of the texts of coming steps between two rollouts."""
 
 from collections.abc import Mapping
 
@@ -7,9 +7,9 @@ from nemo_specrollout.run_ahead.texts import TextAhead
 
 
 class TextStore:
-    """Owns the texts by the policy version of their step and by the seed of their request. Their memory is bounded.
+    """Owns the texts by the policy version of their step and the seed of their request, within a bounded memory.
 
-    Versions count training steps. A text is replaced by what newer weights have made of it.
+    Versions count training steps. A text is replaced when newer weights have generated it again.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -19,7 +19,7 @@ class TextStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the texts take."""
+        """Bytes that the texts take."""
         return self._num_bytes
 
     def of(self, version: int) -> dict[int, TextAhead]:
@@ -35,7 +35,7 @@ class TextStore:
         return sum(text.num_tokens > 0 for text in self._texts.get(version, {}).values())
 
     def put(self, version: int, texts: Mapping[int, TextAhead]) -> None:
-        """Takes the newest texts of a step's requests. The others of that step stay."""
+        """Stores the newest texts of a step's requests. Other texts of that step stay."""
         known = self._texts.setdefault(version, {})
         for seed, text in texts.items():
             before = known.get(seed)
@@ -43,7 +43,7 @@ class TextStore:
             known[seed] = text
 
     def trim(self) -> dict[int, int]:
-        """Forgets texts that do not fit into the memory, those of the farthest step first and there the last ones.
+        """Forgets texts that do not fit into the memory, those of the farthest step first, and within a step the last ones.
 
         Returns the number of forgotten texts of each step that lost any, by its policy version.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts that were made ahead, as an engine has them: which one a request brings along, and how much of it was right."""
+"""An engine's texts that were made ahead, with which one each request brings along and how much of it was right."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -18,37 +18,37 @@ NO_GAPS = counts_of_gaps(np.zeros(0))
 
 @dataclass(frozen=True)
 class TextAhead:
-    """What older weights have sampled for a request of a coming step, under the noise of that request."""
+    """The text that older weights have sampled for a request of a coming step, with the noise of that request."""
 
     tokens: bytes
     """Token ids of the response, as int32 numbers."""
     gaps: bytes = b""
-    """For each token by how much its score was above the runner-up's, in nats, as float16 numbers.
+    """For each token the difference between its score and the runner-up's, in nats, as float16 numbers.
 
-    Those of the last tokens may be unknown."""
+    The gaps of the last tokens may be unknown."""
     runners_up: bytes = b""
     """For each token the one with the second-best score, as int32 numbers. Known where `gaps` are."""
     branches: tuple[AheadBranch, ...] = ()
-    """Texts that go on with the runner-up instead, at some near-ties of this text and of each other."""
+    """Texts that continue with the runner-up instead, at some near-ties of this text and of each other."""
     is_complete: bool = False
     """Whether the response has ended."""
     num_older: int = 0
-    """Tokens at the end to which the latest weights did not get. Weights before them have made them, and their gaps."""
+    """Number of tokens at the end that, like their gaps, come from earlier weights than the latest ones."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the text, without its branches."""
+        """Number of tokens of the text, without its branches."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the text and its branches take, without the objects around them."""
+        """Bytes that the text and its branches take, without the objects around them."""
         return len(self.tokens) + len(self.gaps) + len(self.runners_up) + sum(len(b.text) for b in self.branches)
 
     def with_made(self, made: Sequence[int]) -> "TextAhead":
-        """Returns what is known of a request whose weights have made `made` when this text was known already.
+        """Returns what is known about a request that had this text and whose weights have now made `made`.
 
-        Beyond `made` it goes on as the path does that agrees with it longest.
+        Beyond `made` it continues like the path that agrees with `made` longest.
         """
         tokens, branches = begun_again(made, self.tokens, self.branches)
         num_common = num_kept(self.tokens, np.frombuffer(tokens, np.int32))
@@ -57,33 +57,33 @@ class TextAhead:
         return TextAhead(tokens, gaps, runners_up, branches, num_older=num_older)
 
     def upto(self, num_tokens: int) -> "TextAhead":
-        """Returns the text with its first tokens only."""
+        """Returns the text with only its first `num_tokens` tokens."""
         return replace(self, tokens=self.tokens[: TOKEN_BYTES * num_tokens], is_complete=False)
 
 
 class KeptCounts(NamedTuple):
-    """How much of the texts made ahead was right, as the weights of their step have shown."""
+    """Counts of how much of the texts made ahead was right under the weights of their step."""
 
     num_made: int = 0
-    """Tokens of the texts of requests that have ended, without branches."""
+    """Number of tokens in the texts of requests that have ended, without branches."""
     num_kept: int = 0
-    """Tokens of these texts before the first one that the weights have changed."""
+    """Number of these tokens that come before the first change in their text."""
     num_right: int = 0
-    """Tokens that were drafted right, also by a branch after a token that has changed."""
+    """Number of tokens that were drafted right, including those of a branch after a change."""
     num_tokens: int = 0
-    """Tokens of the responses of the same requests."""
+    """Number of tokens in the responses of the same requests."""
     num_texts: int = 0
-    """Texts that were compared."""
+    """Number of texts that were compared."""
     num_flips: int = 0
-    """Texts that parted at a token whose gap is known from the latest weights."""
+    """Number of texts that diverged at a token whose gap is known from the latest weights."""
     num_runners_up: int = 0
-    """Of these texts, those that parted because the runner-up was sampled instead."""
+    """Number of these texts that diverged because the runner-up was sampled instead."""
     num_followed: int = 0
-    """Branches that turned out to be the text."""
+    """Number of branches that turned out to be the text."""
     num_brought: int = 0
-    """Requests that have brought a text along, also those that have not ended."""
+    """Number of requests that have brought a text along, including those that have not ended."""
     gaps_G: Array = NO_GAPS
-    """Counts of the gaps of the tokens that were compared up to the first change, as `counts_of_gaps` makes them."""
+    """Histogram of the gaps of the compared tokens up to the first change, as by `counts_of_gaps`."""
 
     def plus(self, other: "KeptCounts") -> "KeptCounts":
         """Returns the sums."""
@@ -94,8 +94,8 @@ class KeptCounts(NamedTuple):
 def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts:
     """Returns how much of a text was right.
 
-    `response` has the token ids that the request of the same seed has got under the next weights. Gaps are counted only of
-    tokens that the latest weights have made, so that what is learned from them is the change by one update.
+    `response` has the token ids of the request with the same seed under the next weights. Only gaps of tokens from the latest
+    weights are counted, so that they show the effect of exactly one update.
     """
     response = np.asarray(response, np.int32)
     kept = num_kept(text.tokens, response)
@@ -118,7 +118,7 @@ def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts
 
 
 def _followed(text: TextAhead, response: np.ndarray) -> tuple[int, int]:
-    """Returns the tokens that the text or a branch after it had right from the first one on, and the branches among them."""
+    """Returns how many leading tokens the text and then its branches had right, and how many branches were followed."""
     path = first = followed = 0
     own = text.tokens
     while True:
@@ -136,9 +136,9 @@ def _followed(text: TextAhead, response: np.ndarray) -> tuple[int, int]:
 
 
 class TextsAhead:
-    """Owns an engine's texts by the seeds of their requests, and the counts of what was right of them.
+    """Owns an engine's texts by the seeds of their requests, and the counts of how much of them was right.
 
-    A request and its text have the same seed, so they had the same noise. They differ where the new weights changed a token.
+    A request and its text have the same seed, so they have the same noise. They differ where the new weights changed a token.
     Requests may come and end in several threads, because NeMo-RL's HTTP server has one of its own.
     """
 
@@ -148,22 +148,22 @@ class TextsAhead:
         self._lock = Lock()
 
     def replace(self, texts: Mapping[int, TextAhead]) -> None:
-        """Takes the texts for the requests to come, by seed."""
+        """Replaces the texts by those for coming requests, by seed."""
         self._texts = texts
 
     def of(self, seed: int) -> TextAhead | None:
-        """Returns the text that was made ahead under this seed; None if there is none."""
+        """Returns the text that was made ahead with this seed, or None if there is none."""
         return self._texts.get(seed)
 
     def bring(self, seed: int) -> TextAhead | None:
-        """Returns the text that a request of this seed brings along; None if there is none. Counts it as brought."""
+        """Returns the text for a request with this seed, or None if there is none, and counts it as brought along."""
         text = self.of(seed)
         if text is not None and text.tokens:
             self._count(KeptCounts(num_brought=1))
         return text
 
     def followed(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
-        """Returns the outputs of a vLLM request with sampling parameters `params`, at whose end its text is compared."""
+        """Passes on the outputs of a vLLM request with sampling parameters `params`, and compares its text at the end."""
         identity = (params.extra_args or {}).get(EXTRA_ARGS_KEY) or {}
         text = self.of(identity["seed"]) if "ahead" in identity else None
         return outputs if text is None else self._compared_at_end(outputs, params, text)
@@ -184,10 +184,10 @@ class TextsAhead:
                 yield output
 
     def longest_first(self, seeds: Sequence[int]) -> list[int]:
-        """Returns the order in which requests should begin, the longest expected response first, as places in `seeds`.
+        """Returns the order in which requests should start, the longest expected response first, as indices in `seeds`.
 
-        A text that has ended is as long as its response will probably be. One that has not ended is at least as long, and
-        long ones have more to come, so it counts twice. Requests without a text count as the mean of the others.
+        A text that has ended is probably as long as its response. A text that has not ended counts with twice its length,
+        because long texts have more to come. Requests without a text count as the mean of the others.
         """
         texts = [self.of(seed) for seed in seeds]
         expected = [None if t is None else t.num_tokens * (1 if t.is_complete else 2) for t in texts]
@@ -196,9 +196,9 @@ class TextsAhead:
         return sorted(range(len(seeds)), key=lambda i: -(mean if (length := expected[i]) is None else length))
 
     def compare(self, seed: int, response: Sequence[int] | np.ndarray) -> None:
-        """Counts how much of a text was right. A seed without a text is left out.
+        """Counts how much of a text was right. A seed without a text is ignored.
 
-        `response` has the token ids of the response that the request of this seed has got.
+        `response` has the token ids of the request with this seed.
         """
         text = self.of(seed)
         if text is not None and text.tokens:

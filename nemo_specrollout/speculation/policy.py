@@ -29,8 +29,8 @@ JUDGED_STEPS = 8
 """Number of steps between two judgements of a model, or of a look beyond the graphs. A look at a dormant model also takes no
 more steps than this."""
 LOOK_SHARE = 0.004
-"""Share of the engine's time that looks at a dormant model may take. When the batch changes, a look at drafters without weights
-may take the same share of the time that the running requests still need."""
+"""Share of the engine's time that looks at a dormant model may take. When the batch changes, a look at drafters without
+weights may take the same share of the time that the running requests still need."""
 REST_SHARE = 0.001
 """Share of the engine's time for looks at resting drafters without weights, and again as much for looks beyond the graphs."""
 PATIENCE = 4

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step model, which predicts the seconds of an engine step from measured ones.
 
-One regression serves steps with and without drafts, another one drafting with weights, and a third one steps that no CUDA graph
-holds. The third is needed because up to the largest graph a step is replayed and takes the time that the GPU needs, but beyond
-it the host launches each kernel of each layer, and the slower of the two decides. All are Kalman filters, because contexts
-grow and machines slow down. A stall can make a step longer than necessary, but nothing can make it shorter, so only samples
-above the prediction are clipped.
+One regression serves steps with and without drafts, another one drafting with weights, and a third one steps that no CUDA
+graph holds. The third is needed because up to the largest graph a step is replayed and takes the time that the GPU needs, but
+beyond it the host launches each kernel of each layer, and the slower of the two decides. All are Kalman filters, because
+contexts grow and machines slow down. A stall can make a step longer than necessary, but nothing can make it shorter, so only
+samples above the prediction are clipped.
 
 A step also attends to the contexts of its requests. Some attention kernels read a request's context once for all of its rows,
 others once for each row, and the arithmetic of a row grows with its context in any case. So the regression has one term for
@@ -24,7 +24,7 @@ from scipy.optimize import isotonic_regression
 NOISE = 0.1
 """Standard deviation of a step's seconds, as a share of the prediction."""
 COLD = 4.0
-"""Factor on the noise of the first step with a number of rows, whose kernels and caches are cold."""
+"""Factor on the noise of the first step with a given number of rows, whose kernels and caches are cold."""
 MEMORY = 64.0
 """Steps from which a known coefficient is estimated."""
 CLIP = 2.0

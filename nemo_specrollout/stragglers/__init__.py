@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tail of a rollout: which engine gets a request, which requests move, and which are raced by several engines."""
+"""The tail of a rollout, in which engines share requests: some requests move to other engines, some are raced by several."""

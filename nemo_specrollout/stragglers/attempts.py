@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses as far as they are known, and the attempts of engines to make them."""
+"""Responses as far as they are known, and the attempts of engines to generate them."""
 
 import time
 from collections import Counter
@@ -20,7 +20,7 @@ class AttemptOutcome(StrEnum):
     BEATEN = "beaten"  # Another racer completed the response.
     GAVE_UP = "gave up"  # The policy, or new weights, ended the race.
     DIED = "died"  # The engine died.
-    DIVERGED = "diverged"  # The engine made another token than is known, because of floating point.
+    DIVERGED = "diverged"  # The engine sampled another token than is known, because of floating-point differences.
     ABANDONED = "abandoned"  # The request was no longer wanted.
 
 
@@ -30,7 +30,7 @@ class Attempt:
 
     engine: int
     name: int
-    """The attempt's name in orders and results."""
+    """Number by which orders and results refer to the attempt."""
     position: int
     """Number of the response's tokens that the engine has reported or was given."""
     start_s: float = 0.0
@@ -45,8 +45,8 @@ class Attempt:
 class Response:
     """A response as far as any engine has reported it, with its attempts.
 
-    Invariant: the first engine to report a token decides it. An engine that reports another token at its place loses its
-    attempt. So the response up to each point is the work of one engine, in whatever order engines report.
+    Invariant: the first engine to report a token decides it. An engine that reports another token at this position loses its
+    attempt. So the response up to each point is what a single engine would have generated, in whatever order engines report.
     """
 
     request: Request
@@ -58,7 +58,7 @@ class Response:
     """Open attempts by engine."""
     ended: list[Attempt] = field(default_factory=list)
     finish_reason: str | None = None
-    """`stop` or `length`; None until the response is complete."""
+    """`stop` or `length`, or None until the response is complete."""
 
     @property
     def rollout(self) -> Rollout:
@@ -66,9 +66,9 @@ class Response:
         return Rollout(self.tokens, self.logprobs, self.finish_reason)
 
     def begin_again(self) -> None:
-        """Makes the known part a draft, in front of what older drafts and their branches have beyond it.
+        """Turns the known part into a draft, which older drafts and their branches continue where they are longer.
 
-        Open attempts make the response from its beginning.
+        Open attempts then generate the response from its beginning.
         """
         assert isinstance(self.request, RolloutRequest)
         ahead, branches = begun_again(self.tokens, self.request.ahead, self.request.branches)
@@ -80,7 +80,7 @@ class Response:
             attempt.position = 0
 
     def open(self, engine: int, name: int) -> None:
-        """Opens an attempt, which begins after the known part of the response."""
+        """Opens an attempt, which starts after the known part of the response."""
         num_known = len(self.tokens)
         self.attempts[engine] = Attempt(engine, name, num_known, time.perf_counter(), num_known)
 
@@ -94,7 +94,7 @@ class Response:
     def begin(self, engine: int) -> Request:
         """Returns the request to send to the engine, with the part of the response that is known now as its prefix.
 
-        More may be known than when the attempt was opened, because another engine may have gone on in the meantime.
+        More may be known than when the attempt was opened, because another engine may have continued in the meantime.
         """
         self.attempts[engine].position = len(self.tokens)
         return replace(self.request, prefix_token_ids=tuple(self.tokens))
@@ -102,7 +102,7 @@ class Response:
     def extend(
         self, engine: int, tokens: list[int], logprobs: list[float], finish_reason: str | None, policy_version: int
     ) -> bool:
-        """Adds what an attempt made. Returns False, and adds nothing, if it contradicts the known part."""
+        """Adds the tokens of an attempt. Returns False and adds nothing if they contradict the known part."""
         attempt = self.attempts[engine]
         start = attempt.position
         num_known = len(self.tokens)

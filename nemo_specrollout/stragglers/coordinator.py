@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rolls requests out over several engines: collects tokens, moves and races stragglers, survives deaths.
+"""Rolls requests out over several engines. It collects tokens, moves and races stragglers, and survives engines' deaths.
 
-Shapes: R requests under way, A attempts, E engines; see `stragglers/decisions/straggler_policy.py`.
+Shapes: R running requests, A attempts, E engines, as in `stragglers/decisions/straggler_policy.py`.
 """
 
 import itertools
@@ -21,25 +21,25 @@ from nemo_specrollout.stragglers.estimates import DecodeSpeeds, IdleLooks, Savin
 from nemo_specrollout.stragglers.turns import EngineFleet, Request, Starts, TurnOrders, TurnResult
 
 _NAMES = itertools.count()
-"""Names of attempts. Coordinators of one fleet share them: an engine may still report the attempts of another coordinator."""
+"""Names of attempts. All coordinators share them, because an engine may still report attempts of an earlier coordinator."""
 TURN_SHARE = 0.05
 """Length of a turn, as a share of the time since the requests began. Short turns cost overhead, long ones delay decisions."""
 SHORTEST_TURN_S = 0.05
 LONGEST_TURN_S = 0.5
 MAX_AHEAD = 2
-"""Turns that an engine has queued: it begins one while the result of the one before is read."""
+"""Number of turns that an engine has queued, so that it can begin one while the result of the previous one is read."""
 
 
 @dataclass
 class _Assignments:
-    """One engine's open attempts, and the news that its next orders have to bring."""
+    """One engine's open attempts, and the changes that its next orders must contain."""
 
     attempts: dict[int, int] = field(default_factory=dict)
     """Request of each open attempt, by the attempt's name."""
     starts: dict[int, None] = field(default_factory=dict)
-    """Open attempts that the engine was not told of yet, in order."""
+    """Open attempts of which the engine was not told yet, in order."""
     stops: list[int] = field(default_factory=list)
-    """Closed attempts that the engine still works on."""
+    """Closed attempts on which the engine still works."""
 
 
 class Coordinator:
@@ -48,11 +48,12 @@ class Coordinator:
     Owns the responses, their attempts, and the turn orders that are still to be sent. Engines, speed table and length
     estimates belong to the caller.
 
-    Life of a request: `add` begins it. It waits while no engine has it, runs while one has it, and is raced while several
-    have it. It ends when one attempt completes the response, and is forgotten when `take` returns it or `abandon` drops it.
+    The life of a request begins with `add`. The request waits while no engine has it, runs while one has it, and is raced
+    while several have it. It ends when one attempt completes the response, and is forgotten when `take` returns it or
+    `abandon` drops it.
 
     Invariant: `Response.attempts` and the engines' `_Assignments.attempts` hold the same open attempts, and only requests
-    under way have any. Closing an attempt removes it from both at once. So the later tokens of its engine are ignored.
+    that have not ended have any. Closing an attempt removes it from both at once, so later tokens of its engine are ignored.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Coordinator:
         return keys
 
     def _begin(self, requests: Sequence[Request], task: str = ANY_TASK) -> list[int]:
-        """Returns the keys of requests that begin to wait for an engine."""
+        """Makes requests wait for an engine, and returns their keys."""
         if not self._active:
             self._begin_afresh()
         elif self._savings.before is not None:
@@ -96,7 +97,7 @@ class Coordinator:
         return keys
 
     def advance(self) -> list[int]:
-        """Sends and reads turns, and consults the policy; returns the keys of the requests that ended."""
+        """Sends and reads turns, and consults the tail policy. Returns the keys of the requests that have ended."""
         if self._active:
             self.send_turns()
             self._read_results()
@@ -115,7 +116,7 @@ class Coordinator:
     def take(self, keys: Sequence[int]) -> tuple[list[Response], float | None]:
         """Returns and forgets responses that have ended, and estimates the seconds that moves and races saved.
 
-        The estimate is None unless the requests were under way together, and no others with them.
+        The estimate is None unless exactly these requests were running together.
         """
         is_all = len(keys) == self._num_requests - self._first_key
         if not is_all:
@@ -124,7 +125,7 @@ class Coordinator:
         return [self.responses.pop(key) for key in keys], self._saved_s if is_all else None
 
     def abandon(self, keys: Iterable[int] | None = None) -> None:
-        """Stops and forgets these requests, or all that are under way. A request that has ended is left alone."""
+        """Stops and forgets these requests, or all that are running. A request that has ended is not affected."""
         if keys is None:
             self._ended = []
         for key in [key for key in (self._active if keys is None else keys) if key in self._active]:
@@ -135,7 +136,7 @@ class Coordinator:
         self._send_stops()
 
     def take_idle_figures(self) -> dict[str, float]:
-        """Returns the metrics `tail.*` about early work since the last call; none if engines had no early work."""
+        """Returns the metrics `tail.*` about early work since the last call, or none if engines had no early work."""
         figures = self._idle.figures()
         self._idle = IdleLooks()
         return figures
@@ -145,7 +146,7 @@ class Coordinator:
         return bool(self._active)
 
     def request_of(self, engine: int, name: int) -> int | None:
-        """Returns the key of the request that an open attempt of an engine is for; None if there is no such attempt."""
+        """Returns the key of the request that belongs to an open attempt of an engine, or None without such an attempt."""
         return self._assigned[engine].attempts.get(name)
 
     # New weights
@@ -153,7 +154,7 @@ class Coordinator:
     def decide_races(self) -> None:
         """Ends every race in favour of its leader.
 
-        Call it before new weights: racers that get them at different tokens would make different responses.
+        Call it before new weights, because racers that get them at different tokens would generate different responses.
         """
         self._savings.is_unknown = True
         for key in self._active:
@@ -163,7 +164,7 @@ class Coordinator:
         self._send_stops()
 
     def begin_again(self) -> None:
-        """Forgets the tokens of all requests under way, which are drafts from now on. Engines must do so with new weights.
+        """Forgets the tokens of all running requests, which are drafts from now on. Engines must also do so for new weights.
 
         Reads all turns first, because their tokens are the old policy's. No request may be raced.
         """
@@ -173,7 +174,7 @@ class Coordinator:
             self.responses[key].begin_again()
 
     def resume(self) -> None:
-        """Ends an interruption by new weights: each engine's next turn may have stood still, so its speed is not learned."""
+        """Ends an interruption by new weights. Each engine's next turn may have stood still, so its speed is not learned."""
         self._stood_still = set(range(len(self._assigned)))
 
     # Attempts
@@ -187,7 +188,7 @@ class Coordinator:
         assigned.starts[name] = None
 
     def _stop(self, key: int, engine: int, outcome: AttemptOutcome) -> None:
-        """Closes an attempt that its engine may still work on."""
+        """Closes an attempt on which its engine may still work."""
         name = self._close(key, engine, outcome)
         assigned = self._assigned[engine]
         if name in assigned.starts:
@@ -203,7 +204,7 @@ class Coordinator:
     # Turns
 
     def send_turns(self) -> None:
-        """Keeps the queue of every engine that has something to do filled with turns."""
+        """Fills the queue of every engine that has something to do with turns."""
         for engine, assigned in enumerate(self._assigned):
             while (
                 (assigned.attempts or assigned.stops)
@@ -214,7 +215,7 @@ class Coordinator:
                 assigned.stops = []
 
     def begin_now(self, engine: int, keys: Iterable[int] | None = None) -> Starts:
-        """Returns the engine's new attempts, or those at these requests. The caller has to deliver them."""
+        """Returns the engine's new attempts, or only those at these requests. The caller must deliver them."""
         assigned = self._assigned[engine]
         wanted = None if keys is None else set(keys)
         names = [name for name in assigned.starts if wanted is None or assigned.attempts[name] in wanted]
@@ -227,7 +228,7 @@ class Coordinator:
         return min(max(TURN_SHARE * (time.perf_counter() - self._busy_since_s), SHORTEST_TURN_S), LONGEST_TURN_S)
 
     def _send_stops(self) -> None:
-        """Sends stops in turns of their own, behind the turns that are queued."""
+        """Sends stops in separate turns, behind the turns that are queued."""
         for engine, assigned in enumerate(self._assigned):
             if assigned.stops and self.engines.is_alive(engine):
                 self.engines.send(engine, TurnOrders(stops=tuple(assigned.stops)))
@@ -255,7 +256,7 @@ class Coordinator:
                 self._finish(key, engine)
 
     def _finish(self, key: int, winner: int) -> None:
-        """Ends a request: stops the other racers and learns the response's length."""
+        """Ends a request, which stops the other racers and learns the length of the response."""
         response = self.responses[key]
         self._close(key, winner, AttemptOutcome.WON)
         for rival in list(response.attempts):
@@ -269,7 +270,7 @@ class Coordinator:
             self._saved_s = self._savings.saved_s(now_s, self.responses, self._speeds, self.engines.methods)
 
     def _lose(self, engine: int) -> None:
-        """Closes the attempts of an engine that has died. Their requests wait for another engine."""
+        """Closes the attempts of an engine that has died, so that their requests wait for another engine."""
         self._savings.is_unknown = True
         died_s = time.perf_counter()
         for key in list(self._assigned[engine].attempts.values()):
@@ -279,7 +280,7 @@ class Coordinator:
     # Decisions
 
     def _begin_afresh(self) -> None:
-        """Resets the clock and the estimate of savings: no request is under way."""
+        """Resets the clock and the estimate of savings. Called when no request is running."""
         self._busy_since_s = time.perf_counter()
         self._next_look_s = 0.0
         self._first_key = self._num_requests
@@ -287,7 +288,7 @@ class Coordinator:
         self._saved_s = None
 
     def _consult_policy(self) -> None:
-        """Moves and races requests as the policy says: about once a turn, and at once if a request is waiting."""
+        """Moves and races requests as the tail policy says, about once a turn, or at once if a request is waiting."""
         if self._active and (self._waiting() or time.perf_counter() >= self._next_look_s):
             keys = list(self._active)
             seen = self._observe(keys)
@@ -314,7 +315,7 @@ class Coordinator:
         return self.lengths.remaining([r.request.prompt_index for r in responses], lengths_R, known_R)
 
     def _observe(self, keys: list[int]) -> TailObservation:
-        """Returns what the policy decides by; it numbers requests by their place in `keys`."""
+        """Returns the tail policy's observation, in which a request's number is its index in `keys`."""
         under_way = [self.responses[key] for key in keys]
         attempts_A = [
             (i, e, len(r.tokens) - a.position) for i, r in enumerate(under_way) for e, a in r.attempts.items()

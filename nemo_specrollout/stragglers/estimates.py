@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of a coordinator: decode speeds, learned from turns, and the seconds that moves and races have saved.
+"""Estimates of a coordinator, which are decode speeds, learned from turns, and the seconds that moves and races have saved.
 
-Shapes: K requests that made tokens in a turn, R requests under way, M draft methods, E engines.
+Shapes: K requests that made tokens in a turn, R running requests, M draft methods, E engines.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ from nemo_specrollout.stragglers.turns import TurnWork
 
 
 class DecodeSpeeds:
-    """Learns from turns how fast each draft method decodes, and each request relative to a typical one.
+    """Learns from turns how fast each draft method decodes, and how fast each request is relative to a typical one.
 
-    Owns the estimates of the requests under way. The table of speeds belongs to the caller and outlives them.
+    Owns the estimates of the running requests. The table of speeds belongs to the caller and outlives them.
     """
 
     def __init__(self, table: DecodeSpeedTable) -> None:
@@ -31,7 +31,7 @@ class DecodeSpeeds:
         self._tasks: dict[int, str] = {}
 
     def begin(self, keys: Sequence[int], task: str) -> None:
-        """Begins to estimate the speeds of requests of one task, from what is known of the task."""
+        """Starts to estimate the speeds of requests of one task, from what is known about the task."""
         task_speed_M = np.array([self.table.task_speed(task, m) for m in range(len(self.table.methods))])
         self._rows |= zip(keys, self._speeds.begin(len(keys), task_speed_M), strict=True)
         self._tasks |= dict.fromkeys(keys, task)
@@ -59,7 +59,7 @@ class DecodeSpeeds:
         self._speeds.observe(self._rows_of(steady), method, made_K, typical)
 
     def of(self, keys: Sequence[int]) -> np.ndarray:
-        """Returns the speed of requests over a typical request's, float64 [R, M]."""
+        """Returns the speeds of requests divided by a typical request's, float64 [R, M]."""
         return self._speeds.speeds(self._rows_of(keys))
 
     def doubts(self, keys: Sequence[int]) -> np.ndarray:
@@ -71,21 +71,21 @@ class DecodeSpeeds:
 
 
 class Savings:
-    """Savings of requests that began together: if no request had moved or raced, how much later would they have ended?"""
+    """Estimates how much later requests that started together would have ended if none of them had moved or been raced."""
 
     def __init__(self, num_engines: int, now_s: float) -> None:
         self.heard_s_E = np.full(num_engines, now_s)
         """Time of each engine's latest result."""
         self.is_unknown = False
-        """Set after a death or new weights, because nothing remains to compare with."""
+        """True after a death or new weights, because there is nothing left to compare with."""
         self.keys: list[int] = []
-        """Requests under way just before the first move or race."""
+        """Requests that were running just before the first move or race."""
         self.before: Assignment | None = None
 
     def note(self, decision: TailDecision, keys: Sequence[int], responses: Mapping[int, Response]) -> None:
         """Notes which engine has which request, just before the first decision that moves or races one.
 
-        `keys` are the requests that the decision numbers. A waiting request counts for the engine where it will begin.
+        `keys` are the requests by their numbers in the decision. A waiting request counts for the engine where it will start.
         """
         engines = {key: list(responses[key].attempts) for key in keys}
         if self.before is not None or not any(engines[keys[request]] for request, _ in decision.starts):
@@ -99,9 +99,9 @@ class Savings:
     def saved_s(
         self, ended_s: float, responses: Mapping[int, Response], speeds: DecodeSpeeds, methods: Sequence[int]
     ) -> float | None:
-        """Returns by how many seconds a rollout that ended at `ended_s` would have ended later.
+        """Returns by how many seconds later a rollout that ended at `ended_s` would have ended without moves and races.
 
-        None if no request moved or raced, or if the savings are unknown. `methods` is the draft method by engine.
+        Returns None if there were none, or if the savings are unknown. `methods` is the draft method of each engine.
         """
         if self.before is None or self.is_unknown:
             return None
@@ -112,13 +112,13 @@ class Savings:
 
 @dataclass
 class IdleLooks:
-    """Looks at a rollout whose engines had work for coming steps, added up."""
+    """Sums over the decisions about rollouts whose engines had work for coming steps."""
 
     num_looks: int = 0
     num_declined: int = 0
-    """Changes that these looks would have made if engines had no such work."""
+    """Number of changes that these decisions would have made if engines had no such work."""
     worth: float = 0.0
-    """Sum over looks of the seconds that an engine without requests would spare later a second, means over the engines."""
+    """Sum over decisions of the seconds that an engine without requests would save later per second (mean of the engines)."""
 
     def note(self, idle: IdleTime, decision: TailDecision) -> None:
         if idle.has_worth:
@@ -127,7 +127,7 @@ class IdleLooks:
             self.worth += float(np.mean([idle.rate(engine, 0) for engine in range(len(idle.worth_E))]))
 
     def figures(self) -> dict[str, float]:
-        """Returns the metrics `tail.early_worth` and `tail.declined`; none without such looks."""
+        """Returns the metrics `tail.early_worth` and `tail.declined`, or none without such decisions."""
         if not self.num_looks:
             return {}
         return {"early_worth": self.worth / self.num_looks, "declined": self.num_declined}

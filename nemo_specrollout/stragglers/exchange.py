@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meeting point of engines that another framework serves: they bring requests, hand in turn results and fetch orders.
+"""The exchange, where engines that another framework serves add requests, hand in turn results and fetch orders.
 
-The exchange has no loop of its own: an engine that calls it does the coordinator's work for all results that wait.
+The exchange has no loop of its own. Instead, an engine that calls it does the coordinator's work for all waiting results.
 """
 
 import threading
@@ -22,9 +22,9 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 from nemo_specrollout.stragglers.turns import ExchangeFailed, ExchangeReply, Starts, TurnOrders, TurnResult
 
 POLL_S = 1.0
-"""Seconds after which the call of an engine without orders returns. The engine then asks again, so that it is heard of."""
+"""Seconds after which the call of an engine without orders returns. The engine then calls again, which shows that it lives."""
 PAUSE_PATIENCE_S = 30.0
-"""Seconds for which a pause waits for the engines' turns before it says which engines have not ended them."""
+"""Seconds for which a pause waits for the engines' turns before it reports which engines have not ended them."""
 SILENCE_S = 300.0
 """Seconds without a result after which an engine that has turns is given up."""
 
@@ -38,15 +38,15 @@ class _Member:
     num_turns: int = 0
     """Turns whose results are missing."""
     heard_s: float = field(default_factory=time.monotonic)
-    """Time of its latest call, by the monotonic clock."""
+    """Time of its latest call on the monotonic clock."""
     early_worth: EarlyWorth = NOTHING_EARLY
-    """What its work for coming steps was worth then."""
+    """Worth of its work for coming steps at that time."""
 
 
 class PollingFleet:
-    """The fleet of a coordinator that cannot call its engines. Owns what they have not fetched and what they have handed in.
+    """The fleet of a coordinator that cannot call its engines. Owns the orders not yet fetched and the results not yet read.
 
-    Engines fetch their orders, and hand in one result for each turn. `EngineFleet` says what the coordinator asks of it.
+    Engines fetch their orders, and hand in one result for each turn. `EngineFleet` is the coordinator's view of it.
     """
 
     def __init__(self, methods: Sequence[int]) -> None:
@@ -54,7 +54,7 @@ class PollingFleet:
         self.capacity = 0
         self.members: dict[int, _Member] = {}
         self.inbox: list[tuple[int, TurnResult | None]] = []
-        """Results that were not read."""
+        """Results that the coordinator has not read yet."""
 
     def join(self, engine: int, capacity: int) -> None:
         """Adds an engine that decodes `capacity` requests at a time. The fleet's capacity is its smallest engine's."""
@@ -62,7 +62,7 @@ class PollingFleet:
         self.members[engine] = _Member()
 
     def leave(self, engine: int) -> None:
-        """Removes an engine; to the coordinator it has died."""
+        """Removes an engine, which to the coordinator looks like its death."""
         if self.members.pop(engine, None) is not None:
             self.inbox.append((engine, None))
 
@@ -74,7 +74,7 @@ class PollingFleet:
         member.num_turns += 1
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
-        """Returns the results since the last call; does not wait."""
+        """Returns the results since the last call, without waiting."""
         results = self.inbox
         self.inbox = []
         return results
@@ -92,9 +92,9 @@ class PollingFleet:
 class StragglerExchange:
     """Owns the coordinator of a fleet of engines, and the metrics until they are taken. Several threads may call it.
 
-    Synchronous engines call it for one rollout: `begin`, then each engine joins with its shard or leaves, all exchange turns
-    until everything is done, then `end`. Asynchronous engines join once and `add` requests at any time; `pause` and `resume`
-    enclose an update of the weights.
+    For synchronous engines, a rollout starts with `begin`. Then each engine joins with its shard or leaves, and all exchange
+    turns until everything is done, and `end` ends the rollout. Asynchronous engines join once and `add` requests at any time.
+    `pause` is called before an update of their weights and `resume` after it.
 
     Invariant: after an error every call raises ExchangeFailed, so that each engine finishes its own requests alone.
     """
@@ -106,19 +106,19 @@ class StragglerExchange:
         max_new_tokens: int,
         ladder: SpeedTableFile | None = None,
     ) -> None:
-        """`methods` is the name of each engine's draft method, and `ladder` has the decode speeds to start from."""
+        """`methods` has the name of each engine's draft method, and `ladder` the decode speeds to start from."""
         names = list(dict.fromkeys(methods))
         table = self._speeds = started_table(names, ladder)
         self._fleet = PollingFleet([names.index(name) for name in methods])
         self._coordinator = Coordinator(self._fleet, FastestOfN(config, table), table, LengthEstimator(max_new_tokens))
         self._changed = threading.Condition()
         self._keys: dict[tuple[int, int], int] = {}
-        """The coordinator's key of each request under way, by the request's home."""
+        """The coordinator's key of each running request, by the request's home."""
         self._answers: list[list[tuple[int, Rollout | None]]] = [[] for _ in methods]
         self._awaited: set[int] | None = None
-        """Engines that have not joined the rollout yet; None where engines are asynchronous."""
+        """Engines that have not joined the rollout yet, or None where engines are asynchronous."""
         self._ended: list[int] = []
-        """Keys of requests that have ended and were not taken from the coordinator."""
+        """Keys of requests that have ended and were not yet taken from the coordinator."""
         self._is_paused = False
         self._totals: dict[str, float] = {}
         self._failure: str | None = None
@@ -130,7 +130,7 @@ class StragglerExchange:
             self._begin_with(set(range(len(self._answers))))
 
     def end(self) -> None:
-        """Ends the rollout, complete or not; no engine waits for another any longer."""
+        """Ends the rollout, complete or not. No engine waits for another one any longer."""
         with self._guarded():
             self._begin_with(set())
 
@@ -155,7 +155,7 @@ class StragglerExchange:
             self._advance()
 
     def add(self, engine: int, requests: Sequence[ShardRequest]) -> Starts:
-        """Adds requests; returns the attempts that the engine begins at once, none while the exchange is paused."""
+        """Adds requests. Returns the attempts that the engine starts at once, which are none while the exchange is paused."""
         with self._guarded():
             self._member(engine)
             keys = self._add(engine, requests)
@@ -168,7 +168,7 @@ class StragglerExchange:
             self._forget([self._keys[engine, n] for n in numbers if (engine, n) in self._keys])
 
     def leave(self, engine: int) -> None:
-        """Removes an engine. Its attempts at others' requests go on elsewhere; its own requests are dropped."""
+        """Removes an engine. Its attempts at others' requests continue elsewhere, and its own requests are dropped."""
         with self._guarded():
             if self._awaited is not None:
                 self._awaited.discard(engine)
@@ -179,9 +179,9 @@ class StragglerExchange:
     def exchange(
         self, engine: int, result: TurnResult | None = None, early_worth: EarlyWorth = NOTHING_EARLY
     ) -> ExchangeReply:
-        """Takes the result of a turn; returns orders and answers. An idle engine waits for them, at most `POLL_S`.
+        """Takes the result of a turn, and returns orders and answers. An idle engine waits for them, at most `POLL_S`.
 
-        `early_worth` is what its work for coming steps is worth now (`IdleWork.worth`).
+        `early_worth` is the current worth of its work for coming steps (`IdleWork.worth`).
         """
         with self._guarded():
             member = self._member(engine)
@@ -203,11 +203,12 @@ class StragglerExchange:
     # For the driver
 
     def pause(self, patience_s: float = PAUSE_PATIENCE_S) -> tuple[int, ...]:
-        """Ends races and begins nothing until `resume`, because new weights are coming.
+        """Ends races and starts nothing until `resume`, because new weights are coming.
 
-        Waits at most `patience_s` seconds for the turns that the engines still have, and returns the engines that then have
-        some left. Such an engine may still decode requests that others have already ended, with the old weights and with
-        their cached prefixes. So the weights must not change before a further call, which waits on, returns none.
+        Waits at most `patience_s` seconds for the turns that the engines still have, and returns the engines that still have
+        some then. Such an engine may still decode requests with the old weights and their cached prefixes, even if others
+        have already ended these requests. So the weights must not change until a further call, which continues to wait,
+        returns no engine.
         """
         with self._guarded():
             self._coordinator.decide_races()
@@ -217,23 +218,23 @@ class StragglerExchange:
             return self._engines_with_turns()
 
     def resume(self) -> None:
-        """Begins requests again: all engines have the new weights."""
+        """Starts requests again. All engines must have the new weights."""
         with self._guarded():
             self._is_paused = False
             self._advance()
             self._coordinator.resume()
 
     def take_figures(self) -> dict[str, float]:
-        """Returns the metrics `tail.*` of what ended since the last call; `saved_s` is missing if it is not known."""
+        """Returns the metrics `tail.*` of what ended since the last call, without `saved_s` if it is not known."""
         with self._guarded():
             totals = self._totals
             self._totals = {}
             return {**tail_counts(()), **totals, **self._coordinator.take_idle_figures()}
 
     def speed_table(self, device: str, policy: str) -> SpeedTableFile | None:
-        """Returns the decode speeds as they are known now, for a later run to start from; None if none was measured yet.
+        """Returns the current decode speeds for a later run to start from, or None if none was measured yet.
 
-        `device` and `policy` say in words for what the speeds hold.
+        `device` and `policy` are descriptions of the device and the policy for which they hold.
         """
         with self._guarded():
             return table_file(self._speeds, device, policy, [0.0] * len(self._speeds.methods))
@@ -291,7 +292,7 @@ class StragglerExchange:
         self._forget(keys)
 
     def _forget(self, keys: Sequence[int]) -> None:
-        """Drops requests: their responses are sent to no engine."""
+        """Drops requests, so that their responses are not sent to any engine."""
         for key in keys:
             del self._keys[self._home(key)]
         self._coordinator.abandon(keys)
@@ -323,7 +324,7 @@ class StragglerExchange:
                 self._fleet.leave(engine)
 
     def _take_ended(self) -> None:
-        """Takes ended requests from the coordinator: all of a rollout together, so that it knows what moves saved."""
+        """Takes ended requests from the coordinator, those of a rollout all together so that it knows what moves saved."""
         if self._ended:
             responses, saved_s = self._coordinator.take(self._ended)
             ended = [[(attempt.outcome or "", attempt.start_s) for attempt in r.ended] for r in responses]

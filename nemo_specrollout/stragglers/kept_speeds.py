@@ -15,17 +15,17 @@ from nemo_specrollout.learned.state import LARGEST, Unfit
 from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile, faded
 
 KIND = "speeds"
-"""Beginning of the names of the files."""
+"""Prefix of the names of the files."""
 
 
 class KeptSpeeds:
-    """Owns the file of the decode speeds of a fleet, and what was read of it.
+    """Owns the file of the decode speeds of a fleet, and what was read from it.
 
-    `begin` reads it before the first rollout, unless the user has named one. `keep` writes it after a step.
+    `begin` reads it before the first rollout, unless the user has named another one. `keep` writes it after a step.
     """
 
     def __init__(self, block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[str, Any]) -> None:
-        """`model` is the policy's folder or name. `about` says what else speeds depend on: vLLM, its arguments, the device."""
+        """`model` is the policy's folder or name. `about` is what else speeds depend on, such as vLLM and the device."""
         learned = block.learned
         racing = block.fastest_of_n
         self._is_named = racing is not None and racing.ladder is not None
@@ -37,7 +37,7 @@ class KeptSpeeds:
         self._was_told = False
 
     def begin(self) -> SpeedTableFile | None:
-        """Returns the speeds to begin with, which count for less than what will be seen; None if none were kept."""
+        """Returns the speeds to begin with, which count less than new measurements, or None if none were kept."""
         if self._file is None or self._is_named:
             return None
         self._found = self._file.read()
@@ -53,7 +53,7 @@ class KeptSpeeds:
 
     @property
     def sentence(self) -> str | None:
-        """What the fleet began with, for the user; None where nothing is kept, or nothing was yet."""
+        """What the fleet began with, for the user. None where nothing is kept, or where nothing had been kept yet."""
         found = self._found
         if not found.is_told:
             return None
@@ -68,7 +68,7 @@ class KeptSpeeds:
         return None if was_told else self.sentence
 
     def keep(self, table: SpeedTableFile | None) -> None:
-        """Keeps what is known by the end of a step, if anything is. Does not wait for the disk."""
+        """Keeps the speeds that are known at the end of a step, if any. Does not wait for the disk."""
         self._num_steps += 1
         if self._file is not None and table is not None and self._file.is_due:
             self._file.keep(asdict(table), self._num_steps)
@@ -85,7 +85,7 @@ class KeptSpeeds:
 
 
 def _checked(state: Any) -> SpeedTableFile:
-    """Returns a state as a table. Raises ValueError if it is none, or has numbers that nobody can have measured."""
+    """Returns a state as a table. Raises ValueError if it is none, or has numbers that cannot have been measured."""
     known = build(SpeedTableFile, state, "")
     numbers = [n for rung in known.rungs for n in (*rung.batches, *rung.tokens_per_s, *rung.weights_s)]
     smallest, largest = min((1.0, *numbers)), max((1.0 / known.prefill_s_per_token, *numbers))
@@ -97,8 +97,8 @@ def _checked(state: Any) -> SpeedTableFile:
 def _key(block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what fleets must have in common to begin with each other's speeds.
 
-    The number of engines is not among it, because a run that resumes on more nodes has engines of the same speed. Neither are
-    weights, because training changes them in every step, and what was read gives way to what is measured.
+    The number of engines does not belong to it, because a run that resumes on more nodes has engines of the same speed. Nor do
+    the weights, because training changes them in every step, and new measurements soon replace what was read.
     """
     methods = [[asdict(drafter) for drafter in block.of_engine(engine).drafters] for engine in range(num_engines)]
     key = {
@@ -113,7 +113,7 @@ def _key(block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[
 
 
 def _digest(file: Path) -> str:
-    """Returns a digest of a model's configuration; empty if it has none here, such as a name on the Hub."""
+    """Returns a digest of a model's configuration, or "" if there is no file, as for a name on the Hub."""
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
@@ -121,5 +121,5 @@ def _digest(file: Path) -> str:
 
 
 def with_kept(named: SpeedTableFile | None, kept: KeptSpeeds) -> SpeedTableFile | None:
-    """Returns the speeds to begin with: those of a file that is named, which wins, or those that were kept."""
+    """Returns the speeds to begin with, which are those of a file that the user has named, or else those that were kept."""
     return kept.begin() if named is None else named

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An asynchronous engine that works in turns, and its part in an exchange with other engines.
 
-The engine steps by itself, and a turn is a while after which it reports.
+The engine steps by itself, and a turn is the time after which it reports.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from nemo_specrollout.stragglers.turns import ExchangeFailed, Starts, TurnOrders
 logger = logging.getLogger(__name__)
 
 MAX_EARLY_STOPS = 256
-"""Remembered stops of unknown attempts. Most of these attempts have ended, a few are still to begin."""
+"""Most stops of unknown attempts that are remembered. Most of these attempts have ended, but a few have yet to start."""
 Generate = Callable[[Any, Any, str], AsyncIterator[Any]]
-"""`AsyncLLM.generate`: prompt, sampling parameters and request id to vLLM's outputs."""
+"""`AsyncLLM.generate`, which turns prompt, sampling parameters and request id into vLLM's outputs."""
 Ask = Callable[..., Coroutine[Any, Any, Any]]
-"""Calls a method of `StragglerExchange` for this engine. Takes the method and its arguments after the engine. Raises
-ExchangeFailed if the exchange is lost."""
+"""Calls a method of `StragglerExchange` for this engine. Takes the method, and the arguments that follow the engine's number.
+Raises ExchangeFailed if the exchange is lost."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Streamed:
     request: ShardRequest
     began_s: float
     waits: bool
-    """Whether the engine was full when the attempt began. Then its first token says nothing about prefill."""
+    """Whether the engine was full when the attempt began. If so, its first token tells nothing about prefill."""
     task: asyncio.Task[None] = field(init=False)
     first_s: float | None = None
     """Time of the first token."""
@@ -57,7 +57,7 @@ class _Streamed:
 
 
 class StreamEngine:
-    """Reports in turns what an `AsyncLLM` makes. Owns the attempts under way, which go on between turns.
+    """Reports in turns what an `AsyncLLM` generates. Owns the running attempts, which continue between turns.
 
     Invariant: each token of an attempt is reported once and in order. Belongs to one event loop.
     """
@@ -68,15 +68,15 @@ class StreamEngine:
         self._generate = generate
         self._attempts: dict[int, _Streamed] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        """Tasks of stopped attempts that vLLM has not let go yet."""
+        """Tasks of stopped attempts that vLLM has not released yet."""
         self._num_requests = 0
         self._early_stops: deque[int] = deque(maxlen=MAX_EARLY_STOPS)
         self._reported_s = time.perf_counter()
 
     async def turn(self, orders: TurnOrders) -> TurnResult:
-        """Stops and begins attempts as ordered, then waits until the turn's time is over or no attempt is left.
+        """Stops and starts attempts as ordered, and then waits until the turn's time is over or no attempt is left.
 
-        Raises what the engine raised. Requests that vLLM refuses are reported as refused instead.
+        Raises what the engine raised, except that requests which vLLM refuses are reported as refused.
         """
         self._early_stops.extend(name for name in orders.stops if name not in self._attempts)
         await self._stop(orders.stops)
@@ -101,7 +101,7 @@ class StreamEngine:
             await asyncio.wait(self._ending)
 
     async def _stop(self, names: Sequence[int]) -> None:
-        """Cancels attempts: vLLM aborts a request when its outputs are no longer consumed."""
+        """Cancels attempts. vLLM aborts a request when its outputs are no longer consumed."""
         stopped = [self._attempts.pop(name) for name in names if name in self._attempts]
         for attempt in stopped:
             attempt.task.cancel()
@@ -123,7 +123,7 @@ class StreamEngine:
         attempt.ended_s = time.perf_counter()
 
     async def _wait(self, seconds: float) -> None:
-        """Waits; with few attempts only until one of them ends, because others may be racing for it."""
+        """Waits for `seconds`, but with few attempts only until one of them ends, because others may be racing for it."""
         until = time.perf_counter() + seconds
         while (left_s := until - time.perf_counter()) > 0:
             tasks = [a.task for a in self._attempts.values() if not a.task.done()]
@@ -162,7 +162,7 @@ class StreamEngine:
 def _work(decoding: list[_Streamed], attempts: list[_Streamed], since_s: float, now_s: float) -> TurnWork:
     """Returns the work since `since_s`.
 
-    `decoding` are the attempts that made tokens all the time. Prefill is measured by the attempts that began to.
+    `decoding` are the attempts that made tokens during all of that time. Prefill is measured by the attempts that started to.
     """
     request_s = [(now_s if a.ended_s is None else a.ended_s) - since_s for a in decoding]
     begun = [(a, a.first_s) for a in attempts if a.first_s is not None and a.first_s > since_s and not a.waits]
@@ -176,9 +176,9 @@ def _work(decoding: list[_Streamed], attempts: list[_Streamed], since_s: float, 
 
 
 class StreamShard:
-    """An asynchronous engine's part in the exchange. Owns the futures of the responses that callers wait for.
+    """An asynchronous engine's part in the exchange. Owns the futures of the responses for which callers wait.
 
-    If the exchange is lost, the engine makes its own requests alone from their beginning: the same tokens, later.
+    If the exchange is lost, the engine generates its own requests alone from their beginning, with the same tokens.
     """
 
     def __init__(
@@ -189,9 +189,9 @@ class StreamShard:
         stays: str | None,
         early_worth: Callable[[], EarlyWorth] = EarlyWorth,
     ) -> None:
-        """`stays` is why every request must stay in this engine (`reason_to_stay`); None if requests may move.
+        """`stays` is the reason why every request must stay in this engine (`reason_to_stay`), or None if requests may move.
 
-        `early_worth` returns what its work for coming steps is worth (`IdleWork.worth`), which it does by itself.
+        `early_worth` returns the worth of its work for coming steps (`IdleWork.worth`), which the engine does by itself.
         """
         self._number = number
         self._stays = stays
@@ -203,7 +203,7 @@ class StreamShard:
         self._loop: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self.failure: str | None = None
-        """Reason why the engine is alone; None while it is connected."""
+        """Reason why the engine works alone, or None while it is connected."""
 
     async def begin(self) -> None:
         """Joins the exchange, unless requests must stay in this engine. It could not continue others' requests either."""
@@ -218,14 +218,14 @@ class StreamShard:
             self._loop = asyncio.create_task(self._take_turns())
 
     async def leave(self, reason: str) -> None:
-        """Leaves the exchange for good: stops all attempts, and makes the engine's own requests alone from their beginning."""
+        """Leaves the exchange for good. Stops all attempts, and generates the engine's own requests from their beginning."""
         await self._go_alone(ExchangeFailed(reason))
         await self._engine.stop_all()  # a turn or an earlier failure may have begun to stop attempts
 
     async def generate(
         self, prompt: Any, params: Any, request_id: str, native: Callable[[], AsyncIterator[Any]]
     ) -> AsyncIterator[Any]:
-        """Replaces `AsyncLLM.generate`: yields the last output only. `native` serves what other engines cannot take over."""
+        """Replaces `AsyncLLM.generate`, but yields only the last output. `native` serves requests that cannot move."""
         rollout = None
         if self.failure is None and is_portable(prompt, params, self._stays):
             request = shard_request((self._number, self._num_requests), prompt, params)
@@ -283,7 +283,7 @@ class StreamShard:
                 turns.extend(reply.orders)
                 receiving = asyncio.create_task(self._ask(StragglerExchange.exchange, result, self._early_worth()))
                 result = None
-        except Exception as error:  # an error of the engine, too: a native request will raise it again
+        except Exception as error:  # also one of the engine, which a native request will raise again
             await self._go_alone(error)
         finally:
             receiving.cancel()

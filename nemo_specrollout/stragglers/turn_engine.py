@@ -24,34 +24,34 @@ from nemo_specrollout.stragglers.turns import (
 )
 
 FEW_ATTEMPTS = 4
-"""With at most this number of attempts, a turn ends as soon as one of them does: others may be racing for it."""
+"""With at most this many attempts, a turn ends as soon as one of them does, because others may be racing for it."""
 FIRST_STEPS = 2
-"""Most steps that are counted as a prefill. An engine that schedules asynchronously reports a step when it ends the next."""
+"""Most steps that count as prefill. An engine with asynchronous scheduling reports a step only when it ends the next one."""
 SLICE_S = 0.05
 """Seconds for which an engine without requests works for coming steps before it looks for the exchange's answer again."""
 
 LEAST_S = 1e-3
-"""A shorter slice had no step, because what is left to do cannot begin now."""
+"""Shortest slice in seconds that can have had a step. A shorter one had none, because what is left cannot start now."""
 
 
 class Answer(Protocol):
-    """The answer of the exchange to a call that has begun."""
+    """The answer of the exchange to a pending call."""
 
     def is_there(self) -> bool:
-        """Returns whether calling it would not wait."""
+        """Returns whether the answer has arrived, so that calling this object does not wait."""
 
     def __call__(self) -> Any:
         """Waits for the answer and returns it. Raises ExchangeFailed if the exchange is lost."""
 
 
 Ask = Callable[..., Answer]
-"""Begins to call a method of `StragglerExchange` for this engine. Takes the method and its arguments after the engine. Raises
-ExchangeFailed if the exchange is lost."""
+"""Calls a method of `StragglerExchange` for this engine without waiting. Takes the method, and the arguments that follow the
+engine's number. Raises ExchangeFailed if the exchange is lost."""
 
 
 @dataclass
 class _Submitted:
-    """An attempt under way in the engine, of which `num_reported` tokens were reported."""
+    """A running attempt in the engine, of which `num_reported` tokens were reported."""
 
     name: int
     request: Request
@@ -67,7 +67,7 @@ def num_text_tokens(requests: Iterable[Request]) -> int:
 
 
 class TurnEngine:
-    """Takes orders, steps an engine for a while, and reports what its attempts made. Owns the attempts under way.
+    """Takes orders, steps an engine for a while, and reports what its attempts made. Owns the running attempts.
 
     Invariant: each token of an attempt is reported once and in order. A turn's result holds all tokens made in the turn.
     """
@@ -88,7 +88,7 @@ class TurnEngine:
         return bool(self._attempts)
 
     def turn(self, orders: TurnOrders) -> TurnResult:
-        """Stops and begins attempts as ordered, then steps until the turn's time is over or no attempt is left."""
+        """Stops and starts attempts as ordered, and then steps until the turn's time is over or no attempt is left."""
         self._parts = {}
         self._finished = {}
         old = [attempt.name for attempt in self._attempts.values() if attempt.num_reported]
@@ -112,9 +112,9 @@ class TurnEngine:
         self._abort([self._attempts.pop(name) for name in names if name in self._attempts])
 
     def _begin(self, starts: Starts) -> tuple[float, int, int]:
-        """Begins attempts and takes the steps of their prefill.
+        """Starts attempts and takes the steps of their prefill.
 
-        Returns the seconds of these steps, their number, and the tokens of the texts whose prefill has ended with them.
+        Returns the seconds of these steps, their number, and the tokens of the texts whose prefill they have completed.
         """
         if not starts:
             return 0.0, 0, 0
@@ -187,10 +187,11 @@ class TurnEngine:
 def roll_out_shard(
     stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequest], idle: IdleWork | None = None
 ) -> list[Rollout]:
-    """Takes an engine's part in a rollout: its own `requests`, numbered 0, 1, ..., and others'. Returns its own responses.
+    """Does an engine's part of a shared rollout, and returns the responses to its own `requests`, numbered 0, 1, ....
 
-    The engine takes turns until no engine has anything left to do. At most one exchange is under way; meanwhile the engine
-    takes a turn that it already has, or works for coming steps (`idle`). Raises ExchangeFailed if the exchange is lost.
+    The engine takes turns until no engine has anything left to do. At most one call of the exchange is pending, during which
+    the engine takes a turn that it already has, or works for coming steps (`idle`). Raises ExchangeFailed if the exchange is
+    lost.
     """
     engine = TurnEngine(stepped)
     rollouts = dict[int, Rollout]()
@@ -222,7 +223,7 @@ def roll_out_shard(
 
 
 def _work_until(answer: Answer, idle: IdleWork) -> None:
-    """Works for coming steps until the exchange's answer is there, or nothing is left to do."""
+    """Works for coming steps until the exchange's answer has arrived, or until nothing is left to do."""
     has_more = True
     while has_more and not answer.is_there():
         started = time.perf_counter()

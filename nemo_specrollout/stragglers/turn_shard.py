@@ -19,10 +19,10 @@ _ABOUT_PROGRESS = {"use_tqdm"}
 
 
 class TurnShard:
-    """Stands in for `vllm.LLM.generate` of a synchronous engine, whose shard is rolled out together with the others'."""
+    """Replaces `vllm.LLM.generate` of a synchronous engine, whose shard is rolled out together with those of others."""
 
     def __init__(self, llm: Any, number: int, ask: Ask, idle: IdleWork | None = None) -> None:
-        """`number` is the engine's in the exchange, which `ask` calls. `idle` is its work for coming steps."""
+        """`number` is the engine's number in the exchange, which `ask` calls. `idle` is its work for coming steps."""
         self._hosted = HostedEngine(llm)
         self._number = number
         self._ask = ask
@@ -33,11 +33,11 @@ class TurnShard:
     def generate(
         self, prompts: Sequence[Any], params: Sequence[Any], native: Callable[[], list[Any]], **arguments: Any
     ) -> list[Any]:
-        """Returns vLLM's records of the requests, in their order.
+        """Returns vLLM's outputs of the requests, in their order.
 
-        The engine works alone, by `native`, if one of the requests cannot go on in another engine, or the exchange is lost.
-        `arguments` are those of vLLM's `generate` besides prompts and parameters. Requests with one that other engines would
-        not get, such as a LoRA adapter, stay.
+        The engine works alone, with `native`, if one of the requests cannot continue in another engine, or if the exchange is
+        lost. `arguments` are those of vLLM's `generate` besides prompts and parameters. If one of them would not reach other
+        engines, such as a LoRA adapter, the requests stay.
         """
         is_plain = {name for name, value in arguments.items() if value is not None} <= _ABOUT_PROGRESS
         requests = shard_requests(self._number, prompts, params, self._stays) if is_plain else None

@@ -8,9 +8,9 @@ from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest,
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 Request = RolloutRequest | ShardRequest
-"""A sample that its indices identify, or a request that came with parameters of its own."""
+"""A sample that is identified by its indices, or a request that came with parameters of its own."""
 Starts = tuple[tuple[int, Request], ...]
-"""Attempts to begin: the name of each, and its request. The request's prefix is the known part of the response."""
+"""Names and requests of attempts to start. The prefix of a request is the known part of the response."""
 Tokens = tuple[list[int], list[float]]
 """Token ids and their log-probs."""
 
@@ -23,7 +23,7 @@ class TurnOrders:
     stops: tuple[int, ...] = ()
     """Names of the attempts to stop."""
     seconds: float = 0.0
-    """Length of the turn. It ends earlier if the engine has no attempt left."""
+    """Length of the turn in seconds. It ends earlier if the engine has no attempt left."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class TurnWork:
 
     decode_s: float = 0.0
     request_s: float = 0.0
-    """Seconds of the decode steps, each multiplied by the step's number of requests."""
+    """Sum over the decode steps of their seconds multiplied by their number of requests."""
     num_tokens: int = 0
-    """Tokens that the decode steps made."""
+    """Number of tokens that the decode steps made."""
     prefill_s: float = 0.0
     """Seconds that prefills took beyond a decode step."""
     num_prefilled: int = 0
-    """Tokens of the prefilled texts."""
+    """Number of tokens of the prefilled texts."""
 
 
 @dataclass(frozen=True)
 class TurnResult:
-    """An engine's account of one turn. Attempts are called by their names."""
+    """An engine's report on one turn, which refers to attempts by their names."""
 
     parts: dict[int, Tokens]
     """New tokens by attempt."""
@@ -54,7 +54,7 @@ class TurnResult:
     steady: tuple[int, ...] = ()
     """Attempts that had made tokens before this turn and took part in all of its decode steps."""
     refused: tuple[int, ...] = ()
-    """Attempts that the engine does not accept because their request is invalid."""
+    """Attempts that the engine does not accept because their requests are invalid."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ExchangeReply:
     answers: tuple[tuple[int, Rollout | None], ...]
     """Responses to the engine's own requests, each with the engine's number for the request.
 
-    None if an engine refused the request. The engine that asked then refuses it natively, too."""
+    A response is None if an engine refused the request. The engine that asked then refuses it natively too."""
     is_over: bool
     """Whether no engine of the rollout has anything left to do."""
 
@@ -82,9 +82,9 @@ class EngineFleet(Protocol):
         """Queues a turn. An engine takes its turns and new weights in order."""
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
-        """Waits until a turn ends or a revived engine is alive; returns the results since the last call.
+        """Waits until a turn ends or a revived engine is alive, and returns the results since the last call.
 
-        None replaces the results of all turns that a dead engine still had. It comes once for each death.
+        A single None replaces the results of all turns that an engine still had when it died.
         """
 
     def num_turns(self, engine: int) -> int:
@@ -93,18 +93,18 @@ class EngineFleet(Protocol):
     def is_alive(self, engine: int) -> bool: ...
 
     def early_worth(self, engine: int) -> EarlyWorth:
-        """Returns what the engine's work for coming steps is worth, as it was last known."""
+        """Returns the latest known worth of the engine's work for coming steps."""
 
 
 class IdleWork(Protocol):
-    """What an engine does for coming steps in slots that its requests leave empty (`run_ahead`)."""
+    """An engine's work for coming steps in slots that its requests leave empty (`run_ahead`)."""
 
     def slice(self, seconds: float) -> bool:
-        """Works for about `seconds`, in which nobody else uses the engine. Returns whether more is left to do."""
+        """Works for about `seconds`, while nobody else uses the engine. Returns whether more is left to do."""
 
     def worth(self) -> EarlyWorth:
-        """Returns what this is worth; nothing if nothing is there to do, or nothing has been measured."""
+        """Returns the worth of this work, which is nothing if there is nothing to do or nothing was measured."""
 
 
 class ExchangeFailed(Exception):
-    """The exchange is lost: each engine finishes its own requests alone."""
+    """Raised if the exchange is lost, so that each engine finishes its own requests alone."""

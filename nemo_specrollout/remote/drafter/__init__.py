@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter side: a process with a vLLM engine whose requests are shadow sequences."""
+"""The drafter side, which is a process with a vLLM engine whose requests are shadow sequences."""

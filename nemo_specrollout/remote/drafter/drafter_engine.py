@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's engine: vLLM on its V2 model runner, with shadow sequences as its requests."""
+"""A drafter's engine, which is vLLM on its V2 model runner with shadow sequences as requests."""
 
 import gc
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ from nemo_specrollout.storage.weights_folder import check_like
 WORKER = "nemo_specrollout.remote.drafter.shadow_worker.ShadowWorker"
 SCHEDULER = "nemo_specrollout.remote.drafter.shadow_scheduler.ShadowScheduler"
 _CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types whose values are checked. Torch cannot say of the smaller ones whether they are finite."""
+"""Types whose values are checked. For smaller types, torch cannot tell whether values are finite."""
 
 
 class DrafterEngine:
     """Owns the engine of one draft model, which drafts one token at a time for some of its shadow sequences."""
 
     def __init__(self, model: Path, num_shadows: int, max_model_len: int, **vllm_kwargs: Any) -> None:
-        """Starts vLLM; `vllm_kwargs` are further arguments of vllm.LLM. Raises ConfigError if vLLM refuses them."""
+        """Starts vLLM, with `vllm_kwargs` as further arguments of vllm.LLM. Raises ConfigError if vLLM refuses them."""
         set_process_environment()
         from vllm import LLM
 
@@ -46,7 +46,7 @@ class DrafterEngine:
             "worker_cls": WORKER,
             "scheduler_cls": SCHEDULER,
             "async_scheduling": False,
-            # A shadow's text may be corrected: a cached prefix would then belong to another text.
+            # A shadow's text may be corrected, and a cached prefix would then belong to another text.
             "enable_prefix_caching": False,
         }
         compat.check_arguments(arguments)
@@ -99,8 +99,8 @@ class DrafterEngine:
     def load_weights(self, folder: Path) -> None:
         """Drafts with the weights in `folder` from now on. The texts of all shadow sequences are read again.
 
-        Raises ValueError or OSError, and keeps the old weights, unless `folder` holds a checkpoint with the tensors of the
-        draft model, in the same shapes. Raises RuntimeError if vLLM cannot take them, for instance for lack of memory.
+        Raises ValueError or OSError, and keeps the old weights, unless `folder` has a checkpoint with the tensors of the draft
+        model in the same shapes. Raises RuntimeError if vLLM cannot load them, for instance for lack of memory.
         """
         self.use_weights(self.read_weights(folder))
 
@@ -116,19 +116,19 @@ class DrafterEngine:
         return tensors
 
     def use_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Drafts with tensors of `read_weights` from now on. Raises RuntimeError if vLLM cannot take them."""
+        """Drafts with tensors of `read_weights` from now on. Raises RuntimeError if vLLM cannot load them."""
         weights = folders.with_tied_lm_head(self._folder, tensors)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._scheduler.read_again()
 
     def draft(self, shadows_M: np.ndarray) -> np.ndarray:
-        """Returns a token for each of these shadows, as `DRAFT_ROW`; none for a shadow whose text is still being read."""
+        """Returns a token for each of these shadows, as `DRAFT_ROW`, except those whose texts are still being read."""
         self._scheduler.awake = shadows_M.tolist()
         self._llm.llm_engine.step()
         return self._scheduler.take_drafted()
 
     def close(self) -> None:
-        """Stops the engine and frees its memory. Other engines of this process go on."""
+        """Stops the engine and frees its memory. Other engines of this process continue."""
         engine = self.__dict__.pop("_llm", None)
         if engine is not None:
             self.__dict__.pop("_scheduler", None)
@@ -142,7 +142,7 @@ class DrafterEngine:
 def read_like(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, torch.Tensor]]:
     """Returns the tensors of a checkpoint by name. Raises ValueError unless they have exactly these names and shapes.
 
-    The files are copied into memory and not mapped, because a mapped file that somebody shortens would end the process.
+    The files are copied into memory instead of mapped, because truncating a mapped file would crash the process.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
     for file in check_like(folder, shapes, " on the drafter's machine"):
@@ -157,7 +157,7 @@ def read_like(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple
 
 
 def _tokenizer_of(folder: Path) -> str:
-    """Returns the fingerprint of the tokenizer in `folder`; empty if it has none. Raises ValueError for a broken one."""
+    """Returns the fingerprint of the tokenizer in `folder`, or "" if it has none. Raises ValueError for a broken one."""
     try:
         return folders.tokenizer_fingerprint(folder)
     except (TypeError, AttributeError, LookupError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter: an engine, a socket, and the loop between them."""
+"""A drafter, which consists of an engine, a socket, and the loop between them."""
 
 import secrets
 import time
@@ -14,9 +14,9 @@ from nemo_specrollout.remote.protocol.messages import as_line
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
 
 IDLE_WAIT_S = 0.05
-"""Longest wait for a message while no shadow sequence may draft, in seconds."""
+"""Longest wait for a message, in seconds, while no shadow sequence may draft."""
 LONGEST_READING_S = 0.25
-"""Seconds after which a turn reads no further message, because verifiers drop a drafter that does not answer."""
+"""Seconds after which a turn reads no further messages, because verifiers drop a drafter that does not answer."""
 STATUS_PERIOD_S = 1.0
 """Seconds between two status reports."""
 
@@ -43,7 +43,7 @@ class DrafterService:
         self.status.is_up = True
 
     def run(self, on_status: Callable[[DrafterReport], object]) -> None:
-        """Serves until interrupted; calls `on_status` every `STATUS_PERIOD_S`."""
+        """Serves until it is interrupted, and calls `on_status` every `STATUS_PERIOD_S`."""
         due = 0.0
         while True:
             now_s = time.monotonic()
@@ -65,7 +65,7 @@ class DrafterService:
         for peer, message in self._socket.receive():
             side.receive(peer, message, time.monotonic())
             if time.monotonic() > read_until_s:
-                break  # what is left is read in the next turn, after the answers to these messages
+                break  # the rest is read in the next turn, after these messages are answered
         shadows_M = side.shadows.ready_to_draft()
         if len(shadows_M):
             started = time.perf_counter()

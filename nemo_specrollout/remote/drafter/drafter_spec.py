@@ -11,17 +11,17 @@ from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.strict import ConfigError
 
 CPU_KV_BYTES = 256 << 20
-"""KV cache of a drafter on a CPU."""
+"""Size of a drafter's KV cache on a CPU."""
 GPU_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that a drafter with the whole GPU takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec(RemoteDrafterConfig):
-    """Settings of a drafter: its options in the block, its address, and what it takes over from the policy's engines."""
+    """Settings of a drafter, which are its options in the block, its address, and settings of the policy's engines."""
 
     address: str = any_port("127.0.0.1")
-    """ZeroMQ address to bind; port 0 takes any free one."""
+    """ZeroMQ address to bind, where port 0 means any free port."""
     precision: str = "float32"
     max_model_len: int = 2048
     """Longest text of a request, in tokens."""
@@ -32,28 +32,28 @@ class DrafterReport:
     """Counters and state of a drafter."""
 
     address: str
-    """Address at which it listens; empty until it does."""
+    """Address at which it listens, empty until it does."""
     is_up: bool = False
     """True if the engine has started."""
     num_steps: int = 0
     num_drafted: int = 0
     num_corrections: int = 0
     num_refused_frames: int = 0
-    """Messages that it refused to read, and answers that did not reach their verifier."""
+    """Number of messages that it refused to read, plus answers that did not reach their verifier."""
     refusal: str = ""
-    """Reason of the latest of them."""
+    """Reason of the latest of these refusals."""
     num_open: int = 0
-    """Shadow sequences in use."""
+    """Number of shadow sequences in use."""
     draft_version: int = 0
-    """Version of the weights that `publish-draft` gave it last, or that it found in `weights_from`; 0 for those of `model`."""
+    """Version of the weights that came from `publish-draft` or `weights_from` last, or 0 for those of `model`."""
     weights_problem: str = ""
-    """Why the newest weights in `weights_from` are not in use; empty if they are."""
+    """Why the newest weights in `weights_from` are not in use, or empty if they are."""
     busy_s: float = 0.0
     """Time that the engine spent drafting, in seconds."""
     up_s: float = 0.0
     """Time since the engine started, in seconds."""
     process: int = 0
-    """Random number of the process, if Ray has started it."""
+    """Random number that identifies the process, if Ray has started it."""
     silence_s: float = 0.0
     """Seconds since the drafter's loop last took a turn, or since the process began."""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler of a drafter's engine: shadow sequences run ahead, sleep, and are corrected in place.
+"""Scheduler of a drafter's engine, whose shadow sequences run ahead, sleep, and are corrected in place.
 
-A corrected shadow sequence keeps its KV up to the wrong token: none of its text is computed twice.
+A corrected shadow sequence keeps its KV up to the wrong token, so that none of its text is computed twice.
 """
 
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ class TextChange:
     """Change of a request's text, sent to the vLLM workers."""
 
     start: int
-    """Index of the first token that may differ; `tokens` are the text from there on."""
+    """Index of the first token that may differ. `tokens` is the text from there on."""
     tokens: list[int]
     num_computed: int
-    """Tokens of the new text whose KV is in the cache."""
+    """Number of tokens of the new text whose KV is in the cache."""
 
 
 class ShadowScheduler(Scheduler):
     """vLLM's scheduler, which runs only the shadows in `awake`, in that order, and the prompts of new ones.
 
-    Invariants: exactly the first `num_computed_tokens` of a shadow's text are in its KV. Sampled tokens leave the engine by
-    `take_drafted` alone. `_changed` holds, by request id, the first index at which a vLLM worker's text may differ.
+    Invariants: exactly the first `num_computed_tokens` of a shadow's text are in its KV. Sampled tokens leave the engine only
+    through `take_drafted`. `_changed` has, by request id, the first index at which a vLLM worker's text may differ.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +53,7 @@ class ShadowScheduler(Scheduler):
         self._note_change(request, num_kept, num_kept)
 
     def read_again(self) -> None:
-        """Gives up the KV of all texts, because the weights have changed. A text is read again when its shadow is awake."""
+        """Drops the KV of all texts, because the weights have changed. A text is read again when its shadow is awake."""
         for request in self.requests.values():
             self._note_change(request, request.num_tokens, 0)
 
@@ -78,7 +78,7 @@ class ShadowScheduler(Scheduler):
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Appends the sampled tokens to their requests; returns no outputs, because `take_drafted` reports the tokens."""
+        """Appends the sampled tokens to their requests. Returns no outputs, because `take_drafted` reports the tokens."""
         super().update_from_output(scheduler_output, model_runner_output)
         for row, req_id in enumerate(model_runner_output.req_ids):
             tokens = model_runner_output.sampled_token_ids[row]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's vLLM worker: corrects texts in place, and adds evidence levels to sampled tokens.
+"""A drafter's vLLM worker, which corrects texts in place and adds evidence levels to sampled tokens.
 
 Shapes: R rows of logits, one for each request of the batch.
 """
@@ -19,7 +19,7 @@ from nemo_specrollout.sampling.platforms import native_worker
 _NativeWorker: Any = native_worker(compat.device_type())
 _NAMES = list(inspect.signature(Sampler.apply_sampling_params).parameters)
 _POSITIONS = _NAMES.index("pos") - _NAMES.index("expanded_idx_mapping") - 1
-"""Place of the rows' positions among the further arguments of `ShadowWorker.sample`."""
+"""Index of the rows' positions among the further arguments of `ShadowWorker.sample`."""
 
 
 class ShadowWorker(_NativeWorker):
@@ -37,7 +37,8 @@ class ShadowWorker(_NativeWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, and replaces the sampler's `sample` by one that also computes evidence levels."""
         super().load_model(*args, **kwargs)
-        # `sample_with_score_gap` writes to one of several columns of levels. A drafter drafts one token a step, so it has one.
+        # `sample_with_score_gap` writes to one of several columns of levels. A drafter drafts one token per step, so there is
+        # only one column.
         self._column = torch.zeros((), dtype=torch.int64, device=self.model_runner.device)
         self.model_runner.sampler.sample = self.sample
 
@@ -49,7 +50,7 @@ class ShadowWorker(_NativeWorker):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Samples tokens, waits for them, and adds their evidence levels to the output.
 
-        A drafter schedules synchronously, so vLLM would wait at once too.
+        Waiting costs nothing, because a drafter schedules synchronously and vLLM would wait right afterwards.
         """
         output = super().sample_tokens(*args, **kwargs)
         if not isinstance(output, AsyncModelRunnerOutput):
@@ -80,7 +81,7 @@ class ShadowWorker(_NativeWorker):
 
 
 def change_texts(states: Any, changes: dict[str, TextChange]) -> None:
-    """Replaces the ends of requests' texts in their slots. To vLLM, each text is then a prompt that is partly computed."""
+    """Replaces the ends of requests' texts in their slots. For vLLM, each text is then a partly computed prompt."""
     for req_id, change in changes.items():
         slot = states.req_id_to_index[req_id]
         length = change.start + len(change.tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks for new weights of a draft model in a folder, in a thread of its own, while the drafter drafts."""
+"""Watches a folder for new weights of a draft model, in a thread of its own, while the drafter drafts."""
 
 import threading
 from collections.abc import Callable
@@ -11,22 +11,22 @@ from nemo_specrollout.remote.protocol.messages import as_line
 from nemo_specrollout.storage.weights_folder import Publication, publications, stamp_of
 
 PERIOD_S = 2.0
-"""Seconds between two looks at the folder."""
+"""Seconds between two checks of the folder."""
 
 
 @dataclass(frozen=True)
 class NewWeights:
-    """A publication that was read whole, and its tensors by name."""
+    """A publication that was read completely, and its tensors by name."""
 
     publication: Publication
     tensors: list[tuple[str, Any]]
 
 
 class WeightsWatch:
-    """Owns the thread, what was read and is not in use yet, and which publications cannot be used.
+    """Owns the thread, the weights that were read and are not in use yet, and a list of unusable publications.
 
-    The thread reads and checks files. The drafter's loop takes what was read, between two of its turns. A publication that
-    cannot be used is not tried again unless its files change, and the newest one before it is used in its place. If the
+    The thread reads and checks files. The drafter's loop takes what was read between two of its turns. A publication that
+    cannot be used is not tried again unless its files change, and the newest usable one before it is used instead. If the
     newest one is removed, the drafter goes back to the one before it.
     """
 
@@ -42,19 +42,19 @@ class WeightsWatch:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.problem = ""
-        """Why the newest publication is not in use; empty if it is."""
+        """Why the newest publication is not in use, or empty if it is."""
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, after the file that it reads."""
+        """Ends the thread after it has read its current file."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def take(self) -> NewWeights | None:
-        """Returns new weights once. It costs nothing if there are none."""
+        """Returns new weights once, or None. The call costs nothing if there are none."""
         if self._ready is None:
             return None
         with self._lock:
@@ -82,7 +82,7 @@ class WeightsWatch:
                 return
 
     def _reads(self, publication: Publication) -> bool:
-        """Returns whether a publication could be read, and lies ready then."""
+        """Reads a publication, and returns whether it can be used. If so, `take` returns it."""
         try:
             tensors = self._read(publication.path)
             if stamp_of(publication.path) != publication.stamp:

@@ -12,7 +12,7 @@ class AllowedHosts:
     """Owns the networks of `allowed_hosts`. Names are looked up once, when it is built."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        """Takes IP addresses, networks and names; none of them allows all hosts. Raises ConfigError for an unknown name."""
+        """Takes IP addresses, networks and names. An empty list allows all hosts. Raises ConfigError for an unknown name."""
         self._networks = [network for host in hosts for network in _networks(host)]
 
     def __contains__(self, address: str) -> bool:

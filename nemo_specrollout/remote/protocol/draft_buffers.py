@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verifier's draft buffers: the tokens drafted beyond the committed text of each request.
+"""The verifier's draft buffers, which hold the tokens drafted beyond the committed text of each request.
 
 Both sides keep the last positions of each text in a ring of tokens that are chained by prefix hashes. The prefix hash of a
 position covers the request's seed and all tokens before that position.
@@ -17,10 +17,10 @@ from nemo_specrollout.sampling.seeds import GAMMA
 
 NO_REQUEST = -1
 SLOT_BITS = 16
-"""Low bits of a request's number. They hold its slot, so the slot is found without a table."""
+"""Number of low bits of a request's number that hold its slot, so that the slot is found without a table."""
 SLOT_MASK = (1 << SLOT_BITS) - 1
 LEAST_SURVIVAL = 0.02
-"""Least probability to be reached at which a draft token is worth the drafter's time."""
+"""Smallest probability of being reached at which a draft token is worth the drafter's time."""
 FIRST_RATE = 0.9
 """Assumed share of right drafts (given that all drafts before were right) of a request without history."""
 
@@ -29,11 +29,11 @@ BASE, COUNT, TOKENS = 0, 1, 2
 number of draft tokens, and then the tokens themselves."""
 
 KEPT, LATE, STALE, WRONG = 0, 1, 2, 3
-"""Indices in `DraftBuffers.counts`, by what became of a draft token (see `DrafterStats`). A token is also stale if the buffer
+"""Indices in `DraftBuffers.counts`, by the outcome of a draft token (see `DrafterStats`). A token is also stale if the buffer
 lacks the token before it, or has no room for it."""
 
 ENTRY = np.dtype([("prefix_hash", np.uint64), ("token", np.int32), ("level", np.int8)], align=True)
-"""One position of a text: hash of all tokens before it, its token, and the evidence level if the token was drafted."""
+"""One position of a text, with the hash of all tokens before it, its token, and the evidence level if it was drafted."""
 RINGS = from_dtype(ENTRY)[:, ::1]
 _GAMMA = np.uint64(GAMMA)
 _SLOT = np.dtype(
@@ -50,13 +50,13 @@ _SLOTS, _COMMITS, _DRAFTS = (from_dtype(row)[::1] for row in (_SLOT, COMMIT_ROW,
 
 
 def new_rings(num_rows: int, least_size: int) -> np.ndarray:
-    """Returns empty rings [num_rows, size]; `size` is the power of two above `least_size`."""
+    """Returns empty rings [num_rows, size], where `size` is the power of two above `least_size`."""
     return np.zeros((num_rows, 1 << least_size.bit_length()), ENTRY)
 
 
 @njit("uint64(uint64, int64)", cache=True)
 def extend(prefix_hash, token):  # type: ignore[no-untyped-def]
-    """Returns the hash of a text and one more token: SplitMix64's output function of their sum."""
+    """Returns the hash of a text and one more token, which is SplitMix64's output function of their sum."""
     return mix64(prefix_hash + _GAMMA * np.uint64(token + 1))
 
 
@@ -74,7 +74,7 @@ def text_hash(seed: int, tokens: np.ndarray) -> int:
 
 @njit(cache=True)
 def put(ring, position, token, level):  # type: ignore[no-untyped-def]
-    """Writes a token into a ring, and with it the prefix hash of the next position."""
+    """Writes a token into a ring, and also the prefix hash of the next position."""
     mask = len(ring) - 1
     entry = ring[position & mask]
     entry.token = token
@@ -91,7 +91,7 @@ class DraftBuffers:
 
     def __init__(self, num_slots: int, most_ahead: int, vocab_size: int) -> None:
         self.counts = np.zeros(4, np.int64)
-        """Received draft tokens by outcome, int64. The wrong ones are some of the kept ones."""
+        """Received draft tokens by outcome, int64. The wrong ones are a part of the kept ones."""
         self._slots = np.zeros(num_slots, _SLOT)
         self._slots["request"] = NO_REQUEST
         self._rings = new_rings(num_slots, most_ahead + 1)
@@ -132,7 +132,7 @@ class DraftBuffers:
         """Returns how many draft tokens a drafter may be ahead of each request, uint8 [b].
 
         A window ends where drafts are unlikely to be accepted at the request's own recent rate. Source: the per-request
-        windows of SpecActor's Algorithm 2 (arXiv 2511.16193); here no request waits for a full window.
+        windows of SpecActor's Algorithm 2 (arXiv 2511.16193). Unlike there, no request waits for a full window.
         """
         hits_b = self._slots["num_hits"][slots_b]
         judged_b = self._slots["num_judged"][slots_b]
@@ -141,7 +141,7 @@ class DraftBuffers:
         return np.clip(lengths_b, 1, self._most_ahead).astype(np.uint8)
 
     def add(self, rows_N: np.ndarray) -> None:
-        """Appends draft tokens, `DRAFT_ROW` [N], and counts what becomes of each token."""
+        """Appends draft tokens, `DRAFT_ROW` [N], and counts the outcome of each token."""
         _add(rows_N, self._slots, self._rings, self.counts, self._vocab_size)
 
     def write(self, table_SX: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's side of the protocol: keeps a shadow sequence of each request, and answers verifiers with draft tokens.
+"""The drafter's side of the protocol, which keeps a shadow sequence of each request and answers with draft tokens.
 
-A peer is any key by which the transport knows a verifier.
+A peer is any key by which the transport identifies a verifier.
 """
 
 from collections import deque
@@ -34,15 +34,15 @@ from nemo_specrollout.remote.protocol.messages import (
 from nemo_specrollout.remote.protocol.shadow_sequences import ShadowSequences
 
 SESSION_TIMEOUT_S = 120.0
-"""Silence after which a verifier is forgotten, in seconds. If it comes back, it opens all of its requests again."""
+"""Seconds of silence after which a verifier is forgotten. If it comes back, it opens all of its requests again."""
 MAX_SESSIONS = 1024
-"""Largest number of verifiers at a time."""
+"""Most verifiers at a time."""
 NO_SHADOW = -1
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Properties of a draft model that have to fit the policy (see `Hello`)."""
+    """Properties of a draft model that must fit the policy (see `Hello`)."""
 
     vocab_size: int
     tokenizer: str
@@ -52,7 +52,7 @@ class DraftModel:
 
 @dataclass
 class _Session:
-    """One verifier."""
+    """State of one verifier's session."""
 
     peer: Hashable
     number: int
@@ -83,14 +83,14 @@ class DrafterSide:
     """
 
     def __init__(self, engine: Any, drafter: int, num_shadows: int, most_ahead: int) -> None:
-        """`engine` has the methods of `DrafterEngine` that are called here, and `model`; `drafter` is a random number."""
+        """`engine` has `model` and the methods of `DrafterEngine` that are called here. `drafter` is a random number."""
         self.engine: Any = engine
         self.model: DraftModel = engine.model
         self.num_corrections = 0
         self.num_refused = 0
-        """Requests that this drafter cannot draft for."""
+        """Number of requests for which this drafter cannot draft."""
         self.draft_version = 0
-        """Version of the weights that were published last; 0 for those of the model that the config names."""
+        """Version of the weights that were published last, or 0 for those of the model that the config names."""
         self.shadows = ShadowSequences(num_shadows, most_ahead)
         self._drafter = drafter
         self._num_shadows = num_shadows
@@ -106,7 +106,7 @@ class DrafterSide:
         return self._num_shadows - len(self._free)
 
     def receive(self, peer: Hashable, message: Message, now_s: float) -> None:
-        """Takes a message of a verifier or a publisher. Messages that only drafters send are ignored."""
+        """Handles a message of a verifier or a publisher. Messages that only drafters send are ignored."""
         if isinstance(message, Hello):
             self._replies.append((peer, self._greet(peer, message, now_s)))
         elif isinstance(message, Publish):
@@ -123,7 +123,7 @@ class DrafterSide:
                 self._follow(session, message, now_s)
 
     def drafted(self, rows_M: np.ndarray, token_s: float) -> None:
-        """Takes the tokens that the engine drafted, `DRAFT_ROW` [M], in a step of `token_s` seconds."""
+        """Adds the tokens that the engine drafted, `DRAFT_ROW` [M], in a step of `token_s` seconds."""
         self._token_s = min(token_s, LONGEST_TOKEN_S)
         sessions_M = self._session_of[rows_M["owner"]]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
@@ -158,7 +158,7 @@ class DrafterSide:
         return Welcome(hello.session, self._drafter, self.model.max_model_len, self._num_shadows)
 
     def _mismatch(self, hello: Hello) -> str | None:
-        """Returns why this drafter cannot draft for a verifier; None if it can."""
+        """Returns why this drafter cannot draft for a verifier, or None if it can."""
         if hello.protocol != PROTOCOL:
             return (
                 f"the verifier has version {hello.protocol} of the protocol, the drafter version {PROTOCOL}: install the "
@@ -173,10 +173,10 @@ class DrafterSide:
         return None
 
     def _load_weights(self, message: Publish) -> Published:
-        """Loads new weights, or says why the old ones stay.
+        """Loads new weights, or reports why the old ones stay.
 
-        Tokens that the old weights drafted stay in their shadow sequences, because a verifier compares every draft with the
-        token that the policy samples.
+        Tokens that the old weights have drafted may stay in their shadow sequences, because a verifier compares every draft
+        with the token that the policy samples.
         """
         try:
             self.engine.load_weights(Path(message.folder))
@@ -197,7 +197,7 @@ class DrafterSide:
         self._free.append(shadow)
 
     def _close_requests(self, session: _Session, requests_N: np.ndarray) -> None:
-        """Closes the shadows of requests of a session; unknown and repeated requests are ignored."""
+        """Closes the shadows of requests of a session. Unknown and repeated requests are ignored."""
         shadows_N = self._shadows_of(session, requests_N)
         for shadow in dict.fromkeys(shadows_N[shadows_N >= 0].tolist()):
             self._close(shadow)
@@ -218,7 +218,7 @@ class DrafterSide:
         return np.where((shadows_N >= 0) & is_its_N, shadows_N, NO_SHADOW)
 
     def _open(self, session: _Session, opening: Open) -> None:
-        """Opens a shadow sequence, or tells the verifier that there is none free, or why there will never be one."""
+        """Opens a shadow sequence, or tells the verifier that none is free, or why there will never be one."""
         request = opening.request
         text = column(opening.tokens, np.int32)
         self._close_requests(session, np.array([request]))
@@ -263,7 +263,7 @@ class DrafterSide:
         session.lacking.update(rows_N["request"][is_lacking_N & ~is_strange_N].tolist())
 
     def _refuse_strange(self, session: _Session, rows_N: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Gives up the requests whose new tokens the draft model does not have. Returns which rows are theirs, bool [N]."""
+        """Drops requests with new tokens that the draft model does not have. Returns which rows are theirs, bool [N]."""
         is_strange_N = np.zeros(len(rows_N), np.bool_)
         stops_N = np.cumsum(rows_N["count"])
         for place in np.flatnonzero(self._are_strange(tokens)).tolist():
@@ -283,7 +283,7 @@ class DrafterSide:
         return f"token {tokens[0]} is not among the {self.model.vocab_size} of the draft model"
 
     def _drafts(self, session: _Session) -> Drafts:
-        """Returns the next message to a verifier, with as much of what it has to be told as a message holds."""
+        """Returns the next message to a verifier, with as much of its pending news as a message can hold."""
         rows = np.concatenate([np.zeros(0, DRAFT_ROW), *session.rows], dtype=DRAFT_ROW)
         session.rows = [rows[MAX_ROWS:]] if len(rows) > MAX_ROWS else []
         rows = rows[:MAX_ROWS]
@@ -306,7 +306,7 @@ class DrafterSide:
 
 
 def _take(requests: set[int]) -> bytes:
-    """Takes as many requests as a message holds; returns their numbers, in order, as int64."""
+    """Removes as many requests as a message holds, and returns their numbers in order, as int64."""
     taken = sorted(requests)[:MAX_ROWS]
     requests.difference_update(taken)
     return np.array(taken, np.int64).tobytes()

@@ -1,58 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of remote drafters: whether drafts arrive in time, and how many of them are of use."""
+"""Statistics of remote drafters, which show whether drafts arrive in time and how many of them are useful."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 GOOD_OCCUPANCY = 0.8
-"""Share of request steps with drafts at hand from which on the drafters are fast enough."""
+"""Share of request steps with drafts at hand above which the drafters are fast enough."""
 LARGE_WASTE = 0.5
 """Share of useless drafts above which acceptance is the bottleneck."""
 
 
 @dataclass(frozen=True)
 class DrafterStats:
-    """Counts since an engine's start, and the present state of its drafters."""
+    """Counts since an engine's start, and the current state of its drafters."""
 
     num_request_steps: int = 0
-    """Requests, summed over the steps that could use drafts."""
+    """Number of requests, summed over the steps that could use drafts."""
     num_supplied: int = 0
-    """Request steps with a draft at hand."""
+    """Number of these request steps with a draft at hand."""
     num_at_hand: int = 0
-    """Draft tokens at hand, summed over these request steps. A request counts at most as many as one step may verify."""
+    """Number of draft tokens at hand in these request steps, counting at most as many per request as a step may verify."""
     num_kept: int = 0
-    """Draft tokens that came in time and for the right text."""
+    """Number of draft tokens that came in time and for the right text."""
     num_wrong: int = 0
-    """Kept draft tokens that were dropped because the verifier sampled another token there or before."""
+    """Number of kept draft tokens that were dropped because the verifier sampled another token there or before."""
     num_late: int = 0
-    """Draft tokens for positions that the verifier had sampled already."""
+    """Number of draft tokens for positions that the verifier had already sampled."""
     num_stale: int = 0
-    """Draft tokens for a text that is not the request's."""
+    """Number of draft tokens for a text that is not the request's."""
     host_s: float = 0.0
     """Time that the verifier's host spent on the protocol, in seconds."""
     num_drafters: int = 0
     num_ready: int = 0
-    """Drafters that answer."""
+    """Number of drafters that answer."""
     num_failures: int = 0
     """Number of times that a drafter was dropped."""
     num_refused: int = 0
-    """Requests that a drafter refused to draft for."""
+    """Number of requests for which a drafter refused to draft."""
     draft_token_s: float = 0.0
     """Seconds that the slowest drafter takes to draft one token for each of its requests."""
     problem: str = ""
     """Reason why the first drafter that is not ready does not answer."""
     last_problem: str = ""
-    """Reason why the first drafter that ever failed did so last, although it may answer by now; without any, the reason of the
-    latest refusal of a request."""
+    """Latest failure of the first drafter that ever failed, even if it answers again. If none has failed, it is the reason of
+    the latest refusal of a request."""
 
     def since(self, before: "DrafterStats") -> "DrafterStats":
-        """Returns the counts since `before`, with the present state."""
+        """Returns the counts since `before`, with the current state."""
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in _COUNTS})
 
     @classmethod
     def together(cls, parts: Sequence["DrafterStats"]) -> "DrafterStats":
-        """Returns the stats of engines that share their drafters: sums of the counts, and the worst state."""
+        """Returns the stats of engines that share their drafters, with sums of the counts and the worst state."""
         sums = {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
         worst = {name: choose(getattr(part, name) for part in parts) for name, choose in _WORST.items()}
         words: dict[str, Any] = {
@@ -67,7 +67,7 @@ class DrafterStats:
         drafted = self.num_kept + self.num_late + self.num_stale
         occupancy = self.num_supplied / steps if steps else None
         run_ahead = self.num_at_hand / steps if steps else None
-        waste = min(1.0, useless / drafted) if drafted else None  # a token may have come before the counts began
+        waste = min(1.0, useless / drafted) if drafted else None  # a token may have arrived before counting began
         if self.num_ready == 0:
             bottleneck = "no drafter answers"
         elif occupancy is None:

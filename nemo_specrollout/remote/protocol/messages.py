@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to and from drafters: typed, bounded, packed by msgspec, and unable to carry code.
+"""Messages to and from drafters, which are typed, bounded, packed by msgspec, and unable to carry code.
 
 Values of many requests travel as rows of one NumPy type, packed as little-endian bytes, because neither side should loop over
-requests in Python. A request is named by its session, which is one process of a verifier, and by a number that the session
-never uses twice.
+requests in Python. A request is identified by its session, which is one process of a verifier, and by a number that the
+session never uses twice.
 """
 
 from typing import Annotated, Any
@@ -12,22 +12,22 @@ import msgspec
 import numpy as np
 
 PROTOCOL = 3
-"""Version of the protocol. Both sides must have the same."""
+"""Version of the protocol, which must be the same on both sides."""
 MAX_FRAME_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
-"""Largest number of rows of a message, and of tokens in one commit."""
+"""Most rows of a message, and most tokens in one commit."""
 MAX_OPENS = 4096
-"""Largest number of requests that one `Step` opens."""
+"""Most requests that one `Step` opens."""
 LONGEST_TEXT_BYTES = MAX_FRAME_BYTES - (2 << 20)
-"""Largest text that a request may be opened with. The rest of the frame is left for the other requests of the `Step`."""
+"""Bytes of the longest text with which a request may be opened. The rest of the frame is for the `Step`'s other requests."""
 OPENED_BYTES = 1 << 20
-"""Bytes of text that a verifier opens requests with at a time, and that a drafter has not read yet. Packing and signing them
-takes a few milliseconds of an engine's step. The requests that are left over are opened by the steps that follow."""
+"""Most bytes of text with which a verifier opens requests before the drafter has read them. Packing and signing them takes a
+few milliseconds of an engine's step. Further requests are opened by the following steps."""
 MAX_STOP_TOKENS = 1024
 NO_SESSION = 0
 """Session of a `Refuse` whose receiver is not known, because its message could not be read. No verifier has this number."""
 LONGEST_REASON = 1000
-"""Characters of an error's text that are sent. A `Line` may have four times as many."""
+"""Most characters of an error's text that are sent. A `Line` may have four times as many."""
 LONGEST_TOKEN_S = 60.0
 """Largest valid `Drafts.token_s`. A verifier drops a drafter that is silent for much less."""
 
@@ -75,9 +75,9 @@ class Hello(_Tagged, frozen=True):
     session: Count
     vocab_size: Count
     tokenizer: Line
-    """Fingerprint of the policy's tokenizer; empty if unknown."""
+    """Fingerprint of the policy's tokenizer, or empty if unknown."""
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_TOKENS)]
-    """Tokens that end a text: nothing is drafted after them."""
+    """Tokens that end a text, so that nothing is drafted after them."""
 
 
 class Welcome(_Tagged, frozen=True):
@@ -85,14 +85,14 @@ class Welcome(_Tagged, frozen=True):
 
     session: Count
     drafter: Count
-    """Random number of the drafter process: a restarted drafter has another one."""
+    """Random number of the drafter process, which is different after a restart."""
     max_model_len: Count
     num_shadows: Count
-    """Requests that the drafter can hold, of all verifiers together."""
+    """Number of requests that the drafter can hold, of all verifiers together."""
 
 
 class Refuse(_Tagged, frozen=True):
-    """Tells a verifier why the drafter refuses its session, or the message that it sent."""
+    """Tells a verifier why the drafter refuses its session or one of its messages."""
 
     session: Count
     reason: Line
@@ -124,13 +124,13 @@ class Step(_Tagged, frozen=True):
     closes: bytes
     """Numbers of the requests that ended, as int64."""
     commits: bytes
-    """One `COMMIT_ROW` for each request that goes on, with or without new tokens."""
+    """One `COMMIT_ROW` for each request that continues, with or without new tokens."""
     tokens: bytes
-    """The new tokens of all these rows, one row after the other, as int32 token ids."""
+    """The new tokens of all these rows, one row after another, as int32 token ids."""
 
     @property
     def num_text_bytes(self) -> int:
-        """Bytes of the texts with which requests are opened."""
+        """Number of bytes of the texts with which requests are opened."""
         return sum(len(opening.tokens) for opening in self.opens)
 
 
@@ -142,19 +142,19 @@ class Drafts(_Tagged, frozen=True):
     number: Count
     """Number of this message in the session. A gap in the numbers tells the verifier that a message was lost."""
     step: Count
-    """Number of the latest `Step` that the drafter has read; 0 for none."""
+    """Number of the latest `Step` that the drafter has read, or 0 for none."""
     token_s: float
     """Seconds that the drafter takes to draft one token for each of its requests."""
     num_shadows: Count
-    """Shadow sequences in use, of all verifiers together."""
+    """Number of shadow sequences in use, of all verifiers together."""
     drafts: bytes
     """One `DRAFT_ROW` for each draft token."""
     lacking: bytes
     """Numbers of the requests that the verifier has to open again, as int64."""
     refused: bytes
-    """Numbers of the requests that the drafter will never draft for, as int64."""
+    """Numbers of the requests for which the drafter will never draft, as int64."""
     reason: Line
-    """Reason of the latest of these refusals; empty without any."""
+    """Reason of the latest of these refusals, or empty if there is none."""
 
 
 class Publish(_Tagged, frozen=True):
@@ -171,18 +171,18 @@ class Published(_Tagged, frozen=True):
 
     version: Count
     error: Line
-    """One sentence that says why the drafter keeps its old weights; empty if it uses the new ones."""
+    """One sentence that says why the drafter keeps its old weights, or empty if it uses the new ones."""
 
 
 def refusal_of(message: "Message", reason: str) -> "Refuse | Published":
-    """Returns the answer to a verifier or a publisher whose messages a drafter does not take."""
+    """Returns the answer to a verifier or a publisher whose messages a drafter does not accept."""
     if isinstance(message, Publish):
         return Published(message.version, reason)
     return Refuse(getattr(message, "session", NO_SESSION), reason)
 
 
 def as_line(text: object) -> str:
-    """Returns a text as a `Line`: one line, of characters that a message can carry, and short enough for one."""
+    """Returns a text as a `Line`, which is a single line of limited length with characters that a message can carry."""
     return " ".join(str(text).split()).encode(errors="replace").decode()[:LONGEST_REASON]
 
 
@@ -207,7 +207,7 @@ def decode(frame: bytes) -> Message:
         if int(counts.sum()) * 4 != len(message.tokens) or any(len(opening.tokens) % 4 for opening in message.opens):
             raise FrameError("ragged tokens")
     elif isinstance(message, Drafts):
-        if not 0.0 <= message.token_s <= LONGEST_TOKEN_S:  # false of NaN too
+        if not 0.0 <= message.token_s <= LONGEST_TOKEN_S:  # also false for NaN
             raise FrameError("token_s out of range")
         _check_rows((message.lacking, np.int64), (message.refused, np.int64), (message.drafts, DRAFT_ROW))
     return message
@@ -222,5 +222,5 @@ def _check_rows(*parts: tuple[bytes, Any]) -> None:
 
 
 def column(data: bytes, dtype: Any) -> np.ndarray:
-    """Returns a writable array of rows or numbers, because compiled kernels take no read-only ones."""
+    """Returns a writable array of rows or numbers, because compiled kernels do not accept read-only ones."""
     return np.frombuffer(data, dtype).copy()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One drafter as a verifier sees it: when it is greeted, for how long it may be silent, and what it has read.
+"""The verifier's view of one drafter, with when it is greeted, how long it may be silent, and what it has read.
 
-Every state is left again without help: a drafter that failed, does not answer or does not fit is greeted after a pause.
+No state lasts for ever, because a drafter that failed, does not answer or does not fit is greeted again after a pause.
 """
 
 from collections import deque
@@ -11,42 +11,42 @@ from enum import Enum
 from nemo_specrollout.remote.protocol.messages import Drafts, Welcome
 
 ANSWER_DEADLINE_S = 2.0
-"""Longest silence of a drafter that owes an answer. It is longer for one that has failed before (`Peer.patience_s`)."""
+"""Longest silence in seconds of a drafter that owes an answer. After failures it is longer (`Peer.patience_s`)."""
 FLOOD_FACTOR = 4
 """A drafter is dropped if it sends this many times the draft tokens that it was asked for."""
 FLOOD_ALLOWANCE = 4096
-"""Draft tokens beyond that number which are still accepted."""
+"""Number of draft tokens beyond that limit which are still accepted."""
 FIRST_PAUSE_S = 0.5
-"""Pause before a drafter that failed is greeted again, in seconds. It doubles with each failure."""
+"""Seconds before a drafter that failed is greeted again. The pause doubles with each failure."""
 LONGEST_PAUSE_S = 30.0
-"""Longest such pause, and the pause after a refusal. A drafter that was ready for longer starts at the first pause again."""
+"""Longest such pause, and the pause after a refusal. After a drafter was ready for longer, it begins with the first again."""
 
 
 class PeerState(Enum):
-    """State of a drafter, as a verifier sees it."""
+    """State of a drafter from the verifier's point of view."""
 
     AWAY = "away"  # It is greeted when its pause is over.
     GREETED = "greeted"  # It has not answered yet.
     READY = "ready"
-    REFUSED = "refused"  # It does not fit the policy. It is greeted after a pause, as another may listen there by then.
+    REFUSED = "refused"  # It does not fit the policy. After a pause it is greeted again, as another may listen there then.
 
 
 @dataclass
 class Peer:
-    """One drafter, as a verifier sees it. All times are seconds of the verifier's clock."""
+    """The verifier's view of one drafter. All times are seconds of the verifier's clock."""
 
     state: PeerState = PeerState.AWAY
     reason: str = ""
-    """Reason why the drafter is not ready; empty if it is, or if it was not tried yet."""
+    """Reason why the drafter is not ready, or empty if it is or was not tried yet."""
     last_problem: str = ""
-    """Reason of its latest failure or refusal, also if it is ready again."""
-    # What it said last (see `Welcome` and `Drafts`).
+    """Reason of its latest failure or refusal, even if it is ready again."""
+    # Its latest answers (see `Welcome` and `Drafts`).
     drafter: int = 0
     max_model_len: int = 0
     num_shadows: int = 0
     token_s: float = 0.0
     num_open_there: int = 0
-    """Requests that it held when it answered last, of all verifiers."""
+    """Number of requests of all verifiers that it held when it answered last."""
     resume_at_s: float = 0.0
     """Time at which it is greeted next, or at which a greeting counts as unanswered."""
     pause_s: float = FIRST_PAUSE_S
@@ -56,14 +56,14 @@ class Peer:
     last_number: int = -1  # Number of its latest `Drafts`.
     num_steps: int = 0  # Steps that it was sent since its `Welcome`.
     unread: deque[tuple[int, int]] = field(default_factory=deque)
-    """Steps that opened requests and that it has not answered: their numbers, and their bytes of text."""
+    """Numbers and bytes of text of steps that opened requests and that it has not answered."""
     num_rows: int = 0  # Draft tokens that it sent.
     num_asked: int = 0  # Requests that it was asked to draft for, summed over steps.
     num_failures: int = 0
 
     @property
     def patience_s(self) -> float:
-        """Longest silence in which it may owe an answer. It grows with failures, because a drafter may be slow and sound."""
+        """Longest time for which it may owe an answer. It grows with failures, because a drafter may just be slow."""
         return max(ANSWER_DEADLINE_S, self.pause_s)
 
     @property
@@ -119,12 +119,12 @@ class Peer:
         return now_s - self.waiting_since_s > self.patience_s
 
     def is_flooding(self, num_rows: int, most_ahead: int) -> bool:
-        """Counts `num_rows` more draft tokens; returns whether the drafter sent far more than it was asked for."""
+        """Counts `num_rows` more draft tokens, and returns whether the drafter sent far more than it was asked for."""
         self.num_rows += num_rows
         return self.num_rows > FLOOD_FACTOR * most_ahead * self.num_asked + FLOOD_ALLOWANCE
 
     def note_answer(self, drafts: Drafts) -> bool:
-        """Notes the figures of an answer; returns whether an earlier message of the drafter was lost."""
+        """Notes the figures of an answer, and returns whether an earlier message of the drafter was lost."""
         self.waiting_since_s = None
         has_lost = drafts.number > self.last_number + 1
         self.last_number = max(self.last_number, drafts.number)

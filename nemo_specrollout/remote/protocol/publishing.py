@@ -8,7 +8,7 @@ from nemo_specrollout.remote.protocol.messages import FrameError, Publish, Publi
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
 
 ANSWERS_WITHIN_S = 120.0
-"""Longest time from the request to the last answer, in seconds. A drafter reads its weights from a disk in that time."""
+"""Longest time in seconds from the request to the last answer. Drafters read their weights from disk in that time."""
 
 
 def publish(addresses: Sequence[str], secret: bytes, folder: str, version: int) -> dict[str, str]:
@@ -20,7 +20,7 @@ def publish(addresses: Sequence[str], secret: bytes, folder: str, version: int) 
         folder: Absolute path of a checkpoint, which each drafter opens on its own machine.
         version: Number of the weights, at least 0 and below 2^63.
 
-    Returns, by address, the reason why a drafter keeps its old weights. It is empty if all drafters use the new ones.
+    Returns the reasons, by address, why drafters keep their old weights. The result is empty if all use the new ones.
     """
     sockets = {address: VerifierSocket(address, secret) for address in addresses}
     try:
@@ -35,7 +35,7 @@ def publish(addresses: Sequence[str], secret: bytes, folder: str, version: int) 
 
 
 def _error_of(socket: VerifierSocket, version: int, deadline_s: float) -> str:
-    """Waits for the answer of one drafter; returns its error, which is empty after a success."""
+    """Waits for the answer of one drafter, and returns its error, which is empty after a success."""
     while (left_s := deadline_s - time.monotonic()) > 0:
         socket.wait(left_s)
         try:

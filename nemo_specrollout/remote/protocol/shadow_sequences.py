@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's shadow sequences: the committed text of each verifier's request, and the tokens drafted beyond it.
+"""The drafter's shadow sequences, each with the committed text of a verifier's request and the tokens drafted beyond it.
 
 Shapes: N rows of a message, M shadow sequences in a step of the engine.
 """
@@ -13,7 +13,7 @@ from nemo_specrollout.remote.protocol.messages import COMMIT_ROW, DRAFT_ROW
 Correction = tuple[int, int, list[int]]
 """Shadow, number of tokens that it keeps, and the tokens that follow these."""
 UNCHANGED = -1
-"""Outcome of a commit whose tokens the shadow sequence has already, so that nothing has to be corrected."""
+"""Outcome of a commit whose tokens the shadow sequence already has, so that nothing has to be corrected."""
 LACKING = -2
 """Outcome of a commit that does not continue the shadow sequence's text, so that the request has to be opened again."""
 NOT_STOPPED = -1
@@ -35,11 +35,11 @@ _DRAFTS = from_dtype(DRAFT_ROW)[::1]
 
 
 class ShadowSequences:
-    """Owns what the protocol knows of each shadow sequence; the engine owns the full texts and their KV."""
+    """Owns what the protocol knows about each shadow sequence, while the engine owns the full texts and their KV."""
 
     def __init__(self, num_shadows: int, most_ahead: int) -> None:
         self.state = np.zeros(num_shadows, _SHADOW)
-        # A verifier may still send commits that lie behind the drafts.
+        # A verifier may still send commits for text behind the drafts.
         self.rings = new_rings(num_shadows, 4 * most_ahead)
         self._most_ahead = most_ahead
 
@@ -55,9 +55,9 @@ class ShadowSequences:
     def commit(
         self, shadows_N: np.ndarray, rows_N: np.ndarray, tokens: np.ndarray
     ) -> tuple[list[Correction], np.ndarray]:
-        """Applies the commits of a `Step`, `COMMIT_ROW` [N]; a shadow of -1 stands for a request that is unknown here.
+        """Applies the commits of a `Step`, `COMMIT_ROW` [N], in which shadow -1 stands for an unknown request.
 
-        Returns corrections for the engine, and which rows are of requests that have to be opened again, bool [N].
+        Returns corrections for the engine, and which rows belong to requests that have to be opened again, bool [N].
         """
         kept_N = np.empty(len(shadows_N), np.int64)
         _commit(shadows_N, rows_N, tokens, self.state, self.rings, self._most_ahead, kept_N)
@@ -70,7 +70,7 @@ class ShadowSequences:
         return corrections, kept_N == LACKING
 
     def ready_to_draft(self) -> np.ndarray:
-        """Returns the shadows that may draft, those with the fewest drafts ahead first, int64 [M]."""
+        """Returns the shadows that may draft, int64 [M], starting with those that have the fewest drafts ahead."""
         state = self.state
         ahead = state["end"] - state["committed"]
         may_draft = ahead < state["window"]
@@ -90,9 +90,9 @@ class ShadowSequences:
 
 @njit(void(int64[:], _COMMITS, int32[:], _SHADOWS, RINGS, int64, int64[:]), cache=True)
 def _commit(shadows_N, rows_N, tokens, states, rings, most_ahead, kept_N):  # type: ignore[no-untyped-def]
-    """Writes to `kept_N` what each row does to its shadow sequence.
+    """Writes to `kept_N` the outcome of each row for its shadow sequence.
 
-    That is the number of tokens that the sequence keeps before it is corrected, or `UNCHANGED`, or `LACKING`.
+    The outcome is the number of tokens that the sequence keeps before it is corrected, or `UNCHANGED`, or `LACKING`.
     """
     size = rings.shape[1]
     stop = 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages over ZeroMQ: a ROUTER socket of each drafter, a DEALER socket for each drafter of a verifier.
+"""Messages over ZeroMQ, with a ROUTER socket in each drafter, and in each verifier a DEALER socket for each drafter.
 
 Each frame carries a keyed hash of its content and direction. Only `wait` blocks. A drafter answers each message that it
-refuses with the reason, so that the verifier can say it.
+refuses with the reason, so that the verifier can report it.
 """
 
 import hashlib
@@ -26,17 +26,17 @@ from nemo_specrollout.remote.protocol.messages import (
 )
 
 MAX_FRAMES = 1024
-"""Most frames that one `receive` takes, so that a peer that floods cannot keep its receiver from working."""
+"""Most frames that one `receive` handles, so that a flooding peer cannot keep its receiver from working."""
 _MAC_BYTES = 16
 _QUEUED_FRAMES = 4096
 _FROM_DRAFTER, _FROM_VERIFIER = b"from drafter", b"from verifier"
 _OTHER_SECRET = b"other secret"
-"""Frame of a drafter that cannot sign its answer so that the receiver could check it. It is too short for a signed frame."""
+"""Frame of a drafter whose answer the receiver could not verify. It is too short to be mistaken for a signed frame."""
 _SAME_SECRET = "set NEMO_SPECROLLOUT_SECRET to the same value on both ends"
 
 
 class OtherSecretError(FrameError):
-    """A frame that was made with another secret than ours, or that is no frame of ours at all."""
+    """Raised for a frame that was signed with another secret than ours, or that is no frame of this protocol at all."""
 
 
 def _seal(payload: bytes, secret: bytes, sender: bytes) -> bytes:
@@ -61,11 +61,11 @@ class _BoundedSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _MAC_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUED_FRAMES)
         self._socket.setsockopt(zmq.SNDHWM, _QUEUED_FRAMES)
-        # ZeroMQ would look up the IPv6 address of a name too, where a drafter need not listen. So names are IPv4.
+        # With IPv6, ZeroMQ would also look up the IPv6 address of a name, where a drafter need not listen. So names are IPv4.
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
 
     def wait(self, seconds: float) -> bool:
-        """Waits up to `seconds` for a frame; returns whether one has arrived."""
+        """Waits up to `seconds` for a frame, and returns whether one has arrived."""
         return bool(self._socket.poll(max(0, int(seconds * 1000))))
 
     def close(self) -> None:
@@ -73,10 +73,13 @@ class _BoundedSocket:
 
 
 class DrafterSocket(_BoundedSocket):
-    """The drafter's end, which knows each verifier by its routing id."""
+    """The drafter's end, which identifies each verifier by its routing id."""
 
     def __init__(self, address: str, secret: bytes, allowed: Sequence[str] = ()) -> None:
-        """Binds to `address`, or raises ConfigError; port 0 takes any free one. Only `allowed` hosts are heard; empty: all."""
+        """Binds to `address`, where port 0 means any free port. Raises ConfigError if that fails.
+
+        Only messages of `allowed` hosts are read, or of all hosts if it is empty.
+        """
         self._allowed = AllowedHosts(allowed)
         super().__init__(zmq.ROUTER, secret, address)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer that cannot be sent is an error
@@ -87,9 +90,9 @@ class DrafterSocket(_BoundedSocket):
             raise ConfigError(f"{address}: cannot listen there: {error}; name a free port of this machine") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_refused = 0
-        """Messages that were refused, and answers that did not reach their verifier."""
+        """Number of messages that were refused, plus answers that did not reach their verifier."""
         self.refusal = ""
-        """Reason of the latest of them."""
+        """Reason of the latest of these refusals."""
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
         """Yields the messages that have arrived, each with its sender. Answers those that are refused."""
@@ -119,7 +122,7 @@ class DrafterSocket(_BoundedSocket):
             yield sender, message
 
     def send(self, peer: Hashable, message: Message) -> None:
-        """Sends a message, or drops it if the peer does not take it."""
+        """Sends a message, or drops it if the peer does not accept it."""
         assert isinstance(peer, bytes)
         payload = encode(message)
         if len(payload) > MAX_FRAME_BYTES:
@@ -168,7 +171,7 @@ class VerifierSocket(_BoundedSocket):
             yield decode(_unseal(frame, self._secret, _FROM_DRAFTER))
 
     def send(self, message: Message) -> str:
-        """Sends a message. Returns why it was dropped; empty if the drafter takes it."""
+        """Sends a message. Returns why it was dropped, or "" if the drafter accepts it."""
         payload = encode(message)
         if len(payload) > MAX_FRAME_BYTES:
             return _too_large(payload)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verifier's side of the protocol: assigns requests to drafters, and exchanges texts for drafts.
+"""The verifier's side of the protocol, which assigns requests to drafters, and exchanges texts for drafts.
 
 Shapes: S request slots, b and t some of them, L longest sequence.
 """
@@ -32,7 +32,7 @@ from nemo_specrollout.remote.protocol.messages import (
 from nemo_specrollout.remote.protocol.peer import FIRST_PAUSE_S, Peer, PeerState
 
 HEARTBEAT_S = 0.2
-"""Seconds between messages to a drafter without requests of ours. Its answers say that it lives, and how full it is."""
+"""Seconds between messages to a drafter without requests of ours. Its answers show that it lives, and how full it is."""
 NO_DRAFTER = -1
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """Properties of the policy that a draft model has to fit (see `Hello`)."""
+    """Properties of the policy that a draft model must fit (see `Hello`)."""
 
     vocab_size: int
     tokenizer: str = ""
@@ -58,15 +58,15 @@ class StreamRequest:
     top_k: int
     top_p: float
     limit: int
-    """Longest text, in tokens. A request whose text is that long already gets no remote drafts."""
+    """Longest text in tokens. A request whose text is already that long gets no remote drafts."""
     token_ids: Sequence[int] = ()
 
 
 class VerifierSide:
     """Owns the request slots, their draft buffers, and the state of each drafter.
 
-    Call `follow` with the texts whenever they have grown, and send what it returns. Pass all that arrives to `receive`:
-    `buffers` then holds the draft tokens at hand.
+    Call `follow` with the texts whenever they have grown, and send what it returns. Pass all messages that arrive to
+    `receive`. Then `buffers` holds the draft tokens at hand.
     """
 
     def __init__(self, session: int, num_slots: int, num_drafters: int, most_ahead: int, model: PolicyModel) -> None:
@@ -75,7 +75,7 @@ class VerifierSide:
         self.peers = [Peer() for _ in range(num_drafters)]
         self.buffers = DraftBuffers(num_slots, most_ahead, model.vocab_size)
         self.num_refused = 0
-        """Requests that a drafter refused to draft for."""
+        """Number of requests for which a drafter refused to draft."""
         self.refusal = ""
         """Reason of the latest of these refusals."""
         stop_token_ids = [token for token in model.stop_token_ids if 0 <= token < model.vocab_size]
@@ -109,16 +109,16 @@ class VerifierSide:
         self._requests[slot] = NO_REQUEST
 
     def follow(self, token_ids_SL: np.ndarray, lengths_S: np.ndarray, now_s: float) -> list[tuple[int, Message]]:
-        """Takes the texts as they are now, and returns the messages to send, each with the index of its drafter.
+        """Reads the current texts, and returns the messages to send, each with the index of its drafter.
 
         Args:
             token_ids_SL: Text of the request in each slot, int32.
             lengths_S: Length of each text in tokens, int64.
             now_s: Time of the verifier's clock, in seconds.
 
-        Returns a greeting for each drafter that is away and whose pause is over, and a `Step` for each drafter that is ready
-        and either has requests of ours, also ones that have just ended, or was told nothing for `HEARTBEAT_S`. All of them
-        together open requests with at most `OPENED_BYTES` of text, or a single longer one.
+        Returns a greeting for each drafter that is away and whose pause is over, and a `Step` for each ready drafter that has
+        requests of ours (including ones that have just ended) or has got no message for `HEARTBEAT_S`. All messages together
+        open requests with at most `OPENED_BYTES` of text, or a single request with a longer text.
         """
         messages: list[tuple[int, Message]] = [
             (d, self._hello) for d, peer in enumerate(self.peers) if peer.greets(now_s)
@@ -138,7 +138,7 @@ class VerifierSide:
         return messages
 
     def receive(self, drafter: int, message: Message, now_s: float) -> None:
-        """Takes a message of a drafter. Messages that a drafter does not send, or not now, are ignored."""
+        """Handles a message of a drafter. Messages that a drafter would not send, or not now, are ignored."""
         peer = self.peers[drafter]
         if isinstance(message, Welcome | Drafts) and message.session != self.session:
             return
@@ -154,15 +154,15 @@ class VerifierSide:
             self._take_drafts(drafter, message, now_s)
 
     def fail(self, drafter: int, reason: str, now_s: float) -> None:
-        """Marks a drafter as failed: it cannot be reached, or breaks the protocol. Its requests wait for another one."""
+        """Marks a drafter as failed, because it cannot be reached or breaks the protocol. Its requests wait for another."""
         if self.peers[drafter].state in (PeerState.READY, PeerState.GREETED):
             self._take_all_back(drafter)
             self.peers[drafter].fail(reason, now_s)
 
     def move(self, drafter: int, why_unreachable: str = "") -> None:
-        """Notes that a drafter has a new address, where it counts as one that never failed.
+        """Notes that a drafter has a new address, at which it counts as one that never failed.
 
-        With a reason in `why_unreachable` it has no address, and is left alone until it moves again.
+        With a reason in `why_unreachable` it has no address, and is not contacted until it moves again.
         """
         self._take_all_back(drafter)
         peer = self.peers[drafter]
@@ -175,13 +175,13 @@ class VerifierSide:
         return np.flatnonzero(self._drafter_of == drafter)
 
     def _in_turn(self) -> list[int]:
-        """Returns the drafters in the order in which they are told. Each one is the first in turn."""
+        """Returns the order in which drafters get messages, which begins with another one each time."""
         first = self._first
         self._first = (first + 1) % max(1, len(self.peers))
         return [*range(first, len(self.peers)), *range(first)]
 
     def _take_welcome(self, drafter: int, message: Welcome, now_s: float) -> None:
-        """Takes a drafter into service, unless it is one that another address has led to already."""
+        """Takes a drafter into service, unless another address already leads to the same one."""
         for other, peer in enumerate(self.peers):
             if other != drafter and peer.state is PeerState.READY and peer.drafter == message.drafter:
                 self.peers[drafter].refuse(f"is the same process as drafter {other}; write its address once", now_s)
@@ -191,13 +191,13 @@ class VerifierSide:
         self.peers[drafter].welcome(message, now_s)
 
     def _take_back(self, slots: np.ndarray) -> None:
-        """Takes the requests in `slots` away from their drafters. They wait for others, which have to be told all."""
+        """Takes the requests in `slots` away from their drafters. They wait for others, which need their whole texts."""
         self._drafter_of[slots] = NO_DRAFTER
         self._is_told[slots] = False
         self.buffers.close(slots)
 
     def _take_all_back(self, drafter: int) -> None:
-        """Takes all requests away from a drafter. No answer of it is waited for any more."""
+        """Takes all requests away from a drafter, whose answers are no longer waited for."""
         self._take_back(self.slots_of(drafter))
         self._closes[drafter] = []
         peer = self.peers[drafter]
@@ -207,7 +207,7 @@ class VerifierSide:
     def _assign(self, lengths_S: np.ndarray) -> None:
         """Assigns each request without a drafter to the least loaded one that is ready and has room for it.
 
-        The load of a drafter is the number of our requests there, or of all verifiers' requests that it reported last.
+        The load of a drafter is the number of our requests there, or the latest reported number of all verifiers' requests.
         """
         waiting = np.flatnonzero((self._drafter_of == NO_DRAFTER) & (self._requests != NO_REQUEST)).tolist()
         if not waiting:
@@ -237,7 +237,7 @@ class VerifierSide:
                 del with_room[drafter]
 
     def _fits(self, drafter: int, length: int) -> bool:
-        """Returns whether a text of `length` tokens can be opened at a drafter. Says once that no message holds a text."""
+        """Returns whether a text of `length` tokens can be opened at a drafter. Warns once if no message can hold a text."""
         if length * TOKEN_BYTES <= LONGEST_TEXT_BYTES:
             return length < self.peers[drafter].max_model_len
         if not self._has_told_of_a_long_text:
@@ -253,10 +253,10 @@ class VerifierSide:
     def _step(
         self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_S: np.ndarray, room: int
     ) -> Step:
-        """Returns the next step for a drafter: commits of the requests that it was told, and openings of some others.
+        """Returns the next step for a drafter, with commits of the requests that it knows and openings of some others.
 
-        The openings take `room` bytes of text, less what the drafter has not read yet. The oldest requests come first,
-        because they are the likeliest to end last.
+        The openings take at most `room` bytes of text, minus what the drafter has not read yet. The oldest requests come first,
+        because they are the most likely to end last.
         """
         peer = self.peers[drafter]
         peer.num_steps += 1
@@ -276,7 +276,7 @@ class VerifierSide:
     def _openings(
         self, drafter: int, slots: Sequence[int], token_ids_SL: np.ndarray, lengths_S: np.ndarray, room: int
     ) -> list[Open]:
-        """Returns openings of the first of these slots, as many as there is room for. The others wait for the next step.
+        """Returns openings of as many of these slots as there is room for. The others wait for the next step.
 
         A text that is longer than `OPENED_BYTES` is opened alone. A request whose text has become too long for the drafter
         since it was assigned is taken away from it.
@@ -312,10 +312,10 @@ class VerifierSide:
             self.fail(drafter, "sends far more drafts than it was asked for", now_s)
             return
         if peer.note_answer(drafts):
-            self._is_told[self.slots_of(drafter)] = False  # it is told all again, and drafts all again
+            self._is_told[self.slots_of(drafter)] = False  # it gets all texts again, and drafts all of them again
         self.buffers.add(rows)
         for slot in self._slots_named(drafter, drafts, drafts.lacking):
-            self._is_told[slot] = False  # it is opened again, by another drafter if this one is full
+            self._is_told[slot] = False  # it is opened again, at another drafter if this one is full
             if peer.num_open_there >= peer.num_shadows:
                 self._take_back(np.array([slot]))
         for slot in self._slots_named(drafter, drafts, drafts.refused):
@@ -325,9 +325,9 @@ class VerifierSide:
             self.refusal = drafts.reason
 
     def _slots_named(self, drafter: int, drafts: Drafts, requests: bytes) -> list[int]:
-        """Returns the slots of the drafter's requests among `requests`, int64 as bytes.
+        """Returns the slots of the drafter's requests among `requests`, which are int64 numbers as bytes.
 
-        Leaves out a request that was opened by a step which the drafter had not read when it named the request.
+        Leaves out a request that was opened by a step which the drafter had not yet read when it named the request.
         """
         slots = []
         for request in column(requests, np.int64).tolist():

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verifier side of remote drafters: starts their processes and takes their draft stream."""
+"""The verifier side of remote drafters, which connects to them and reads their draft stream."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The remote drafters of an engine, as one drafter: proposes what they have sent by now, and never waits.
+"""The remote drafters of an engine as a single drafter, which proposes what they have sent so far and never waits.
 
 The draft stream is a table of draft buffers. The host writes it and the device reads it, without waiting for each other.
-A row of it is late: it holds draft tokens, and the length that the text had when they were drafted (the base). A kernel
-compares the first draft tokens with the tokens that the device has sampled since then. If they are equal, the other draft
-tokens are the proposal. A half-written row is at worst a wrong draft.
+A row is usually outdated when it is read. It holds draft tokens, and the length that the text had when they were drafted (the
+base). A kernel compares the first draft tokens with the tokens that the device has sampled since then. If they are equal, the
+other draft tokens are the proposal. A half-written row is at worst a wrong draft.
 
-Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence, W tokens that a row has
-room for; X = 2 + 2 W columns of the table: base, count, tokens, evidence levels.
+Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence, W tokens for which a row has room,
+X = 2 + 2 W columns of the table (base, count, tokens, evidence levels).
 """
 
 import secrets
@@ -33,15 +33,15 @@ NOWHERE = ""
 
 
 class DraftStream:
-    """Owns the use of the table: the host writes `table_SX` at any time, and `propose` reads it on the device."""
+    """Owns the table, where the host writes `table_SX` at any time, and `propose` reads it on the device."""
 
     def __init__(self, table_SX: np.ndarray, on_device: Callable[[], torch.Tensor]) -> None:
-        """`on_device` returns the int32 table as the device reads it: the same memory, or a copy that it starts."""
+        """`on_device` returns the int32 table as the device reads it, which is the same memory or a copy that it starts."""
         self.table_SX = table_SX
         self._on_device = on_device
         table_SX[:] = 0
         self.counts_3 = torch.zeros(3, dtype=torch.int64, device=on_device().device)
-        """On the device: request steps, request steps with drafts, draft tokens at hand in these."""
+        """Counts on the device of request steps, of request steps with drafts, and of draft tokens at hand in these."""
 
     @staticmethod
     def columns(most_ahead: int) -> int:
@@ -61,7 +61,7 @@ class DraftStream:
 class RemoteDrafter:
     """Owns a socket to each drafter, the requests' texts as the host knows them, and the draft stream.
 
-    Tokens may reach the host in another thread than the engine's: a lock guards all that the host does, which is short.
+    Tokens may reach the host in another thread than the engine's, so a lock guards all of the host's work, which is short.
     """
 
     name = "remote"
@@ -69,7 +69,7 @@ class RemoteDrafter:
     def __init__(
         self, addresses: Sequence[str], secret: bytes, max_model_len: int, model: PolicyModel, stream: DraftStream
     ) -> None:
-        """Opens no connection before the first request. `stream` gives the numbers of slots and draft tokens."""
+        """Opens no connection before the first request. `stream` determines the numbers of slots and draft tokens."""
         self.stream = stream
         num_slots = len(stream.table_SX)
         num_drafters = len(addresses)
@@ -96,7 +96,7 @@ class RemoteDrafter:
                     self.side.move(drafter, "" if address else "not placed yet")
 
     def open(self, requests: Sequence[StreamRequest]) -> None:
-        """Assigns slots to requests; drafters read their texts while the engine does."""
+        """Assigns slots to requests, whose texts the drafters read at the same time as the engine."""
         with self._lock:
             for r in requests:
                 self._vacate(r.slot)
@@ -118,7 +118,7 @@ class RemoteDrafter:
         return partial(self._committed, slots_B.tolist(), self._tenures_S[slots_B].tolist())
 
     def propose(self, texts: Texts, proposals: Proposals) -> None:
-        """Takes what has arrived, then writes the proposals (see `DraftStream.propose`)."""
+        """Reads what has arrived, and then writes the proposals (see `DraftStream.propose`)."""
         with self._lock:
             self._receive()
             self.side.buffers.write(self.stream.table_SX)
@@ -167,7 +167,7 @@ class RemoteDrafter:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Takes what has arrived, and sends what is new."""
+        """Reads what has arrived, and sends what is new."""
         now_s = self._receive()
         for drafter, message in self.side.follow(self._token_ids_SL, self._lengths_S, now_s):
             reason = self._send(drafter, message)
@@ -180,7 +180,7 @@ class RemoteDrafter:
         self._host_s += time.monotonic() - now_s
 
     def _send(self, drafter: int, message: Message) -> str:
-        """Sends a message, over a new connection if there is none. Returns why it was dropped; empty if it was not."""
+        """Sends a message, over a new connection if there is none. Returns why it was dropped, or "" if it was not."""
         socket = self._sockets[drafter]
         if socket is None:
             try:
@@ -190,7 +190,7 @@ class RemoteDrafter:
         return socket.send(message)
 
     def _receive(self) -> float:
-        """Takes what has arrived; returns the time at which it began."""
+        """Reads what has arrived, and returns the time at which it began to do so."""
         now_s = time.monotonic()
         for drafter, socket in enumerate(self._sockets):
             try:

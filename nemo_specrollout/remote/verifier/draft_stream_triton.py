@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `draft_stream.py` for a GPU: one program for each request."""
+"""The kernel of `draft_stream.py` for a GPU, with one program for each request."""
 
 import torch
 import triton

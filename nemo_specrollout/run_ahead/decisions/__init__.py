@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what is made ahead: near-ties at which an update may change a text, and branches there. No torch, no clock."""
+"""Decides which texts of coming steps, and which branches at their near-ties, are made ahead. No torch, no clock."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which branches of the texts that are made ahead get a slot: the likeliest first.
+"""Chooses which branches of the texts that are made ahead get a slot, the most likely ones first.
 
-A text is made by older weights under the noise of the step to come. It parts from the text of the new weights where a near-tie
-flips, and the new token there is then the runner-up. A branch is the text that goes on with the runner-up, so it is the new
-text if that tie flips and no earlier one does. Branches have branches of their own.
+A text is made by older weights with the noise of the coming step. It diverges from the text of the new weights where a
+near-tie flips, and the new token there is nearly always the runner-up. A branch is the text that continues with the runner-up,
+so it is the new text if that tie flips and no earlier one does. Branches can have branches of their own.
 
-All paths of a request have as many tokens before them as they need, so a slot makes about as many tokens whichever path it
-gets. The path that is likeliest to be the text is therefore worth the most.
+A slot makes about as many tokens for any path of a request. The path that is most likely to become the text is therefore worth
+the most.
 
 Shapes: P positions of a path.
 """
@@ -22,7 +22,7 @@ from nemo_specrollout.run_ahead.decisions.flips import FlipModel
 
 Array = np.ndarray[Any, Any]
 LEAST_PROBABILITY = 1e-4
-"""A branch that is less probable than this is not worth the memory of its text."""
+"""Probability below which a branch is not worth the memory of its text."""
 
 
 @dataclass(frozen=True)
@@ -32,33 +32,33 @@ class Branch:
     request: Hashable
     """Name of the request."""
     path: int
-    """Number of the path that it makes, counted for each request from 0, which is the text without any flip."""
+    """Number of the path that it makes. Each request counts its paths from 0, which is the text without any flip."""
     parent: int
     """Number of the path that it leaves."""
     position: int
-    """Number of the token of the response with which it begins, from 0. Tokens before it are the parent's."""
+    """Index in the response of its first own token, from 0. Tokens before it are the parent's."""
     token_id: int
-    """That token, which is the runner-up of the parent's."""
+    """Its first own token, which is the runner-up of the parent's token."""
     probability: float
     """Probability that the new weights sample the text up to this token."""
 
 
 @dataclass
 class _Path:
-    """A path, with what is known of the tokens that are its own: those from `first` on."""
+    """A path, with what is known about its own tokens, which are those from `first` on."""
 
     first: int
     probability: float
     """Probability that the new weights sample the text up to and including its first own token."""
     survival: float
-    """Probability that the new weights sample all that is known of it."""
+    """Probability that the new weights sample the whole known part of it."""
     flips_P: list[float] = field(default_factory=list)
-    """Probability for each own token that the path is the text up to there and parts at it."""
+    """For each own token, the probability that the path is the text up to there and diverges at it."""
     runner_up_P: list[int] = field(default_factory=list)
 
 
 class BranchChoice:
-    """Owns the paths of each request of an engine, and says which branch is decoded next. Knows no clock and no engine."""
+    """Owns the paths of each request of an engine, and chooses which branch is decoded next. Uses no clock and no engine."""
 
     def __init__(self, flips: FlipModel, most_paths: int) -> None:
         """`most_paths` bounds the paths of one request, whose texts take memory."""
@@ -66,22 +66,23 @@ class BranchChoice:
         self._most_paths = most_paths
         self._paths: dict[Hashable, list[_Path]] = {}
         self._candidates: list[tuple[float, int, Hashable, list[_Path], int, int]] = []
-        """A heap of branches not yet begun: negative probability, order of arrival, request, its paths, path and index in it.
+        """A heap of branches not yet started, as (negative probability, order of arrival, request, its paths, path, index).
 
-        Those of a request that was closed stay until their turn comes. Its paths are no longer the request's then."""
+        Entries of a closed request stay until their turn comes. They are recognized because their paths are no longer the
+        request's."""
         self._arrivals = 0
 
     def open(self, request: Hashable, probability: float = 1.0) -> None:
-        """Begins with the text of a request, whose path is 0.
+        """Adds a request with its text, which is path 0.
 
-        `probability` is that of new weights sampling the request at all. They do not if it ends before they come.
+        `probability` is the probability that new weights sample the request at all, which they do not if it ends before.
         """
         self._paths[request] = [_Path(0, probability, probability)]
 
     def grow(self, request: Hashable, path: int, gap_P: Array, runner_up_P: Sequence[int]) -> None:
-        """Takes further tokens of a path: the gap between the two best tokens of each, and the runner-up.
+        """Adds further tokens of a path, each with the gap between its two best tokens and the runner-up.
 
-        The first token of a branch is the runner-up already, and it cannot flip back. So its gap is not told.
+        The first token of a branch is not passed, because it is already the runner-up and cannot flip back.
         """
         paths = self._paths[request]
         grown = paths[path]
@@ -97,11 +98,11 @@ class BranchChoice:
             heapq.heappush(self._candidates, (-parts_P[index], self._arrivals, request, paths, path, first + index))
 
     def survival(self, request: Hashable, path: int) -> float:
-        """Returns the probability that the new weights sample all of a path that is known."""
+        """Returns the probability that the new weights sample the whole known part of a path."""
         return self._paths[request][path].survival
 
     def best(self) -> float:
-        """Returns the probability of the likeliest branch that is not begun; 0 if there is none."""
+        """Returns the probability of the most likely branch that was not started, or 0 if there is none."""
         while self._candidates:
             negative, _, request, paths, _, _ = self._candidates[0]
             if self._may_branch(request, paths):
@@ -110,7 +111,7 @@ class BranchChoice:
         return 0.0
 
     def next(self, num_free: int) -> list[Branch]:
-        """Returns the likeliest branches for as many free slots, and counts them as begun."""
+        """Returns the `num_free` most likely branches, and counts them as started."""
         chosen: list[Branch] = []
         while self._candidates and len(chosen) < num_free:
             negative, _, request, paths, parent, index = heapq.heappop(self._candidates)
@@ -124,7 +125,7 @@ class BranchChoice:
         return chosen
 
     def close(self, request: Hashable) -> None:
-        """Forgets a request, with its branches that were not begun."""
+        """Forgets a request and its branches that were not started."""
         self._paths.pop(request, None)
 
     def _may_branch(self, request: Hashable, paths: list[_Path]) -> bool:

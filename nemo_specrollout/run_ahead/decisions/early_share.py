@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many requests of coming steps an engine decodes beside its own: as many as spare more time later than they cost now.
+"""Decides how many requests of coming steps an engine decodes beside its own, so that they save more time than they cost.
 
-A row that runs early costs the seconds by which it makes the present step longer, and a row of verification after each update.
-What it spares depends on how far its text will get. Texts of coming steps grow side by side, and a rollout's plain steps are
-the dearer for a token the fewer responses share them. So the beginning of a text, which all responses of a full engine make
-together, spares little, and what lies far behind it spares much.
+A row that runs early costs the seconds by which it makes the current step longer, and a row of verification after each update.
+What it saves depends on how far its text will get. A plain step costs the more per token, the fewer responses share it. The
+beginning of a text, which all responses of a full engine generate together, is therefore cheap and saves little, but what
+comes far behind it saves much.
 
-A text that waits for several updates goes on in each phase until then, and so it would if it began one phase later. What it
-gains by this phase is therefore not the tokens that it makes now, but those that it will have got to because of this phase.
-With phases of P tokens, a text of K tokens that has k phases left gets to K + k P tokens, and without this phase to
-K + (k - 1) P. Most responses end before that. So a text for a farther step spares less: short responses will be ready in
-time anyway.
+A text that waits for several updates continues in each phase until then, and it would also do so if it began one phase later.
+So what this phase gains is not the tokens that are made now, but those that will be reached only because of this phase. With
+phases of P tokens, a text of K tokens that has k phases left gets to K + k P tokens, and without this phase to K + (k - 1) P.
+Most responses end before that. So a text for a farther step saves less, because short responses will be ready in time anyway.
 
 Shapes: R numbers of requests from 0 on, E early requests, best first, L lengths of responses, J their breakpoints.
 """
@@ -27,35 +26,35 @@ Array = np.ndarray[Any, Any]
 
 
 UNCERTAIN = 0.05
-"""Share by which two rates must differ to be told apart by measured step times. Of equal rates the one of more texts is taken,
-because a rollout takes as long as its slowest request."""
+"""Share by which two rates must differ to be distinguished with measured step times. Of rates that are equal within it, the
+one with more texts is taken, because a rollout takes as long as its slowest request."""
 
 
 MOST_OWN = 8
-"""Most requests of its own beside which an engine says what early ones are worth. A draining engine that is asked has few."""
+"""Most own requests of an engine for which it reports the worth of early ones. An engine that is asked is draining."""
 
 
 class Worth(NamedTuple):
-    """What a token of an early request may spare."""
+    """What determines how much time a token of an early request may save."""
 
     probability: float
     """Probability that the weights of the request's step sample it as well."""
     verified: float
-    """Expected number of times that it is verified: once after each update, as long as it is right."""
+    """Expected number of times that it is verified, which happens after each update as long as it is right."""
     steps_ahead: int = 1
-    """Phases that are left to make the text, which are as many as updates."""
+    """Number of phases that are left to make the text, which equals the number of updates until its step."""
     num_known: int = 0
-    """Tokens of the text so far."""
+    """Number of tokens of the text so far."""
 
 
 class PlainRollout:
-    """The time of a rollout by plain decoding, by how far its responses have got. They all begin together.
+    """The time of a rollout by plain decoding as a function of how far its responses have got. They all start together.
 
-    More responses than the engine has slots take turns.
+    If there are more responses than slots, they take turns.
     """
 
     def __init__(self, seconds_R: Array, length_L: Sequence[int] | Array) -> None:
-        """`seconds_R` has the seconds of a plain step by its requests, and `length_L` the tokens of each response."""
+        """`seconds_R` has the seconds of a plain step by its number of requests, `length_L` the length of each response."""
         lengths = np.sort(np.asarray(length_L, np.float64))
         running_L = np.arange(len(lengths), 0, -1)
         most = max(len(seconds_R) - 1, 1)
@@ -69,16 +68,16 @@ class PlainRollout:
 
     @property
     def token_s(self) -> float:
-        """The mean seconds of a token; 0 without any token."""
+        """The mean seconds of a token, or 0 without tokens."""
         return float(self._seconds_J[-1]) / max(float(self._tokens_J[-1]), 1.0)
 
     def spared_s(self, phase: float, known_E: Array, steps_ahead_E: Array) -> Array:
-        """Returns the seconds that a token of each text spares if it is made in this phase.
+        """Returns the seconds that a token of each text saves if it is made in this phase.
 
         Args:
-            phase: Tokens by which a text grows in a phase.
-            known_E: Tokens of each text.
-            steps_ahead_E: Phases that are left for each, of which this is the first.
+            phase: Number of tokens by which a text grows in a phase.
+            known_E: Length of each text.
+            steps_ahead_E: Number of phases that are left for each text, of which this is the first.
         """
         now_E = known_E + phase
         end_E = np.maximum(self.longest, now_E)
@@ -88,7 +87,7 @@ class PlainRollout:
         return (self._seconds(with_E) - self._seconds(without_E)) / np.maximum(tokens_E, 1e-9)
 
     def missing(self, known_E: Array) -> Array:
-        """Returns the mean tokens that responses of more than so many have beyond these; 0 beyond the longest."""
+        """Returns how many tokens responses that are longer than a text have beyond it on average, 0 beyond the longest."""
         first_E = np.searchsorted(self._length_J, known_E, side="right")
         sums_J = self._length_J[::-1].cumsum()[::-1]
         num_E = len(self._length_J) - first_E
@@ -97,12 +96,12 @@ class PlainRollout:
         return missing_E
 
     def _seconds(self, position_E: Array) -> Array:
-        """Returns the seconds in which all responses have got to a position. Beyond the longest there is one response."""
+        """Returns the seconds until all responses have reached a position. Beyond the longest there is one response."""
         beyond_E = np.maximum(position_E - self.longest, 0.0)
         return np.interp(position_E, self._length_J, self._seconds_J) + beyond_E * self._last_s
 
     def _tokens(self, position_E: Array) -> Array:
-        """Returns the tokens of all responses up to a position. Beyond the longest there is one response."""
+        """Returns the number of tokens of all responses up to a position. Beyond the longest there is one response."""
         beyond_E = np.maximum(position_E - self.longest, 0.0)
         return np.interp(position_E, self._length_J, self._tokens_J) + beyond_E
 
@@ -111,21 +110,21 @@ class EarlyPrices(NamedTuple):
     """Measured times of an engine, in seconds."""
 
     seconds_R: Array
-    """Predicted seconds of a plain step by its number of requests. More requests than these take no longer."""
+    """Predicted seconds of a plain step by its number of requests. Beyond its end, a step takes no longer."""
     verify_row_s: float
     """Seconds by which a verified row makes a full step longer."""
     plain: PlainRollout
-    """The last rollout, as it would have been by plain decoding."""
+    """The last rollout as it would have been with plain decoding."""
     num_steps: int = 1
-    """Coming steps whose texts are in flight."""
+    """Number of coming steps whose texts are in flight."""
 
     @property
     def phase(self) -> float:
-        """Tokens by which a text grows until the weights change: the longest response has one phase more than texts' steps."""
+        """Number of tokens by which a text grows in a phase. The longest response is made in `num_steps` + 1 phases."""
         return self.plain.longest / (self.num_steps + 1)
 
     def gain_E(self, worths: Sequence[Worth]) -> Array:
-        """Returns the seconds that a token of each early request spares, less those of its verification."""
+        """Returns the seconds that a token of each early request saves, minus those of its verification."""
         numbers = np.fromiter(chain.from_iterable(worths), np.float64)  # faster than np.array of tuples
         probability_E, verified_E, steps_ahead_E, known_E = numbers.reshape(-1, len(Worth._fields)).T
         spared_E = self.plain.spared_s(self.phase, known_E, steps_ahead_E)
@@ -137,7 +136,7 @@ class EarlyPrices(NamedTuple):
         return float(self.seconds_R[min(num_requests, len(self.seconds_R) - 1)])
 
     def steps_beside(self, num_own: int, number: int) -> Array:
-        """Returns the seconds of a plain step of `num_own` requests with 1, 2, ..., `number` early ones beside them."""
+        """Returns the seconds of a plain step of `num_own` requests with 1, 2, ..., `number` early ones in addition."""
         steps_E: Array = self.seconds_R[np.minimum(num_own + 1 + np.arange(number), len(self.seconds_R) - 1)]
         return steps_E
 
@@ -150,10 +149,10 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
     """Returns the number of early requests with which the engine's next step gains the most.
 
     Args:
-        prices: What rows cost.
-        num_own: Requests of the present step that are under way. Without any, nobody waits for the engine, so the number is
-            the one that makes the most right tokens a second.
-        worths: Worth of a token of each early request that runs or could begin, best first.
+        prices: The cost of rows.
+        num_own: Number of running requests of the current step. Without any, nobody waits for the engine, so the result is the
+            number that makes the most right tokens per second.
+        worths: Worth of a token of each early request that runs or could start, best first.
     """
     if not worths:
         return 0
@@ -165,18 +164,18 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
 
 
 def _number_beside(prices: EarlyPrices, num_own: int, gain_E: Array) -> int:
-    """Returns `num_early` beside requests of the engine's own. `gain_E` is the gain of the first 1, 2, ... early requests."""
+    """Returns `num_early` for an engine with own requests. `gain_E` is the gain of the first 1, 2, ... early requests."""
     cost_E = prices.steps_beside(num_own, len(gain_E)) - prices.step_s(num_own)
     best = int((gain_E - cost_E).argmax())
     return best + 1 if gain_E[best] > cost_E[best] else 0
 
 
 def early_worth(prices: EarlyPrices, worths: Sequence[Worth]) -> EarlyWorth:
-    """Returns what early requests are worth beside 0, 1, ..., `MOST_OWN` requests of the engine's own, and in all.
+    """Returns the worth of early requests beside 0, 1, ..., `MOST_OWN` own requests of the engine, and their total worth.
 
-    A rate is the seconds that they spare the engine later for each second in which they run, less those by which they make
-    steps of its own requests longer. As many run as `num_early` says. `worths` are those of all that run or could begin, best
-    first. In all it is what they spare if each of them gets as long as a response that is known to be longer than its text.
+    The rate of worth is the seconds that they save the engine later for each second in which they run, minus those by which
+    they make steps of its own requests longer. It assumes that `num_early` of them run. `worths` has all that run or could
+    start, best first. The total is what they save if each one becomes as long as a response that is longer than its text.
     """
     if not worths:
         return EarlyWorth()

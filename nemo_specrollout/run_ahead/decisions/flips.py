@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How probable it is that an update of the weights changes a token, by the gap between the two best tokens.
+"""Estimates how likely an update of the weights is to change a token, given the gap between the two best tokens.
 
-Noise depends on seed and position alone, so a token changes only if the update moves the runner-up's score past the best
+Noise depends only on seed and position, so a token changes only if the update moves the runner-up's score past the best
 one's. Both scores are known while a text is made ahead, and so is their gap.
 
 Shapes: P positions, G bins of gaps.
@@ -13,42 +13,42 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 _SMALLEST, _LARGEST = 1e-6, 16.0
-"""Bounds of gaps and scales, in nats. A smaller gap counts as a tie, and beyond the larger one no update reaches."""
+"""Bounds of gaps and scales in nats. A smaller gap counts as a tie, and no update reaches beyond the larger bound."""
 _EDGES_G = np.geomspace(_SMALLEST, _LARGEST, 240)
 _CENTRES_G = np.concatenate([[_SMALLEST], np.sqrt(_EDGES_G[1:] * _EDGES_G[:-1]), [_LARGEST]])
 _UNSEEN_FLIPS = 0.5
-"""Flips that are added to what was counted, so that a run without any still knows that there may be some (Jeffreys)."""
+"""Number of flips that is added to the count, so that the estimate is not zero before the first flip (Jeffreys prior)."""
 _KEPT = 0.5
-"""Weight of earlier updates' evidence after each further one, because updates become smaller or larger in a run."""
+"""Factor on the weight of earlier updates' evidence after each further one, because updates change in size during a run."""
 
 
 def counts_of_gaps(gap_P: Array) -> Array:
-    """Returns how many of the gaps, in nats, fall in each of the model's bins, float64 [G]."""
+    """Returns how many of the gaps, in nats, are in each of the model's bins, float64 [G]."""
     return np.bincount(np.searchsorted(_EDGES_G, gap_P), minlength=len(_CENTRES_G)).astype(np.float64)
 
 
 class FlipModel:
-    """Learns from updates how far they move the difference of two scores, which is one number, the scale.
+    """Learns how far updates move the difference of two scores, which is described by one number, the scale.
 
-    The change of the difference is taken to be logistic with that scale. So a gap of no width flips in one of two cases, and
-    a gap of many scales never. Counts of gaps are kept in bins, so the cost does not depend on the number of tokens.
+    The change of the difference is assumed to be logistic with that scale. So a gap of zero flips in half of the cases, and a
+    gap of many scales hardly ever. Gaps are counted in bins, so the cost does not depend on the number of tokens.
     """
 
     LEARNED: ClassVar = ("scale", "_gaps_G", "_num_flips")
 
     def __init__(self, scale: float = 1e-3) -> None:
-        """`scale`, in nats, is what is assumed before the first update."""
+        """`scale` is the assumption before the first update, in nats."""
         self.scale = scale
         self._gaps_G = np.zeros(len(_CENTRES_G))
         self._num_flips = 0.0
 
     def is_sound(self) -> bool:
-        """Returns whether the scale is one, and counts are counts."""
+        """Returns whether the content is valid, with a scale within its bounds and sensible counts."""
         is_scale = _SMALLEST / 2 <= self.scale <= 2 * _LARGEST
         return is_scale and self._num_flips >= 0.0 and bool((self._gaps_G >= 0.0).all())
 
     def fade(self) -> None:
-        """Lets what an earlier start has seen count like an update that is long past."""
+        """Reduces the weight of what an earlier start has seen to that of an update long ago."""
         self._gaps_G = _KEPT * self._gaps_G
         self._num_flips = _KEPT * self._num_flips
 
@@ -62,14 +62,14 @@ class FlipModel:
 
         Args:
             gap_P: gaps of the positions whose token is known under both weights, up to the first flip of each text.
-            num_flips: texts that parted at one of these positions.
+            num_flips: number of texts that diverged at one of these positions.
         """
         self.observe_counts(counts_of_gaps(gap_P), num_flips)
 
     def observe_counts(self, counts_G: Array, num_flips: int, *, is_same_update: bool = False) -> None:
-        """Learns from one update, of whose gaps `counts_of_gaps` has made counts. Counts of several engines may be added.
+        """Learns from one update, whose gaps `counts_of_gaps` has counted. Counts of several engines may be added up.
 
-        Further texts that the same update has met may follow with `is_same_update`.
+        Further texts that met the same update may follow with `is_same_update`.
         """
         weight = 1.0 if is_same_update else _KEPT
         self._gaps_G = weight * self._gaps_G + counts_G
@@ -78,7 +78,7 @@ class FlipModel:
             self.scale = self._fitted()
 
     def _fitted(self) -> float:
-        """Returns the scale with which the gaps that were seen flip as often as they did, by bisection of its logarithm."""
+        """Returns the scale that explains the observed number of flips, found by bisection of its logarithm."""
         wanted = self._num_flips + _UNSEEN_FLIPS
         low, high = np.log(_SMALLEST), np.log(_LARGEST)
         for _ in range(40):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many coming steps have requests in flight: as far as free slots reach, and as long as updates leave texts right.
+"""Decides how many coming steps have requests in flight, which is limited by free slots and by how much updates change.
 
-A text for the step after k updates is verified after each of them, and what has changed is made again. A token of it is of
-use if all k updates leave it right.
+A text for the step after k updates is verified after each of them, and what has changed is generated again. A token of it is
+useful if all k updates leave it right.
 
 With k steps in flight a text is made in k + 1 phases, so a phase takes about 1 / (k + 1) of the decode steps of the longest
-text. The k-th step therefore spares 1/k - 1/(k + 1) of the plain time, and each further one spares less. Its price does not
-fall: one more verification of each token, and the tokens that one more update changes.
+text. The k-th step therefore saves 1/k - 1/(k + 1) of the plain time, and each further one saves less. Its price does not
+fall, because it is one more verification of each token plus the tokens that one more update changes.
 
-This is the plan only. An engine weighs each request of the plan against the delay of its own (`early_share.py`), so a step too
-many costs little: most of its rows are not begun, and then the next plan has one step less.
+This decides only the plan. An engine weighs each request of the plan against the delay of its own requests (`early_share.py`).
+So one step too many costs little. Most of its rows are not started, and then the next plan has one step less.
 """
 
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ from typing import ClassVar, NamedTuple
 from nemo_specrollout.config.block import MOST_STEPS_AHEAD
 
 _ASSUMED_KEPT = 0.95
-"""Share of a text that an update is taken to leave right before the first one has shown it."""
+"""Assumed share of a text that an update leaves right, before the first one is observed."""
 _ASSUMED_PRICE = 0.15
-"""Time of a verified row as a share of the time that a right token spares, before it is measured."""
+"""Assumed time of a verified row as a share of the time that a right token saves, before it is measured."""
 _NEW = 0.5
-"""Weight of the latest update, because updates become smaller or larger in a run."""
+"""Weight of the latest update, because updates change in size during a run."""
 
 
 class Flight(NamedTuple):
     """What engines had in flight for one coming step when a phase ended."""
 
     num_rows: int
-    """Requests of the step that may be begun early."""
+    """Number of requests of the step that may be started early."""
     num_begun: int
-    """Of these, those with a text."""
+    """Number of these requests that have a text."""
 
 
 class StepsAhead:
-    """Chooses how many coming steps are planned. Knows no clock and no engine, so a simulator can use it as well."""
+    """Chooses how many coming steps are planned. Uses no clock and no engine, so that a simulator can use it too."""
 
     LEARNED: ClassVar = ("_reach", "kept", "price")
 
@@ -46,10 +46,10 @@ class StepsAhead:
         self.kept = _ASSUMED_KEPT
         """Share of the tokens of a text that an update leaves right."""
         self.price = _ASSUMED_PRICE
-        """Time of a verified row as a share of the time that a right token spares."""
+        """Time of a verified row as a share of the time that a right token saves."""
 
     def is_sound(self) -> bool:
-        """Returns whether the share is one, and the price is not negative."""
+        """Returns whether the content is valid, with a share between 0 and 1 and a price that is not negative."""
         return 0.0 <= self.kept <= 1.0 and self.price >= 0.0 and self._reach >= 1
 
     def observe_kept(self, num_made: int, num_right: int) -> None:
@@ -59,24 +59,24 @@ class StepsAhead:
             self.kept += _NEW * (share - self.kept)
 
     def observe_price(self, verify_row_s: float, token_s: float) -> None:
-        """Takes the measured seconds of a verified row, and of a token of a rollout by plain decoding."""
+        """Notes the measured seconds of a verified row, and of a token of a rollout by plain decoding."""
         if token_s > 0.0:
             self.price = verify_row_s / token_s
 
     def observe_flights(self, flights: Sequence[Flight]) -> None:
-        """Takes what was in flight when a phase ended, the nearest step first.
+        """Notes what was in flight when a phase ended, the nearest step first.
 
-        Engines begin requests of nearer steps first. So where one was not begun, a farther step would get no slot.
+        Engines start requests of nearer steps first. So if one of these was not started, a farther step would get no slot.
         """
         all_begun = [flight.num_begun >= flight.num_rows for flight in flights]
         self._reach = (all_begun.index(False) if False in all_begun else len(all_begun)) + 1
 
     def gain(self, steps: int) -> float:
-        """Returns what the last of so many steps gains, as a share of the time of a plain rollout."""
+        """Returns the gain of the last of `steps` steps, as a share of the time of a plain rollout."""
         return self.kept**steps / (steps * (steps + 1)) - self.price - (1.0 - self.kept)
 
     @property
     def steps(self) -> int:
-        """Number of coming steps to plan, at least 1: an engine begins no request that its own prices forbid."""
+        """Number of coming steps to plan. It is at least 1, because engines do not start requests that do not pay."""
         pays = next((k for k in range(1, self._most + 1) if self.gain(k) <= 0.0), self._most + 1) - 1
         return max(1, min(self._reach, pays, self._most))

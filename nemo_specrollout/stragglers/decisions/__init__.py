@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of a rollout's tail: where requests start, which of them move, and which are raced by several engines."""
+"""Tail policies, which decide where requests start, which of them move, and which are raced by several engines."""

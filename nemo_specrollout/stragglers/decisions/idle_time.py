@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines could do instead of decoding stragglers: texts of coming steps (`run_ahead`), which spare later rollouts time.
+"""The worth of an idle engine's alternative to stragglers, which is work on texts of coming steps (`run_ahead`).
 
-An engine whose requests have ended can take over a straggler, race it, or go on with early texts. All three are counted in
-seconds of a rollout, so they can be compared. A move that ends the rollout a second earlier spares a second. A second of
-early work spares what the engine itself has measured (`run_ahead/decisions/early_share.py`). It spares that of one engine's
-rollout, and a rollout ends when all engines have ended, so it counts for one part in as many as there are engines.
+An engine whose requests have ended can take over a straggler, race it, or continue with early texts. All three are measured in
+seconds of a rollout, so they can be compared. A move that ends the rollout a second earlier saves a second. A second of early
+work saves what the engine itself has measured (`run_ahead/decisions/early_share.py`). That saving concerns the rollout of one
+engine, but a rollout ends only when all engines have ended, so the saving is divided by the number of engines.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 
 class EarlyWorth(NamedTuple):
-    """What the work of an engine for coming steps is worth. By default there is none."""
+    """The worth of an engine's work for coming steps. By default there is no such work."""
 
     rates: tuple[float, ...] = ()
-    """Seconds that it spares the engine later for each second, beside 0, 1, 2, ... requests of the present step."""
+    """Seconds saved later in this engine for each second of work beside 0, 1, 2, ... requests of the current step."""
     left_s: float = 0.0
-    """Seconds that it spares the engine later if all of it is done."""
+    """Seconds saved later in this engine if all of the work is done."""
 
 
 NOTHING_EARLY = EarlyWorth()
@@ -29,7 +29,7 @@ class IdleTime:
     """The worth of early work in each engine. Without `run_ahead` there is none, so only the end of the rollout counts."""
 
     worth_E: tuple[EarlyWorth, ...] = ()
-    """By engine."""
+    """Worth of the early work of each engine."""
 
     @property
     def has_worth(self) -> bool:
@@ -37,14 +37,14 @@ class IdleTime:
         return any(worth.left_s > 0.0 for worth in self.worth_E)
 
     def rate(self, engine: int, num_own: int) -> float:
-        """Returns the seconds that an engine spares later for each second in which it has `num_own` requests."""
+        """Returns the seconds that an engine saves later for each second in which it has `num_own` requests."""
         rates = self.worth_E[engine].rates if engine < len(self.worth_E) else ()
         return rates[min(num_own, len(rates) - 1)] if rates else 0.0
 
     def spared_s(self, engine: int, ends_s: Sequence[float], until_s: float) -> float:
-        """Returns the seconds that an engine spares later from now until `until_s`, if its requests end at `ends_s`.
+        """Returns the seconds saved later by an engine's work from now until `until_s`, if its requests end at `ends_s`.
 
-        Work that a request displaces is done afterwards, if there is time until then. So it is lost only if it does not end.
+        Work that a request displaces is done afterwards if there is time until then, so it is lost only if time runs out.
         """
         spared_s = 0.0
         now_s = 0.0

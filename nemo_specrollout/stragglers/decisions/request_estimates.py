@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates about requests: the tokens that each still needs, and its decode speed relative to a typical request.
+"""Estimates of the tokens that each request still needs, and of its decode speed relative to a typical request.
 
 Shapes: R requests, N remembered lengths, M draft methods, K attempts. Siblings are samples of the same prompt, in this step or
 an earlier one.
@@ -11,19 +11,19 @@ from collections.abc import Sequence
 import numpy as np
 
 NUM_REMEMBERED = 4096
-"""Latest lengths remembered over all requests."""
+"""Number of latest lengths that are remembered over all requests."""
 NUM_GROUPS = 8192
-"""Prompts for which sibling lengths are remembered."""
+"""Number of prompts for which sibling lengths are remembered."""
 NUM_OF_GROUP = 32
-"""Latest lengths remembered for each prompt."""
+"""Number of latest lengths that are remembered for each prompt."""
 SIBLING_WEIGHT = 0.5
 """Weight of one sibling's length relative to all other lengths together."""
 
 
 class LengthEstimator:
-    """Estimates E[length - length so far | length > length so far] over remembered lengths. Owns these lengths.
+    """Estimates E[length - length so far | length > length so far] from remembered lengths. Owns these lengths.
 
-    If no remembered length is longer, a request is expected to double its length, up to `max_length` tokens.
+    If no remembered response was longer, a request is expected to double its length, up to `max_length` tokens.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -48,9 +48,9 @@ class LengthEstimator:
     def remaining(
         self, groups_R: Sequence[int], lengths_R: np.ndarray, known_R: np.ndarray | None = None
     ) -> np.ndarray:
-        """Returns the expected remaining tokens, float64 [R], of responses with `lengths_R` tokens so far; at least 1.
+        """Returns the expected remaining tokens (at least 1) of responses with `lengths_R` tokens so far, float64 [R].
 
-        `known_R` has the tokens of texts that were made ahead for them (`run_ahead`), 0 for none. A response is taken to be
+        `known_R` has the lengths of texts that were made ahead for them (`run_ahead`), or 0. A response is assumed to be
         longer than its text, so stragglers are known before the rollout begins.
         """
         if known_R is not None and (known_R > lengths_R).any():
@@ -76,20 +76,20 @@ class LengthEstimator:
 SPREAD = 0.35
 """Prior standard deviation of the logarithm of a request's relative speed."""
 HALF_TOKENS = 48.0
-"""Tokens of a typical request in the time measured, after which a request's own measurement weighs half."""
+"""Measured time, in tokens of a typical request, after which a request's own measurement has half of the weight."""
 SHARED_SPEED = 0.5
 """Share of a request's deviation under one method that is expected under another method."""
 ALL = slice(None)
 
 
 class RequestSpeeds:
-    """Estimates relative speeds. Owns the tokens of each request, and the expected ones of a typical request.
+    """Estimates relative speeds. Owns the tokens of each request, and the tokens of a typical request in the same time.
 
-    The logarithm of their ratio is shrunk towards the task's relative speed, more if a request has few tokens.
+    The logarithm of their ratio is shrunk towards the task's relative speed, and more so if a request has few tokens.
     """
 
     def __init__(self, task_speed_RM: np.ndarray) -> None:
-        """Row i is request i; `task_speed_RM` is the relative speed of its task, float64."""
+        """Row i is request i, and `task_speed_RM` is the relative speed of its task, float64."""
         self._task_log_RM = np.log(task_speed_RM)
         self._made_RM = np.zeros(task_speed_RM.shape)
         self._typical_RM = np.zeros(task_speed_RM.shape)
@@ -114,7 +114,7 @@ class RequestSpeeds:
         self._free += rows
 
     def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float | np.ndarray) -> None:
-        """Adds attempts by `method` that made `made_K` tokens in the time of `typical` tokens of a typical request."""
+        """Adds attempts by `method` that made `made_K` tokens while a typical request makes `typical` tokens."""
         self._made_RM[requests_K, method] += made_K
         self._typical_RM[requests_K, method] += typical
 
@@ -132,5 +132,5 @@ class RequestSpeeds:
 
 
 def _belief(typical_RM: np.ndarray) -> np.ndarray:
-    """Returns how much a request's own measurement weighs, from 0 for no tokens to 1 for very many; float64 [R, M]."""
+    """Returns the weight of a request's own measurement, from 0 for no tokens to 1 for very many, float64 [R, M]."""
     return typical_RM / (typical_RM + HALF_TOKENS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode speeds as measured: of each draft method, by task and by the number of requests in the engine.
+"""Measured decode speeds of each draft method, by task and by the number of requests in the engine.
 
 SpecActor (arXiv 2511.16193), Algorithm 3, uses a "draft ladder" in the same place, which ranks methods by acceptance alone.
 """
@@ -19,7 +19,7 @@ PLAIN = "plain"
 MEMORY_S = 20.0
 """Seconds of an engine's decoding that a measurement remembers. Older samples decay."""
 SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024])
-"""Batch sizes with separate measurements; others count for the nearest."""
+"""Batch sizes with separate measurements. Others count for the nearest one."""
 GUESSED_SLOPE = 0.5
 """Assumed exponent of speed ~ 1 / batch beyond the measured batch sizes."""
 
@@ -33,20 +33,20 @@ class SpeedModel(Protocol):
     """Decode and prefill speeds of engines, measured or simulated."""
 
     def tokens_per_s(self, method: int, batch: int) -> float:
-        """Returns the tokens a second of each of `batch` typical requests under a draft method."""
+        """Returns the tokens per second of each of `batch` typical requests under a draft method."""
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Returns the seconds of a prefill of `num_tokens` tokens. The engine's other requests wait for it."""
+        """Returns the seconds of a prefill of `num_tokens` tokens, for which the engine's other requests wait."""
 
 
 class DecodeSpeedTable:
-    """Decode speeds by draft method and batch size, decayed over what is observed. Owns all measurements.
+    """Decode speeds by draft method and batch size, in which old measurements decay. Owns all measurements.
 
     Methods are numbered as in `methods`. Speeds that rise with the batch size are evened out by weighted isotonic regression.
     Between measured batch sizes, log speed is interpolated over log size. A method without measurements gets the mean of the
     others. Without any measurement, only the ratios of the predictions are meaningful, and a prefill takes 0 s.
 
-    Example: after `observe("any", 0, 1, 300, 2.0)`, `tokens_per_s(0, 1)` is 150 and `tokens_per_s(0, 4)` a guess of 75.
+    Example: after `observe("any", 0, 1, 300, 2.0)`, `tokens_per_s(0, 1)` is 150 and `tokens_per_s(0, 4)` is a guess of 75.
     """
 
     def __init__(self, methods: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ class DecodeSpeedTable:
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def observe(self, task: str, method: int, batch: int, num_tokens: int, seconds: float) -> None:
-        """Adds `num_tokens` tokens in `seconds`, both summed over requests of `task` in an engine of `batch` requests."""
+        """Adds `num_tokens` tokens in `seconds`, both summed over requests of `task` in an engine with `batch` requests."""
         size = int(SIZES[np.argmin(np.abs(np.log(SIZES / batch)))])
         for name in {task, ANY_TASK}:
             self.rates[name, method][size].add(num_tokens, seconds)
@@ -83,7 +83,7 @@ class DecodeSpeedTable:
         return num_tokens / self.prefill.ratio if self.prefill.seconds else 0.0
 
     def task_speed(self, task: str, method: int) -> float:
-        """Returns the speed of a task's requests relative to typical ones under `method`; 1 if either is unknown."""
+        """Returns the speed of a task's requests relative to typical ones under `method`, or 1 if either is unknown."""
         own, typical = (self.rates.get((name, method), _RatesByBatch()) for name in (task, ANY_TASK))
         shared = [(own[b].ratio, typical[b].ratio, own[b].seconds) for b in own if b in typical]
         weight = sum(s for _, _, s in shared)
@@ -92,7 +92,7 @@ class DecodeSpeedTable:
 
 @dataclass
 class _DecayedRate:
-    """Tokens over seconds, over about the last `memory_s` seconds."""
+    """Tokens per second over about the last `memory_s` seconds."""
 
     memory_s: float = MEMORY_S
     tokens: float = 0.0
@@ -109,14 +109,14 @@ class _DecayedRate:
 
 
 class _RatesByBatch(dict[int, _DecayedRate]):
-    """Rates of one method by batch size. Memory is counted in seconds of the engine, however many requests wait for a step."""
+    """Rates of one method by batch size. Memory is counted in seconds of the engine, whatever the number of requests."""
 
     def __missing__(self, batch: int) -> _DecayedRate:
         self[batch] = _DecayedRate(MEMORY_S * batch)
         return self[batch]
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns batch sizes and the logarithms of tokens a second, which do not rise; both float64."""
+        """Returns batch sizes and the non-increasing logarithms of tokens per second, both float64."""
         from scipy.optimize import isotonic_regression
 
         sizes = np.array(sorted(self), float)

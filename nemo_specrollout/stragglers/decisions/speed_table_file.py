@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode-speed table in a file, the draft ladder: a run starts from one, and writes what it has learned as another."""
+"""The decode-speed table as a file, called draft ladder. A run can start from one, and writes what it has learned as one."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ FIELD = f"{BLOCK_PATH}.fastest_of_n.ladder"
 LADDER = "ladder.json"
 """Name of the file that a run writes."""
 FADED_S = MEMORY_S / 8.0
-"""Seconds of an engine's decoding for which speeds of an earlier start count at most."""
+"""Most seconds of an engine's decoding for which speeds of an earlier start count."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class SpeedRow:
     task: str
     """Name of the task, or `any`."""
     method: str
-    """Types of the drafters, joined by +; `plain` without drafters."""
+    """Types of the drafters, joined by +, or `plain` without drafters."""
     batches: tuple[int, ...] = bounded(low=1)
     """Numbers of requests in the engine, ascending."""
     tokens_per_s: tuple[float, ...] = bounded(above=0.0)
     weights_s: tuple[float, ...] = bounded(above=0.0)
     """Request seconds behind each measurement."""
     acceptance: float = bounded(0.0, low=0.0, high=1.0)
-    """Share of verified draft tokens that were accepted; 0 if it was not measured. For information only."""
+    """Share of verified draft tokens that were accepted, or 0 if it was not measured. For information only."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the lists differ in length, are empty or not ascending."""
@@ -51,14 +51,16 @@ class SpeedTableFile(MeasuredFile):
     policy: str
     prefill_s_per_token: float = bounded(above=0.0)
     rungs: tuple[SpeedRow, ...] = ()
-    """Measurements by task; the fastest method with one request first."""
+    """Measurements by task, in which the fastest method with one request comes first."""
     prefill_weight_s: float = bounded(MEMORY_S, above=0.0)
     """Seconds for which `prefill_s_per_token` counts."""
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
 
 
 def ladder_of(block: SpecrolloutConfig) -> SpeedTableFile | None:
-    """Reads the file from which the decode speeds of a run start; None if the block names none, or has nothing to decide.
+    """Reads the file from which the decode speeds of a run start.
+
+    Returns None if the block names no file, or if there is nothing to decide with it.
 
     Raises ConfigError with the field, the file and the fix if the file cannot be read or is not valid.
     """
@@ -83,7 +85,7 @@ def started_table(methods: Sequence[str], file: SpeedTableFile | None) -> Decode
 
 
 def faded(file: SpeedTableFile) -> SpeedTableFile:
-    """Returns the speeds of an earlier start with the weight of a few seconds, because policy or machine may have changed."""
+    """Returns speeds of an earlier start with the weight of a few seconds, because policy or machine may have changed."""
     return replace(file, rungs=tuple(map(_faded, file.rungs)), prefill_weight_s=FADED_S)
 
 
@@ -93,9 +95,9 @@ def _faded(rung: SpeedRow) -> SpeedRow:
 
 
 def table_file(table: DecodeSpeedTable, device: str, policy: str, acceptance: Sequence[float]) -> SpeedTableFile | None:
-    """Returns all measurements as a file, with the acceptance of each method; None if there are none.
+    """Returns all measurements as a file, with the acceptance of each method, or None if there are none.
 
-    `device` and `policy` say in words for what they hold.
+    `device` and `policy` are descriptions of the device and the policy for which they hold.
     """
     if not table.prefill.seconds or not table.rates:
         return None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The straggler policy: which requests move to another engine, which are raced by several, and which racers give up.
+"""The straggler policy, which decides what requests move to another engine, which are raced, and which racers give up.
 
 docs/concepts/racing.md says why no response is favoured. Algorithm 3 of SpecActor (arXiv 2511.16193) gives free engines to the
-requests with the worst acceptance. Here each change must promise an earlier end by measured speeds, including prefill.
+requests with the worst acceptance. In this policy each change must promise an earlier end by measured speeds, including
+prefill.
 
 Shapes: R requests, E engines.
 """
@@ -16,16 +17,16 @@ from nemo_specrollout.stragglers.decisions.speed_table import SpeedModel
 from nemo_specrollout.stragglers.decisions.tail_forecast import TailForecast, TailObservation
 
 NUM_LAST = 4
-"""Requests of an engine that are considered for a move or a race: those that end last."""
+"""Number of an engine's requests, those that end last, which are considered for a move or a race."""
 MAX_CHANGES = 64
-"""Attempts started or stopped in a decision, after which no further plan is made. The last plan may exceed it."""
+"""Number of started or stopped attempts in a decision after which no further plan is made. The last plan may exceed it."""
 MAX_UNIMPROVABLE = 16
-"""Engines without a worthwhile change, after which the policy looks at no more engines."""
+"""Number of engines without a worthwhile change after which the policy looks at no further engines."""
 LEAST_CHANCE = 0.05
 """Probability of winning below which a racer gives up."""
 RACE_PREMIUM = 0.01
-"""Handicap of a race against a move, as a share of the seconds until the source engine ends. Unlike a race, a move leaves
-the source free."""
+"""Handicap of a race against a move, as a share of the seconds until the source engine ends. It is there because a move frees
+the source and a race does not."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,19 @@ class TailDecision:
     starts: tuple[tuple[int, int], ...] = ()
     stops: tuple[tuple[int, int], ...] = ()
     num_declined: int = 0
-    """Moves and races that would have brought the end forward, but by less than the early work is worth that they displace."""
+    """Number of moves and races that would end the rollout earlier, but are worth less than the early work they displace."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A race of the one request of `source` by `target`, or a move of requests there."""
+    """A race of a single request of `source` by `target`, or a move of requests from `source` to `target`."""
 
     requests: tuple[int, ...]
     source: int
     target: int
     is_race: bool
     end_s: float
-    """Predicted end of both engines, whichever is later."""
+    """Predicted end of the engine that ends later."""
 
 
 class TailPolicy(Protocol):
@@ -58,18 +59,18 @@ class TailPolicy(Protocol):
 
 
 class FastestOfN:
-    """The straggler policy. It has no state: equal observations give equal decisions.
+    """The straggler policy. It has no state, so equal observations give equal decisions.
 
     It decides in three steps:
     1. Each waiting request gets the engine where it would end first.
     2. A racer with a smaller chance of winning than `LEAST_CHANCE` gives up.
     3. The engine that ends last moves requests to another engine, or another engine races its last request. This repeats
-       as long as a change brings the later end of both engines forward by the share `config.min_gain`.
+       as long as a change makes the later end of both engines earlier by the share `config.min_gain`.
 
-    With `run_ahead` an idle engine makes texts of coming steps, and what a change takes away from these counts against it
-    (`idle_time.py`). So one rule decides which of the three an idle engine does, in seconds of a rollout.
+    With `run_ahead` an idle engine makes texts of coming steps, and a change is charged for what it takes away from these
+    (`idle_time.py`). So one rule, in seconds of a rollout, decides which of the three an idle engine does.
 
-    Example: engines 0 and 1 make 100 tokens a second for one request, and 50 for each of two. Engine 0 decodes request 0,
+    Example: engines 0 and 1 make 100 tokens per second for one request, and 50 for each of two. Engine 0 decodes request 0,
     which needs 600 tokens, and request 1, which needs 500. They would end after 11 s and 10 s. If request 0 moves to the idle
     engine 1, the later end is at 6 s, so the decision is `starts=((0, 1),), stops=((0, 0),)`.
     """
@@ -109,7 +110,7 @@ class FastestOfN:
     def _best_plan(self, forecast: TailForecast, engine: int, *, alone: bool = False) -> _Plan | None:
         """Returns the plan that gains most at `engine`, or None. Bundles are tried last.
 
-        `alone`: only the end of the rollout counts, as if engines had no early work.
+        With `alone`, only the end of the rollout counts, as if engines had no early work.
         """
         single = [
             plan
@@ -124,8 +125,8 @@ class FastestOfN:
     def _worthwhile(self, forecast: TailForecast, plans: Iterable[_Plan], alone: bool) -> _Plan | None:
         """Returns the plan that gains most, or None.
 
-        It must bring the end forward by more than `min_gain` and the delay of an order, because forecasts err, and by more
-        than the early work is worth that it displaces.
+        It must make the end earlier by more than `min_gain` and the delay of an order, because forecasts err, and by more
+        than the worth of the early work that it displaces.
         """
         best: _Plan | None = None
         best_s = 0.0
@@ -146,7 +147,7 @@ class FastestOfN:
         return forecast.early_lost_s(plan.requests, engines, plan.end_s, is_race=plan.is_race)
 
     def _plans(self, forecast: TailForecast, request: int, engine: int, target: int) -> Iterator[_Plan]:
-        """Yields the move of a single request and its race, as far as they are allowed."""
+        """Yields the move of a single request and the race for it, as far as they are allowed."""
         engines = forecast.engines_of(request)
         methods = forecast.seen.method_E
         if self.config.moving and len(engines) == 1:
@@ -156,9 +157,9 @@ class FastestOfN:
             yield _Plan((request,), engine, target, True, forecast.end_after_race(request, engine, target))
 
     def _bundles(self, forecast: TailForecast, engine: int) -> Iterator[_Plan]:
-        """Yields plans to move the 2, 4, 8, ... requests that end last.
+        """Yields plans that move the 2, 4, 8, ... requests that end last.
 
-        If many requests end together, the engine's end hardly changes when a single one of them leaves.
+        They are needed because if many requests end together, the engine's end hardly changes when only one of them leaves.
         """
         if not self.config.moving:
             return

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecast of a rollout's tail: predicted end times of engines, and of attempts after hypothetical changes.
+"""Forecast of a rollout's tail, which predicts when engines end, now and after hypothetical changes.
 
-Shapes: R requests under way, M draft methods, A attempts (one engine's work on one request), E engines, B requests of one
+Shapes: R running requests, M draft methods, A attempts (one engine's work on one request), E engines, B requests of one
 engine.
 """
 
@@ -16,10 +16,10 @@ from nemo_specrollout.stragglers.decisions.speed_table import SpeedModel
 
 
 def drain(alone_s_B: np.ndarray, slowdowns_B: np.ndarray) -> np.ndarray:
-    """Returns when each of an engine's requests ends, seconds from now, float64 [B].
+    """Returns when each of an engine's requests ends, in seconds from now, float64 [B].
 
-    `alone_s_B` is the time that each would take alone. `slowdowns_B` is the factor by which it is slower in batches of 1, 2,
-    ... B. Example: with a factor of 1.5 for two, requests of 1 s and 3 s end after 1.5 s and 3.5 s.
+    `alone_s_B` is the time that each one would take alone, and `slowdowns_B` is the factor by which requests are slower in
+    batches of 1, 2, ... B. Example: with a factor of 1.5 for two, requests of 1 s and 3 s end after 1.5 s and 3.5 s.
     """
     order_B = np.argsort(alone_s_B, kind="stable")
     gaps_B = np.diff(alone_s_B[order_B], prepend=0.0)
@@ -29,7 +29,7 @@ def drain(alone_s_B: np.ndarray, slowdowns_B: np.ndarray) -> np.ndarray:
 
 
 def slowdowns_of(speeds: SpeedModel, method: int, first: int, last: int) -> list[float]:
-    """Returns by which factor a request is slower than alone, in batches of `first` to `last`."""
+    """Returns the factors by which a request is slower than alone, in batches of `first` to `last` requests."""
     alone = speeds.tokens_per_s(method, 1)
     return [alone / speeds.tokens_per_s(method, b) for b in range(first, last + 1)]
 
@@ -42,13 +42,13 @@ class Assignment:
     num_tokens_R: np.ndarray
     """Response tokens that the engine had reported, int64."""
     reported_s_E: np.ndarray
-    """Time of each engine's latest report, seconds by any clock, float64."""
+    """Time of each engine's latest report in seconds of any clock, float64."""
 
 
 def undisturbed_end_s(
     before: Assignment, lengths_R: np.ndarray, speed_RM: np.ndarray, method_E: np.ndarray, speeds: SpeedModel
 ) -> float:
-    """Returns the estimated end of a rollout, by the same clock, if every engine had kept its requests.
+    """Returns the estimated end of a rollout, on the clock of `before`, if every engine had kept its requests.
 
     `lengths_R` is the final number of response tokens. `speed_RM` is the decode speed relative to a typical request.
     """
@@ -66,7 +66,7 @@ def undisturbed_end_s(
 
 @dataclass(frozen=True)
 class TailObservation:
-    """State of a rollout. A request without an attempt is waiting for an engine."""
+    """Observed state of a rollout. A request without an attempt is waiting for an engine."""
 
     num_tokens_R: np.ndarray
     """Tokens of prompt and response in the furthest attempt, int64."""
@@ -82,11 +82,11 @@ class TailObservation:
     """Tokens by which an attempt is behind the furthest attempt of its request, int64."""
     method_E: np.ndarray
     capacity_E: np.ndarray
-    """Maximum number of requests of each engine, int64; 0 for a dead engine."""
+    """Maximum number of requests of each engine, int64, which is 0 for a dead engine."""
     handover_s: float = 0.0
     """Seconds from a decision until an engine begins with a new request."""
     idle: IdleTime = NO_EARLY_WORK
-    """What engines do for coming steps beside these requests, and after them."""
+    """Worth of what engines do for coming steps beside these requests and after them."""
 
 
 class TailForecast:
@@ -126,13 +126,13 @@ class TailForecast:
         return sorted(attempts, key=lambda attempt: -self._attempt_end_s(*attempt))
 
     def end_s(self, engine: int) -> float:
-        """Returns when an engine ends its last request, in seconds from now; 0 if it has none."""
+        """Returns when an engine ends its last request, in seconds from now, or 0 if it has none."""
         if engine not in self._ends_s:
             self._ends_s[engine] = self._last_end_s(engine, self._alone_s[engine])
         return self._ends_s[engine]
 
     def chance(self, request: int, engine: int) -> float:
-        """Returns the probability that this racer ends before the fastest of the others; 1 if there is no other."""
+        """Returns the probability that this racer ends before the fastest of the others, or 1 if there is no other."""
         rivals = [e for e in self.engines_of(request) if e != engine]
         if not rivals:
             return 1.0
@@ -154,13 +154,13 @@ class TailForecast:
         return sorted(ends, key=lambda r: -ends[r])
 
     def best_engine(self, request: int) -> int:
-        """Returns the engine where a request would end first if it began now. Full engines count only if all are full."""
+        """Returns the engine where a request would end first if it started now. Full engines count only if all are full."""
         free = [e for e, alone_s in enumerate(self._alone_s) if len(alone_s) < self.seen.capacity_E[e]]
         candidates = free or np.flatnonzero(self.seen.capacity_E > 0).tolist()
         return min(candidates, key=lambda e: self._request_ends_s(e, self._with((request,), e))[request])
 
     def targets(self, request: int, num_free: int = 1) -> list[int]:
-        """Returns for each method the engine that ends first, of those without the request and with `num_free` free places."""
+        """Returns for each method the engine that ends first, among those without the request and with `num_free` places."""
         best: dict[int, int] = {}
         for engine, method in enumerate(self.seen.method_E.tolist()):
             is_free = len(self._alone_s[engine]) + num_free <= self.seen.capacity_E[engine]
@@ -188,10 +188,10 @@ class TailForecast:
     def early_lost_s(
         self, requests: tuple[int, ...], engines: tuple[int, int], end_s: float, *, is_race: bool
     ) -> float:
-        """Returns the seconds by which later rollouts take longer, because engines do less for coming steps.
+        """Returns the seconds by which later rollouts take longer because engines do less for coming steps.
 
         `requests` move from the first of the `engines` to the second, or both race for them, and the later of both then ends
-        at `end_s` instead of the first one's end. What engines do until the earlier end is all that counts.
+        at `end_s` instead of the first one's end. Only what engines do until the earlier end counts.
         """
         source, target = engines
         idle = self.seen.idle
@@ -232,10 +232,10 @@ class TailForecast:
         return (self.seen.remaining_R[request_A] + lag_A) / speed_A
 
     def _with(self, requests: tuple[int, ...], engine: int) -> dict[int, float]:
-        """Returns the seconds that each of an engine's requests would take alone, if these requests joined them.
+        """Returns the seconds that each of an engine's requests would take alone if these requests joined them.
 
-        All requests wait for the prefill of the new ones, and the new ones also for the order to begin. Both last as long in
-        a full batch as in an empty one, so they are divided by the slowdown that `drain` multiplies with.
+        All requests wait for the prefill of the new ones, and the new ones also wait for the order to start. Both waits do not
+        depend on the batch, so they are divided by the slowdown with which `drain` multiplies.
         """
         known = self._alone_s[engine]
         new_R = np.array(requests)
@@ -246,14 +246,14 @@ class TailForecast:
         return {r: s + prefill_s for r, s in known.items()} | dict(zip(requests, new_s.tolist(), strict=True))
 
     def _slowdowns_for(self, engine: int, batch: int) -> np.ndarray:
-        """Returns by which factor a request is slower than alone, in batches of 1, 2, ... `batch`; float64."""
+        """Returns the factors by which a request is slower than alone, in batches of 1, 2, ... `batch`, float64."""
         method = int(self.seen.method_E[engine])
         known = self._slowdowns.setdefault(method, [])
         known += slowdowns_of(self.speeds, method, len(known) + 1, batch)
         return np.array(known[:batch])
 
     def _request_ends_s(self, engine: int, alone_s: dict[int, float]) -> dict[int, float]:
-        """Returns when each of an engine's requests ends if these are all its requests and no rival is faster."""
+        """Returns when each of an engine's requests ends if it has no others and no rival is faster."""
         if not alone_s:
             return {}
         ends_B = drain(np.array(list(alone_s.values())), self._slowdowns_for(engine, len(alone_s)))
@@ -267,7 +267,7 @@ class TailForecast:
         return max((self._first_end_s(r, engine, e) for r, e in ends.items()), default=0.0)
 
     def _first_end_s(self, request: int, engine: int, end_s: float) -> float:
-        """Returns when a request ends whose attempt on `engine` ends at `end_s`, with the other racers counted."""
+        """Returns when a request ends if its attempt on `engine` ends at `end_s`, taking the other racers into account."""
         for rival in [e for e in self.engines_of(request) if e != engine]:
             end_s = min(end_s, self._race_s(request, engine, end_s, rival, self._attempt_end_s(request, rival)))
         return end_s
@@ -287,7 +287,7 @@ class TailForecast:
 
 
 def expected_first(mean_1: float, doubt_1: float, mean_2: float, doubt_2: float) -> float:
-    """Returns E[min] of two independent log-normal times; `doubt` is the standard deviation of the logarithm (Black 1976)."""
+    """Returns E[min] of two independent log-normal times, given their means and logarithmic deviations (Black 1976)."""
     spread = math.hypot(doubt_1, doubt_2)
     if spread == 0.0 or min(mean_1, mean_2) <= 0.0:
         return min(mean_1, mean_2)
