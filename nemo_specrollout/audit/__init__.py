@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audits of a run: are the recorded rows what the policy samples? Nothing here uses vLLM or the code that made the rows."""
+"""Audits whether the recorded rows of a run are what the policy samples, without vLLM and the code that made the rows."""

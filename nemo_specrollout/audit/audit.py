@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audits a run: chooses rows, computes them again, and judges them."""
+"""Audits a run by choosing rows, computing them again, and judging them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,14 +17,14 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.reports.records import in_ranges
 
 OnRow = Callable[[int, int], None]
-"""Gets the number of rows that are done, and of all chosen rows."""
+"""Callback that receives the number of rows that are done, and of all chosen rows."""
 
 
 def choose(run: RecordedRun, weights: Weights, steps: Sequence[int], num_rows: int) -> list[Place]:
     """Returns `num_rows` rows of each step, spread evenly over the step.
 
-    Without `steps` it is the newest step all of whose policies are at hand. Raises ConfigError for a step that the run does
-    not have, and if no step can be audited.
+    Without `steps`, the newest step is taken for which all policies are available. Raises ConfigError for a step that the run
+    does not have, and if no step can be audited.
     """
     unknown = [step for step in steps if step not in run.steps]
     if unknown:
@@ -38,7 +38,7 @@ def choose(run: RecordedRun, weights: Weights, steps: Sequence[int], num_rows: i
 
 
 def auditable_steps(run: RecordedRun, weights: Weights) -> list[int]:
-    """Returns the steps all of whose rows were sampled by policies whose weights are at hand."""
+    """Returns the steps for which the weights of all policies that sampled rows are available."""
     versions = {step: {v for row in rows for v in row.versions} for step, rows in run.steps.items()}
     known = {version: weights.is_known(version) for version in set().union(*versions.values())}
     return [step for step, needed in versions.items() if needed and all(known[version] for version in needed)]
@@ -62,9 +62,9 @@ def _newest(run: RecordedRun, weights: Weights) -> list[int]:
 
 
 def audit_rows(run: RecordedRun, weights: Weights, places: Sequence[Place], on_row: OnRow) -> Audit:
-    """Computes rows again and judges them. Rows of one policy follow each other, so that each policy is loaded once.
+    """Computes rows again and judges them. Rows of one policy are done together, so that each policy is loaded once.
 
-    What rounding explains is known when all rows are computed, so they are judged at the end.
+    What rounding explains is only known after all rows are computed, so they are judged at the end.
     """
     replays = list[RowReplay]()
     skipped = list[Skipped]()
@@ -92,7 +92,7 @@ def audit_rows(run: RecordedRun, weights: Weights, places: Sequence[Place], on_r
 
 
 def _computed(run: RecordedRun, weights: Weights, place: Place) -> RowReplay | Skipped:
-    """Returns a row computed again, or why it cannot be."""
+    """Returns a replayed row, or the reason why it cannot be replayed."""
     row = run.read(place)
     if isinstance(row, Skipped):
         return row
@@ -122,7 +122,7 @@ def _check_vocabulary(row: RecordedRow, weights: Weights, dtype: str) -> None:
 
 
 def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts, rounding: Rounding) -> int | None:
-    """Returns the version of a policy, one before or after the recorded one, whose own sample the row is."""
+    """Returns the version of the policy just before or after the recorded one if the row is a sample of that policy."""
     if len(row.policy_spans) > 1:
         return None
     ((version, first),) = row.policy_spans

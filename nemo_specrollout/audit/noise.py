@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise that vLLM's V2 model runner adds to logits, in numpy: a function of seed, position and token.
+"""A numpy version of the noise that vLLM's V2 model runner adds to logits, as a function of seed, position and token.
 
-vLLM samples by the Gumbel-max method. The token of a position is the one whose score, its processed logit plus its noise, is
-largest. The position counts from the beginning of the prompt, and it is that of the last known token: the first token of a
+vLLM samples by the Gumbel-max method. The sampled token is the one whose score, which is its processed logit plus its noise,
+is largest. The position is that of the last known token, counted from the beginning of the prompt, so the first token of a
 response to a prompt of n tokens is sampled at position n - 1.
 
 Sources: `vllm/v1/worker/gpu/sample/gumbel.py` of vLLM 0.32 and 0.25.1, and Philox of `triton.language.rand`.
@@ -43,7 +43,7 @@ class NoiseScheme:
 
     @property
     def largest_noise(self) -> float:
-        """No noise is above this, so a token whose logit is further below another token's score cannot win."""
+        """Returns the upper bound of the noise. A token whose logit is further below another token's score cannot win."""
         return float(-np.log(-np.log1p(-self.smallest)))
 
 
@@ -63,7 +63,7 @@ def _mixed(state: Any, key: Any) -> Any:
 
 
 def _murmur_uniform(seed: int, positions: Integers, tokens: Integers) -> Floats:
-    """Hashes the four words seed, seed, position and token by MurmurHash3, and takes the middle of the hash's interval."""
+    """Hashes the two words of the seed, the position and the token by MurmurHash3. Takes the middle of the hash's interval."""
     state: Any = np.zeros(1, _U32)
     for word in _words(seed):
         state = _mixed(state, word)
@@ -108,9 +108,9 @@ def _philox_uniform(seed: int, positions: Integers, tokens: Integers) -> Floats:
 
 
 MURMUR = NoiseScheme("murmur", _murmur_uniform, 2.0**-33)
-"""vLLM 0.31 and later."""
+"""Noise of vLLM 0.31 and later."""
 PHILOX = NoiseScheme("philox", _philox_uniform, _SMALLEST_OF_PHILOX)
-"""vLLM 0.25.1 to 0.30."""
+"""Noise of vLLM 0.25.1 to 0.30."""
 
 
 def scheme_of(vllm_version: str) -> NoiseScheme:

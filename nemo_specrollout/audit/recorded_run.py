@@ -46,7 +46,7 @@ class Place:
 
 
 class RecordedRun:
-    """The records of a run, also one of several starts. Rows are read one at a time."""
+    """The records of a run with one or several starts. Rows are read one at a time."""
 
     def __init__(self, run: Run) -> None:
         """Reads the samples and the names of the rows of `run`. Raises ConfigError if the run has recorded no rows."""
@@ -66,11 +66,11 @@ class RecordedRun:
             )
             raise ConfigError(f"RUN_DIR: {run.folder} has no rows to audit: {why}; name another run")
         self.model = str(facts.get("model", ""))
-        """Folder or name of the policy that the run started from."""
+        """Folder or name of the policy from which the run started."""
         self.checkpoints = Path(facts["checkpoints"]) if facts.get("checkpoints") else None
-        """Folder with the checkpoints of the run; None if it keeps none."""
+        """Folder with the checkpoints of the run, or None if it keeps none."""
         self.checkpoint_offset = int(facts.get("checkpoint_offset", 0))
-        """Number of the checkpoint that has the weights of a policy version, less that version."""
+        """Number of the checkpoint with the weights of a policy version, minus that version."""
 
     @property
     def damaged(self) -> Sequence[str]:
@@ -113,7 +113,7 @@ class RecordedRun:
         )
 
     def _places(self, folder: Path) -> dict[int, tuple[Path, int]]:
-        """Returns file and place of each row by its seed. A row that was made again after a restart counts the last time."""
+        """Returns file and place of each row by its seed. If a row was made again after a restart, the last one counts."""
         found = {}
         for file in sorted((folder / FOLDER).glob("*.npz")):
             try:
@@ -126,7 +126,7 @@ class RecordedRun:
 
 
 def _folders(run: Run) -> list[tuple[Path, float]]:
-    """Returns the folders of a run's records, each with the first step that a later start of the run has made."""
+    """Returns the folders of a run's records, each with the first step that a later start of the run has made again."""
     if not isinstance(run, RunOfStarts):
         return [(run.folder, math.inf)]
     return [(start.folder / RECORDS, bound) for start, bound in zip(run.starts, run.bounds, strict=True)]
@@ -158,7 +158,7 @@ def _rows_by_step(
 
 
 def keep_result(folder: Path, result: Mapping[str, Any]) -> None:
-    """Adds the result of an audit to those that lie beside the records, where the report finds them."""
+    """Adds the result of an audit to those that are stored beside the records, where the report finds them."""
     earlier = read_object_or_nothing(folder / AUDITS).get("audits")
     audits = [*(earlier if isinstance(earlier, list) else []), result][-_KEPT_AUDITS:]
     write_atomically(folder / AUDITS, json.dumps({"audits": audits}, indent=1) + "\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the rows that an engine finishes into the folder of its run, while the engine goes on."""
+"""Writes the rows that an engine finishes into the folder of its run, while the engine continues."""
 
 import os
 import queue
@@ -11,15 +11,15 @@ from pathlib import Path
 from nemo_specrollout.audit.rows import EngineFacts, FinishedRow, write_rows
 
 ROWS_OF_A_FILE = 512
-"""Rows after which a file is written, also while more of them are coming."""
+"""Number of rows after which a file is written, even if more are coming."""
 MOST_TOKENS = 1 << 26
-"""Tokens that wait for a slow disk, some 512 MB. Rows that come then are not recorded."""
+"""Most tokens that may wait for a slow disk, which are about 512 MB. Further rows are not recorded."""
 
 
 class RowRecorder:
     """Records the rows of one engine. Owns a thread that writes them, so that no request waits for the disk.
 
-    A problem of the disk never ends the engine: `take_problem` tells it in a sentence.
+    A problem of the disk never ends the engine, but `take_problem` reports it in a sentence.
     """
 
     def __init__(self, folder: Path, facts: EngineFacts) -> None:
@@ -36,7 +36,7 @@ class RowRecorder:
         threading.Thread(target=self._write_all, name="specrollout-rows", daemon=True).start()
 
     def add(self, row: FinishedRow) -> None:
-        """Takes a finished row."""
+        """Adds a finished row."""
         num_tokens = len(row.token_ids)
         with self._lock:
             if self._num_waiting + num_tokens > MOST_TOKENS:
@@ -61,7 +61,7 @@ class RowRecorder:
         self._queue.join()
 
     def take_problem(self) -> str:
-        """Returns why rows were not recorded since the last call; an empty string if all were."""
+        """Returns why rows were not recorded since the last call, or an empty string if all were."""
         with self._lock:
             lost = self._num_lost
             problem = self._problem
@@ -83,13 +83,13 @@ class RowRecorder:
                 self._queue.task_done()
 
     def _write(self, rows: Sequence[FinishedRow]) -> None:
-        # Files of one engine sort by time, also when a run that was resumed goes on in the same folder.
+        # Files of one engine sort by time, even if a resumed run continues in the same folder.
         name = f"{time.time_ns():020d}-engine{self._facts.engine}-{os.getpid()}-{self._num_files}.npz"
         self._num_files += 1
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_rows(self._folder / name, self._facts, rows)
-        except Exception as error:  # the thread must live on, because `settle` waits for it
+        except Exception as error:  # the thread must survive, because `settle` waits for it
             reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             with self._lock:
                 self._num_lost += len(rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a recorded row again: Hugging Face's forward pass over its text, with the weights that made each part of it.
+"""Replays a recorded row by Hugging Face's forward pass over its text, with the weights that made each part of it.
 
 Shapes: T tokens of the response, P positions of one piece, V vocabulary.
 """
@@ -16,24 +16,24 @@ from nemo_specrollout.audit.rows import Array, RecordedRow
 from nemo_specrollout.audit.scores import Sampled, sample
 
 POSITIONS_AT_ONCE = 256
-"""Positions of a forward pass. It bounds the memory of the logits: 150 MB for a vocabulary of 150,000."""
+"""Most positions of a forward pass. This bounds the memory of the logits to 150 MB for a vocabulary of 150,000."""
 Model = Any
 """A causal language model of transformers."""
 
 
 @dataclass(frozen=True)
 class RowReplay:
-    """What the policy samples in a row, beside what was recorded. All arrays have shape [T]."""
+    """What the policy samples in a row, compared with what was recorded. All arrays have shape [T]."""
 
     row: RecordedRow
     token_ids: Array
-    """The policy's own tokens, each after the recorded text before it."""
+    """The policy's own tokens, each given the recorded text before it."""
     gaps: Array
-    """By how much the score of the recorded token is below the best one. 0 where it is the best."""
+    """Difference between the best score and that of the recorded token, which is 0 where that one is the best."""
     logprobs: Array
     """Log-prob of the recorded token."""
     own_rounding: Array
-    """By how much the log-prob changes if it is computed in the engine's precision instead of a finer one."""
+    """Change of the log-prob if it is computed in the engine's precision instead of a finer one."""
 
     @property
     def differs(self) -> Array:
@@ -42,7 +42,7 @@ class RowReplay:
 
     @property
     def logprob_differences(self) -> Array:
-        """Absolute difference between the engine's log-probs and these, shape [T]; NaN where none was recorded."""
+        """Absolute difference between the engine's log-probs and these, shape [T], and NaN where none was recorded."""
         difference: Array = np.abs(self.row.logprobs.astype(np.float64) - self.logprobs)
         return difference
 
@@ -59,13 +59,13 @@ def replay(
     """Computes what the policy samples at each position of a row.
 
     Tokens of several policies are computed piece by piece. The first piece reads the whole prompt, and each later one reads
-    the keys and values that the earlier weights left, as it did in the engine.
+    the keys and values that the earlier weights have left, as in the engine.
 
     Args:
         row: the recorded row, with at least one token.
         fine_model_of: returns the model with the weights of a policy version, which computes in a finer precision than the
             engine.
-        coarse_model_of: returns the same model in the precision of the engine. It says what rounding alone does.
+        coarse_model_of: returns the same model in the precision of the engine, which shows the effect of rounding alone.
         noise: how the run's vLLM derives the noise.
         raw_logprobs: whether the engine's log-probs are those of unprocessed logits.
     """
@@ -90,20 +90,20 @@ def _sampled(
 
 
 class Piece(NamedTuple):
-    """Part of a row's text that one policy reads to sample the tokens after it."""
+    """Part of a row's text that one policy reads in order to sample the tokens after it."""
 
     version: int
     begin: int
     """First token whose logits are needed."""
     end: int
     is_read_again: bool
-    """True if the policy reads the whole text before it, too."""
+    """True if the policy also reads the whole text before it again."""
 
 
 def pieces(row: RecordedRow) -> list[Piece]:
     """Returns the pieces of a row.
 
-    A policy that samples position p reads the token at p - 1. The last token is read by none.
+    A policy that samples position p reads the token at p - 1. No policy reads the last token.
     """
     starts = [first - 1 for _, first in row.policy_spans]
     ends = [*starts[1:], len(row.text) - 1]
@@ -113,9 +113,9 @@ def pieces(row: RecordedRow) -> list[Piece]:
 
 
 def _logits(row: RecordedRow, model_of: Callable[[int], Model]) -> Iterator[tuple[int, Array]]:
-    """Yields the number of a token of the response, and the logits of it and the next ones, shape [P, V].
+    """Yields the number of a token of the response, and the logits of that token and the next ones, shape [P, V].
 
-    They are float64 if the model is, else float32.
+    They are float64 if the model is, and otherwise float32.
     """
     text = torch.from_numpy(row.text.astype(np.int64))
     last_of_prompt = len(row.prompt_token_ids) - 1

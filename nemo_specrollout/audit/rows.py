@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run records of each row so that an audit can compute its tokens again, and the files that hold it.
+"""The records of rows from which an audit can compute the tokens again, and the files that contain them.
 
-A file is a compressed archive of numpy, so `numpy.load(file)` reads it without this package. It has the rows
-that an engine finished together: B rows, U different prompts.
+A file is a compressed archive of numpy, so `numpy.load(file)` reads it without this package. It has the rows that an engine
+has finished together, which are B rows with U different prompts.
 
 | array | content |
 |---|---|
@@ -39,7 +39,7 @@ class RowParams:
 
     temperature: float = 1.0
     top_k: int = 0
-    """0 is without."""
+    """Value of top-k, where 0 means none."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -47,17 +47,17 @@ class RowParams:
     presence_penalty: float = 0.0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that cannot come before `min_tokens`, the end of the text among them. Empty if `min_tokens` is 0."""
+    """Tokens that cannot come before `min_tokens`, including the end-of-text token. Empty if `min_tokens` is 0."""
     allowed_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the response never has."""
     unknown: tuple[str, ...] = ()
-    """What else changes the row's tokens and cannot be computed by an audit, each in words, such as "structured outputs"."""
+    """Descriptions of what else changes the row's tokens and cannot be computed by an audit, such as "structured outputs"."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RowParams":
-        """Returns the parameters of which JSON has made lists and texts."""
+        """Returns the parameters from JSON values, in which tuples have become lists."""
         tuples = {name: tuple(values[name]) for name in ("stop_token_ids", "allowed_token_ids", "unknown")}
         bad_words = tuple(map(tuple, values["bad_words"]))
         logit_bias = {int(token): bias for token, bias in values["logit_bias"].items()}
@@ -74,7 +74,7 @@ class FinishedRow:
     token_ids: Sequence[int] | Array
     """The response."""
     logprobs: Sequence[float] | Array | None
-    """The engine's log-prob of each token of the response, in the distribution that is sampled from. None if not known."""
+    """The engine's log-prob of each token, in the distribution that is sampled from, or None if not known."""
     params: RowParams
 
 
@@ -88,16 +88,16 @@ class RecordedRow:
     seed: int
     """The seed of the noise in the engine."""
     prompt_token_ids: Array
-    """int32, shape [prompt]."""
+    """The prompt, int32, shape [prompt]."""
     token_ids: Array
     """The response, int32, shape [T]."""
     logprobs: Array
-    """The engine's log-prob of each token of the response, float32, shape [T]; NaN where it is not known."""
+    """The engine's log-prob of each token of the response, float32, shape [T], and NaN where it is not known."""
     policy_spans: tuple[tuple[int, int], ...]
-    """Version of each policy that sampled, and the first position that it sampled, from the beginning of the prompt."""
+    """Version of each policy that sampled, and the first position that it sampled, counted from the start of the prompt."""
     params: RowParams = field(default_factory=RowParams)
     read_again: tuple[int, ...] = ()
-    """First positions of those spans before which the engine computed the KV of the whole text anew."""
+    """First positions of those spans before which the engine recomputed the KV of the whole text."""
 
     @property
     def text(self) -> Array:
@@ -107,7 +107,7 @@ class RecordedRow:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an audit must know of the engine."""
+    """What an audit must know about the engine."""
 
     engine: int
     """Number of the engine in its run."""
@@ -120,7 +120,7 @@ class EngineFacts:
 
 
 def write_rows(file: Path, facts: EngineFacts, rows: Sequence[FinishedRow]) -> None:
-    """Writes rows to a new file, which is whole when it has its name. Raises OSError."""
+    """Writes rows to a new file, which gets its name only when it is complete. Raises OSError."""
     params = list[RowParams]()
     prompts = dict[bytes, int]()
     params_B, prompts_B = [], []
@@ -152,10 +152,10 @@ def _joined(parts: Sequence[Any], dtype: Any) -> Array:
 
 
 class RowFile:
-    """A file of rows. Only what is asked for is read."""
+    """A file of rows, of which only what is asked for is read."""
 
     def __init__(self, path: Path) -> None:
-        """Opens a file. Raises ValueError, which names it and its fault, if it is damaged or of another version."""
+        """Opens a file. Raises ValueError with its name and fault if it is damaged or of another version."""
         self.path = path
         facts, seeds_B = self._read("facts", "seeds_B")
         about = json.loads(facts.tobytes())
@@ -185,7 +185,7 @@ class RowFile:
 
     @cached_property
     def _bounds(self) -> dict[str, Array]:
-        """Where each prompt and each response begins and ends."""
+        """Bounds of each prompt and each response in the arrays of tokens."""
         names = ("lengths_B", "prompt_lengths_U")
         return {name: np.concatenate([[0], np.cumsum(self._arrays[name], dtype=np.int64)]) for name in names}
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token a policy samples at each position of a row, from its logits, the row's parameters and the noise. Numpy only.
+"""Computes with numpy which token a policy samples at each position, from its logits, the row's parameters and the noise.
 
-vLLM's order is: allowed tokens, logit bias, minimum length, penalties, bad words, temperature, min-p, top-k, top-p, noise.
+vLLM applies these in the order allowed tokens, logit bias, minimum length, penalties, bad words, temperature, min-p, top-k,
+top-p, noise.
 Source: `vllm/v1/worker/gpu/sample/sampler.py` of vLLM 0.25.1 to 0.32.
 
 Shapes: P positions, V vocabulary, T tokens of the response.
@@ -25,7 +26,7 @@ class Sampled:
     token_ids_P: Array
     """The token with the best score, int64."""
     gap_P: Array
-    """By how much the recorded token's score is below the best one, float64. 0 where it is the best, inf if excluded."""
+    """Difference between the best score and the recorded token's, float64. It is 0 if that is the best, inf if excluded."""
     logprob_P: Array
     """Log-prob of the recorded token in the distribution that is sampled from, float64."""
 
@@ -37,9 +38,9 @@ def sample(
 
     Args:
         row: the recorded row, whose own tokens are the text before each position.
-        first: number of the first token of the response to sample, from 0.
-        logits_PV: logits of the text before each of these tokens, float32 or float64. They are changed.
-        noise: how the run's vLLM derives the noise. None where only log-probs are asked for.
+        first: index of the first token of the response to sample, from 0.
+        logits_PV: logits after the text before each of these tokens, float32 or float64. They are changed.
+        noise: how the run's vLLM derives the noise, or None if only log-probs are needed.
         raw_logprobs: whether the log-probs are those of the logits as they are given.
     """
     params = row.params
@@ -58,7 +59,7 @@ def sample(
 
 
 def _apply_text(logits_V: Array, row: RecordedRow, number: int) -> None:
-    """Applies to one position what depends on the row's text, and what concerns single tokens."""
+    """Applies to one position the parameters that depend on the row's text, and those for single tokens."""
     params = row.params
     response = row.token_ids[:number]
     if params.allowed_token_ids:
@@ -113,10 +114,10 @@ def _probabilities(logits_PV: Array) -> Array:
 
 
 def _noisy(logits_PV: Array, row: RecordedRow, first: int, recorded_P: Array, scheme: NoiseScheme) -> Array:
-    """Returns logits with noise, float64; -inf for tokens that no noise could make the best.
+    """Returns logits with noise, float64, and -inf for tokens that no noise could make the best.
 
-    The likeliest token of each position is computed first. A token whose logit plus the largest possible noise does not reach
-    its score cannot be the best, and most of a large vocabulary is excluded like that. The recorded token never is.
+    The most likely token of each position is computed first. A token whose logit plus the largest possible noise is below the
+    score of that token cannot be the best, which excludes most of a large vocabulary. The recorded token is never excluded.
     """
     positions_P = len(row.prompt_token_ids) - 1 + np.arange(first, first + len(logits_PV))
     rows_P = np.arange(len(recorded_P))

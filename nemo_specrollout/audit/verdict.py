@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges replayed rows: the policy's own, its own but for rounding, or not the policy's. Numbers and sentences."""
+"""Judges whether replayed rows are the policy's own, its own except for rounding, or not the policy's."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,11 +11,11 @@ from nemo_specrollout.audit.replay import RowReplay
 from nemo_specrollout.audit.rows import Array
 
 _FACTOR = 8.0
-"""Rounding explains this many times what it makes in the audit's own computation.
+"""Rounding is taken to explain this many times the error that it makes in the audit's own computation.
 
-The audit computes every row in the engine's precision, too, and compares that with a finer one. Engine and audit add the same
-numbers in different orders, so their errors are of one size over many rows, and a few times larger or smaller in a single one.
-docs/guides/audit.md says what was measured.
+The audit also computes every row in the engine's precision, and compares that with a finer one. Engine and audit add the same
+numbers in different orders, so their errors are of similar size over many rows, but may be a few times larger or smaller in a
+single one. docs/guides/audit.md says what was measured.
 """
 _SHOWN_ROWS = 8
 
@@ -30,7 +30,7 @@ class Difference:
     sampled: int
     """The policy's own token."""
     gap: float
-    """By how much the policy's score of the recorded token is below the best one; inf if the parameters exclude it."""
+    """Difference between the policy's best score and that of the recorded token, or inf if the parameters exclude it."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class RowVerdict:
     num_tokens: int
     differences: tuple[Difference, ...]
     first_foreign: int | None
-    """Number of the first token that rounding does not explain; None if there is none."""
+    """Number of the first token that rounding does not explain, or None if there is none."""
     why: str = ""
     """What differs there, in words."""
     whose: int | None = None
-    """Version of another policy whose own sample the row is, if there is one."""
+    """Version of another policy of which the row is a sample, if there is one."""
 
     @property
     def is_policys(self) -> bool:
@@ -71,12 +71,12 @@ class Rounding:
     logprob: float
     """Largest difference of a log-prob."""
     score: float
-    """Largest gap between the best score and that of the recorded token. A token changes at near-ties only, which are rarer
-    than large errors of a log-prob, so this is less."""
+    """Largest gap between the best score and that of the recorded token. It is smaller than `logprob`, because a token changes
+    only at near-ties, which are rarer than large errors of a log-prob."""
 
     @classmethod
     def of(cls, replays: Iterable[RowReplay]) -> "Rounding":
-        """Returns what rounding explains in these rows, by what it does in the audit's own computation of them."""
+        """Returns what rounding can explain in these rows, judging by its effect in the audit's own computation."""
         own = np.concatenate([np.zeros(1), *(replayed.own_rounding for replayed in replays)])
         largest = float(own.max())
         return cls(_FACTOR * largest, max(2 * largest, _FACTOR * float(np.quantile(own, 0.99))))
@@ -92,11 +92,11 @@ class Audit:
     """Precision of the engines."""
     rounding: Rounding
     logprob_differences: Array
-    """Absolute differences of the log-probs of all tokens, in nats; NaN where the engine's is not known."""
+    """Absolute differences of the log-probs of all tokens in nats, and NaN where the engine's is not known."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were computed again."""
+        """Number of tokens that were computed again."""
         return sum(row.num_tokens for row in self.rows)
 
     @property
@@ -111,7 +111,7 @@ class Audit:
 
     @property
     def logprob_quantiles(self) -> dict[str, float]:
-        """Largest difference of the log-probs, the one that 99 % do not exceed, and the median; empty if none is known."""
+        """Maximum, 99th percentile and median of the log-prob differences. Empty if none is known."""
         known = self.logprob_differences[np.isfinite(self.logprob_differences)]
         if not known.size:
             return {}
@@ -140,7 +140,7 @@ class Audit:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the judgement as values that JSON has."""
+        """Returns the judgement as JSON values."""
         return {
             "verdict": self.sentence,
             "rows": len(self.rows),
@@ -156,7 +156,7 @@ class Audit:
 
 
 def judge(replayed: RowReplay, rounding: Rounding) -> RowVerdict:
-    """Judges a row by what rounding explains."""
+    """Judges a row, given what rounding can explain."""
     is_other_T = replayed.gaps > rounding.score
     is_off_T = replayed.logprob_differences > rounding.logprob
     foreign = np.flatnonzero(is_other_T | is_off_T)
@@ -175,7 +175,7 @@ def judge(replayed: RowReplay, rounding: Rounding) -> RowVerdict:
 
 
 def _why(replayed: RowReplay, first: int, is_other_T: Array, is_off_T: Array) -> str:
-    """Returns what differs from the token `first` on, and what that says of weights, noise or text."""
+    """Describes what differs from token `first` on, and what that tells about weights, noise or text."""
     if not is_off_T.any():
         if is_other_T.sum() > 1:
             count = f"{is_other_T.sum()} of {len(is_other_T)} tokens"

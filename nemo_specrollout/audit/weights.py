@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights made which row: the checkpoint of a policy version, as a model of transformers."""
+"""Finds the checkpoint of the policy version that made a row, and loads it as a transformers model."""
 
 import copy
 import math
@@ -13,17 +13,17 @@ from nemo_specrollout.storage.model_folder import tensor_files, tensor_shapes
 from nemo_specrollout.storage.policy_checkpoint import hf_folder
 
 _IN_MEMORY = 2
-"""Policies that are held at a time: a row that weights changed amid needs both, in each of two passes."""
+"""Number of policies that are in memory at a time. A row during which weights changed needs two, in each of two passes."""
 
 
 class Weights:
     """Finds and loads the weights of a run's policy versions.
 
-    A policy is loaded twice: as the engine had it, and with the same numbers in a finer precision, in which an audit computes.
+    A policy is loaded twice, once as the engine had it, and once with the same numbers in the finer precision of the audit.
     """
 
     def __init__(self, run: RecordedRun, given: Mapping[int, Path], device: str) -> None:
-        """`given` has folders by policy version, which count before the run's own. `device` computes."""
+        """`given` has folders by policy version, which take precedence over the run's own. `device` does the computation."""
         self._run = run
         self._given = given
         self._device = device
@@ -50,7 +50,7 @@ class Weights:
         return str(hf_folder(checkpoint))
 
     def is_known(self, version: int) -> bool:
-        """Returns whether the weights of a policy version are at hand."""
+        """Returns whether the weights of a policy version are available."""
         try:
             self.folder(version)
         except ValueError:
@@ -62,7 +62,7 @@ class Weights:
         return self._policy(engine_dtype, version)[0]
 
     def fine_model(self, engine_dtype: str, version: int) -> Any:
-        """Returns the same model, whose weights have the same values, in a finer precision. Raises as above."""
+        """Returns the same model with the same weight values in a finer precision. Raises ValueError and ConfigError."""
         return self._policy(engine_dtype, version)[1]
 
     def _policy(self, engine_dtype: str, version: int) -> tuple[Any, Any]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `nemo-specrollout` command: one short file for each subcommand."""
+"""The command `nemo-specrollout`, with one short file for each subcommand."""

@@ -57,7 +57,7 @@ def audit(parsed: argparse.Namespace) -> int:
 
 
 def _show(result: Mapping[str, Any], auditable: str) -> None:
-    """Prints the verdict and the figures that it rests on."""
+    """Prints the verdict and the figures on which it rests."""
     console = Console(highlight=False, soft_wrap=True)
     color = "red" if result["rows_not_the_policys"] or not result["rows"] else "green"
     console.print(f"{result['verdict']}", style=f"bold {color}")
@@ -89,7 +89,7 @@ def _show(result: Mapping[str, Any], auditable: str) -> None:
 
 
 class _Progress:
-    """Says from time to time how far the audit is."""
+    """Reports from time to time how far the audit is."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -104,7 +104,7 @@ class _Progress:
     def row_done(self, done: int, total: int) -> None:
         """Notes a row."""
         now = time.monotonic()
-        if done == 1:  # which has loaded the policy
+        if done == 1:  # the first row has loaded the policy
             self._loaded = now
         if now - self._told < _EVERY_S and done < total:
             return

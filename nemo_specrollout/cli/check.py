@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout check`: validates a config and prints its meaning here; loads torch only for a tokenizer in a folder."""
+"""`nemo-specrollout check`: validates a config and explains it. Loads torch only for a tokenizer in a local folder."""
 
 import argparse
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 @dataclass(frozen=True)
 class Subject:
-    """A config, and all that is known of it without a prediction."""
+    """A config, and everything that is known about it without a prediction."""
 
     tree: dict[str, Any]
     lines: list[tuple[str, str]]
@@ -46,12 +46,12 @@ class Subject:
 
     @property
     def traps(self) -> list[MetTrap]:
-        """Known faults of vLLM and NeMo-RL that the config meets; none of a config that cannot run."""
+        """Known faults of vLLM and NeMo-RL that the config meets, or none for a config that cannot run."""
         return [] if self.errors else known_traps(self.tree)
 
 
 def check(parsed: argparse.Namespace) -> int:
-    """Prints what the config means on this machine, and its errors, one a line; returns 0 if it can run."""
+    """Prints what the config means on this machine, and its errors, one per line. Returns 0 if it can run."""
     subject = describe_config(read_nemo_rl_config(parsed.config, parsed.overrides))
     unknown = ((finding.kind, str(finding)) for finding in unknown_overrides(parsed.config, parsed.overrides))
     traps = ((trap.state, str(trap)) for trap in subject.traps)
@@ -63,7 +63,7 @@ def check(parsed: argparse.Namespace) -> int:
 
 
 def _advice(subject: Subject) -> list[tuple[str, str]]:
-    """Returns what would pay by the records of the latest run with this config's log folder, if the block is on."""
+    """Returns advice from the records of the latest run in this config's log folder, if the block is on."""
     if subject.errors or not subject.block.enabled:
         return []
     log_dir = Path(str(at(subject.tree, "logger.log_dir", "logs")))
@@ -91,7 +91,7 @@ def check_runtime(tree: Tree) -> None:
 
 
 def describe_config(tree: dict[str, Any]) -> Subject:
-    """Returns what is known of a config for NeMo-RL, whether it can run or not."""
+    """Returns what is known about a config for NeMo-RL, whether it can run or not."""
     findings = check_nemo_rl(tree)
     block = OFF
     if not any(finding.kind == "error" for finding in findings):
@@ -106,7 +106,7 @@ def describe_config(tree: dict[str, Any]) -> Subject:
 
 
 def _refused_arguments(tree: Tree, block: SpecrolloutConfig) -> Iterator[Finding]:
-    """Yields the error about an argument of vLLM's with which the block cannot be put into effect."""
+    """Yields the error about an argument of vLLM with which the block cannot be put into effect."""
     try:
         with_specrollout(at(tree, VLLM_KWARGS, {}), block, "cuda")
     except ValueError as error:
@@ -114,7 +114,7 @@ def _refused_arguments(tree: Tree, block: SpecrolloutConfig) -> Iterator[Finding
 
 
 def _ladder_faults(block: SpecrolloutConfig) -> Iterator[Finding]:
-    """Yields the error about a file of decode speeds that a run could not start from."""
+    """Yields the error about a file of decode speeds from which a run could not start."""
     try:
         ladder_of(block)
     except ConfigError as error:
@@ -122,7 +122,7 @@ def _ladder_faults(block: SpecrolloutConfig) -> Iterator[Finding]:
 
 
 def _tokenizer_faults(tree: Tree) -> Iterator[Finding]:
-    """Yields errors about a tokenizer in a folder here, for which it loads transformers, if that is installed."""
+    """Yields errors about a tokenizer in a local folder, which it loads with transformers if that is installed."""
     folder = Path(str(at(tree, "policy.tokenizer.name", at(tree, "policy.model_name"))))
     if not folder.is_dir() or find_spec("transformers") is None:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program of several commands: table of the commands, parsing, and how it ends. A user's mistake is one sentence."""
+"""A program of several commands, with their table, parsing, and exit codes. A user's mistake is reported in one sentence."""
 
 import argparse
 import errno
@@ -26,7 +26,7 @@ EXIT_NO_READER = 141
 """Exit code if the reader of standard output has ended."""
 EXIT_TERMINATED = 143
 _MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
-"""Full disks, used-up quotas, and disks that broke or are read-only: finished work is kept."""
+"""Errors of full, read-only or broken disks and of used-up quotas, after which finished work is kept."""
 _PATH_ERRORS = {
     errno.ENOENT,
     errno.EACCES,
@@ -37,7 +37,7 @@ _PATH_ERRORS = {
     errno.EEXIST,
     errno.ELOOP,
 }
-"""Paths that the user named and that cannot be used."""
+"""Errors of paths that the user named and that cannot be used."""
 Flag = tuple[str, dict[str, Any]]
 """Name and options of one `argparse.ArgumentParser.add_argument` call."""
 
@@ -61,7 +61,7 @@ class Command:
     name: str
     text: str
     function: str
-    """`MODULE:FUNCTION`, imported when it is called. It takes the parsed arguments and returns the exit code."""
+    """`MODULE:FUNCTION`, which is imported when it is called. It takes the parsed arguments and returns the exit code."""
     flags: tuple[Flag, ...] = ()
     extra: str = ""
     """Extra of `pyproject.toml` whose packages the command needs."""
@@ -80,10 +80,10 @@ class Program:
     text: str
     commands: tuple[Command, ...]
     installation: str
-    """Command that installs missing packages; `{extra}` stands for the extra of the user's command, in brackets."""
+    """Command that installs missing packages, in which `{extra}` stands for the extra of the user's command in brackets."""
 
     def parse(self, arguments: list[str] | None) -> tuple[Command, argparse.Namespace]:
-        """Returns the command and its parsed arguments; argparse exits if none takes them. Flags may precede key=value."""
+        """Returns the command and its parsed arguments, or exits by argparse. Flags may precede key=value."""
         parser = argparse.ArgumentParser(prog=self.name, description=self.text, allow_abbrev=False)
         subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
         for command in self.commands:
@@ -100,7 +100,7 @@ class Program:
         return next(command for command in self.commands if command.name == parsed.command), parsed
 
     def run(self, arguments: list[str] | None) -> int:
-        """Runs a command; returns its exit code."""
+        """Runs a command, and returns its exit code."""
         for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows its number
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
@@ -123,7 +123,7 @@ class Program:
             return code
 
     def _lack(self, error: BaseException, command: Command) -> tuple[str, int] | None:
-        """Returns sentence and exit code for a missing package; None in NeMo-RL, and for a module of this repository."""
+        """Returns sentence and exit code for a missing package, or None in NeMo-RL and for a module of this repository."""
         package = str(getattr(error, "name", "")).partition(".")[0]
         ours = {module.partition(".")[0] for module in (__name__, command.function)}
         if not isinstance(error, ModuleNotFoundError) or package in ours or "nemo_rl" in sys.modules:
@@ -147,13 +147,13 @@ def check_out(path: Path, name: str = "--out") -> None:
 def use_threads(count: int = 1) -> None:
     """Sets the number of OpenMP threads, unless the environment does. Call it before torch is loaded.
 
-    OpenMP's barriers spin: with two threads, any other load on the machine makes a step ten times slower.
+    The barriers of OpenMP spin, so with two threads any other load on the machine makes a step ten times slower.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(count))
 
 
 def _resolve_nemo_rl_dir() -> None:
-    """Makes NEMO_RL_DIR an absolute path for all that reads it, here and in child processes. An empty one counts as unset."""
+    """Makes NEMO_RL_DIR an absolute path for this process and its children. An empty value counts as unset."""
     named = os.environ.pop(NEMO_RL_DIR, "")
     if named:
         os.environ[NEMO_RL_DIR] = os.path.abspath(os.path.expanduser(named))
@@ -171,7 +171,7 @@ def _output_is_closed() -> bool:
 
 
 def _end_of(error: BaseException) -> tuple[str, int] | None:
-    """Returns the sentence and the exit code for an error that is no fault of the program; None for any other."""
+    """Returns the sentence and the exit code for an error that is not the program's fault, and None for any other."""
     if isinstance(error, ConfigError):
         return str(error), EXIT_BAD_INPUT
     # Ray's own SIGTERM handler exits with the number of the signal.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentences that describe what a config runs, for `check` and `doctor`; without torch."""
+"""Sentences that describe what a config runs, for `check` and `doctor`. Does not load torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,8 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 def describe_racing(racing: FastestOfNConfig | None, *, alike: bool, keeps: bool) -> str:
     """Returns a sentence on moves and races.
 
-    `alike`: all engines draft in the same way. `keeps`: decode speeds are kept for the next start (`learned.warm_start`).
+    `alike` means that all engines draft in the same way, and `keeps` that decode speeds are kept for the next start
+    (`learned.warm_start`).
     """
     if racing is None or not racing.enabled:
         return "off: each engine does its own share of the requests, as NeMo-RL deals them out"
@@ -64,7 +65,7 @@ def describe_racing(racing: FastestOfNConfig | None, *, alike: bool, keeps: bool
 
 
 def sizes_in_words(model: Mapping[str, Any]) -> str:
-    """Returns the sizes of a model by its `config.json`."""
+    """Describes the sizes of a model from its `config.json`."""
     names = {"num_hidden_layers": "{} layers", "hidden_size": "hidden {}", "vocab_size": "vocabulary {}"}
     return ", ".join(text.format(model[name]) for name, text in names.items() if name in model)
 
@@ -85,8 +86,8 @@ def describe_speculation(
 ) -> list[tuple[str, str]]:
     """Returns names and sentences on drafters, budget and exactness.
 
-    `native` is the user's `speculative_config`, if any; the run starts remote drafters at `workers_place`. With
-    `begins_again`, `run_ahead` is for requests that begin again when weights change amid them, and for nothing else.
+    `native` is the user's `speculative_config`, if any. The run starts remote drafters at `workers_place`. With
+    `begins_again`, `run_ahead` only serves requests that start over when weights change while they run.
     """
     if not block.enabled:
         return [("speculation", "off: exactly vLLM's own sampler and no drafts")]
@@ -162,7 +163,7 @@ def _remote_in_words(drafter: RemoteDrafterConfig, workers_place: str) -> str:
 
 
 def describe_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
-    """Returns names and sentences that describe a run in NeMo-RL, valid or not; none if the config is malformed."""
+    """Returns names and sentences that describe a run in NeMo-RL, valid or not, or none if the config is malformed."""
     if any(malformed(tree)):
         return []
     algorithm = next(name for name in ALGORITHMS if at(tree, name) is not None)
@@ -260,9 +261,9 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
 
 
 def _describe_family(tree: Tree, version: str | None, abilities: VllmAbilities) -> list[tuple[str, str]]:
-    """Returns what drafts mean for the model's families and the options of the run, and why the host chooses drafts.
+    """Returns what drafts mean for the model's families and the run's options, and why the host chooses drafts.
 
-    `version` is that of the engines' vLLM; None if it is not known.
+    `version` is that of the engines' vLLM, or None if it is not known.
     """
     config = model_config(tree) or {}
     families = families_of(str(at(tree, "policy.model_name")), config)
@@ -278,7 +279,7 @@ def _describe_family(tree: Tree, version: str | None, abilities: VllmAbilities) 
 
 
 def graphs_in_words(tree: Tree, config: SpecrolloutConfig, abilities: VllmAbilities) -> str:
-    """Returns which CUDA graphs the block adds to vLLM's own, and why; an empty string if it adds none."""
+    """Describes which CUDA graphs the block adds to vLLM's own, and why. Returns an empty string if it adds none."""
     policy = abilities.policy
     sizes = added_graphs(at(tree, VLLM_KWARGS, {}), config, abilities)
     if not sizes:
@@ -324,7 +325,7 @@ def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:
 
 
 def engine_in_words(vllm_kwargs: Mapping[str, Any], vllm: EngineVllm, *, on_gpu: bool, is_eager: bool) -> str:
-    """Returns a line like the one that a run prints at its start. It is not asked of vLLM, whose import takes too long."""
+    """Returns a line like the one that a run prints at its start, without importing vLLM, which takes too long."""
     compilation = vllm_kwargs.get("compilation_config")
     if is_asynchronous(vllm_kwargs):
         scheduling = "asynchronous scheduling"

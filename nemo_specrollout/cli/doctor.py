@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout doctor`: checks whether this package can work here, for a bug report; never a stack trace."""
+"""`nemo-specrollout doctor`: checks whether this package can work here, for a bug report. Never shows a stack trace."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ Source = Callable[[], Iterable[Diagnosis]]
 def doctor(parsed: argparse.Namespace) -> int:
     """Prints each section as soon as it is known, and writes all to the file of `--json`.
 
-    Returns 1 if a check failed, else 0. Raises ConfigError or OSError if the file of `--json` cannot be written.
+    Returns 1 if a check failed, and otherwise 0. Raises ConfigError or OSError if the file of `--json` cannot be written.
     """
     if parsed.json is not None:
         check_out(parsed.json, "--json")
@@ -47,7 +47,7 @@ def doctor(parsed: argparse.Namespace) -> int:
         return _in_nemo_rl(parsed)
     console = log_console()
     found = list[Diagnosis]()
-    # Looked at before the temporary folder is replaced.
+    # The limits must be checked before the temporary folder is replaced.
     limits = list(_guarded(environment.MACHINE, environment.diagnose_machine))
     with ExitStack() as stack:
         with suppress(OSError):  # the section `machine` reports it
@@ -102,7 +102,7 @@ def _versions() -> Iterator[Diagnosis]:
 
 
 def _guarded(section: Section, source: Source) -> Iterator[Diagnosis]:
-    """Yields a section's diagnoses. An error while they are made becomes a diagnosis, too."""
+    """Yields a section's diagnoses. An error during a check becomes a diagnosis too."""
     try:
         yield from source()
     except Exception as error:

@@ -23,7 +23,7 @@ _LONGEST_PATH = 4095
 
 
 def serve_drafter(parsed: argparse.Namespace) -> int:
-    """Drafts until interrupted. Raises ConfigError, as far as possible before anything is loaded."""
+    """Drafts until it is interrupted. Raises ConfigError, if possible before anything is loaded."""
     check_listening_address("--address", parsed.address)
     shared_secret([parsed.address])
     tree = load_config(parsed.config, parsed.overrides)
@@ -50,9 +50,9 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
 
 
 def publish_draft(parsed: argparse.Namespace) -> int:
-    """Publishes new weights: to the folder `weights_from`, or to running drafters at addresses. Returns the exit code.
+    """Publishes new weights to the folder `weights_from` or to running drafters at addresses. Returns the exit code.
 
-    Raises ConfigError if a drafter does not take them, or could not. Such a drafter goes on with its old weights.
+    Raises ConfigError if a drafter does not or could not use them. Such a drafter continues with its old weights.
     """
     drafter = _remote_drafter(load_config(parsed.config, parsed.overrides))
     if not 0 <= (parsed.version or 0) < 2**63:
@@ -90,7 +90,7 @@ def publish_draft(parsed: argparse.Namespace) -> int:
 
 
 def _publish_to_folder(drafter: RemoteDrafterConfig, into: str, weights: Path, version: int | None) -> int:
-    """Copies a checkpoint to the folder that the drafters look at. Raises ConfigError for one that they would refuse."""
+    """Copies a checkpoint to the folder that the drafters watch. Raises ConfigError for one that they would refuse."""
     from nemo_specrollout.storage import model_folder, weights_folder
 
     try:

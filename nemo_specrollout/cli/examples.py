@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout examples`: the recipes and the cluster file, which an installed package has, as files to edit."""
+"""`nemo-specrollout examples`: copies the recipes and the cluster file out of the installed package for editing."""
 
 import argparse
 import shutil
@@ -12,7 +12,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def copy_examples(parsed: argparse.Namespace) -> int:
-    """Copies the files and prints their paths; returns 0. Raises ConfigError if one is there already."""
+    """Copies the files, prints their paths, and returns 0. Raises ConfigError if one already exists."""
     files = sorted(RECIPES.glob("*.yaml"))
     if present := [path for file in files if (path := parsed.folder / file.name).exists()]:
         raise ConfigError(f"{present[0]} exists; name another folder")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout launch`: a run on a Slurm cluster, by NeMo-RL's own `ray.sub`; without torch."""
+"""`nemo-specrollout launch`: starts a run on a Slurm cluster with NeMo-RL's own `ray.sub`. Does not load torch."""
 
 import argparse
 import math
@@ -25,7 +25,7 @@ from nemo_specrollout.storage.files import LOCK, lock_folder, write_atomically
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Writes the run directory and submits `args.jobs` jobs; returns 0 if Slurm took all. Raises ConfigError.
+    """Writes the run directory and submits `args.jobs` jobs. Returns 0 if Slurm accepted all of them. Raises ConfigError.
 
     NeMo-RL adds checkpoints and logs. After the first submission, config and code stay the same.
     """
@@ -52,7 +52,7 @@ def launch(args: argparse.Namespace) -> int:
     job = slurm.job_script(settings, run, node_gpus, tree, script)
     notes += slurm_questions.ask(settings, command, job, num_nodes, node_gpus, args.dry_run)
     with _claimed(Path(run)):
-        _check_directory(Path(run), tree, settings)  # again, because another launch may have written meanwhile
+        _check_directory(Path(run), tree, settings)  # again, because another launch may have written in the meantime
         known = None if args.dry_run else submission.jobs_of(run, settings)
         submission.refuse_jobs_of_others(run, known or ())
         _write(Path(run), config.written, job)
@@ -70,7 +70,7 @@ def launch(args: argparse.Namespace) -> int:
 def _submit_all(
     run: Path, command: list[str], settings: slurm.ClusterSettings, jobs: int, known: list[str] | None
 ) -> None:
-    """Submits `jobs` jobs beside those that Slurm knows. Raises ConfigError if Slurm does not take one."""
+    """Submits `jobs` jobs in addition to those that Slurm knows. Raises ConfigError if Slurm does not accept one."""
     for number in range(jobs):
         try:
             job_id = submission.submit(run, command, settings, known)
@@ -85,7 +85,7 @@ def _submit_all(
 
 
 def _enter_checkout(nemo_rl: str) -> None:
-    """Lets configs inherit from configs of the checkout `nemo_rl`; prints a note if the shell names another one."""
+    """Lets configs inherit from those of the checkout `nemo_rl`, and prints a note if the shell names another one."""
     named = os.environ.get(NEMO_RL_DIR)
     os.environ[NEMO_RL_DIR] = nemo_rl
     if named and os.path.realpath(os.path.expanduser(named)) != os.path.realpath(nemo_rl):
@@ -133,7 +133,7 @@ def gpus_beside(block: SpecrolloutConfig | None) -> int:
 def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int, extra_nodes: int) -> list[Finding]:
     """Returns a note about the GPUs that NeMo-RL leaves to our actors, which need `beside`. A node has `present`.
 
-    Raises ConfigError if the numbers do not fit: `ray.sub` wants all GPUs of a node for Ray.
+    Raises ConfigError if the numbers do not fit, because `ray.sub` gives all GPUs of a node to Ray.
     """
     taken = cluster["gpus_per_node"]
     nodes = cluster["num_nodes"]
@@ -213,9 +213,9 @@ def _check_owner(run: Path) -> None:
 
 @contextmanager
 def _claimed(run: Path) -> Iterator[None]:
-    """Makes the run directory, and keeps other launches out of it. Folders in which nothing was written are taken back.
+    """Makes the run directory, and keeps other launches out of it. Folders in which nothing was written are removed again.
 
-    Raises ConfigError if another launch is at work there: its job must not start with the files of this one.
+    Raises ConfigError if another launch is at work there, because its job must not start with the files of this one.
     """
     made = [folder for folder in (run, *run.parents) if not folder.exists()]
     try:
@@ -238,7 +238,7 @@ def _claimed(run: Path) -> Iterator[None]:
 def _write(run: Path, config: str, script: str) -> None:
     """Writes config and job script, and a copy of this package unless a submitted job uses it.
 
-    If it fails, as on a full disk, nothing of a new run is left behind.
+    If that fails, for example on a full disk, nothing of a new run is left behind.
     """
     is_new = not (run / "job.sh").is_file()
     try:

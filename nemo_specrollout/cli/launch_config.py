@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of a launched run: what is written for the job to read, and what the job will compute from it."""
+"""The config of a launched run, with what is written for the job to read and what the job will compute from it."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _KEYS_OF_FLAGS = {
     "logger.log_dir": "--run-dir",
 }
 _SAVE_MARGIN_S = 25 * 60
-"""Seconds between the last checkpoint and the time limit, also for the time before NeMo-RL's clock, the first step."""
+"""Seconds between the last checkpoint and the time limit. They also cover the start-up before NeMo-RL's clock begins."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class LaunchedConfig:
     """A config for a job."""
 
     written: str
-    """YAML, in which values such as ${oc.env:HF_HOME} are as the user wrote them, so that the job computes them."""
+    """YAML in which values such as ${oc.env:HF_HOME} are kept as the user wrote them, so that the job computes them."""
     tree: dict[str, Any]
     """What the job computes from it, as far as the job's variables are known here."""
     findings: list[Finding]
-    """What is not known here."""
+    """Findings about values that are not known here."""
 
 
 def launched_config(
@@ -78,7 +78,7 @@ def _unknown_variables(unknown: Mapping[str, str]) -> list[Finding]:
     """Returns a finding about each key that needs a variable which the job does not get from here."""
     found = []
     for key, name in unknown.items():
-        # Slurm gives each job its own values of these, and this shell's are not handed on.
+        # Slurm gives each job its own values of these, and those of this shell are not passed on.
         if name.startswith("SLURM") or name in os.environ:
             found.append(Finding(key, f"reads {name}, whose value in the job is not known here", "note"))
         else:
@@ -119,7 +119,7 @@ def _decisions(tree: Mapping[str, Any], settings: slurm.ClusterSettings, num_nod
 
 
 def _must_save_by(tree: Mapping[str, Any], time: str) -> str:
-    """Returns the time after which NeMo-RL saves and stops, as DD:HH:MM:SS: the user's own if there is one."""
+    """Returns the time after which NeMo-RL saves and stops as DD:HH:MM:SS, which is the user's own if there is one."""
     limit_s = slurm.seconds(time, "slurm.time")
     own_s = save_by_s(tree)
     if own_s is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point `nemo-specrollout COMMAND CONFIG [key=value ...]`: table of the commands."""
+"""Entry point of `nemo-specrollout COMMAND CONFIG [key=value ...]`, with the table of the commands."""
 
 import sys
 from pathlib import Path
@@ -151,7 +151,7 @@ PROGRAM = Program(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code."""
+    """Runs a command, and returns its exit code."""
     return PROGRAM.run(arguments)
 
 

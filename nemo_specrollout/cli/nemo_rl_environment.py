@@ -17,7 +17,7 @@ def entry(arguments: Sequence[str], folder: Path) -> tuple[list[str], Mapping[st
     """Returns the command line that runs our command with `arguments` in NeMo-RL's environment, and its variables.
 
     Prints the command line. A copy of our code for NeMo-RL's Pythons is made in `folder`. Raises ConfigError if NeMo-RL's
-    checkout or `uv` is missing; then nothing is written.
+    checkout or `uv` is missing, in which case nothing is written.
     """
     project = _checkout()
     if shutil.which("uv") is None:
@@ -27,7 +27,7 @@ def entry(arguments: Sequence[str], folder: Path) -> tuple[list[str], Mapping[st
         )
     command = ["uv", "run", "--project", str(project), "python", "-m", "nemo_specrollout", *arguments]
     print(f"entering NeMo-RL's environment, which uv makes first if it is missing: {shlex.join(command)}", flush=True)
-    # These belong to the Python that runs now. uv has its own.
+    # These belong to the Python that runs now, and uv sets its own.
     kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
     own = {PYTHONPATH: pythonpath_with(code_folder(folder)), NEMO_RL_DIR: str(project)}
     return command, {**NUMBA_CACHE, **kept, **own}

@@ -89,7 +89,7 @@ REFRESH_FLAGS = tuple(_flag(name, field) for name, field in _FIELDS.items())
 
 
 def _value(name: str, given: Any) -> Any:
-    """Converts the text of a flag to the type of its field; `build` refuses what cannot be converted."""
+    """Converts the text of a flag to the type of its field. What cannot be converted is refused later by `build`."""
     if name == "layer_ids":
         return [int(i) if i.strip().lstrip("-").isdecimal() else i for i in given.split(",")]
     if "int" in str(_FIELDS[name].type) and isinstance(given, str) and given.lstrip("-").isdecimal():
@@ -98,7 +98,7 @@ def _value(name: str, given: Any) -> Any:
 
 
 class TerminalView:
-    """Output for the user: bars on a terminal, lines of text anywhere, and a closing table."""
+    """Output for the user, with bars on a terminal, lines of text everywhere, and a final table."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, soft_wrap=True, markup=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout report`: the report and the picture of a run, also one that several jobs have made."""
+"""`nemo-specrollout report`: writes the report and the picture of a run, which several jobs may have made."""
 
 import argparse
 
@@ -11,12 +11,12 @@ from nemo_specrollout.reports.starts import RunOfStarts
 
 
 def report(parsed: argparse.Namespace) -> int:
-    """Writes `report.html` and `picture.png` of a run, also while it runs; prints their paths, and the starts of the run.
+    """Writes `report.html` and `picture.png` of a run, even while it runs. Prints their paths and the starts of the run.
 
     Raises ConfigError if the folder is no run directory, or its files are damaged.
     """
     run = read_run(find_folders(parsed.run_dir))
-    # The charts' packages, which may be missing, are imported after the folder was looked at.
+    # The charts' packages, which may be missing, are imported after the folder was checked.
     from nemo_specrollout.reports.report import status_of, write_pages_of
 
     page, picture = write_pages_of(run)

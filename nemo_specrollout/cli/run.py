@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout run`: a run in NeMo-RL, resumable."""
+"""`nemo-specrollout run`: runs or resumes a training in NeMo-RL."""
 
 import argparse
 import os
@@ -22,14 +22,14 @@ from nemo_specrollout.reports.start_facts import BEGAN, NAME_OF_START
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Runs NeMo-RL's own script with our block in effect; returns 0 when it has ended well. Raises ConfigError.
+    """Runs NeMo-RL's own script with our block in effect. Returns 0 when it has ended well. Raises ConfigError.
 
     It resumes from `checkpointing.checkpoint_dir`. If this Python has no NeMo-RL, this process becomes the same command in the
-    environment of NeMo-RL's driver. The file `parsed.when_done` is made if the run is complete, and not if its time was up.
-    After an error of the run, the last line says how to go on, and `EXIT_LOST` is returned if Ray has lost a process. In a
-    job of `launch`, the process ends when a later start of the job has taken the run over.
+    environment of NeMo-RL's driver. The file `parsed.when_done` is made if the run is complete, but not if its time was up.
+    After an error of the run, the last line says how to continue, and `EXIT_LOST` is returned if Ray has lost a process. In a
+    job of `launch`, the process ends when a later start of the job has taken over the run.
     """
-    os.environ.setdefault(BEGAN, str(int(time.time())))  # it stays where the command goes on in NeMo-RL's environment
+    os.environ.setdefault(BEGAN, str(int(time.time())))  # the value survives the change to NeMo-RL's environment
     tree = read_nemo_rl_config(parsed.config, parsed.overrides)
     findings = [*prepare_nemo_rl(tree)[1], *unknown_overrides(parsed.config, parsed.overrides)]
     if not can_run_nemo_rl():
@@ -45,7 +45,7 @@ def run(parsed: argparse.Namespace) -> int:
     began, first_step = time.monotonic(), newest_step(tree)
     try:
         run_nemo_rl(tree, None if parsed.script is None else Path(parsed.script))
-    except (ConfigError, OSError, ModuleNotFoundError):  # of which the command line makes a sentence
+    except (ConfigError, OSError, ModuleNotFoundError):  # the command line turns these into a sentence
         raise
     except Exception as error:
         traceback.print_exc()
@@ -58,7 +58,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _how_to_go_on(tree: Tree) -> str:
-    """Returns a sentence for the user of a run that an error has ended, such as the loss of a node."""
+    """Returns a sentence for the user about how to continue a run that has ended with an error, such as a lost node."""
     newest = newest_step(tree)
     command = "`nemo-specrollout launch` line" if NAME_OF_START in os.environ else "command"
     if newest == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a run is: its steps and epochs, the time after which NeMo-RL saves and stops, and whether all of it is done."""
+"""The length of a run in steps and epochs, the time after which NeMo-RL saves and stops, and whether all of it is done."""
 
 import re
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from nemo_specrollout.config.strict import ConfigError
 MUST_SAVE_BY = "checkpointing.checkpoint_must_save_by"
 LENGTH_KEYS = {f"{name}.{key}" for name in ALGORITHMS for key in ("max_num_steps", "max_num_epochs")}
 MAY_CHANGE = LENGTH_KEYS | {MUST_SAVE_BY}
-"""Keys that may differ when a run is resumed: its length, and the end of each job."""
+"""Keys that may differ when a run is resumed, which are those of its length and of the end of each job."""
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """The bounds of a run, which ends at the first one that it reaches. None is no bound."""
+    """The bounds of a run, which ends at the first one that it reaches. None means no bound."""
 
     steps: int | None
     epochs: int | None
@@ -44,7 +44,7 @@ def values_of_a_job(tree: Tree) -> list[str]:
 
 
 def save_by_s(tree: Tree) -> int | None:
-    """Returns the seconds of training after which NeMo-RL saves and stops; None without such a limit. Raises ConfigError."""
+    """Returns the seconds of training after which NeMo-RL saves and stops, or None without a limit. Raises ConfigError."""
     own = at(tree, MUST_SAVE_BY)
     if own is None:
         return None
@@ -56,19 +56,19 @@ def save_by_s(tree: Tree) -> int | None:
 
 
 def newest_step(tree: Tree) -> int:
-    """Returns the step of the newest checkpoint of a run; 0 if there is none."""
+    """Returns the step of the newest checkpoint of a run, or 0 if there is none."""
     folder = Path(str(at(tree, "checkpointing.checkpoint_dir", "")))
     numbers = (path.name.removeprefix("step_") for path in folder.glob("step_*"))
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def is_complete(tree: Tree, made_steps: int, elapsed_s: float) -> bool:
-    """Returns whether NeMo-RL, which returned without an error after `elapsed_s` seconds, has surely done all of the run.
+    """Returns whether NeMo-RL, which returned without an error after `elapsed_s` seconds, has certainly completed the run.
 
-    The other reason to return is the time of `checkpoint_must_save_by`: NeMo-RL stops after the step with which its training
-    loop, plus the mean time of its steps, reaches that time. The loop began later than the process, and its `made_steps`
-    steps took no longer than the process did, so a process that ends earlier was not stopped by time. Nothing is concluded
-    from a process without a step: NeMo-RL's asynchronous loop returns without an error if it cannot start.
+    The other reason to return is the time of `checkpoint_must_save_by`. NeMo-RL stops after the step with which its training
+    loop, plus the mean time of its steps, reaches that time. The loop began later than the process, and its `made_steps` steps
+    took no longer than the process did, so a process that ends earlier was not stopped by time. A process without a step
+    proves nothing, because NeMo-RL's asynchronous loop returns without an error if it cannot start.
     """
     limit_s = save_by_s(tree)
     return made_steps > 0 and (limit_s is None or elapsed_s * (1 + 1 / made_steps) < limit_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slurm for `launch`: settings of a cluster, job script and `sbatch` line of a run; NeMo-RL's `ray.sub` does the rest."""
+"""Slurm for `launch`, with a cluster's settings and a run's job script and `sbatch` line. `ray.sub` does the rest."""
 
 import dataclasses
 import hashlib
@@ -47,7 +47,7 @@ _NOT_IN_A_FOLDER = re.compile(r"[^\w/.+@=~^-]")
 _NOT_IN_A_CONTAINER = re.compile(r"[\s*?\[\]]")
 _TO_REACH_SLURM = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"}
 _OF_AN_ALLOCATION = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SPANK|PMI|PMI2|PMIX)_.*")
-"""What Slurm sets in an allocation, and options for its commands. A job gets its own."""
+"""Variables that Slurm sets in an allocation, and options for its commands. A job gets its own."""
 _OF_THIS_MACHINE = {
     "CUDA_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
@@ -58,11 +58,11 @@ _OF_THIS_MACHINE = {
     "HOSTNAME",
     "XDG_RUNTIME_DIR",
 }
-"""Variables that name things of one machine."""
+"""Variables whose values are only valid on one machine."""
 _ON_EVERY_MACHINE = {"HOSTNAME", "XDG_RUNTIME_DIR"}
-"""Those of them that login shells set, so that nobody asks why the job has others."""
+"""Those of these variables that every login shell sets, so that users need no note about them."""
 _MEANT = _OF_THIS_MACHINE | {"SLURM_CLUSTERS"}
-"""Withheld variables beside SBATCH_* that a user may have set on purpose."""
+"""Withheld variables, in addition to SBATCH_*, that a user may have set on purpose."""
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
@@ -88,15 +88,15 @@ class ClusterSettings:
     nemo_rl: str
     """NeMo-RL checkout, at the container's commit, on a file system that all nodes see."""
     gpus_per_node: int | None = bounded(None, low=1)
-    """All GPUs of one node; without it, the config's `cluster.gpus_per_node`."""
+    """Number of all GPUs of one node, by default the config's `cluster.gpus_per_node`."""
     mounts: tuple[str, ...] = ()
-    """`SOURCE:TARGET` folders of the container, beside the run directory and NeMo-RL."""
+    """`SOURCE:TARGET` folders of the container, in addition to the run directory and NeMo-RL."""
     setup_command: str = ""
     """Shell commands that each node runs in the container before Ray starts."""
     sbatch_args: tuple[str, ...] = ()
     """More arguments for `sbatch`, e.g. `--gres=gpu:8`."""
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Variables of every process of the job, e.g. `HF_HOME`. No secrets: they are written into the run directory."""
+    """Variables of every process of the job, e.g. `HF_HOME`. They are written into the run directory, so no secrets."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError for a value that Slurm or `ray.sub` cannot handle."""
@@ -132,7 +132,7 @@ class ClusterSettings:
 
 
 def read_settings(file: Path | None, flags: Mapping[str, str | None]) -> ClusterSettings:
-    """Returns the settings, each from `flags`, else `file`, else the environment. Raises ConfigError."""
+    """Returns the settings. Each comes from `flags`, or else from `file`, or else from the environment. Raises ConfigError."""
     environment = {name: os.environ[variable] for name, variable in VARIABLES.items() if os.environ.get(variable)}
     values: dict[str, Any] = {**environment, **_read_file(file), **{k: v for k, v in flags.items() if v}}
     for name in ("account", "partition", "time", "container", "nemo_rl"):
@@ -175,12 +175,12 @@ def _read_file(file: Path | None) -> dict[str, Any]:
 
 
 def absolute(path: str | Path) -> str:
-    """Returns the absolute path without resolving links: a link's target may have another name on the nodes."""
+    """Returns the absolute path without resolving links, because a link's target may have another name on the nodes."""
     return os.path.abspath(os.path.expanduser(path))
 
 
 def check_folder(path: str, field: str) -> None:
-    """Raises ConfigError for a path that is no plain word to a shell: `ray.sub` writes it into scripts without quotes."""
+    """Raises ConfigError for a path that is no plain shell word, because `ray.sub` writes it into scripts without quotes."""
     _refuse(_NOT_IN_A_FOLDER, path, field)
 
 
@@ -204,7 +204,7 @@ def seconds(time: str, field: str) -> int:
 
 
 def submission_environment() -> dict[str, str]:
-    """Returns the variables of this shell that sbatch and the job get: not those of an allocation, or of this machine."""
+    """Returns the variables of this shell that sbatch and the job get, without those of an allocation or this machine."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -218,7 +218,7 @@ def options_of_another_cluster(settings: ClusterSettings) -> list[str]:
 
 
 def question_environment() -> dict[str, str]:
-    """Returns the variables for commands that ask Slurm: not the user's own filters and formats, such as SQUEUE_STATES."""
+    """Returns the variables for commands that query Slurm, without the user's filters and formats, such as SQUEUE_STATES."""
     return {k: v for k, v in submission_environment().items() if not k.startswith(("SQUEUE_", "SINFO_"))}
 
 
@@ -239,13 +239,13 @@ def _own_variables(settings: ClusterSettings) -> dict[str, str]:
 
 
 def job_name(run: str) -> str:
-    """Returns the name of the jobs of a run directory, which no other one has: `singleton` runs them one after another."""
+    """Returns the name of a run directory's jobs. It is unique, so that `singleton` runs them one after another."""
     word = re.sub(r"[^A-Za-z0-9._-]", "-", Path(run).name)
     return f"specrollout-{word}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
 
 
 def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[str]:
-    """Returns the command that submits a job, with all options: SBATCH_* variables overrule options in a script."""
+    """Returns the command that submits a job, with all options, because SBATCH_* variables overrule those in a script."""
     return [
         "sbatch",
         "--parsable",
@@ -266,16 +266,16 @@ def sbatch_command(settings: ClusterSettings, run: str, num_nodes: int) -> list[
 
 
 def job_script(settings: ClusterSettings, run: str, gpus_per_node: int, tree: Tree, script: str) -> str:
-    """Returns the job's script. `script` is NeMo-RL's, relative to its checkout; `tree` is the config.
+    """Returns the job's script. `script` is NeMo-RL's, relative to its checkout, and `tree` is the config.
 
-    It holds the run's length and the time of the last checkpoint, because a later launch may write others into config.yaml
-    while this job waits.
+    It contains the run's length and the time of the last checkpoint, because a later launch may write other values into
+    config.yaml while this job waits.
     """
     length = length_of(tree)
     mounts = [f"{run}:{run}", f"{settings.nemo_rl}:{settings.nemo_rl}", *settings.mounts]
     done = f"{run}/done-{length.name}"
-    # Variables of a container's image win over the job's, but not over those on the command line of the driver, which passes
-    # its own to all workers.
+    # Variables of a container's image override the job's, but not those on the command line of the driver, which passes its
+    # own to all workers.
     own = [f"{name}={quote(value)}" for name, value in _own_variables(settings).items()]
     own.append(f"PYTHONPATH={quote(f'{run}/addon')}${{PYTHONPATH:+:$PYTHONPATH}}")
     arguments = [f"{run}/config.yaml", *values_of_a_job(tree), "--script", script, "--when-done", done]

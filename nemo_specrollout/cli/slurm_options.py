@@ -20,7 +20,7 @@ _UNVALUED = (
     "no-requeue oom-kill-step overcommit/O oversubscribe/s parsable propagate quiet/Q reboot requeue resv-ports share "
     "spread-job spread-segments stepmgr test-only usage/u use-min-nodes verbose/v version/V wait/W"
 )
-"""Options that need no value of their own; some may have one after an =.
+"""Options that need no value of their own, although some may have one after an =.
 
 The names are those of Slurm 22.05 to 26.05.
 """
@@ -69,7 +69,7 @@ _REFUSED = {
 
 
 def option_fault(argument: str) -> str | None:
-    """Returns what is wrong with an item of `sbatch_args`, as the end of a sentence; None for an item that sbatch may get.
+    """Returns what is wrong with an item of `sbatch_args`, as the end of a sentence, or None if nothing is.
 
     The options of a site's plugins are not known here, so an unknown long name is left to sbatch.
     """

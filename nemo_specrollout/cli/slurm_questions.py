@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `launch` asks Slurm before it writes or submits anything: whether the partition can ever run the job.
+"""Asks Slurm, before `launch` writes or submits anything, whether the partition can ever run the job.
 
-`sbatch` takes some jobs that can never start, such as one of more nodes than the partition has, and they wait for ever. And
-NeMo-RL's `ray.sub` compares the GPUs of a node, and asks `srun` for PMIx, only when the job has got its nodes, which may be
-days later.
+`sbatch` accepts some jobs that can never start, such as one with more nodes than the partition has, and they wait for ever.
+NeMo-RL's `ray.sub` checks the GPUs of a node and asks `srun` for PMIx only when the job has got its nodes, which may be days
+later.
 """
 
 import re
@@ -25,33 +25,33 @@ from nemo_specrollout.config.nemo_rl_tree import Finding
 from nemo_specrollout.config.strict import ConfigError
 
 _FACTS = "%D|%l|%s|%G"
-"""The format of `sinfo`: number of nodes, time limit, nodes that a job may have, and generic resources."""
+"""Format for `sinfo`, with number of nodes, time limit, nodes that a job may have, and generic resources."""
 _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?(\d+)")
 """GPUs in a list of generic resources, such as gpu:8, gpu:h100:8(S:0-1) or nic:2,gpu:4."""
 _ASKED_MPI = re.compile(r"--mpi=(\w+)")
 """A kind of MPI in an option of `srun`."""
 _PRESENT_MPI = re.compile(r"^\s+(\w+)$", re.MULTILINE)
-"""A kind of MPI in what `srun --mpi=list` says, a line for each below a headline."""
+"""A kind of MPI in the output of `srun --mpi=list`, which has one per line below a headline."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What Slurm says of a partition."""
+    """What Slurm says about a partition."""
 
     num_nodes: int
-    """All of its nodes, also those that are down."""
+    """Number of all of its nodes, including those that are down."""
     time_limit: str | None
-    """The longest time of a job, as Slurm writes it; None if there is no limit."""
+    """The longest time of a job, as Slurm writes it, or None if there is no limit."""
     most_nodes: int | None
-    """The most nodes that a job may have; None if there is no limit."""
+    """The most nodes that a job may have, or None if there is no limit."""
     gpus: frozenset[int]
-    """The numbers of GPUs that its nodes have; empty where Slurm counts none."""
+    """The numbers of GPUs that its nodes have. Empty where Slurm counts none."""
 
 
 def ask(
     settings: ClusterSettings, command: Sequence[str], script: str, num_nodes: int, gpus: int, is_dry: bool
 ) -> list[Finding]:
-    """Returns warnings about a job that may wait for long. Raises ConfigError for one that can never run.
+    """Returns warnings about a job that may wait for a long time. Raises ConfigError for one that can never run.
 
     If Slurm does not answer, a launch that `is_dry` gets a warning, and any other one a ConfigError.
 
@@ -83,16 +83,16 @@ def ask(
 
 
 def _is_final(complaint: str) -> bool:
-    """Returns whether Slurm would never take the job, whatever becomes of its nodes.
+    """Returns whether Slurm would never accept the job, whatever happens to its nodes.
 
-    What the controller says of nodes begins with "allocation failure". What sbatch says itself is about the options, such as
+    Complaints of the controller about nodes begin with "allocation failure". Those of sbatch itself are about options, such as
     one that this version of Slurm does not know.
     """
     return "invalid" in complaint.lower() or ("sbatch: " in complaint and "allocation failure" not in complaint)
 
 
 def _complaint(command: Sequence[str], script: str) -> str:
-    """Returns why Slurm would not place the job on its nodes as they are; empty if it would."""
+    """Returns why Slurm would not place the job on its nodes as they are now, or "" if it would."""
     options = list(command[1:-1])
     done = subprocess.run(
         ["sbatch", "--test-only", *options],
@@ -120,7 +120,7 @@ def _missing_mpi(settings: ClusterSettings) -> Iterator[Finding]:
 
 
 def read_partition(name: str) -> Partition | None:
-    """Returns what Slurm says of a partition; None if it says nothing, or if `name` is a list of partitions."""
+    """Returns what Slurm says about a partition, or None if it says nothing or `name` is a list of partitions."""
     if shutil.which("sinfo") is None or "," in name:
         return None
     command = ["sinfo", "--noheader", f"--partition={name}", f"--format={_FACTS}"]
@@ -129,7 +129,7 @@ def read_partition(name: str) -> Partition | None:
 
 
 def partition_of(said: str) -> Partition | None:
-    """Returns the partition of which `sinfo` said this, a line for each kind of nodes; None if it says nothing of one."""
+    """Returns the partition from the output of `sinfo`, with a line for each kind of nodes, or None if it has none."""
     lines = [line.strip().split("|") for line in said.splitlines()]
     rows = [line for line in lines if len(line) == 4 and line[0].isdecimal()]
     if not rows:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Submits the jobs of a run, and finds out what became of a job when `sbatch` itself does not say.
+"""Submits the jobs of a run, and finds out what became of a job when `sbatch` itself does not tell.
 
-`sbatch` may fail although Slurm has taken the job: a busy controller answers too late, or a script that a site has put around
-`sbatch` fails after it. All jobs of a run directory have one name, which no other job has, so Slurm can be asked for them.
+`sbatch` may fail although Slurm has accepted the job, for example if a busy controller answers too late, or if a wrapper
+script of the site fails afterwards. All jobs of a run directory share a unique name, so Slurm can be asked for them.
 """
 
 import json
@@ -40,7 +40,7 @@ _ENDED = (
 )
 """States in which a job neither waits nor runs."""
 _ID = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?")
-"""A job's id as `sbatch --parsable` prints it, `ID` or `ID;CLUSTER`, or as it does where a site drops that option."""
+"""A job's id as `sbatch --parsable` prints it (`ID` or `ID;CLUSTER`), or as `sbatch` prints it without that option."""
 _NO_ANSWER = re.compile(
     r"unable to contact|communication|zero bytes|timed out|authentication error|standby mode|configuration (?:source|file)",
     re.I,
@@ -64,7 +64,7 @@ def lacks_an_answer(complaint: str) -> bool:
 
 
 def jobs_of(run: str, settings: ClusterSettings) -> list[Job] | None:
-    """Returns the run's jobs that Slurm knows, also those that ended some minutes ago; None if Slurm does not say."""
+    """Returns the run's jobs that Slurm knows, including recently ended ones, or None if Slurm does not answer."""
     if shutil.which("squeue") is None:
         return None
     command = [
@@ -85,7 +85,7 @@ def jobs_of(run: str, settings: ClusterSettings) -> list[Job] | None:
 def refuse_jobs_of_others(run: str, jobs: Iterable[Job]) -> None:
     """Raises ConfigError if a job of another user waits or runs for this run directory.
 
-    `singleton` keeps apart jobs of one user alone. So two users' jobs would run at once and write the same checkpoints.
+    `singleton` only keeps jobs of one user apart, so jobs of two users would run at once and write the same checkpoints.
     """
     for job in jobs:
         if job.user_id != os.getuid() and job.state not in _ENDED:
@@ -96,14 +96,14 @@ def refuse_jobs_of_others(run: str, jobs: Iterable[Job]) -> None:
 
 
 def submit(run: Path, command: list[str], settings: ClusterSettings, known: Iterable[str] | None) -> str:
-    """Submits a job and records it; returns its id. Raises ConfigError with Slurm's own words if it refuses.
+    """Submits and records a job, and returns its id. Raises ConfigError with Slurm's own words if it refuses.
 
-    `known` are the ids of the run's earlier jobs, None if Slurm did not say them. A job of which nobody can say whether Slurm
-    has taken it is recorded without an id, because the run directory must keep the config that such a job reads.
+    `known` are the ids of the run's earlier jobs, or None if Slurm did not tell them. If it is unknown whether Slurm has
+    accepted a job, the job is recorded without an id, because the run directory must keep the config that it may read.
     """
     path = run / SUBMISSIONS
     is_first = not path.exists()
-    with path.open("ab", buffering=0) as file:  # opened first, so that a full quota is found before a job is there
+    with path.open("ab", buffering=0) as file:  # opened first, so that a full quota is found before the job exists
         answer = _answer(str(run), command, settings, known)
         if answer.is_refusal:
             if is_first:
@@ -122,12 +122,12 @@ def submit(run: Path, command: list[str], settings: ClusterSettings, known: Iter
 
 @dataclass(frozen=True)
 class _Answer:
-    """What came of a submission."""
+    """The outcome of a submission."""
 
     job_id: str | None
     complaint: str = ""
     is_refusal: bool = False
-    """True if Slurm has no such job. Without it and without an id, nobody knows."""
+    """True if Slurm has no such job. If it is false and there is no id, the outcome is unknown."""
 
 
 def _answer(run: str, command: list[str], settings: ClusterSettings, known: Iterable[str] | None) -> _Answer:
@@ -152,7 +152,7 @@ def _answer(run: str, command: list[str], settings: ClusterSettings, known: Iter
 
 
 def _job_id(output: bytes) -> str | None:
-    """Returns the id in the last line that has one: a site's sbatch may greet the user first."""
+    """Returns the id in the last line that has one, because a site's sbatch may print a greeting first."""
     lines = output.decode("utf-8", "replace").splitlines()
     found = (_ID.fullmatch(line.strip()) for line in reversed(lines))
     return next((match[1] for match in found if match), None)

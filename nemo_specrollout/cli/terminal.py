@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Surroundings of every command: output, Ctrl-C and SIGTERM, and a folder for temporary files."""
+"""What every command needs, such as output, handling of Ctrl-C and SIGTERM, and a folder for temporary files."""
 
 import fcntl
 import getpass
@@ -21,14 +21,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 PREFIX = "specrollout-"
 LOCK = "in_use"
-"""File that the owner of a scratch folder holds locked."""
+"""File that the owner of a scratch folder keeps locked."""
 LEFT_BEHIND_S = 3600.0
-"""Least age, in seconds, of an unlocked folder that a later command removes. A younger one may be about to be locked."""
+"""Least age in seconds of an unlocked folder that a later command removes. A younger one may be about to be locked."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def log_console() -> Console:
-    """Returns a console for standard output. If that is no terminal, its width fits all tables."""
+    """Returns a console for standard output. If that is no terminal, the console is wide enough for all tables."""
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if not console.is_terminal:
         console.width = 120
@@ -48,14 +48,14 @@ def complain(sentence: str, program: str = "nemo-specrollout") -> None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which Slurm sends before it kills a job."""
+    """Raised at SIGTERM, which Slurm sends before it kills a job."""
 
 
 class Interrupts:
     """Context in which SIGINT raises KeyboardInterrupt, SIGTERM raises Terminated, and both are remembered.
 
-    Python ignores exceptions in a finalizer or a callback from C++; `check` raises such a lost one again. Only the main
-    thread can set signal handlers; in others the context changes nothing.
+    Python ignores exceptions in a finalizer or a callback from C++, so `check` raises such a lost one again. Only the main
+    thread can set signal handlers. In other threads the context changes nothing.
     """
 
     def __init__(self) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether this package can work in an environment: versions, patch points, device, a trial engine. Loads no torch."""
+"""Checks whether this package can work here, by versions, patch points, device and a trial engine. Does not load torch."""

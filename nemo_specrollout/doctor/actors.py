@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section "NeMo-RL's actors": the Python of each actor, whether it finds this package, and its vLLM.
+"""Section "NeMo-RL's actors", with the Python of each actor, whether it finds this package, and its vLLM.
 
-As a script, it loads NeMo-RL's table of environments and asks each Python.
+As a script, this module loads NeMo-RL's table of environments and asks each Python.
 """
 
 import functools
@@ -70,7 +70,7 @@ def _diagnosis(actor: str, found: Mapping[str, Any]) -> Diagnosis:
 
 
 def _ask_pythons(_: Any, tell: Tell) -> None:
-    """Tells, for each actor that needs this package, the answer of its Python."""
+    """Reports the answer of each actor's Python, for all actors that need this package."""
     from nemo_specrollout.nemo_rl.ray_calls import pythons_of_actors
 
     for name, path in pythons_of_actors().items():
@@ -80,7 +80,7 @@ def _ask_pythons(_: Any, tell: Tell) -> None:
 
 @functools.cache
 def ask_python(path: str) -> dict[str, Any]:
-    """Returns what the Python at `path` says of this package and of vLLM, without importing either."""
+    """Returns what the Python at `path` says about this package and vLLM, without importing either."""
     if not os.path.isfile(path):
         return {"path": path, "is_missing": True}
     try:

@@ -20,12 +20,12 @@ from typing import Any
 PARENT = "SPECROLLOUT_PARENT"
 """Environment variable with the process id of a child's parent."""
 _SHOWN_LINES = 6
-"""Lines of a process's log that the terminal shows."""
+"""Most lines of a process's log that the terminal shows."""
 _LOG_LINES = 60
-"""Lines of the log that an outcome keeps."""
+"""Most lines of the log that an outcome keeps."""
 _ORDER, _TOLD, _LOG, _ERROR = "order.json", "told.jsonl", "log", "error"
 Tell = Callable[[str, Any], None]
-"""Function by which a child gives an answer, a JSON value, under a name."""
+"""Function with which a child process reports an answer, which is a JSON value, under a name."""
 
 
 class State(StrEnum):
@@ -45,7 +45,7 @@ class Diagnosis:
     state: State
     found: str
     to_do: str = ""
-    """One sentence with the fix; empty if there is nothing to do."""
+    """One sentence with the fix, or empty if there is nothing to do."""
     log: tuple[str, ...] = ()
     """The last lines of the log of a process that failed."""
 
@@ -58,7 +58,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the output; makes its diagnoses."""
+    """A part of the output, which creates its diagnoses."""
 
     title: str
 
@@ -80,7 +80,7 @@ class Outcome:
 
     told: Mapping[str, Any]
     failure: str
-    """Reason of the failure in one line; empty if the child succeeded."""
+    """Reason of the failure in one line, or empty if the child succeeded."""
     log: tuple[str, ...]
     """The last lines that the child or a library wrote."""
     seconds: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections "versions", "device" and "machine": packages, GPUs and limits of the system. As a script, it loads torch."""
+"""Sections "versions", "device" and "machine", about packages, GPUs and limits of the system. As a script it loads torch."""
 
 import os
 import platform
@@ -33,7 +33,7 @@ TORCH_TIMEOUT_S = 120.0
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
 GIB = 1 << 30
 SMALLEST_SHM = GIB
-"""Size of shared memory, in bytes, below which there is a warning. Docker gives 64 MiB, too little for NCCL and vLLM."""
+"""Bytes of shared memory below which there is a warning. Docker's 64 MiB are too little for NCCL and vLLM."""
 FEWEST_FILES = 1024
 LITTLE_DISK = GIB
 TOO_LITTLE_DISK = GIB >> 4
@@ -52,7 +52,10 @@ def found_versions() -> dict[str, str]:
 
 
 def diagnose_versions(found: Mapping[str, str], *, is_release: bool | None = None) -> Iterator[Diagnosis]:
-    """Yields one diagnosis for each package; `found`: versions by name. `is_release`: of NeMo-RL; None: as installed here."""
+    """Yields one diagnosis for each package. `found` has versions by name.
+
+    `is_release` tells whether NeMo-RL is a release, or is None to look at the installed one.
+    """
     yield VERSIONS.ok(OURS, found[OURS])
     yield VERSIONS.ok(PYTHON, found[PYTHON])
     yield _vllm(found)
@@ -80,7 +83,7 @@ def _vllm(found: Mapping[str, str]) -> Diagnosis:
 
 
 def diagnose_engine_vllm(vllm: EngineVllm) -> Iterator[Diagnosis]:
-    """Yields what is known of the vLLM that NeMo-RL's engines get here; nothing where no checkout of NeMo-RL is found."""
+    """Yields what is known about the vLLM of NeMo-RL's engines, or nothing if no checkout of NeMo-RL is found."""
     name = "vllm of the engines"
     if vllm.pin is None:
         return
@@ -121,7 +124,7 @@ def diagnose_device() -> Iterator[Diagnosis]:
 
 
 def driver_lines() -> list[str]:
-    """Returns one line for each GPU of the NVIDIA driver: name, memory, driver version; none without a driver."""
+    """Returns one line with name, memory and driver version for each GPU of the NVIDIA driver, if there is a driver."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -130,7 +133,7 @@ def driver_lines() -> list[str]:
 
 
 def devices(outcome: Outcome, drivers: list[str], cpu_build: bool) -> Iterator[Diagnosis]:
-    """Yields diagnoses by torch's answers and the driver's lines. No GPU is expected if `cpu_build`, the build of vLLM."""
+    """Yields diagnoses from torch's answers and the driver's lines. With vLLM's `cpu_build`, no GPU is expected."""
     for i, line in enumerate(drivers):
         yield DEVICE.ok(f"driver: GPU {i}", line)
     gpus = outcome.told.get("gpus", [])
@@ -172,7 +175,7 @@ def _cpu() -> Diagnosis:
 
 
 def _ask_torch(order: Any, tell: Tell) -> None:
-    """Tells torch's CUDA version and the GPUs that torch can use: name, memory in bytes, compute capability."""
+    """Reports torch's CUDA version, and name, memory in bytes and compute capability of the GPUs that torch can use."""
     import torch
 
     tell("cuda", torch.version.cuda)
@@ -232,8 +235,8 @@ def temporary_folder() -> Diagnosis:
 def ray_address(environment: Mapping[str, str]) -> Diagnosis:
     """Checks that RAY_ADDRESS, if it is set, does not lead a run to a cluster that is dead or somebody else's.
 
-    A run joins the cluster at that address instead of starting one of its own. Nothing is asked of the cluster. It is only
-    found out whether something listens there.
+    A run joins the cluster at that address instead of starting its own. This check sends nothing to the cluster, and only
+    finds out whether something listens there.
     """
     name = "RAY_ADDRESS"
     address = environment.get(name, "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of Hugging Face: whether models can be downloaded to it, and whether a config's models are there already."""
+"""Checks the cache of Hugging Face, whether models can be downloaded to it, and whether a config's models are there."""
 
 import os
 import re
@@ -13,9 +13,9 @@ from nemo_specrollout.doctor.diagnosis import Diagnosis, Section
 _NAME = "Hugging Face cache"
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE = ("1", "true", "yes", "on")
-"""Values that the library huggingface_hub takes for true, in lower case."""
+"""Values that the library huggingface_hub reads as true, in lower case."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-"""Owner and name of a model on the Hub. A path of two parts that is no folder here matches, too, and is looked for there."""
+"""Owner and name of a model on the Hub. A path of two parts that is no local folder matches too, and is looked up there."""
 _GIB = 1 << 30
 
 
@@ -28,7 +28,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def offline_variable(environment: Mapping[str, str]) -> str | None:
-    """Returns the name of the environment variable that forbids downloads; None if none does."""
+    """Returns the name of the environment variable that forbids downloads, or None if none does."""
     return next((name for name in _OFFLINE_VARIABLES if environment.get(name, "").lower() in _TRUE), None)
 
 
@@ -51,7 +51,7 @@ def model_cache(section: Section, environment: Mapping[str, str]) -> Diagnosis:
 def missing_models(section: Section, tree: Tree, environment: Mapping[str, str]) -> Iterator[Diagnosis]:
     """Yields a failure for each model of the Hub that a config names, if it is not downloaded and downloads are off.
 
-    Without such a variable in the environment the run downloads what is missing, so nothing is said.
+    If downloads are allowed, the run downloads what is missing, so nothing is reported.
     """
     variable = offline_variable(environment)
     if variable is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section "patch points": names of NeMo-RL and vLLM that this package uses. As a script, the process that loads NeMo-RL."""
+"""Section "patch points", about names of NeMo-RL and vLLM that this package uses. As a script it loads NeMo-RL."""
 
 import importlib
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ _OTHER_VLLM = "Install an unmodified vLLM of a supported version; if it is one, 
 
 
 def diagnose_patch_points() -> Iterator[Diagnosis]:
-    """Yields diagnoses of the patch points in NeMo-RL, of its imports, which take a minute, and of the names of vLLM."""
+    """Yields diagnoses of NeMo-RL's patch points, of its imports (which take a minute), and of the names of vLLM."""
     folder = nemo_rl_checkout()
     if folder is None or not (folder / NEMO_RL).is_dir():
         yield PATCH_POINTS.ok("NeMo-RL", "not installed, nothing to check")
@@ -79,7 +79,7 @@ def name_of(point: PatchPoint) -> str:
 
 
 def diagnose_vllm(folder: Path | None = None) -> Iterator[Diagnosis]:
-    """Yields the number of names that are present in vLLM, in `folder` or installed, and a failure for each absent one."""
+    """Yields the number of names that vLLM (in `folder` or installed) has, and a failure for each missing one."""
     folder = folder or installed_source("vllm")
     if folder is None:
         yield PATCH_POINTS.ok("vLLM", "not installed, nothing to check")
@@ -90,7 +90,7 @@ def diagnose_vllm(folder: Path | None = None) -> Iterator[Diagnosis]:
 
 
 def _import_all(modules: Any, tell: Tell) -> None:
-    """Tells, for each of `modules`, why its import fails; an empty string if it succeeds."""
+    """Reports for each of `modules` why its import fails, or an empty string if it succeeds."""
     for module in modules:
         try:
             importlib.import_module(module)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections "engine" and "self-test": an engine's settings, and whether drafts change tokens.
+"""Sections "engine" and "self-test", about an engine's settings and whether drafts change tokens.
 
 As a script, it decodes with a random model, plainly and with drafts, and compares the tokens.
 """
@@ -31,11 +31,11 @@ CAUSES = {
     "out of memory": "End the other process that holds the memory, and run doctor again.",
     "No space left on device": "Free some disk in the temporary folder, or start the container with --shm-size=16g.",
 }
-"""Fixes by words of a log; the first match counts."""
+"""Fixes by words of a log, of which the first match counts."""
 PLAIN = SpecrolloutConfig(drafters=())
 DRAFTED = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), budget=BudgetConfig("fixed", k=8))
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
-"""Environment for comparing tokens in float32 on a GPU. Triton's products have the precision of tf32 otherwise."""
+"""Environment for comparing tokens in float32 on a GPU. Without it, Triton multiplies with the precision of tf32."""
 TEMPERATURES = (0.0, 1.0)
 NUM_PROMPTS = 4
 NUM_SAMPLES = 4
@@ -43,7 +43,7 @@ NUM_TOKENS = 48
 VOCABULARY = 96
 LONGEST_TEXT = 512
 _SHARPNESS = 12.0
-"""Factor of the logits, with which samples differ from each other but some drafts are accepted."""
+"""Factor on the logits, chosen such that samples differ from each other but some drafts are accepted."""
 ARGUMENTS = {
     "dtype": "float32",
     "max_model_len": LONGEST_TEXT,
@@ -53,11 +53,11 @@ ARGUMENTS = {
     "gpu_memory_utilization": 0.1,
     "seed": 7,
 }
-"""Arguments of vLLM. The share of a GPU's memory must be free; a tiny model takes far less."""
+"""Arguments of vLLM. The given share of a GPU's memory must be free, although a tiny model takes far less."""
 
 
 def try_engines(module: str = __name__) -> Outcome:
-    """Runs the self-test, this module or another, in another process."""
+    """Runs the self-test, which is this module or another one, in a separate process."""
     quiet = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **EXACT}
     return run_child(module, None, TIMEOUT_S, {k: v for k, v in quiet.items() if k not in os.environ})
 
@@ -120,7 +120,7 @@ def _cause(outcome: Outcome) -> str:
 
 
 def compare_engines(order: Any, tell: Tell) -> None:
-    """Tells the settings in force, then for each temperature the number of equal tokens, then drafts."""
+    """Reports the settings in force, then for each temperature the number of equal tokens, and then the drafts."""
     from nemo_specrollout.generation.engine import process_state
     from nemo_specrollout.generation.engine.hosted_engine import device_facts, engine_facts, start_vllm
     from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
@@ -184,9 +184,9 @@ def make_tiny_model(folder: Path, seed: int = 0) -> None:
 
 
 def compared(plain: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Returns the number of equal tokens, of all tokens, and the first difference, None if there is none.
+    """Returns the number of equal tokens, the number of all tokens, and the first difference or None.
 
-    A difference is the number of the response, the position, and both tokens; -1 stands for a response's end.
+    A difference consists of the number of the response, the position, and both tokens, where -1 is a response's end.
     """
     equal, total, first = 0, 0, None
     for i, (a, b) in enumerate(zip(plain, drafted, strict=True)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of vLLM that this package imports, looked up in vLLM's source. `tests/vllm_names.py` compares far more."""
+"""Looks up the names of vLLM that this package imports in vLLM's source. `tests/vllm_names.py` compares far more."""
 
 import ast
 import functools
@@ -13,7 +13,7 @@ from nemo_specrollout.installed.versions import version_numbers
 PACKAGE = Path(__file__).parents[1]
 GPU = "vllm.v1.worker.gpu"
 ENOUGH = (0, 32, 0)
-"""First version that has everything, so that nothing of `generation/runners/before_0_32.py` is in force."""
+"""First version that has everything, so that nothing of `generation/runners/before_0_32.py` is used."""
 LATER = (
     f"{GPU}.spec_decode.adaptive_verification",
     "vllm.triton_utils.dispatcher",
@@ -31,7 +31,7 @@ REPLACED = {
     f"{GPU}.sample.gumbel.tl_rand32": f"{GPU}.sample.gumbel.murmur3_uniform32",
     f"{GPU}.spec_decode.autoregressive": f"{GPU}.spec_decode.target_dependent_ar.speculator",
 }
-"""Names that are used only where vLLM does not have another name yet, which is given here."""
+"""Names that are used only where vLLM does not yet have another name, which is the value here."""
 
 
 class VllmSource(PythonSource):
@@ -64,7 +64,7 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 
 
 def is_later(source: VllmSource, name: str, names: tuple[str, ...] = LATER) -> bool:
-    """Returns whether a name came, or took its present form, only after this version; or left for another one before it."""
+    """Returns whether this version need not have a name, because the name came later or was replaced earlier."""
     for former, newer in REPLACED.items():
         if _is_in(name, former) and (source.definition(newer)[0] or source.file_of(newer) is not None):
             return True

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads: what they learn from, how they are refreshed, when one is published, and how an engine serves it."""
+"""Draft heads, with what they learn from, how they are refreshed and published, and how an engine serves them."""

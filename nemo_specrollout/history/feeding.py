@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which texts of a prompt an index of contexts is fed with. A pure object: the index itself is on the engine's device."""
+"""Chooses which texts of a prompt are fed to a context index. A pure object, as the index is on the engine's device."""
 
 from collections.abc import Iterable, Sequence
 
 from nemo_specrollout.history.segments import Place
 
 PIECE = 1008
-"""New tokens that are fed at a time; a longer text is fed in several pieces."""
+"""Most new tokens that are fed at a time. A longer text is fed in several pieces."""
 
 
 class Feeding:
-    """Chooses texts so that those of all prompts at work fit into the index together, the newest of each prompt first.
+    """Chooses texts such that those of all active prompts fit into the index together, the newest of each prompt first.
 
-    Owns the number of tokens that were fed so far, and what that number was when each text was fed. An index forgets what
-    others have pushed out. So a text counts as known only until half of what the index holds was fed after it.
+    Owns the number of tokens that were fed so far, and the value of that number when each text was fed. An index forgets texts
+    that later ones displace. So a text counts as known only until half of the index's capacity was fed after it.
     """
 
     def __init__(self, most_tokens: int) -> None:
-        """`most_tokens`: tokens of texts that the index holds at once."""
+        """`most_tokens` is the number of tokens of texts that the index can hold at once."""
         self._most_tokens = most_tokens
         self._num_fed = 0
         self._fed_at: dict[Place, int] = {}
 
     def chosen(self, texts: Iterable[tuple[Place, int]], num_groups: int) -> tuple[list[Place], bool]:
-        """Returns which texts of a group to feed, and whether the index knows any other one of them.
+        """Returns which texts of a group to feed, and whether the index already knows any other text of it.
 
         `texts` are all texts of the group with their numbers of tokens, the newest first, and `num_groups` is the number of
-        groups that are at work.
+        active groups.
         """
         room = self._most_tokens // (2 * max(num_groups, 1))
         chosen = []
@@ -42,7 +42,7 @@ class Feeding:
         return chosen, is_known
 
     def fed(self, place: Place, num_tokens: int) -> None:
-        """Takes note that a text is fed."""
+        """Notes that a text is fed."""
         self._num_fed += num_tokens
         self._fed_at.pop(place, None)
         self._fed_at[place] = self._num_fed
@@ -55,5 +55,5 @@ class Feeding:
 
 
 def tokens_of_index(num_slots: int, orders: Sequence[int]) -> int:
-    """Returns the tokens of texts that an index of so many contexts holds, if no two texts share any."""
+    """Returns how many tokens of texts an index of `num_slots` contexts can hold if no two texts share contexts."""
     return num_slots // len(orders)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a history: each engine writes files of its own, and reads those of all others, also while they grow.
+"""The files of a history. Each engine writes files of its own, and reads those of all others, even while they grow.
 
-A segment is two files of one name. `NAME.texts` has the tokens of texts, one text after the other, and `NAME.rows` has a row
-of fixed size for each. So a reader finds the texts of a prompt without reading any other text. Both files begin with the
-same header, and only ever grow. A text is written before its row, and its row has a checksum. So whatever a crash, a full disk
-or another program leaves behind is found out when the text is read, and then that text is left out.
+A segment consists of two files with the same name. `NAME.texts` has the tokens of texts, one text after another, and
+`NAME.rows` has a row of fixed size for each text. So a reader finds the texts of a prompt without reading any others. Both
+files begin with the same header, and only ever grow. A text is written before its row, and its row has a checksum. So whatever
+damage a crash, a full disk or another program causes is detected when the text is read, and that text is left out.
 
 Numbers are little-endian. Shapes: R texts of a segment.
 """
@@ -22,11 +22,11 @@ from typing import NamedTuple
 import numpy as np
 
 FORMAT = 1
-"""Version of the files."""
+"""Version of the file format."""
 TEXTS, ROWS = ".texts", ".rows"
 """Endings of the two files of a segment."""
 MOST_TOKENS = 1 << 24
-"""A row that claims a longer text is damaged."""
+"""Most tokens of a text. A row that claims more is damaged."""
 _MAGIC = b"SPECHIST"
 _HEADER = struct.Struct("<8sI4x16s32x")
 _ROW = np.dtype(
@@ -47,18 +47,18 @@ class Text(NamedTuple):
     group: int
     """Hash of the prompt, which all samples of a prompt share."""
     num_context: int
-    """Number of the first tokens that belong to the prompt. They are contexts of the response, and no drafts."""
+    """Number of leading tokens that belong to the prompt. They are contexts for the response, but not drafts."""
     tokens: np.ndarray
     """Tokens, int32."""
 
 
 class OtherSegment(Exception):
-    """The segment is of another tokenizer or format, or no segment at all."""
+    """Raised for a segment of another tokenizer or format, or for a file that is no segment."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a text stands."""
+    """The location of a text."""
 
     segment: str
     """Name of the segment."""
@@ -66,17 +66,17 @@ class Place:
 
 
 class SegmentWriter:
-    """Writes a segment. Owns its two files; no other process writes them."""
+    """Writes a segment. Owns its two files, which no other process writes."""
 
     def __init__(self, folder: Path, fingerprint: bytes, created_ns: int) -> None:
         """Creates the files of an empty segment. `fingerprint` has 16 bytes. Raises OSError."""
         self.name = f"{created_ns:020d}-{uuid.uuid4().hex[:12]}"
-        """Segments are as old as their names are small."""
+        """Name of the segment. Names sort by age, the oldest first."""
         header = _HEADER.pack(_MAGIC, FORMAT, fingerprint)
         self.num_bytes = 2 * len(header)
         self.num_rows = 0
         self._end = len(header)
-        """Bytes of the file of texts."""
+        """Size in bytes of the file of texts."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         self._texts = os.open(folder / f"{self.name}{TEXTS}", flags, 0o644)
         try:
@@ -105,7 +105,7 @@ class SegmentWriter:
         self.num_bytes += len(everything) + rows_R.nbytes
 
     def is_removed(self) -> bool:
-        """Returns whether another process has made room by removing the segment."""
+        """Returns whether another process has removed the segment to make room."""
         return os.fstat(self._rows).st_nlink == 0
 
     def close(self) -> None:
@@ -115,15 +115,15 @@ class SegmentWriter:
 
 
 class SegmentReader:
-    """Reads a segment, which may grow meanwhile. Owns the rows that it has read, 32 bytes each.
+    """Reads a segment, which may grow at the same time. Owns the rows that it has read, 32 bytes each.
 
-    A text is only read from its file when somebody asks for it, so a large history takes little memory.
+    A text is only read from its file when it is requested, so a large history takes little memory.
     """
 
     def __init__(self, folder: Path, name: str, fingerprint: bytes) -> None:
         """Reads no row yet.
 
-        Raises OtherSegment if nothing of the segment can be used, and OSError if it cannot be read, or is only just made.
+        Raises OtherSegment if nothing of the segment can be used, and OSError if it cannot be read or is just being created.
         """
         self.name = name
         self._path = folder / name
@@ -148,9 +148,9 @@ class SegmentReader:
         return groups_R
 
     def refresh(self) -> int:
-        """Reads the rows that were added since the last call; returns their number. Raises OSError.
+        """Reads the rows that were added since the last call, and returns their number. Raises OSError.
 
-        A row that is not complete yet waits for the next call.
+        A row that is not complete yet is left for the next call.
         """
         begin = _HEADER.size + self.num_rows * _ROW.itemsize
         with self._path.with_name(f"{self.name}{ROWS}").open("rb") as file:
@@ -181,7 +181,7 @@ class SegmentReader:
         return min(int(self._rows_R[row]["num_tokens"]), MOST_TOKENS)
 
     def read(self, row: int) -> Text | None:
-        """Returns the text of a row; None for one that is damaged. Raises OSError."""
+        """Returns the text of a row, or None if it is damaged. Raises OSError."""
         facts = self._rows_R[row]
         num_tokens, num_context = int(facts["num_tokens"]), int(facts["num_context"])
         if num_tokens > MOST_TOKENS or num_context > num_tokens:
@@ -208,7 +208,7 @@ def _checksum(group: int, content: bytes) -> int:
 
 
 def _write(descriptor: int, content: bytes) -> None:
-    """Writes all of `content`. Raises OSError, also if the disk takes only a part of it."""
+    """Writes all of `content`. Raises OSError, also if the disk has room for only a part of it."""
     rest = memoryview(content)
     while rest:
         written = os.write(descriptor, rest)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that does an engine's work on files of the history, so that no step waits for a file.
+"""A thread that does an engine's work on files of the history, so that no step waits for a file.
 
-The engine's own thread says which prompts are at work and which requests have ended, and takes pieces of texts that are ready.
-Both ways are queues, so neither side waits for the other.
+The engine's own thread tells it which prompts are active and which requests have ended, and takes pieces of texts that are
+ready. Both directions are queues, so neither side waits for the other.
 """
 
 import logging
@@ -23,11 +23,11 @@ from nemo_specrollout.history.store import HistoryStore
 
 logger = logging.getLogger(__name__)
 LOOK_S = 0.5
-"""Seconds between two looks at what other engines have written, if a look is quick."""
+"""Seconds between two checks for texts of other engines, if a check is quick."""
 LOOK_SHARE = 0.02
-"""Share of the thread's time that looks may take."""
+"""Share of the thread's time that these checks may take."""
 MOST_READY = 64
-"""Pieces that are kept ready for the engine."""
+"""Most pieces that are kept ready for the engine."""
 
 
 class Piece(NamedTuple):
@@ -35,32 +35,32 @@ class Piece(NamedTuple):
 
     group: int
     num_context: int
-    """Number of the first tokens that are only contexts, because the prompt or an earlier piece has them."""
+    """Number of leading tokens that are only contexts, because they belong to the prompt or to an earlier piece."""
     tokens: np.ndarray
-    """Tokens, int32. There are none if the index knows texts of the group already."""
+    """Tokens, int32. There are none if the index already knows texts of the group."""
 
 
 @dataclass(frozen=True)
 class HistoryFacts:
-    """What a history holds and has done, for the run's record."""
+    """Figures of a history for the run's record."""
 
     num_read: int
-    """Texts that were there when the engine started."""
+    """Number of texts that were there when the engine started."""
     bytes_read: int
-    """Bytes of their files."""
+    """Size of the files of these texts, in bytes."""
     num_written: int
-    """Texts that this engine has added."""
+    """Number of texts that this engine has added."""
     num_fed: int
-    """Texts that its index was fed with."""
+    """Number of texts that were fed to its index."""
     num_from_others: int
-    """Those of them that another engine or an earlier start has written."""
+    """Number of fed texts that another engine or an earlier start has written."""
 
 
 class HistoryService:
     """Owns the store of one engine, the thread that works on it, and the pieces that wait for the engine."""
 
     def __init__(self, store: HistoryStore, feeding: Feeding, num_context: int, vocab_size: int) -> None:
-        """`num_context`: tokens of an earlier piece that stand before the next one of the same text.
+        """`num_context` is the number of tokens of an earlier piece that precede the next piece of the same text.
 
         A text ends before its first token outside of the vocabulary, which a policy could not read.
         """
@@ -71,9 +71,9 @@ class HistoryService:
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ready: deque[Piece] = deque()
         self._at_work: Counter[int] = Counter()
-        """Requests of each group that are at work."""
+        """Number of running requests of each group."""
         self._waiting: dict[int, deque[Place]] = {}
-        """Texts of each group that are to be fed. Groups take turns, so that each of them soon has a text in the index."""
+        """Texts of each group that wait to be fed. Groups take turns, so that each one soon has a text in the index."""
         self._pieces: Iterator[Piece] = iter(())
         """The rest of a text that is being read."""
         self._num_written = 0
@@ -82,22 +82,22 @@ class HistoryService:
         self._thread = threading.Thread(target=self._run, name="specrollout-history", daemon=True)
         self._thread.start()
 
-    # Calls of the engine's thread. None of them waits, but `settle` and `close`.
+    # Calls from the engine's thread. None of them waits except `settle` and `close`.
 
     def opened(self, groups: Sequence[int]) -> None:
-        """Takes note of new requests of these groups. Texts of a group become ready if the index does not know them."""
+        """Notes new requests of these groups. Texts of a group become ready if the index does not know them."""
         self._events.put(lambda: self._begin(groups))
 
     def closed(self, groups: Sequence[int]) -> None:
-        """Takes note that a request of each of these groups has left the engine."""
+        """Notes that a request of each of these groups has left the engine."""
         self._events.put(lambda: self._end(groups))
 
     def ended(self, texts: Callable[[], list[Text]]) -> None:
-        """Takes the texts of requests that have ended. The service's thread calls `texts`, which may wait for the device."""
+        """Queues the texts of requests that have ended. The service's thread calls `texts`, which may wait for the device."""
         self._events.put(lambda: self._write(texts()))
 
     def take(self, most_tokens: int, most_pieces: int) -> list[Piece]:
-        """Returns pieces that are ready, at least one if there is any, beyond that no more than `most_tokens` tokens."""
+        """Returns pieces that are ready, with at most `most_tokens` tokens in total, but at least one piece if any is."""
         pieces = list[Piece]()
         num_tokens = 0
         while self._ready and len(pieces) < most_pieces:
@@ -112,7 +112,7 @@ class HistoryService:
         return bool(self._ready)
 
     def settle(self, timeout_s: float) -> bool:
-        """Waits until everything that was said so far is done. Returns whether it was done in time."""
+        """Waits until everything that was queued so far is done. Returns whether it was done in time."""
         done = threading.Event()
         self._events.put(done.set)
         return done.wait(timeout_s)
@@ -126,7 +126,7 @@ class HistoryService:
         return self._store.take_problems()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Writes what is left, and ends the thread."""
+        """Writes what was not written yet, and ends the thread."""
         self._events.put(None)
         self._thread.join(timeout_s)
 
@@ -153,7 +153,7 @@ class HistoryService:
         self._safely(self._store.close)
 
     def _safely(self, work: Callable[[], Any]) -> None:
-        """Does work whose failure must not end the thread, because drafts are never worth an engine."""
+        """Does work whose failure must not end the thread, because drafts must never cost an engine."""
         try:
             work()
         except Exception:
@@ -190,7 +190,7 @@ class HistoryService:
         self._num_written += len(self._store.append(texts))
 
     def _look(self) -> None:
-        """Looks what other engines have written for prompts that are at work here."""
+        """Checks what other engines have written for prompts that are active here."""
         for name, first, groups_R in self._store.refresh():
             at_work_R = np.isin(groups_R, np.fromiter(self._at_work, np.int64, len(self._at_work)))
             for i in np.flatnonzero(at_work_R).tolist():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The history of a run: a folder of segments, bounded in bytes, from which the oldest texts go first."""
+"""The history of a run, which is a folder of segments with a bounded size, from which the oldest texts are removed first."""
 
 import os
 import time
@@ -20,7 +20,7 @@ from nemo_specrollout.history.segments import (
 )
 
 SEGMENTS = 16
-"""A segment takes at most one part in so many of the folder. A smaller one would make room in smaller steps."""
+"""A segment takes at most the folder's size divided by this number, because room is made by whole segments."""
 RETRY_S = 60.0
 """Seconds after which a writer that could not write tries again."""
 _MIB = 1 << 20
@@ -30,13 +30,13 @@ class HistoryStore:
     """The texts of a folder. Owns one segment that it writes, and readers of all others.
 
     Several processes and several runs may use one folder at once. Each writes its own segments, and reads those of all.
-    Whatever goes wrong is one sentence in `take_problems`, and the store goes on with what is left.
+    Every problem becomes one sentence in `take_problems`, and the store continues with what is left.
     """
 
     def __init__(
         self, folder: Path, most_bytes: int, fingerprint: bytes, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`fingerprint`: 16 bytes that differ between tokenizers. `clock` returns seconds."""
+        """`fingerprint` is 16 bytes that differ between tokenizers. `clock` returns seconds."""
         self._folder = folder
         self._most_bytes = most_bytes
         self._fingerprint = fingerprint
@@ -54,9 +54,9 @@ class HistoryStore:
         self._said: set[str] = set()
         self._problems: list[str] = []
         self.num_read = 0
-        """Texts that the folder held when it was opened."""
+        """Number of texts in the folder when it was opened."""
         self.bytes_read = 0
-        """Bytes of the folder then."""
+        """Size of the folder in bytes when it was opened."""
 
     def open(self) -> None:
         """Makes the folder, and reads the rows of all texts in it."""
@@ -82,9 +82,9 @@ class HistoryStore:
             )
 
     def append(self, texts: Sequence[Text]) -> list[Place]:
-        """Writes texts that are not there yet; returns their places, none if they could not be written.
+        """Writes texts that are not there yet, and returns their places, or nothing if they could not be written.
 
-        Steps that are made again, and greedy samples, make the same texts again.
+        Duplicates occur because repeated steps and greedy samples produce the same texts again.
         """
         texts = [text for text in texts if not any(reader.has(text) for reader in self._readers.values())]
         if not texts or not self._has_folder or self._clock() < self._writes_again_at:
@@ -119,7 +119,7 @@ class HistoryStore:
             first = reader.num_rows
             try:
                 is_longer = reader.refresh() > 0
-            except OSError:  # removed by another process, or not readable any more
+            except OSError:  # removed by another process, or no longer readable
                 self._forget(name)
                 continue
             if is_longer and name not in self._own:
@@ -139,7 +139,7 @@ class HistoryStore:
         return place.segment in self._own
 
     def read(self, place: Place) -> Text | None:
-        """Returns a text; None for one that was removed, or is damaged."""
+        """Returns a text, or None if it was removed or is damaged."""
         reader = self._readers.get(place.segment)
         try:
             text = None if reader is None else reader.read(place.row)
@@ -150,7 +150,7 @@ class HistoryStore:
         return text
 
     def take_problems(self) -> list[str]:
-        """Returns a sentence for each kind of problem that was met since the last call, and once in the life of the store."""
+        """Returns a sentence for each new kind of problem since the last call. Each kind is reported only once."""
         problems = self._problems
         self._problems = []
         return problems
@@ -165,7 +165,7 @@ class HistoryStore:
             self._problems.append(f"history: {self._folder} {sentence}")
 
     def _writer_for(self) -> SegmentWriter:
-        """Returns the segment to write, which is a new one if there is none, it is full, or it was removed. Raises OSError."""
+        """Returns the segment to write, a new one if there is none or if it is full or was removed. Raises OSError."""
         writer = self._writer
         if writer is not None and (writer.num_bytes * SEGMENTS >= self._most_bytes or writer.is_removed()):
             self._drop_writer()
@@ -182,7 +182,7 @@ class HistoryStore:
                 writer.close()
 
     def _reader(self, name: str) -> SegmentReader | None:
-        """Returns the reader of a segment; None if it is of another tokenizer or format, or not there any more."""
+        """Returns the reader of a segment, or None if it is of another tokenizer or format, or no longer exists."""
         if name in self._readers or name in self._foreign:
             return self._readers.get(name)
         try:
@@ -198,7 +198,7 @@ class HistoryStore:
         self._seen_bytes.pop(name, None)
 
     def _sizes(self) -> dict[str, int]:
-        """Returns the bytes of each segment by its name; empty if the folder cannot be read."""
+        """Returns the size in bytes of each segment by its name, or nothing if the folder cannot be read."""
         sizes: dict[str, int] = {}
         if not self._has_folder:
             return sizes
@@ -214,7 +214,7 @@ class HistoryStore:
         return sizes
 
     def _make_room(self, sizes: dict[str, int]) -> None:
-        """Removes the oldest segments until the others fit, and takes them out of `sizes`. The one that is written stays."""
+        """Removes the oldest segments until the others fit, also from `sizes`. The one that is being written stays."""
         total = sum(sizes.values())
         for name in sorted(sizes):
             if total <= self._most_bytes:
@@ -226,5 +226,5 @@ class HistoryStore:
 
     def _remove(self, name: str, endings: Iterable[str]) -> None:
         for ending in endings:
-            with suppress(OSError):  # another process was first, or nobody may
+            with suppress(OSError):  # another process was first, or removal is not allowed
                 (self._folder / f"{name}{ending}").unlink()

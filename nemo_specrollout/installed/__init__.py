@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installed packages: their versions and their source, read without importing them. No torch."""
+"""Versions and source of installed packages, read without importing them. No torch."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM a checkout of NeMo-RL gives its engines, read from its files alone: what it pins, and what it has built.
+"""Finds which vLLM a checkout of NeMo-RL gives its engines, from the version that it pins and the environments it has made.
 
 NeMo-RL starts each engine in an environment of its own, which `uv run --locked` makes from `uv.lock` when it is first needed.
 """
@@ -22,7 +22,7 @@ SYSTEM_PYTHON = "NEMO_RL_PY_EXECUTABLES_SYSTEM"
 VENVS = "NEMO_RL_VENV_DIR"
 """Variable that names the folder of the actors' environments. NeMo-RL's container sets it."""
 FORCE_REBUILD = "NRL_FORCE_REBUILD_VENVS"
-"""Variable with which NeMo-RL makes the environments anew from `uv.lock`."""
+"""Variable that makes NeMo-RL rebuild the environments from `uv.lock`."""
 _NEMO_RL = "nemo-rl"
 _EXTRA = "vllm"
 _VLLM = re.compile(r"vllm\s*(?:==\s*|@.*/vllm-)(?P<version>\d+(?:\.\d+)+)")
@@ -33,20 +33,20 @@ class Pin:
     """What a checkout says about its vLLM."""
 
     locked: str | None
-    """Version in `uv.lock`, which an environment gets; None if there is none, or it is built from a folder."""
+    """Version in `uv.lock`, which an environment gets, or None if there is none or it is built from a folder."""
     asked: str | None
-    """Version in `pyproject.toml`; None if it names none."""
+    """Version in `pyproject.toml`, or None if it names none."""
     damaged: tuple[str, ...] = ()
-    """Names of files that are there and cannot be read."""
+    """Names of files that exist but cannot be read."""
 
     @property
     def version(self) -> str | None:
-        """The version that an environment made now would get; None if that is not known."""
+        """The version that a new environment would get, or None if that is not known."""
         return self.locked or self.asked
 
     @property
     def problem(self) -> str | None:
-        """A sentence if the files cannot be read, or contradict each other, without a full stop."""
+        """A sentence without a full stop if the files cannot be read or contradict each other."""
         if self.damaged:
             return (
                 f"{' and '.join(self.damaged)} cannot be read, so the version of vLLM that NeMo-RL pins is not certain"
@@ -60,7 +60,7 @@ class Pin:
 
 
 def read_pin(checkout: Path) -> Pin:
-    """Returns what the files of a checkout say. A file that is missing says nothing."""
+    """Returns what the files of a checkout say. Missing files are ignored."""
     damaged = []
     found: dict[str, str | None] = {}
     for name, version_in in (("uv.lock", _locked_version), ("pyproject.toml", _asked_version)):
@@ -76,8 +76,8 @@ def read_pin(checkout: Path) -> Pin:
 def built_vllm(checkout: Path, *, is_async: bool, variables: Mapping[str, str] = os.environ) -> tuple[str, Path] | None:
     """Returns the version of vLLM in the environment that NeMo-RL has made for such engines, and that environment.
 
-    NeMo-RL uses such an environment as it is, also after a change of `uv.lock` or a `pip install` into it. Returns None if
-    there is none with a vLLM, or if NeMo-RL is told to make it anew.
+    NeMo-RL uses such an environment as it is, even after a change of `uv.lock` or a `pip install` into it. Returns None if
+    there is none with a vLLM, or if NeMo-RL is told to rebuild it.
     """
     if variables.get(FORCE_REBUILD, "false").lower() == "true":
         return None
@@ -108,6 +108,6 @@ def _asked_version(project: Mapping[str, Any]) -> str | None:
 
 
 def _only(versions: Iterator[str | None]) -> str | None:
-    """Returns the version that all entries share; None if they differ or there are none."""
+    """Returns the version that all entries share, or None if they differ or there are none."""
     found = set(versions)
     return found.pop() if len(found) == 1 else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the source of an installed or unpacked package without importing it: its names, classes and signatures."""
+"""Reads names, classes and signatures from the source of an installed or unpacked package without importing it."""
 
 import ast
 import functools
@@ -12,14 +12,14 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def installed_source(package: str) -> Path | None:
-    """Returns the folder that holds the package on this Python's path; None if it is not there."""
+    """Returns the folder on this Python's path that contains the package, or None if there is none."""
     spec = importlib.util.find_spec(package)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent.parent
 
 
 @functools.cache
 def tree_of(file: Path) -> ast.Module:
-    """Returns the syntax tree of a file, and caches it."""
+    """Returns the syntax tree of a file, which is cached."""
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
@@ -45,12 +45,12 @@ class PythonSource:
         self.package = package
 
     def file_of(self, module: str) -> Path | None:
-        """Returns the file of a dotted module; None if there is none."""
+        """Returns the file of a dotted module, or None if there is none."""
         path = self.folder / module.replace(".", "/")
         return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
     def find(self, name: str) -> tuple[str, ast.stmt | None] | None:
-        """Returns the module that defines a dotted name, and the definition; None if no module does. Follows imports."""
+        """Returns the module that defines a dotted name, and the definition, or None. Follows imports."""
         module, _, attribute = name.rpartition(".")
         if self.file_of(name) is not None:
             return name, None
@@ -94,7 +94,7 @@ class PythonSource:
         return node is not None, node
 
     def signature(self, name: str) -> "Signature | None":
-        """Returns the signature of a function, or of a class's constructor; None if the source does not have it."""
+        """Returns the signature of a function or of a class's constructor, or None if the source does not have it."""
         node = self.definition(name)[1]
         if isinstance(node, ast.ClassDef):
             node = self.members(name).get("__init__")
@@ -110,7 +110,7 @@ class Signature:
     required: tuple[str, ...]
     """The parameters without a default."""
     result: str
-    """`value`, `nothing`, or `stream` for what yields; after `async ` for a coroutine."""
+    """`value`, `nothing`, or `stream` for a generator, with the prefix `async ` for a coroutine."""
 
     @classmethod
     def of(cls, node: Function) -> "Signature":
@@ -128,7 +128,7 @@ class Signature:
 
 
 def _result_of(node: Function) -> str:
-    """Returns the kind of a function's result: `stream`, `value` or `nothing`."""
+    """Returns the kind of a function's result, which is `stream`, `value` or `nothing`."""
     own = list(_own_nodes(node))
     if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own):
         return "stream"

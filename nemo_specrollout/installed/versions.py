@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_specrollout.installed.python_source import installed_source
 
 VLLM_RANGE = ((0, 25, 1), (0, 34, 0))
-"""Supported versions of vLLM: the first one, and the first one that is too new."""
+"""Supported versions of vLLM, as the first one and the first one that is too new."""
 NEMO_RL_NEEDED, NEMO_RL_REFUSED = "main of August 2026", "releases up to v0.7.0"
 """The oldest supported NeMo-RL, and the versions that are not supported."""
 PACKAGES = (
@@ -28,7 +28,7 @@ PACKAGES = (
     "numba",
     "speculators",
 )
-# NeMo-RL's main of August 2026 calls itself 0.6.0, as v0.6.0 does, although it is newer than v0.7.0. This file tells.
+# NeMo-RL's main of August 2026 calls itself 0.6.0 like v0.6.0, although it is newer than v0.7.0. This file tells them apart.
 _NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
 _SHARED_METHOD = "def synchronize_device("
 _SHARED_SINCE = (0, 29, 0)
@@ -36,7 +36,7 @@ _SHARED_SINCE = (0, 29, 0)
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the versions of the installed ones of `PACKAGES`."""
+    """Returns the versions of those of `PACKAGES` that are installed."""
     versions = {}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -45,7 +45,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def checkout_commit() -> str | None:
-    """Returns the commit of the running source tree; None if it is not a checkout, or git is missing."""
+    """Returns the commit of the running source tree, or None if it is not a checkout or git is missing."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -66,13 +66,13 @@ def vllm_version() -> str | None:
 
 
 def version_numbers(version: str) -> tuple[int, ...] | None:
-    """Returns the three numbers at the beginning of a version; None if it does not begin with numbers."""
+    """Returns the three numbers at the beginning of a version, or None if it does not begin with numbers."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     return None if match is None else tuple(int(number or 0) for number in match.groups())
 
 
 def unsupported_version(version: str) -> str | None:
-    """Returns a sentence if this vLLM is outside `VLLM_RANGE`, else None."""
+    """Returns a sentence if this vLLM is outside `VLLM_RANGE`, and otherwise None."""
     numbers = version_numbers(version)
     (low, high) = VLLM_RANGE
     if numbers is not None and low <= numbers < high:
@@ -82,7 +82,7 @@ def unsupported_version(version: str) -> str | None:
 
 
 def nemo_rl_version() -> str | None:
-    """Returns the version of NeMo-RL, installed or on the path, without importing it; None if it is not found."""
+    """Returns the version of NeMo-RL, installed or on the path, without importing it, or None if it is not found."""
     folder = _nemo_rl_folder()
     if folder is None:
         return None
@@ -94,7 +94,7 @@ def nemo_rl_version() -> str | None:
 
 
 def can_run_nemo_rl() -> bool:
-    """Returns whether this Python is NeMo-RL's. In a checkout's folder, other Pythons find its code, too, but not Ray."""
+    """Returns whether this Python is NeMo-RL's. In a checkout's folder, other Pythons find its code too, but not Ray."""
     return nemo_rl_version() is not None and importlib.util.find_spec("ray") is not None
 
 
@@ -107,8 +107,8 @@ def nemo_rl_is_a_release() -> bool:
 def nemo_rl_starts_alone(checkout: Path | None, version: str | None) -> bool:
     """Returns whether engines of NeMo-RL in `checkout` start with their vLLM without this package, as far as that is known.
 
-    `version` is that of the engines' vLLM if they have another one than this Python; None if they have this Python's. vLLM
-    refuses a worker extension with a method of the worker's own (docs/upstream/nemo-rl-synchronize-device.md).
+    `version` is that of the engines' vLLM, or None if they have this Python's. vLLM refuses a worker extension that has a
+    method of the same name as the worker (docs/upstream/nemo-rl-synchronize-device.md).
     """
     backend = "nemo_rl/models/generation/vllm/vllm_backend.py"
     if checkout is None or not _has_shared_method(checkout / backend):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file in which a process keeps what it has learned, for a later start of the same kind.
 
-The first line is the head, a JSON object with the format, the key, the time and the checksum of the second line, which is the
-state. The key says what a reader must have in common with the writer, and the file's name follows from it. So processes that
-are alike overwrite each other's file with equal right, each time as a whole, and others do not meet.
+The first line is a JSON object with the format, the key, the time and the checksum of the second line, which is the state. The
+key is what a reader must have in common with the writer, and the file's name follows from it. So processes with the same key
+overwrite each other's file, each time completely, and others use different files.
 """
 
 import hashlib
@@ -25,39 +25,39 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 """Version of the file, and of what the states mean."""
 MOST_BYTES = 64 << 20
-"""Most bytes of a file. What an engine learns takes less than one MiB, so a larger file is none of ours."""
+"""Most bytes of a file. What an engine learns takes less than one MiB, so a larger file is not ours."""
 MOST_FILES = 32
-"""Files of a kind in a folder. The oldest make room."""
+"""Most files of a kind in a folder. The oldest ones are removed."""
 WRITING_SHARE = 0.01
-"""Most time that the writing of files may take, as a share of all time."""
+"""Largest share of the time that writing files may take."""
 _STALE_S = 3600.0
 """Seconds after which the temporary file of a writer that died is removed."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a start has found of an earlier one."""
+    """What a start has found from an earlier one."""
 
     state: Any = None
-    """What was learned; None if there is nothing to begin with."""
+    """The learned state, or None if there is nothing to begin with."""
     saved: str = ""
     """When it was saved."""
     num_steps: int = 0
-    """Steps that the writer had made."""
+    """Number of steps that the writer had made."""
     reason: str = "what was kept is of others"
     """Why there is nothing to begin with."""
     is_told: bool = True
-    """Whether the user should know. In a folder without any such file there is nothing to tell."""
+    """Whether the user should be told. In a folder without any such file there is nothing to tell."""
 
 
 class KeptFile:
-    """A file of a folder. Owns the thread that writes it, and at most one problem that nobody has heard of.
+    """A file in a folder. Owns the thread that writes it, and at most one problem that was not reported yet.
 
-    No method waits for the disk but `read` and `settle`. No method raises an error of the disk.
+    Only `read` and `settle` wait for the disk. No method raises an error of the disk.
     """
 
     def __init__(self, folder: Path, kind: str, key: Mapping[str, Any]) -> None:
-        """`kind` begins the name of the file. `key` has values that JSON has, and is written as it is."""
+        """`kind` is the prefix of the file's name. `key` has JSON values, and is written as it is."""
         self._key = json.loads(json.dumps({**key, "format": FORMAT}))
         digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
         self._kind = kind
@@ -67,10 +67,10 @@ class KeptFile:
         """Time before which nothing is written again."""
         self._problem: str | None = None
         self._was_told = False
-        """Whether a problem of writing was told already: it is told once."""
+        """Whether a problem of writing was already reported, which happens only once."""
 
     def read(self) -> Found:
-        """Returns what the file holds, or why it holds nothing for this process."""
+        """Returns the content of the file, or why there is nothing for this process."""
         try:
             content = read_regular(self.path, MOST_BYTES + 1)
         except FileNotFoundError:
@@ -85,7 +85,7 @@ class KeptFile:
         return Found(parse_json(body), str(head["saved"]), int(head["num_steps"]), reason="")
 
     def _fault(self, content: bytes) -> str | None:
-        """Returns what keeps a file's content from being used, or None."""
+        """Returns why a file's content cannot be used, or None if it can."""
         if len(content) > MOST_BYTES:
             return f"is larger than {MOST_BYTES >> 20} MiB"
         first, _, body = content.partition(b"\n")
@@ -104,24 +104,24 @@ class KeptFile:
         return None
 
     def unfit(self, why: str) -> Found:
-        """Returns that what the file holds does not fit, and remembers to tell it."""
+        """Returns the result for content that does not fit, and remembers to report it."""
         return self._unusable(f"does not fit ({why})")
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to write again: the last one is on disk, and took little of the time since."""
+        """Whether it is time to write again, because the last write is done and took a small share of the time since."""
         is_writing = self._writer is not None and self._writer.is_alive()
         return not is_writing and time.monotonic() >= self._next_s
 
     def keep(self, state: Any, num_steps: int) -> None:
-        """Writes a state, which nobody may change any more, in a thread. Leaves it out if that is not due."""
+        """Writes a state in a thread, unless no write is due. The state must not be changed afterwards."""
         if not self.is_due:
             return
         self._writer = threading.Thread(target=self._write, args=(state, num_steps), daemon=True)
         self._writer.start()
 
     def settle(self) -> None:
-        """Waits until what `keep` got is on disk."""
+        """Waits until the states passed to `keep` are on disk."""
         if self._writer is not None:
             self._writer.join()
 

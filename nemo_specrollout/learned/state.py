@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an object has learned, as plain numbers that JSON has: read out of the object, and put into another one of its class.
+"""Reads what an object has learned as plain JSON values, and puts it into another object of the same class.
 
-A class names the fields that it learns in `LEARNED`. A field holds a number, an array of numbers, a dictionary of those, or
-another object with `LEARNED`. A number that is not known, or not finite, is null, and leaves the field of a new object as it
-is. The capital letters at the end of an array's name are its shape, as everywhere, so arrays of an object whose names have a
-letter in common have as many entries along it.
+A class names the fields that it learns in `LEARNED`. A field has a number, an array of numbers, a dictionary of those, or
+another object with `LEARNED`. A number that is unknown or not finite is null, and leaves the field of a new object as it is.
+As everywhere, the capital letters at the end of an array's name are its shape, so arrays of an object that share a letter must
+have the same number of entries along it.
 
-A class may also have two methods. `is_sound` returns whether its fields fit each other, and `fade` makes what was learned
-count for less than what will be seen, because the policy, or the machine, may have changed since.
+A class may also have two methods. `is_sound` returns whether its fields are consistent, and `fade` reduces the weight of what
+was learned compared with new data, because the policy or the machine may have changed since.
 """
 
 import math
@@ -18,35 +18,35 @@ from typing import Any
 import numpy as np
 
 LARGEST = 1e12
-"""No number that anything learns is larger than this. A larger one is damage, and might overflow."""
+"""Upper bound of all learned numbers. A larger one is damaged, and might overflow."""
 _LETTERS = re.compile(r"_([A-Z]+)$")
 
 
 class Unfit(ValueError):
-    """A state does not fit the object that it is meant for. The message says where."""
+    """Raised if a state does not fit the object for which it is meant. The message says where."""
 
 
 def state_of(thing: Any) -> dict[str, Any]:
-    """Returns the learned fields of an object, by name, as values that JSON has."""
+    """Returns the learned fields of an object by name, as JSON values."""
     return {name: _plain(getattr(thing, name)) for name in learned_fields(thing)}
 
 
 def learned_fields(thing: Any) -> tuple[str, ...]:
-    """Returns the names of the fields that an object learns; none for an object that learns nothing."""
+    """Returns the names of the fields that an object learns, or none for an object that learns nothing."""
     return tuple(getattr(type(thing), "LEARNED", ()))
 
 
 def begin_with(given: Iterable[tuple[Any, Any]]) -> None:
-    """Gives objects what others of their classes have learned, and lets it fade: pairs of an object and a state.
+    """Puts states that others have learned into objects of the same classes, and fades them. `given` has pairs of both.
 
-    Raises Unfit if a state does not fit. Then no object has changed.
+    Raises Unfit if a state does not fit, in which case no object has changed.
     """
     changed: list[tuple[Any, str, Any]] = []
     begun: list[Any] = []
     try:
         for thing, state in given:
             _begin(thing, state, changed, begun)
-        for thing in reversed(begun):  # what an object owns comes before it
+        for thing in reversed(begun):  # parts come before the objects that own them
             if hasattr(thing, "is_sound") and not thing.is_sound():
                 raise Unfit(f"{type(thing).__name__} has numbers that contradict each other")
     except BaseException:

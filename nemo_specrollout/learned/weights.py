@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a drafter has, so that what was learned of other weights is not taken for what these can do."""
+"""Digests of a drafter's weights, so that rates of other weights are not mistaken for those of these weights."""
 
 import hashlib
 from pathlib import Path
 
 _SAMPLES = 32
-"""Places of a file that are read. Training moves all numbers of a head, so a few of them tell two heads apart."""
+"""Number of places in a file that are read. Training changes all numbers of a head, so a few tell two heads apart."""
 _SAMPLE_BYTES = 4096
 
 
 def weights_digest(model: str | Path) -> str:
     """Returns a digest of the weights in a folder, or of the name if it is no folder, such as a name on the Hub.
 
-    It is of the files' names and sizes and of samples of their content, because a small model has gigabytes. The digest of a
-    folder that cannot be read is that of its name.
+    It covers the files' names and sizes and samples of their content, because even a small model has gigabytes. If a folder
+    cannot be read, the digest is that of its name.
     """
     digest = hashlib.sha256()
     folder = Path(model)

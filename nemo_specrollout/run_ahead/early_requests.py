@@ -409,7 +409,7 @@ def early_params(params: Any, start: EarlyStart) -> Any | None:
     """Returns sampling parameters for starting an early request, or None if its given prefix already ends the response.
 
     `params` are those of the row itself when its step comes. The vLLM worker keeps the near-ties of an early request under its
-    name. Decoded text and log-probs are switched off, because nobody reads them.
+    name. Nobody reads the decoded text or the log-probs of its tokens.
     """
     params = params.clone()
     num_prefix = len(start.prefix)

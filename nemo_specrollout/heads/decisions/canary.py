@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Canary of a draft head: raises an alarm if acceptance collapses or declines, and names the likely cause.
+"""The canary of a draft head, which raises an alarm if acceptance collapses or declines, and names the likely cause.
 
-Nothing else fails if a head is all zeros or sees the wrong layers: its drafts are merely never right.
+It is needed because nothing else fails if a head is all zeros or sees the wrong layers. Its drafts are merely never right.
 
 Shapes: K draft positions. A rate at position k is P(the first k + 1 drafts are all accepted).
 """
@@ -20,17 +20,17 @@ THRESHOLD = math.log(1e9)
 OVERDISPERSION = 2.0
 """Factor on the variance of a step's accepted drafts, because requests differ beyond chance."""
 MEMORY_DRAFTED = 20_000.0
-"""Draft tokens after which earlier counts decay to 1/e."""
+"""Number of draft tokens after which earlier counts decay to 1/e."""
 ENOUGH_DRAFTED = 500.0
-"""Draft tokens before the level is known."""
+"""Number of draft tokens after which the normal level of acceptance counts as known."""
 GATE_DRAFTED = 4000.0
 """Weight of the publish gate's figure, in draft tokens."""
 MIN_REQUESTS = 16
-"""Minimum number of requests behind a collapse alarm: the last few of a rollout may just be hard to draft for."""
+"""Minimum number of requests behind a collapse alarm, because the last few of a rollout may just be hard to draft for."""
 MIN_RATE = 1e-3
 MAX_RATE = 0.999
 WEIGHT_CAUSES = ("non_finite", "all_zero", "shared", "differs", "layer_ids", "rope")
-"""Causes in the head's weights or config. A change of tasks can explain the others."""
+"""Causes in the head's weights or config. Without one of these, a change of tasks may be the explanation."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class HeadHealth:
     non_finite: bool = False
     all_zero: bool = False
     shares_target_tensors: tuple[str, ...] = ()
-    """Names of the head's own tensors that lie in the policy's memory."""
+    """Names of the head's own tensors that share the policy's memory."""
     differs_from_published: bool = False
     layer_ids_wrong: bool = False
     rope_difference: str = ""
     """Description of how the head's RoPE differs from the policy's."""
     age_in_versions: int = 0
-    """Refits since the head was published."""
+    """Number of refits since the head was published."""
 
 
 def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
     """Returns a word and a sentence for the likely cause of a collapse after `event`, the most certain evidence first.
 
-    A head may have been trained with its own RoPE. If it was right until a refit, its RoPE is not the cause.
+    A head may have been trained with its own RoPE, so if its drafts were right until a refit, its RoPE is not the cause.
     """
     rope = health.rope_difference
     is_rope_suspect = bool(rope) and (event != "refit" or health.age_in_versions == 0)
@@ -102,12 +102,12 @@ class Alarm:
 
 @dataclass
 class _Evidence:
-    """What speaks for a collapse, summed since the drafts last looked healthy."""
+    """Evidence for a collapse, summed since the drafts last looked healthy."""
 
     score: float = 0.0
-    """Log likelihood ratio of a collapse to health, at least 0."""
+    """Log likelihood ratio of a collapse to a healthy head, at least 0."""
     carried: float = 0.0
-    """Score at the last event. It counts in full afterwards, however few requests follow."""
+    """Score at the last event, which counts in full afterwards, however few requests follow."""
     num_requests: int = 0
     """Largest number of requests in a step since the last event."""
     num_drafted: float = 0.0
@@ -117,7 +117,7 @@ class _Evidence:
 
 @dataclass
 class Level:
-    """Decayed counts by position, and the rates that follow from them."""
+    """The normal level of acceptance, as decayed counts by position and the rates that follow from them."""
 
     drafted_K: np.ndarray = field(default_factory=lambda: np.zeros(0))
     accepted_K: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -141,7 +141,7 @@ class Level:
         return float((drafted_K * self.rates(len(drafted_K))).sum())
 
     def assume(self, rates_K: np.ndarray) -> None:
-        """Takes over these rates, until there is more data."""
+        """Assumes these rates until there is more data."""
         drafted_K = np.full(len(rates_K), GATE_DRAFTED / len(rates_K))
         self.learn(drafted_K, drafted_K * rates_K)
 
@@ -157,10 +157,10 @@ class Level:
 class Canary:
     """Watches the acceptance of one draft model. Owns the expected rates and the evidence against them.
 
-    A collapse alarm is a CUSUM test (Page, Biometrika 1954) of the log likelihood ratio of "a third of the acceptance" to "as
-    before". With independent requests, a healthy head is accused less than once in 10^9 draft tokens. The expected rates
-    follow the observed ones, so slow changes cause no collapse alarm. A staleness alarm follows once after each publish if
-    acceptance has fallen to `STALE_SHARE`. After a collapse alarm the canary is silent until the next event.
+    The collapse alarm is a CUSUM test (Page, Biometrika 1954) of the log likelihood ratio of "a third of the acceptance" to
+    "as before". With independent requests, a healthy head causes a false alarm less than once in 10^9 draft tokens. The
+    expected rates follow the observed ones, so slow changes cause no collapse alarm. A staleness alarm is raised once after
+    each publish if acceptance has fallen to `STALE_SHARE`. After a collapse alarm the canary is silent until the next event.
     """
 
     def __init__(self, max_age: int | None = None) -> None:
@@ -170,7 +170,7 @@ class Canary:
         self.begin_again()
 
     def begin(self, event: str, expected_length: float | None = None, num_positions: int = 3) -> None:
-        """Notes an event: a `refit`, a `publish` or a `wake` from sleep.
+        """Notes an event, which is a `refit`, a `publish` or a `wake` from sleep.
 
         `expected_length` is the publish gate's acceptance length of a head that drafts `num_positions` tokens, if known.
         """
@@ -212,9 +212,9 @@ class Canary:
     def _collapse(self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth) -> Alarm | None:
         """Adds a step to the evidence. Returns an alarm if it is enough.
 
-        Since the last event, the score grows by at most `THRESHOLD / MIN_REQUESTS` for each request of the largest step. So it
-        takes a step of `MIN_REQUESTS` requests to reach the threshold from zero, because the last few requests of a rollout
-        may just be hard to draft for.
+        Since the last event, the score grows by at most `THRESHOLD / MIN_REQUESTS` for each request of the largest step. So
+        reaching the threshold from zero takes a step of `MIN_REQUESTS` requests. This is wanted because the last few requests
+        of a rollout may just be hard to draft for.
         """
         evidence = self._evidence
         rates_K = self.level.rates(len(drafted_K))
@@ -265,9 +265,9 @@ def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K:
 
 
 def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
-    """Returns the rates by position of a drafter that makes `acceptance_length` tokens a step, float64 [num_positions].
+    """Returns the rates by position of a drafter with this acceptance length, float64 [num_positions].
 
-    Each of its drafts is accepted with the same probability p, if all drafts before are. So the rate at position k is
+    Each draft is assumed to be accepted with the same probability p if all drafts before it are. So the rate at position k is
     p ** (k + 1), and p solves 1 + p + p ** 2 + ... + p ** num_positions = acceptance_length.
     """
     roots = np.roots([*np.ones(num_positions), 1.0 - acceptance_length])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publish gate: decides whether a trained head replaces the one in service, by a paired test on held-out sequences.
+"""The publish gate, which decides by a paired test on held-out sequences whether a trained head replaces the current one.
 
-Shapes: N sequences. Acceptance length: mean tokens that a request emits in a decode step, 1 without drafts.
+Shapes: N sequences. The acceptance length is the mean number of tokens that a request emits in a decode step, 1 without
+drafts.
 """
 
 import math
@@ -11,7 +12,7 @@ import numpy as np
 from scipy.special import stdtrit  # the quantile of Student's t
 
 MIN_FIRST_GAIN = 0.1
-"""Acceptance length that a first head must gain over drafting nothing."""
+"""Acceptance length that a first head must gain compared with no drafts."""
 MIN_SAMPLES = 8
 """Minimum number of held-out prompts."""
 SKEWNESS_WEIGHT = 2.0
@@ -20,7 +21,7 @@ SKEWNESS_WEIGHT = 2.0
 
 @dataclass(frozen=True)
 class GateDecision:
-    """Decision about a candidate. The numbers are NaN if nothing could be compared."""
+    """The gate's decision about a candidate. The numbers are NaN if nothing could be compared."""
 
     published: bool
     difference: float
@@ -36,8 +37,8 @@ class GateDecision:
 class PublishGate:
     """Publishes a candidate if, at `confidence`, it is worse by no more than `tolerance` in acceptance length.
 
-    The test is a one-sided paired t-test of the weighted mean difference. Samples of one prompt are alike and count as one.
-    A first head must beat drafting nothing by `MIN_FIRST_GAIN`. `confidence` is at least 0.5 and below 1.
+    The test is a one-sided paired t-test of the weighted mean difference. Samples of one prompt are not independent, so they
+    count as one. A first head must beat no drafts by `MIN_FIRST_GAIN`. `confidence` is at least 0.5 and below 1.
     """
 
     def __init__(self, confidence: float = 0.95, tolerance: float = 0.0) -> None:
@@ -53,8 +54,8 @@ class PublishGate:
     ) -> GateDecision:
         """Compares the acceptance lengths of the candidate and the head in service, float [N] each.
 
-        `current_N` is None if there is none. `weights_N` is the number of tokens of each sequence. `groups_N` numbers the
-        prompts; None if all differ. Raises ValueError if lengths differ or a weight is not positive.
+        `current_N` is None if no head is in service. `weights_N` is the number of tokens of each sequence. `groups_N` numbers
+        the prompts, or is None if all differ. Raises ValueError if lengths differ or a weight is not positive.
         """
         is_first = current_N is None
         reference_N = np.full(len(candidate_N), 1.0 + MIN_FIRST_GAIN) if current_N is None else current_N
@@ -95,9 +96,9 @@ def lower_bound(
 ) -> tuple[float, float]:
     """Returns the weighted mean of the differences and its one-sided lower confidence bound. Needs at least two groups.
 
-    The standard error is the jackknife's over groups. If differences are skewed towards losses, Student's quantile is too
-    optimistic. It is then widened as in Hall, "On the removal of skewness by transformation" (JRSS B, 1992), with twice the
-    sample skewness. No method detects losses that are so rare that the sample has none.
+    The standard error is that of the jackknife over groups. If differences are skewed towards losses, Student's quantile is
+    too optimistic, so it is widened as in Hall, "On the removal of skewness by transformation" (JRSS B, 1992), with twice the
+    sample skewness. No method can detect losses that are so rare that the sample has none.
     """
     _, group_N = np.unique(groups_N, return_inverse=True)
     shares_N = weights_N / weights_N.sum()

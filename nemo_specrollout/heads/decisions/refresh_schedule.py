@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refreshes of the draft head: whether to refresh after an RL step, for how long, and at which learning rate.
+"""Decides whether to refresh the draft head after an RL step, for how long, and at which learning rate.
 
-Acceptance length: mean tokens that a request emits in a decode step, 1 without drafts.
+The acceptance length is the mean number of tokens that a request emits in a decode step, 1 without drafts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from nemo_specrollout.config.block import DraftRefreshConfig
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 
 FIRST_SURPLUS = 0.1
-"""Acceptance length that the first refresh is expected to win beyond the loss since the last publish."""
+"""Acceptance length that the first refresh is expected to gain beyond the loss since the last publish."""
 LEARNING_WEIGHT = 0.5
 """Weight of the latest refresh in the outlook."""
 MIN_RECOVERY = 0.05
@@ -34,12 +34,12 @@ MIN_SHARE = 1e-3
 
 @dataclass(frozen=True)
 class DecodeCosts:
-    """Cost of decoding."""
+    """Cost of decoding with and without drafts."""
 
     plain_s: float
     """Seconds of a token without drafts."""
     drafted_step_s: float
-    """Seconds of a request's step with drafts: its share of the batch's step, however many drafts are accepted."""
+    """Seconds of a request's step with drafts, which is its share of the batch's step, whatever is accepted."""
 
     @classmethod
     def measured(
@@ -49,21 +49,21 @@ class DecodeCosts:
         return cls((plain_estimate_s or rollout_s) / num_tokens, rollout_s / num_request_steps)
 
     def token_s(self, acceptance_length: float) -> float:
-        """Returns the seconds of a token. Drafts that do not pay are not made."""
+        """Returns the seconds of a token, assuming that drafts are not made where they do not pay."""
         return min(self.plain_s, self.drafted_step_s / max(acceptance_length, 1.0))
 
 
 @dataclass(frozen=True)
 class RefreshOutlook:
-    """Expected result of the next refresh. At first, all of the loss is expected to be won back, and a little more."""
+    """Expected result of the next refresh. At first, it is expected to recover the whole loss and a little more."""
 
     refresh_s: float
     recovery: float = 1.0
-    """Share of the loss since the last publish that a refresh wins back."""
+    """Share of the loss since the last publish that a refresh recovers."""
     surplus: float = FIRST_SURPLUS
-    """Acceptance length that a refresh wins beyond that."""
+    """Acceptance length that a refresh gains beyond that."""
     num_rejected: int = 0
-    """Candidates in a row that the gate refused."""
+    """Number of candidates in a row that the gate has refused."""
 
     def after_publish(
         self, length_before: float, length_at_last_publish: float, length_after: float, seconds: float
@@ -74,7 +74,7 @@ class RefreshOutlook:
         if fall >= MIN_FALL:
             won_back = min(max((length_after - length_before) / fall, 0.0), MAX_RECOVERY)
             recovery = max(MIN_RECOVERY, _towards(self.recovery, won_back))
-        # A head below the level of the last publish has no surplus. The recovery accounts for the difference.
+        # A head below the level of the last publish has no surplus, because the recovery accounts for the difference.
         surplus = max(0.0, _towards(self.surplus, length_after - max(length_at_last_publish, length_before)))
         return RefreshOutlook(_towards(self.refresh_s, seconds), recovery, surplus)
 
@@ -88,7 +88,7 @@ class RefreshOutlook:
 
 @dataclass(frozen=True)
 class RefreshDecision:
-    """Decision about a refresh."""
+    """The schedule's decision about a refresh."""
 
     refresh: bool
     gain_s: float
@@ -106,7 +106,7 @@ class StepFacts:
     """Facts about a finished RL step."""
 
     acceptance_length: float | None
-    """The head's acceptance length (`head_use`); None if the head drafted nothing."""
+    """The head's acceptance length (`head_use`), or None if the head drafted nothing."""
     num_tokens: int
     seconds: float
     steps_to_come: int
@@ -120,8 +120,8 @@ def head_use(
 ) -> tuple[float | None, float]:
     """Returns acceptance length and share of a head in a rollout, from each drafter's draft tokens by position.
 
-    The length is the mean of the tokens of a request's steps in which the head drafted, and None if there are none. The
-    share is the share of these steps in all requests' decode steps.
+    The length is the mean number of tokens in steps of a request in which the head drafted, or None if there are none. The
+    share is that of these steps in all requests' decode steps.
     """
     head = next((name for name in proposed if name in MODEL_DRAFTERS), None)
     if head is None or not proposed[head][0]:
@@ -134,8 +134,8 @@ class RefreshSchedule:
     """Decides after each RL step whether to refresh, as `config.trigger` says. Owns the history of the run's refreshes.
 
     The trigger `auto` refreshes when the stale head has cost as much time since the last refresh as a refresh takes. This
-    ski-rental rule never costs more than twice the optimum. The rest of the run must also repay the refresh with
-    `config.margin` to spare. The gap `config.min_gap` doubles after each candidate in a row that the gate refused.
+    ski-rental rule never costs more than twice the optimum. In addition, the rest of the run must repay the refresh with a
+    margin of `config.margin`. The gap `config.min_gap` doubles after each candidate in a row that the gate has refused.
 
     Before the first publish, a better head is expected to draft in every step. Afterwards it is expected to draft in the
     largest share of steps that the published head reached. With `in_background`, the run does not wait for training. Then
@@ -147,14 +147,14 @@ class RefreshSchedule:
         self._in_background = in_background
         self.outlook = RefreshOutlook(config.max_train_seconds or FIRST_REFRESH_S)
         self.length: float | None = None
-        """Current acceptance length, a decayed mean; None if the head has not drafted since the last publish."""
+        """Decayed mean of the acceptance length, or None if the head has not drafted since the last publish."""
         self.published_length: float | None = None
         """Acceptance length right after the last publish, or at the start of the run."""
         self.steps_since = 0
-        """RL steps since the last refresh, published or not."""
+        """Number of RL steps since the last refresh, published or not."""
         self.run_s = 0.0
         self.waited_s = 0.0
-        """Seconds of the refreshes."""
+        """Seconds that all refreshes have taken."""
         self._share: float | None = None
         self._step_s = self._lost_s = 0.0
 
@@ -173,14 +173,14 @@ class RefreshSchedule:
         return self.decide(num_tokens, facts.steps_to_come, facts.costs)
 
     def decide(self, num_tokens: float, steps_to_come: int, costs: DecodeCosts) -> RefreshDecision:
-        """Returns the decision in the present state, for a run with `num_tokens` tokens in each step to come."""
+        """Returns the decision in the current state, for a run with `num_tokens` tokens in each coming step."""
         length = self.length or 1.0
         cost_s = 0.0 if self._in_background else self.outlook.refresh_s
         fall = max(0.0, (self.published_length or 1.0) - length)
         expected_length = length + self.outlook.recovery * fall + self.outlook.surplus
         gain_s_per_step = num_tokens * (costs.token_s(length) - costs.token_s(expected_length))
         gain_s = gain_s_per_step * steps_to_come
-        # The first step after a refresh begins a new sum.
+        # The first step after a refresh starts a new sum.
         self._lost_s = gain_s_per_step + (self._lost_s if self.steps_since > 1 else 0.0)
         price = "and wait for no training" if self._in_background else f"for {cost_s:.2g} s of training"
         gain = f"at {num_tokens:,.0f} tokens a step the {steps_to_come} steps left gain {gain_s:.2g} s {price}"
@@ -199,7 +199,7 @@ class RefreshSchedule:
         return RefreshDecision(refresh, gain_s, f"{'refreshed' if refresh else 'skipped'}: {reason}")
 
     def _judge_interval(self, steps_to_come: int) -> tuple[bool, str]:
-        """Returns whether to refresh by the number of steps, without regard to `max_time_share`, and the reason."""
+        """Returns whether a refresh is due by the number of steps, regardless of `max_time_share`, and the reason."""
         interval = self._config.interval
         steps = f"{self.steps_since} steps since the last refresh (interval: {interval})"
         if steps_to_come == 0 or self.steps_since < interval:
@@ -207,7 +207,7 @@ class RefreshSchedule:
         return True, steps
 
     def _judge_gain(self, gain_s: float, cost_s: float, gain: str) -> tuple[bool, str]:
-        """Returns whether a refresh pays, without regard to `max_time_share`, and the reason. `gain` tells the gain."""
+        """Returns whether a refresh pays, regardless of `max_time_share`, and the reason. `gain` is the gain in words."""
         gap = self._config.min_gap * min(2**self.outlook.num_rejected, MAX_BACKOFF)
         if self.steps_since < gap:
             after = " after a head that was refused" if self.outlook.num_rejected else ""
@@ -222,7 +222,7 @@ class RefreshSchedule:
         return True, outlook
 
     def budget_s(self) -> float:
-        """Returns the maximum training seconds of the next refresh: its share of the run, minus the time already used."""
+        """Returns the most training seconds of the next refresh, its share of the run minus the time already used."""
         share = self._config.max_time_share
         usual_s = max(FIRST_REFRESH_S, self._step_s) if self._in_background else FIRST_REFRESH_S
         wanted_s = self._config.max_train_seconds or usual_s
@@ -246,9 +246,9 @@ class RefreshSchedule:
 
 
 class RefreshRate:
-    """Owns the share of the usual learning rate that the next refresh takes.
+    """Owns the factor on the usual learning rate for the next refresh.
 
-    A converged head gets worse at a rate that suits an unfinished head, and a few steps do not repair it.
+    A converged head gets worse at a learning rate that suits an unfinished head, and a few steps do not repair that.
     """
 
     def __init__(self) -> None:

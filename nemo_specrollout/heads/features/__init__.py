@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features that a head learns from: sources, and their store on disk."""
+"""Features from which a head learns, with their sources and their store on disk."""

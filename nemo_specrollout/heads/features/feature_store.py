@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Feature store on disk, between the rollouts that compute features and the training of a head.
 
-A store has a bounded size and survives a crash at any moment. `index.json` says what the features are of.
+A store has a bounded size and survives a crash at any moment. `index.json` describes the source of the features.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from nemo_specrollout.storage.files import lock_folder, write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 
 FORMAT = 2
-"""Number of the file format. A store of another format cannot be used."""
+"""Version of the file format. A store in another format cannot be used."""
 INDEX = "index.json"
 SHARD_BYTES = 64 << 20
 SEQUENCE_OVERHEAD_BYTES = 512
-"""Bytes that a sequence takes in a shard beyond its tensors, at most."""
+"""Most bytes that a sequence takes in a shard in addition to its tensors."""
 SHARD_OVERHEAD_BYTES = 1024
-"""Bytes that a shard takes beyond its sequences, at most."""
+"""Most bytes that a shard takes in addition to its sequences."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FeatureSource:
 
 
 class FeatureReader:
-    """Reads a store, which another process may be writing. A shard that the writer drops meanwhile is skipped."""
+    """Reads a store, to which another process may be writing. A shard that the writer drops in the meantime is skipped."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -70,13 +70,13 @@ class FeatureReader:
 
 
 def _age(shard: Path) -> tuple[int, int]:
-    """Returns policy version and number of a shard. The number counts the shards in the order of writing."""
+    """Returns policy version and number of a shard. Shards are numbered in the order of writing."""
     version, number = shard.stem.split("-")[1:]
     return int(version), int(number)
 
 
 def _read(shard: Path, held_out: bool) -> Iterator[SequenceFeatures]:
-    """Yields the training or the held-out sequences of a shard; none if the writer has dropped the shard."""
+    """Yields the training or the held-out sequences of a shard, or none if the writer has dropped the shard."""
     try:
         file = safe_open(shard, framework="pt")
     except (FileNotFoundError, RuntimeError):  # RuntimeError: the file vanished between two accesses of safetensors
@@ -94,7 +94,7 @@ def _read(shard: Path, held_out: bool) -> Iterator[SequenceFeatures]:
 
 
 def data_hash(sequences: Iterable[SequenceFeatures]) -> str:
-    """Returns a hash of tokens and policy versions, in any order, for the card of a head."""
+    """Returns a hash of tokens and policy versions for the card of a head. It does not depend on the order."""
     contents = (f.token_ids_T.numpy().tobytes() + f.policy_version.to_bytes(8, "little") for f in sequences)
     return hashlib.sha256(b"".join(sorted(hashlib.sha256(data).digest() for data in contents))).hexdigest()
 
@@ -118,18 +118,18 @@ def first_tokens(sequences: Iterable[SequenceFeatures], max_tokens: int) -> list
 
 
 class FeatureStore(FeatureReader):
-    """Only writer of a store, which also reads what it has flushed.
+    """The only writer of a store, which can also read what it has flushed.
 
     At any moment, even if the process is killed, every shard is complete and all shards together take at most `max_bytes`.
-    A kill loses what was appended since the last flush: at most an eighth of `max_bytes`, or one sequence. A full store
-    drops whole shards of the oldest policy versions.
+    A kill loses what was appended since the last flush, which is at most an eighth of `max_bytes` or one sequence. A full
+    store drops whole shards of the oldest policy versions.
     """
 
     def __init__(self, folder: Path, max_bytes: int, source: FeatureSource, held_out_share: float = 0.1) -> None:
-        """Opens the store and repairs what a killed process left.
+        """Opens the store and repairs what a killed process has left.
 
-        Raises ValueError if the folder holds features of another source or with another held-out share, and
-        BlockingIOError if another process writes to it.
+        Raises ValueError if the folder has features of another source or with another held-out share, and BlockingIOError if
+        another process writes to it.
         """
         super().__init__(folder)
         self.source = source
@@ -147,7 +147,7 @@ class FeatureStore(FeatureReader):
             raise
 
     def close(self) -> None:
-        """Flushes, and lets another process write."""
+        """Flushes the store, and lets another process write to it."""
         try:
             self.flush()
         finally:
@@ -156,8 +156,8 @@ class FeatureStore(FeatureReader):
     def append(self, features: SequenceFeatures, prompt_ids: torch.Tensor | Sequence[int] | None = None) -> None:
         """Keeps a copy of a sequence, which is on disk after the next flush.
 
-        `prompt_ids` decides whether the sequence is held out; by default the sequence's own prompt. Raises ValueError if the
-        features do not fit the source or the store, or if their prompt is unknown, and OSError as `flush` does.
+        `prompt_ids` decides whether the sequence is held out, and is by default the sequence's own prompt. Raises ValueError
+        if the features do not fit the source or the store, or if their prompt is unknown, and OSError as `flush` does.
         """
         self._check(features)
         held_out = is_held_out(features.whole_prompt_P if prompt_ids is None else prompt_ids, self.held_out_share)
@@ -168,20 +168,20 @@ class FeatureStore(FeatureReader):
         self._buffered_bytes += num_bytes
 
     def keep(self, captured: Iterable[SequenceFeatures]) -> None:
-        """Stores the sequences that begin in the prompt and have a generated token; a head cannot learn from others."""
+        """Stores those sequences that begin in the prompt and have a generated token, as a head needs both to learn."""
         for features in captured:
             if features.first_position < features.prompt_length < features.first_position + features.num_tokens:
                 self.append(features)
         self.flush()
 
     def forget_after(self, version: int) -> None:
-        """Drops features of policy versions above `version`, from which a resumed run goes on."""
+        """Drops features of policy versions above `version`, from which a resumed run continues."""
         for shard in self.shards():
             if _age(shard)[0] > version:
                 shard.unlink()
 
     def flush(self) -> None:
-        """Writes what was appended. If that raises OSError, the store lacks some or all of it, and is intact otherwise."""
+        """Writes what was appended. If that raises OSError, the store lacks some or all of it but is otherwise intact."""
         buffer = self._buffer
         self._buffer = {}
         self._buffered_bytes = 0
@@ -198,7 +198,7 @@ class FeatureStore(FeatureReader):
                 ) from error
 
     def _recover(self) -> None:
-        """Writes the index, or checks it; removes what a killed process left unfinished."""
+        """Writes the index or checks it, and removes what a killed process has left unfinished."""
         index = self.folder / INDEX
         source = {**asdict(self.source), "layer_ids": list(self.source.layer_ids)}
         own = {"format": FORMAT, "source": source, "held_out_share": self.held_out_share}
@@ -221,7 +221,10 @@ class FeatureStore(FeatureReader):
             write_atomically(file, data)
 
     def _make_room(self, num_bytes: int, age: tuple[float, float] = (math.inf, 0)) -> bool:
-        """Drops the oldest shards until `num_bytes` more fit. Returns False, and drops none, if that would take newer ones."""
+        """Drops the oldest shards until `num_bytes` more fit.
+
+        Returns False and drops none if that would need shards newer than `age`.
+        """
         shards = [(shard, shard.stat().st_size) for shard in self.shards()]
         older = [(shard, size) for shard, size in shards if _age(shard) < age]
         excess = num_bytes - self.max_bytes + sum(size for _, size in shards)
@@ -250,7 +253,7 @@ class FeatureStore(FeatureReader):
 
 
 def _copied(features: SequenceFeatures) -> SequenceFeatures:
-    """Returns a copy on the CPU, which does not keep the larger tensors alive that the features are slices of."""
+    """Returns a copy on the CPU, so that the larger tensors of which the features are slices can be freed."""
     names = ("token_ids_T", "aux_TF", "final_TH", *(() if features.prompt_ids_P is None else ("prompt_ids_P",)))
     copies = {n: getattr(features, n).detach().cpu().clone(memory_format=torch.contiguous_format) for n in names}
     return dataclasses.replace(features, **copies)

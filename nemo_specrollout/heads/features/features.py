@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features: the tokens of a sequence and the policy's hidden states at each, which a head learns from.
+"""Features from which a head learns, which are the tokens of a sequence and the policy's hidden states at each of them.
 
-Shapes: T tokens of a sequence, P tokens of its prompt, R generated tokens of a chunk, B texts of a micro-batch.
-H hidden size, F = auxiliary layers * H, V vocabulary.
+Shapes: T tokens of a sequence, P tokens of its prompt, R generated tokens of a chunk, B texts of a micro-batch, H hidden
+size, F = auxiliary layers * H, V vocabulary.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from transformers import AutoModel, PreTrainedModel
 CHUNK_ELEMENTS = 1 << 24
 """Approximate number of logits in memory at a time."""
 MAX_EXCESS, WARN_EXCESS = 2.0, 0.5
-"""Surprise beyond the policy's entropy, nats per token, above which rollouts are refused or a warning is given."""
+"""Surprise beyond the policy's entropy, in nats per token, above which rollouts are refused or cause a warning."""
 
 Text = tuple[Sequence[int], int]
 """Token ids of a prompt with its response, and the length of the prompt."""
@@ -27,22 +27,22 @@ Text = tuple[Sequence[int], int]
 
 @dataclass(frozen=True)
 class SequenceFeatures:
-    """Consecutive tokens of one sequence with the policy's hidden states; all tensors are on the CPU."""
+    """Consecutive tokens of one sequence with the policy's hidden states. All tensors are on the CPU."""
 
     token_ids_T: torch.Tensor
     """Tokens at the positions `first_position` and above, int32 [T]."""
     aux_TF: torch.Tensor
-    """Residual stream before each auxiliary layer, not normed, in the order of the layer ids, [T, F]."""
+    """Residual stream before each auxiliary layer, without norm, in the order of the layer ids, [T, F]."""
     final_TH: torch.Tensor
     """States after the final norm, [T, H]. The policy's LM head turns them into logits of the next token."""
     prompt_length: int
-    """Tokens of the sequence that were given. A head learns to draft the tokens after them."""
+    """Number of tokens of the sequence that were given. A head learns to draft the tokens after them."""
     policy_version: int
     """Version of the weights that computed the features."""
     first_position: int = 0
     """Position of the first token in the sequence."""
     prompt_ids_P: torch.Tensor | None = None
-    """The whole prompt, int32 [P]. Given if the KV cache held its first tokens, so that the features begin later."""
+    """The whole prompt, int32 [P]. Set if its first tokens were in the KV cache, so that the features begin later."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids_T) == len(self.aux_TF) == len(self.final_TH), "features must cover the same tokens"
@@ -53,7 +53,7 @@ class SequenceFeatures:
 
     @property
     def whole_prompt_P(self) -> torch.Tensor:
-        """Tokens of the whole prompt, int32 [P]. Raises ValueError if they are unknown."""
+        """The tokens of the whole prompt, int32 [P]. Raises ValueError if they are unknown."""
         if self.prompt_ids_P is not None:
             return self.prompt_ids_P
         if self.first_position > 0 or self.num_tokens < self.prompt_length:
@@ -67,7 +67,7 @@ class SequenceFeatures:
 
     @property
     def num_draftable(self) -> int:
-        """Number of generated tokens that a head can draft: all except the first, which the policy samples."""
+        """Number of generated tokens that a head can draft, which excludes the first because the policy samples it."""
         return max(0, self.num_tokens - 2 - self.first_start)
 
     @property
@@ -77,16 +77,16 @@ class SequenceFeatures:
 
 
 def is_held_out(prompt_ids: torch.Tensor | Sequence[int], share: float) -> bool:
-    """Returns whether all sequences of this prompt are kept from training, which is so for a `share` of all prompts."""
+    """Returns whether all sequences of this prompt are held out from training. This is so for a `share` of all prompts."""
     data = np.ascontiguousarray(np.asarray(prompt_ids), dtype="<i8").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < share * 2**64
 
 
 @contextmanager
 def loading_faults(folder: Path, what: str, fix: str = "copy the folder again") -> Iterator[None]:
-    """Turns every error with which transformers refuses a damaged `folder` into a ValueError: folder, what failed, and fix.
+    """Turns every error with which transformers refuses a damaged `folder` into a ValueError with folder, problem and fix.
 
-    The errors are of many kinds, and a damaged tokenizer makes Rust panic, which Python has as no Exception.
+    The errors are of many kinds. A damaged tokenizer even makes Rust panic, which in Python is not an `Exception`.
     """
     try:
         yield
@@ -112,13 +112,13 @@ def hf_features(
 ) -> list[SequenceFeatures]:
     """Returns the features of `texts` in their order, by forward passes in the policy's dtype.
 
-    Each text has a generated token. The feature of layer i is the residual stream before the policy's layer i. A pass has
-    at most `max_tokens` positions, padding included; a longer text has a pass of its own.
+    Each text must have a generated token. The feature of layer i is the residual stream before the policy's layer i. A pass
+    has at most `max_tokens` positions including padding, except that a longer text has a pass of its own.
     """
     found: dict[int, SequenceFeatures] = {}
     for batch in _micro_batches([len(ids) for ids, _ in texts], max_tokens):
         ids_BT = torch.nn.utils.rnn.pad_sequence([torch.tensor(texts[i][0]) for i in batch], batch_first=True)
-        # Causal attention never sees padding on the right. Without a mask, the fastest kernels are used.
+        # Causal attention never sees padding on the right, so no mask is needed, and the fastest kernels can be used.
         output = policy(input_ids=ids_BT.to(policy.device), output_hidden_states=True, use_cache=False)
         aux_BTF = torch.cat([output.hidden_states[i] for i in layer_ids], dim=-1).cpu()
         final_BTH = output.last_hidden_state.cpu()
@@ -132,7 +132,7 @@ def hf_features(
 
 
 def _micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yields indices of texts of similar length: one text, or as many as take `max_tokens` positions when padded."""
+    """Yields indices of texts of similar length, as many as take `max_tokens` positions when padded, but at least one."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batch and (len(batch) + 1) * lengths[i] > max_tokens:
@@ -147,11 +147,11 @@ def _micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int
 def check_surprise(
     lm_head_VH: torch.Tensor, sequences: Sequence[SequenceFeatures], temperature: float = 1.0
 ) -> str | None:
-    """Returns a warning if the generated tokens look like another policy's, else None.
+    """Returns a warning if the generated tokens look like another policy's, and otherwise None.
 
-    Token ids of another tokenizer may be valid ids, so only their probabilities tell. For its own samples, the mean log-prob
-    is about minus the policy's entropy. Temperature 0 counts as 1. Raises ValueError if the tokens cannot be the policy's:
-    they are less likely than uniform guesses, or the policy is far more surprised than it expects to be.
+    Token ids of another tokenizer may be valid ids, so only their probabilities reveal the difference. For its own samples,
+    the mean log-prob is about minus the policy's entropy. Temperature 0 counts as 1. Raises ValueError if the tokens cannot be
+    the policy's, because they are less likely than uniform guesses, or far less likely than its entropy suggests.
     """
     rows = max(1, CHUNK_ELEMENTS // len(lm_head_VH))
     logprob = entropy = 0.0

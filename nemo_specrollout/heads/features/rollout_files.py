@@ -33,18 +33,18 @@ _AS_IDS = ("prompt_token_ids", "response_token_ids")
 _AS_TEXT = ("prompt", "response")
 
 Encode = Callable[[str, bool], list[int]]
-"""Returns the token ids of a text. If the flag is set, the text begins a sequence and gets the special tokens for that."""
+"""Returns the token ids of a text. If the flag is true, the text begins a sequence and gets the special tokens for that."""
 
 
 @dataclass(frozen=True)
 class RolloutText:
-    """Response with all tokens before it. Each turn of a conversation is a text of its own."""
+    """A response with all tokens before it. Each turn of a conversation is a text of its own."""
 
     token_ids: list[int]
     """Tokens of prompt and response."""
     prompt_length: int
     first_prompt_length: int
-    """Tokens of the first prompt, which all samples of a conversation share."""
+    """Number of tokens of the first prompt, which all samples of a conversation share."""
 
     @property
     def first_prompt(self) -> list[int]:
@@ -57,14 +57,15 @@ class RolloutText:
 
     @property
     def text(self) -> Text:
-        """The text as `hf_features` expects it."""
+        """The text in the form that `hf_features` expects."""
         return self.token_ids, self.prompt_length
 
 
 def rollout_files(paths: Sequence[Path]) -> list[Path]:
     """Returns the files that `paths` name, each once.
 
-    A folder stands for NeMo-RL's logs below it in the order of their steps, or else for all *.jsonl files below it.
+    A folder stands for NeMo-RL's logs below it in the order of their steps, or for all *.jsonl files below it if there are no
+    such logs.
     """
     found: list[Path] = []
     for path in paths:
@@ -150,7 +151,7 @@ def _encoder(policy_folder: Path) -> Encode:
 
 
 def token_ids_of(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
-    """Returns the ids of a text. If it `begins` a sequence, it gets the special tokens for that, unless it has them."""
+    """Returns the ids of a text. If it `begins` a sequence, it gets the special tokens for that unless it has them."""
     ids = list(tokenizer(text, add_special_tokens=begins)["input_ids"])
     added = len(os.path.commonprefix([ids, tokenizer("")["input_ids"]])) if begins else 0  # noqa: RUF071 (lists)
     return ids[added:] if ids[:added] == ids[added : 2 * added] else ids
@@ -165,7 +166,7 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[RolloutText]:
-    """Yields the texts of a line in any of the three forms; none if nothing was generated."""
+    """Yields the texts of a line in any of the three forms, or none if nothing was generated."""
     present = {key for key, value in record.items() if not _is_absent(value)}
     if present.issuperset(_AS_LOGGED):
         yield from _logged_texts(record, where)
@@ -182,12 +183,12 @@ def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[Rollo
 
 
 def _listed(keys: Iterable[str]) -> str:
-    """Returns the first few keys, in order, each cut to a length that can be read."""
+    """Returns the first few keys in order, each cut to a readable length."""
     return ", ".join(key[:40] for key in sorted(keys)[:6])
 
 
 def _is_absent(value: Any) -> bool:
-    """Returns whether a value stands for none: null, or the NaN that pandas has for it."""
+    """Returns whether a value is null, or the NaN that pandas writes for it."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -226,14 +227,14 @@ def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
 
 
 def _as_batch(value: Any, field: str) -> list[list[Any]]:
-    """Returns a list of lists: the value, or the value as the only row."""
+    """Returns the value as a list of lists. A flat list becomes the only row."""
     if not isinstance(value, list):
         raise ValueError(f"{field} must be a list, and is {reprlib.repr(value)}; write the line again")
     return value if all(isinstance(v, list) for v in value) else [value]
 
 
 def _text(value: Any, field: str) -> str:
-    """Returns a prompt or a response, which must be text that can be encoded."""
+    """Returns a prompt or a response after checking that it is text that can be encoded."""
     if not isinstance(value, str):
         fix = "messages and their parts need the policy's chat template first, or give token ids"
         raise ValueError(f"{field} must be a text, and is {reprlib.repr(value)}; {fix}")

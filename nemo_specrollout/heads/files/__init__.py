@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a draft head on disk: what it holds, whether it fits a policy, and which head a run serves."""
+"""Draft heads on disk, with what their folders hold, whether they fit a policy, and which head a run serves."""

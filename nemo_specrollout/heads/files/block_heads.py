@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells by the files of both, without torch, whether drafters fit a policy: above all heads that draft whole blocks."""
+"""Tells from their files, without torch, whether drafters fit a policy, especially heads that draft whole blocks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +19,9 @@ _OWN_SAMPLERS = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftMod
 
 
 def drafter_misfits(block: SpecrolloutConfig, policy: str, length: Any) -> list[str]:
-    """Returns why heads and drafters of whole blocks do not fit the policy, and texts of `length` tokens if that is known.
+    """Returns why heads and drafters of whole blocks do not fit the policy, or texts of `length` tokens if that is known.
 
-    What is named by a name on the Hub passes.
+    Models that are given by their names on the Hub pass.
     """
     found = list[str | None]()
     length = length if isinstance(length, int) else None
@@ -33,9 +33,9 @@ def drafter_misfits(block: SpecrolloutConfig, policy: str, length: Any) -> list[
 
 
 def misfit_of_block_drafter(drafter: DrafterConfig, policy: Path) -> str | None:
-    """Returns a sentence if `drafter` is a DFlash or DSpark head that cannot draft for `policy`, else None.
+    """Returns a sentence if `drafter` is a DFlash or DSpark head that cannot draft for `policy`, and otherwise None.
 
-    A head that is named by its name on the Hub passes, because its files are not known.
+    A head that is given by its name on the Hub passes, because its files are not known.
     """
     if not isinstance(drafter, BlockDrafterConfig) or not Path(drafter.model).is_dir():
         return None
@@ -55,7 +55,7 @@ def _reason(
 ) -> str | None:
     names = _names(config)
     if drafter.type == "dspark" and any(name.startswith("DeepseekV4") for name in names):
-        return None  # a policy that contains its DSpark, in a form of its own
+        return None  # the policy contains its DSpark in a form of its own
     if not names & {drafter.type, *_ARCHITECTURES[drafter.type]}:
         samples = ", which samples in kernels of its own, without the policy's noise" if names & _OWN_SAMPLERS else ""
         what = " or ".join(sorted(names)) or "of no architecture"
@@ -69,7 +69,7 @@ def _reason(
 
 
 def _names(config: Mapping[str, Any]) -> set[str]:
-    """Returns the names of a checkpoint's algorithm, if `speculators` wrote it, or else of its architectures."""
+    """Returns the name of a checkpoint's algorithm if `speculators` wrote it, and otherwise those of its architectures."""
     if "speculators_model_type" in config:
         return {str(config["speculators_model_type"])}
     return set(config.get("architectures") or ())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and checks the folder of an EAGLE-3 head: its config, the headers of its tensors, and the tensors.
+"""Reads and checks the folder of an EAGLE-3 head, with its config, the headers of its tensors, and the tensors.
 
-Two layouts are read: the one of `speculators`, with a nested `transformer_layer_config`, and the flat one of vLLM and
-ModelOpt, with `midlayer.*`. Tensor names are given in the first. Only functions that read tensors load torch.
+Two layouts are supported, which are that of `speculators` with a nested `transformer_layer_config`, and the flat one of vLLM
+and ModelOpt with `midlayer.*`. Tensor names are given in the first one. Only functions that read tensors load torch.
 
 Shapes: D tokens that the head can draft.
 """
@@ -34,7 +34,7 @@ class PolicyFacts:
     vocab_size: int
     num_layers: int
     max_position_embeddings: int
-    """Longest context, tokens."""
+    """Longest context in tokens."""
     is_untied: bool
     """True if the config says that the LM head is not the embedding. Many configs say nothing about it."""
 
@@ -51,7 +51,7 @@ class HeadFacts:
     draft_vocab_size: int
     max_position_embeddings: int
     layer_ids: tuple[int, ...]
-    """Layers of the policy whose inputs the head reads; empty if the config has none where all of vLLM reads them."""
+    """Layers of the policy whose inputs the head reads. Empty if the config has none in a place that all of vLLM reads."""
     flags: Mapping[str, bool]
     """Switches of the architecture, by their names in `speculators`."""
     shapes: Mapping[str, Shape]
@@ -111,7 +111,7 @@ def read_head_facts(folder: Path) -> HeadFacts:
 
 
 def read_head_tensors(folder: Path, framework: str = "pt", only: tuple[str, ...] = ("",)) -> "dict[str, torch.Tensor]":
-    """Returns the tensors whose names end in one of `only`; arrays for the framework `np`."""
+    """Returns the tensors whose names end in one of `only`, as arrays if the framework is `np`."""
     tensors: dict[str, torch.Tensor] = {}
     for file in _tensor_files(folder):
         with safe_open(file, framework) as opened:
@@ -121,9 +121,10 @@ def read_head_tensors(folder: Path, framework: str = "pt", only: tuple[str, ...]
 
 
 def check_head(folder: Path, policy_folder: Path, length: int | None = None, *, read_tensors: bool = True) -> HeadFacts:
-    """Returns the facts of a head that fits the policy, texts of `length` tokens (None: unknown), and is complete.
+    """Returns the facts of a head, after checking that it is complete and fits the policy and texts of `length` tokens.
 
-    Raises ValueError for any other. Without `read_tensors`, no floats are read, which takes milliseconds.
+    `length` None means unknown. Raises ValueError if a check fails. Without `read_tensors` no floats are read, so that it
+    takes only milliseconds.
     """
     facts = read_head_facts(folder)
     policy = read_policy_facts(policy_folder)
@@ -139,7 +140,7 @@ def check_head(folder: Path, policy_folder: Path, length: int | None = None, *, 
 
 
 def misfit(head: str, policy: str, length: int | None = None) -> str | None:
-    """Returns why a head does not fit a policy and a run's length; None if it fits, or if either is not a folder here."""
+    """Returns why a head does not fit a policy and a run's length, or None if it fits or if either is no local folder."""
     if Path(head).is_dir() and Path(policy).is_dir():
         try:
             check_head(Path(head), Path(policy), length, read_tensors=False)
@@ -149,9 +150,9 @@ def misfit(head: str, policy: str, length: int | None = None) -> str | None:
 
 
 def nested_layer_ids(eagle_config: Mapping[str, Any] | None, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose inputs a head reads by its `eagle_config`, or by vLLM's default; empty if that is unfit.
+    """Returns the layers whose inputs a head reads by its `eagle_config` or by vLLM's default, or () if that is invalid.
 
-    SpecForge has the same default, and writes it as the layers whose outputs these are.
+    SpecForge has the same default, but writes it as the layers of which these are the outputs.
     """
     ids = tuple((eagle_config or {}).get(LAYER_IDS_FIELD) or ())
     default = (2, num_layers // 2, num_layers - 3)
@@ -171,7 +172,7 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int, where: str) -> 
 
 
 def check_values(facts: HeadFacts, tensors: "Mapping[str, torch.Tensor]") -> None:
-    """Raises ValueError for tensors that are not finite, all zero, or no valid map of the vocabulary."""
+    """Raises ValueError for tensors that are not finite or all zero, and for invalid maps of the vocabulary."""
     import torch
 
     for name, tensor in ((n, t) for n, t in tensors.items() if t.is_floating_point()):
@@ -183,7 +184,7 @@ def check_values(facts: HeadFacts, tensors: "Mapping[str, torch.Tensor]") -> Non
 
 
 def _check_maps(facts: HeadFacts, tensors: Mapping[str, Any]) -> None:
-    """Raises ValueError for maps of the vocabulary, of torch or numpy and any integer type, that are not valid."""
+    """Raises ValueError for invalid maps of the vocabulary, which may be torch or numpy arrays of any integer type."""
     import numpy as np
 
     index_D = np.arange(facts.draft_vocab_size)
@@ -287,7 +288,7 @@ def _layer_shapes(facts: HeadFacts, is_first: bool) -> dict[str, Shape]:
 
 
 def _longest_text(config: Mapping[str, Any], folder: Path) -> int:
-    """Returns the tokens of the longest text that a config allows, with those that YaRN adds."""
+    """Returns the length of the longest text that a config allows, including the extension by YaRN."""
     where = folder / "config.json"
     length = num_positions(config, where)
     return size_in(config, "max_position_embeddings", where) if length is None else length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folder of a run's draft heads, which engines, the trainer and a resumed run share. Does not load torch."""
+"""The folder of a run's draft heads, which engines, the trainer and a resumed run share. This module does not load torch."""
 
 import json
 import shutil
@@ -12,12 +12,12 @@ from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 
 NUM_KEPT = 3
-"""Newest heads and teachers that are kept. After an alarm, an engine reads its head and the one before it."""
+"""Number of newest heads and teachers that are kept. After an alarm, an engine reads its head and the one before it."""
 
 
 @dataclass(frozen=True)
 class PublishedHead:
-    """Head in service. The numbers are None if an older version of this package published it."""
+    """The head in service. The numbers are None if an older version of this package has published it."""
 
     folder: Path
     policy_version: int | None = None
@@ -28,7 +28,7 @@ class PublishedHead:
 
 @dataclass(frozen=True)
 class RefreshRecord:
-    """Outcome of an RL step for the head, for logs and for other processes."""
+    """The outcome of an RL step for the head, for logs and for other processes."""
 
     decision: str
     """Whether the head was refreshed, and why."""
@@ -50,10 +50,10 @@ class RefreshRecord:
 
 
 class HeadFolder:
-    """Layout of the folder. Has no state: every call reads the disk.
+    """The layout of the folder. The object has no state, and every call reads the disk.
 
-    `features/` holds the feature store, or one for each engine. `teachers/` holds the LM head and embedding of each policy
-    version. `step_N/` is a head that passed the gate, `refused/` the last one that did not. `published.json` names the
+    `features/` has the feature store, or one for each engine. `teachers/` has the LM head and embedding of each policy
+    version. `step_N/` is a head that passed the gate, and `refused/` is the last one that did not. `published.json` names the
     head in service.
     """
 
@@ -65,7 +65,7 @@ class HeadFolder:
         return self.path / "features" / ("" if engine is None else f"engine_{engine}")
 
     def teacher(self, version: int) -> Path:
-        """Returns the file of LM head and embedding of a policy version; creates its folder."""
+        """Returns the path of the LM head and embedding of a policy version, and creates its folder."""
         (self.path / "teachers").mkdir(parents=True, exist_ok=True)
         return self.path / "teachers" / f"policy_{version}.safetensors"
 
@@ -74,7 +74,7 @@ class HeadFolder:
         return self.path / (f"step_{step}" if published else "refused")
 
     def published(self) -> PublishedHead | None:
-        """Returns the head in service; None if it is the configured one. Raises ConfigError for a damaged file."""
+        """Returns the head in service, or None if it is the configured one. Raises ConfigError for a damaged file."""
         file = self.path / "published.json"
         if not file.is_file():
             return None

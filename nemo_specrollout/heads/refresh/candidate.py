@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates: heads that were trained in a refresh, judged against the head in service, and described by a card."""
+"""Candidates, which are heads that were trained in a refresh, compared with the head in service, and described by a card."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from nemo_specrollout.sampling.seeds import content_hash
 from nemo_specrollout.storage.files import write_atomically
 
 MIN_GAIN = 0.05
-"""Minimum accepted drafts per step of a head in service, assumed so that ratios stay finite."""
+"""Lower bound on the accepted drafts per step of a head in service, so that ratios stay finite."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class RefreshData:
     training: Sequence[SequenceFeatures]
     """Sequences to learn from."""
     held_out: Sequence[SequenceFeatures]
-    """Sequences of other prompts, to judge by."""
+    """Sequences of other prompts, with which heads are judged."""
 
     @property
     def lacking(self) -> str | None:
-        """Data that is missing to train and to let the gate judge, as text for the log; None if nothing is."""
+        """Description of data that is missing for training or for the gate, or None if nothing is missing."""
         if not self.training:
             return "no sequence to learn from was captured so far"
         if (count := num_prompts(self.held_out)) < MIN_SAMPLES:
@@ -48,21 +48,21 @@ class RefreshData:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Decision of the gate, with the held-out acceptance that it is based on."""
+    """The gate's decision, with the held-out acceptance on which it is based."""
 
     decision: GateDecision
     after: Acceptance
     before: Acceptance | None
-    """Acceptance of the head in service; None if there is none."""
+    """Acceptance of the head in service, or None if there is none."""
 
 
 @dataclass(frozen=True)
 class Refresh:
-    """Candidate with its training and its judgement."""
+    """A candidate with its training and its judgement."""
 
     candidate: DraftHead
     judgement: Judgement | None
-    """Comparison with the head in service; None if training failed."""
+    """Comparison with the head in service, or None if training failed."""
     training: TrainingProgress
     """Totals of the training, up to its failure if it failed."""
     reason: str
@@ -76,7 +76,7 @@ class Refresh:
 
     @property
     def difference(self) -> float:
-        """The gate's difference; minus infinity if training failed."""
+        """The gate's difference, or minus infinity if training failed."""
         return -math.inf if self.judgement is None else self.judgement.decision.difference
 
     @property
@@ -85,7 +85,7 @@ class Refresh:
 
     @property
     def gain(self) -> float | None:
-        """Ratio of accepted drafts per step, published head to the head before; None for a refused candidate."""
+        """Accepted drafts per step of the published head divided by those of the head before, or None if refused."""
         judgement = self.judgement
         if not self.published or judgement is None:
             return None
@@ -125,7 +125,7 @@ def refresh_head(
 ) -> Refresh:
     """Trains a copy of `start`, which is `current` or a promising candidate, and judges it against `current`.
 
-    A training that fails gives a refused candidate, not an error.
+    If training fails, the result is a refused candidate and not an error.
     """
     started = time.perf_counter()
     trainer = HeadTrainer(copy.deepcopy(start), settings)

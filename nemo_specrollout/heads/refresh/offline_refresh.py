@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline refresh: a draft head from stored rollouts, in one command that can be killed and repeated.
+"""Offline refresh, which makes a draft head from stored rollouts in one command that can be killed and repeated.
 
 Shapes: V vocabulary of the policy, H hidden size.
 """
@@ -64,15 +64,15 @@ from nemo_specrollout.storage.policy_checkpoint import hf_folder
 SAVE_EVERY_S = 15.0
 """Seconds between two writes of the trainer's state."""
 MEASURE_EVERY_S = 20.0
-"""Minimum seconds between two measurements of acceptance while training."""
+"""Minimum seconds between two measurements of acceptance during training."""
 LIVE_TOKENS = 1_000
-"""Maximum number of held-out tokens that measure acceptance while training."""
+"""Most held-out tokens with which acceptance is measured during training."""
 HELD_OUT_TOKENS = 60_000
-"""Maximum number of held-out tokens that judge the heads."""
+"""Most held-out tokens with which the heads are judged."""
 CHECKED_SEQUENCES = 64
-"""Sequences that show whether rollouts are the policy's own."""
+"""Number of sequences with which it is checked that rollouts are the policy's own."""
 CHUNK_TEXTS = 64
-"""Texts whose features are computed together. Chunks are the same after an interruption, so the features are too."""
+"""Number of texts whose features are computed together. Chunks are the same after an interruption, so features are too."""
 FLUSH_EVERY_S = 15.0
 """Seconds between two writes of features."""
 SMALLEST_STORE_BYTES = 1 << 24
@@ -81,7 +81,7 @@ SMALLEST_STORE_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class RefreshJob:
-    """One `refresh-draft` command: its options, its policy, and where its results and messages go."""
+    """One `refresh-draft` command, with its options, its policy, and where its results and messages go."""
 
     options: RefreshOptions
     state: RefreshState
@@ -99,11 +99,11 @@ class RefreshJob:
 
 
 def refresh_offline(options: RefreshOptions, view: Any, check: Callable[[], None] = lambda: None) -> bool:
-    """Makes the head; returns whether it was published.
+    """Makes the head, and returns whether it was published.
 
-    All that took time is kept in `DIR.partial`, and nothing else is written before the gate has decided. A folder that this
-    call started is removed again if it holds nothing to continue from. `view` and `check` are as in `RefreshJob`.
-    Raises ValueError for bad input and OSError for a full disk.
+    Everything that took time is kept in `DIR.partial`, and nothing else is written before the gate has decided. A folder that
+    this call has created is removed if it has nothing to continue from. `view` and `check` are as in `RefreshJob`. Raises
+    ValueError for bad input and OSError for a full disk.
     """
     state = RefreshState(Path(options.out), options.replace)
     try:
@@ -124,8 +124,8 @@ def refresh_offline(options: RefreshOptions, view: Any, check: Callable[[], None
 
 
 def _start(options: RefreshOptions, state: RefreshState, view: Any, check: Callable[[], None]) -> RefreshJob:
-    """Finds device and policy."""
-    # transformers reports every load with a bar, and the unused LM head as unexpected.
+    """Finds device and policy, and returns the job."""
+    # transformers shows a bar for every load, and reports the unused LM head as unexpected.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -158,7 +158,7 @@ def _make_head(job: RefreshJob) -> None:
 
 
 def _refreshed(job: RefreshJob, trainer: HeadTrainer, data: RefreshData) -> Refresh:
-    """Trains a head, or goes on with that, saves the candidate and judges it."""
+    """Trains a head, or continues its training, and then saves and judges the candidate."""
     options = job.options
     state = job.state
     if state.trainer.is_file():
@@ -188,7 +188,7 @@ def _on_step(job: RefreshJob, trainer: HeadTrainer, data: RefreshData, move: Cal
 
     def on_step(step: int, total: int, loss: float) -> None:
         nonlocal saved, measure_at, acceptance
-        # The last step is saved too: a command that is killed while it judges need not train again.
+        # The last step is saved too, so that a command that is killed while it judges need not train again.
         if step >= total or time.monotonic() - saved > SAVE_EVERY_S:
             with _disk_errors(job.state.folder):
                 trainer.save(job.state.trainer)
@@ -228,7 +228,7 @@ def _judged(job: RefreshJob, candidate: DraftHead, data: RefreshData) -> Judgeme
 
 
 def _close(state: RefreshState, view: Any) -> bool:
-    """Removes what is no longer needed, and tells the user how the refresh ended; returns whether the head was published."""
+    """Removes what is no longer needed, reports how the refresh ended, and returns whether the head was published."""
     verdict = state.verdict()
     assert verdict is not None
     published, reason = verdict
@@ -239,7 +239,7 @@ def _close(state: RefreshState, view: Any) -> bool:
 
 
 def _named_files(options: RefreshOptions) -> list[Path]:
-    """Returns the files and folders that must not change while a refresh is unfinished. Raises ValueError for missing ones."""
+    """Returns the files and folders that must not change during a refresh. Raises ValueError for missing ones."""
     policy = Path(options.policy)
     draft = options.draft_folder
     if not policy.is_dir():
@@ -251,7 +251,7 @@ def _named_files(options: RefreshOptions) -> list[Path]:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Raises OSError with a fix for errors of writing; torch.save and safetensors have errors of their own for a full disk."""
+    """Turns errors of writing, including those of torch.save and safetensors for a full disk, into OSError with a fix."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -263,9 +263,9 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _captured(job: RefreshJob) -> tuple[DraftHead, FeatureStore]:
-    """Returns the head that training starts from, and a store with the features of as many rollouts as it may hold.
+    """Returns the head from which training starts, and a store with the features of as many rollouts as fit.
 
-    Raises ValueError for rollouts that cannot be used, OSError for a full disk.
+    Raises ValueError for rollouts that cannot be used, and OSError for a full disk.
     """
     options = job.options
     folder = job.state.folder
@@ -330,7 +330,7 @@ def _capture(job: RefreshJob, texts: Sequence[RolloutText], store: FeatureStore,
 
 
 def _data_of(store: FeatureStore) -> RefreshData:
-    """Reads a store. Raises ValueError if it has too little to train on or to judge by."""
+    """Reads a store. Raises ValueError if it has too little data for training or for judging."""
     held_out = first_tokens(_shuffled(store, held_out=True), HELD_OUT_TOKENS)
     data = RefreshData(_shuffled(store, held_out=False), held_out)
     if (lacking := data.lacking) is not None:

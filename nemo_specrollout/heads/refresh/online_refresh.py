@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online refresh: a head that is trained while the policy is. Local runs and NeMo-RL share this module."""
+"""Online refresh, which trains a head while the policy is trained. Local runs and NeMo-RL share this module."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,16 +17,16 @@ from nemo_specrollout.heads.training.trainer import BATCH_TOKENS, Budget, Traini
 from nemo_specrollout.storage.model_folder import tokenizer_fingerprint
 
 TRAINING_TOKENS = 60_000
-"""Maximum number of tokens that a refresh learns from."""
+"""Most tokens from which a refresh learns."""
 HELD_OUT_TOKENS = 6_000
-"""Maximum number of held-out tokens that judge a refresh."""
+"""Most held-out tokens with which a refresh is judged."""
 
 
 class OnlineRefresh:
     """Owns the head in service of a run, with the trigger, the learning rate and the gate of its refreshes.
 
-    Example: `decision = online.decide(facts)`; if it says refresh, `online.refresh(...)` trains and judges a candidate. One
-    that passes the gate is written into `folder`, and is `online.head` from then on. The caller loads it into the engines.
+    Example: if `online.decide(facts)` says so, call `online.refresh(...)`, which trains and judges a candidate. If it passes
+    the gate, it is written into `folder` and is `online.head` from then on. The caller loads it into the engines.
     """
 
     def __init__(
@@ -51,24 +51,24 @@ class OnlineRefresh:
         device = "cuda" if config.trainer_gpus else "cpu"
         self.head = load_eagle3_head(first_head if published is None else published.folder, policy_folder, device)
         self._promising: DraftHead | None = None
-        """Candidate that was refused although it seemed better. The next refresh starts from it."""
+        """Candidate that was refused although it seemed better, from which the next refresh starts."""
         gate = PublishGate(config.confidence, config.tolerance)
         self._judge = Judge(gate, block.num_speculative_tokens, temperature)
         self._schedule = RefreshSchedule(config, in_background)
         self._rate = RefreshRate()
 
     def decide(self, facts: StepFacts) -> RefreshDecision:
-        """Returns whether to refresh. To be called once in each RL step."""
+        """Returns whether to refresh. Call it once in each RL step."""
         return self._schedule.after_step(facts)
 
     def set_policy_weights(self, policy_tensors: Mapping[str, torch.Tensor]) -> None:
-        """Sets the policy's LM head and embedding, the teacher and the judge of the heads."""
+        """Sets the policy's LM head and embedding, which teach and judge the heads."""
         for head in (self.head, self._promising):
             if head is not None:
                 head.set_policy_weights(policy_tensors)
 
     def settings(self) -> TrainingSettings:
-        """Returns the trainer's settings for the next refresh. A third of a new head's learning rate is the base."""
+        """Returns the trainer's settings for the next refresh, based on a third of a new head's learning rate."""
         base = default_learning_rate(self.head.model.hidden_size) / 3
         return TrainingSettings(
             loss=MIXED_LOSS if self._config.loss == "tv+kl_div" else self._config.loss,
@@ -80,7 +80,7 @@ class OnlineRefresh:
         )
 
     def train(self, data: RefreshData, settings: TrainingSettings, budget: Budget | None = None) -> Refresh:
-        """Trains a candidate on complete data and judges it; adapts the schedule and the learning rate to the result."""
+        """Trains and judges a candidate on complete data, and adapts the schedule and the learning rate to the result."""
         budget = budget or Budget(seconds=self._schedule.budget_s())
         refresh = refresh_head(self.head, self._promising or self.head, data, settings, budget, self._judge)
         self._schedule.refreshed(refresh.seconds, refresh.gain)
@@ -93,7 +93,7 @@ class OnlineRefresh:
 
     @property
     def source(self) -> FeatureSource:
-        """Policy and layers whose features the head learns from."""
+        """The policy and its layers from whose features the head learns."""
         return source_of(self.head, self._policy_folder)
 
     def refresh(
@@ -138,7 +138,7 @@ class OnlineRefresh:
 
 
 def source_of(head: DraftHead, policy_folder: Path) -> FeatureSource:
-    """Returns the policy and layers whose features a head learns from."""
+    """Returns the policy and its layers from whose features a head learns."""
     model = head.model
     tokenizer = tokenizer_fingerprint(policy_folder)
     return FeatureSource(str(policy_folder), tokenizer, model.verifier_vocab_size, model.hidden_size, head.layer_ids)

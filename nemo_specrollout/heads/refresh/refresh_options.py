@@ -26,7 +26,7 @@ def _flag(
 
 @dataclass(frozen=True)
 class RefreshOptions:
-    """Values of all flags. None means that the flag was not given; its help text says what that does."""
+    """Values of all flags. None means that the flag was not given, and its help text says what happens then."""
 
     policy: str = _flag("policy: a Hugging Face folder, or a step_N folder of NeMo-RL that has one", "CKPT")
     out: str = _flag("folder of the new head, which vLLM serves without conversion", "DIR")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folder DIR.partial of an unfinished offline refresh, from which a killed command is continued."""
+"""The folder DIR.partial of an unfinished offline refresh, from which a killed command is continued."""
 
 import json
 import os
@@ -13,19 +13,19 @@ from nemo_specrollout.storage.files import LOCK, lock_folder, write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 
 _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_config")
-"""Keys that show that a config.json is a head's."""
+"""Keys by which the config.json of a head is recognized."""
 
 
 class RefreshState:
     """Owns DIR.partial while a refresh makes the head DIR.
 
-    The folder receives, in this order: `arguments.json` (the options, with sizes and times of the input files), `features/`,
-    `trainer.pt`, `candidate/` and `verdict.json`. Each is complete or missing. Order of calls: `recover`, `open`, `put`,
-    `discard`.
+    The folder receives `arguments.json` (the options, with sizes and times of the input files), `features/`, `trainer.pt`,
+    `candidate/` and `verdict.json` in this order. Each of them is complete or missing. The methods are called in the order
+    `recover`, `open`, `put`, `discard`.
     """
 
     def __init__(self, out: Path, replace: bool) -> None:
-        """Checks the place of the new head, and writes nothing. Raises ValueError if the head must not go there."""
+        """Checks the place of the new head without writing anything. Raises ValueError if the head must not go there."""
         if not out.name:
             raise ValueError(f"--out {out}: name a folder that does not exist")
         self.out = out
@@ -50,16 +50,16 @@ class RefreshState:
             raise ValueError(f"{self.refused}, where a refused head goes, is not a draft head; name another --out")
 
     def recover(self) -> None:
-        """Restores the old head if a process died in `put`. Raises BlockingIOError if another one works in the folder."""
+        """Restores the old head if a process died in `put`. Raises BlockingIOError if another process uses the folder."""
         if self.folder.is_dir():
             self._take_lock()
             if self.replaced.is_dir() and not self.out.exists():
                 os.rename(self.replaced, self.out)
 
     def open(self, arguments: Mapping[str, Any], inputs: Iterable[Path]) -> bool:
-        """Starts a refresh, or continues one; returns whether it continues one.
+        """Starts a refresh or continues one, and returns whether it continues one.
 
-        Raises ValueError if that one had other arguments, or input files and folders that have changed.
+        Raises ValueError if that one had other arguments, or if its input files and folders have changed.
         """
         wanted = json.loads(json.dumps({"arguments": dict(arguments), "inputs": _fingerprint(inputs, self.out)}))
         continues = any(p.name != LOCK for p in self.folder.glob("*"))
@@ -74,7 +74,7 @@ class RefreshState:
         return continues
 
     def verdict(self) -> tuple[bool, str] | None:
-        """Returns whether the candidate was published, and why; None if it has not been moved into its place yet."""
+        """Returns whether the candidate was published, and why, or None if it was not moved into its place yet."""
         if self.candidate.exists() or not self._verdict.is_file():
             return None
         published, reason = json.loads(self._verdict.read_text())
@@ -83,7 +83,7 @@ class RefreshState:
     def put(self, published: bool, reason: str) -> None:
         """Moves the candidate to `out` or to `refused`, instead of the head that is there.
 
-        `out` always has a complete head, except between two renames. After a crash there, `recover` helps.
+        `out` always has a complete head except between two renames. After a crash at that moment, `recover` restores it.
         """
         place = self.out if published else self.refused
         write_atomically(self._verdict, json.dumps([published, reason]) + "\n")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft head in a running engine: loading it, watching its drafts, and capturing features for its next training."""
+"""Serves a draft head in a running engine. Loads it, watches its drafts, and captures features for its next training."""

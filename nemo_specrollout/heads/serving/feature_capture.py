@@ -4,8 +4,8 @@
 A sample of the requests is captured, so that the cost is a bounded share of the engine's time and memory. Rows of captured
 requests are gathered in a buffer on the device without a sync, and copied to the host when the buffer is full.
 
-Shapes: B requests of the batch, S request slots. R rows of a forward pass, M of them kept, N rows of the buffer, F features of
-a row.
+Shapes: B requests of the batch, S request slots, R rows of a forward pass, M of them kept, N rows of the buffer, F features
+of a row.
 """
 
 import itertools
@@ -29,13 +29,13 @@ from nemo_specrollout.heads.serving.head_loading import aux_layer_ids
 from nemo_specrollout.sampling.seeds import combine
 
 SHORTEST = 8
-"""Tokens of the shortest sequence that is worth training on."""
+"""Length in tokens of the shortest sequence that is worth training on."""
 CAPTURE_BYTES = 64 << 20
-"""Bytes of the buffer on the device."""
+"""Size of the buffer on the device, in bytes."""
 CAPTURE_TIME_SHARE = 0.02
 """Share of the engine's time that capturing may take."""
 OUTBOX_BYTES = 512 << 20
-"""Bytes of captured sequences that the host keeps until they are taken."""
+"""Most bytes of captured sequences that the host keeps until they are taken."""
 
 
 @dataclass
@@ -54,9 +54,9 @@ class FeatureCapture(Participant):
     """Collects `SequenceFeatures` of a share of the requests. Owns the buffer on the device, and the sequences until taken.
 
     Requests are chosen by their seeds. Early ones are left out, because their step will decode them again. None are chosen
-    while capturing has taken more than its share of the engine's time. On a GPU that time is the device's own, because the
-    host only launches the work and goes on. Sequences that are not taken are dropped beyond a limit, oldest first. A sequence
-    is cut where the weights change, so each has one version.
+    while capturing has taken more than its share of the engine's time. On a GPU, time is measured on the device, because the
+    host only launches the work. Sequences that are not taken are dropped beyond a limit, oldest first. A sequence is cut where
+    the weights change, so that each part has one version.
     """
 
     def __init__(self, runner: Any, share: float) -> None:
@@ -74,9 +74,9 @@ class FeatureCapture(Participant):
         self._ids_S = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=self._device)
         self._id_of_slot = np.zeros(runner.max_num_reqs, np.int32)
         self._num_opened = 0
-        """Requests that were captured so far. The count after a request is its identity in the buffer."""
+        """Number of requests that were captured so far. The count after a request is its identity in the buffer."""
         self._num_rows = 0
-        """Rows of the buffer that are in use."""
+        """Number of rows of the buffer that are in use."""
         self._under_way: dict[int, _Sequence] = {}
         self._ended: set[int] = set()
         self._done: deque[SequenceFeatures] = deque()
@@ -87,11 +87,11 @@ class FeatureCapture(Participant):
         self.version = 0
         """Version of the engine's weights."""
         self.seconds = 0.0
-        """Seconds of the device that capturing has taken, as far as the device has completed it."""
+        """Seconds that completed captures have taken on the device."""
         self.woke_up()
 
     def woke_up(self) -> None:
-        """Allocates the buffer on the device, at first and when the engine wakes up."""
+        """Allocates the buffer on the device, at the start and when the engine wakes up."""
         self._hidden_NF = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._rows_N3 = torch.zeros(self._capacity, 3, dtype=torch.int32, device=self._device)
 
@@ -119,7 +119,7 @@ class FeatureCapture(Participant):
         self._id_of_slot[list(slots)] = 0
 
     def observe(self, step: DraftStep) -> None:
-        """Gathers the rows that a step computed for captured requests. Rows of rejected drafts are marked as ownerless."""
+        """Gathers the rows that a step has computed for captured requests. Rows of rejected drafts get no owner."""
         batch, _, _, final_hidden_RH, aux_hidden, _, num_rejected_B, *_ = step.inputs
         captured_B = self._id_of_slot[batch.idx_mapping_np] > 0
         num_most = int(batch.num_scheduled_tokens[captured_B].sum())
@@ -147,7 +147,7 @@ class FeatureCapture(Participant):
         self.seconds += sum(seconds for _, seconds in self._timer.finished())
 
     def _owners(self, batch: Any, num_rejected_B: torch.Tensor) -> torch.Tensor:
-        """Returns the captured request of each row of the forward pass, int32 [R]; 0 for none."""
+        """Returns the captured request of each row of the forward pass, int32 [R], or 0 for none."""
         ends_B = batch.query_start_loc[1 : batch.num_reqs + 1]
         rows_R = torch.arange(batch.num_tokens, dtype=ends_B.dtype, device=self._device)
         request_R = torch.searchsorted(ends_B, rows_R, right=True).clamp_(max=batch.num_reqs - 1)
@@ -155,7 +155,7 @@ class FeatureCapture(Participant):
         return self._ids_S[batch.idx_mapping][request_R] * is_kept_R
 
     def weights_updated(self, version: int) -> None:
-        """Cuts the running sequences: later rows are computed by weights of `version`."""
+        """Cuts the running sequences, because later rows are computed by weights of `version`."""
         self._flush()
         for key in list(self._under_way):
             sequence = self._under_way[key]
@@ -177,8 +177,8 @@ class FeatureCapture(Participant):
     def store(self, folder: str, max_bytes: int, held_out_share: float, source: Mapping[str, Any]) -> None:
         """Writes all sequences that are complete or cut to the feature store in `folder`.
 
-        For the other arguments see `FeatureStore`; `source` has the fields of a `FeatureSource`. Raises OSError or ValueError
-        if the store cannot be written.
+        `source` has the fields of a `FeatureSource`, and the other arguments are those of `FeatureStore`. Raises OSError or
+        ValueError if the store cannot be written.
         """
         if self._store is None:
             fields = {**source, "layer_ids": tuple(source["layer_ids"])}
@@ -215,7 +215,7 @@ class FeatureCapture(Participant):
     def _finish(self, sequence: _Sequence) -> None:
         """Keeps a sequence without its last token, and without a step that was computed after it.
 
-        An engine that schedules asynchronously may compute one more step before it learns that a request has ended.
+        With asynchronous scheduling, an engine may compute one more step before it learns that a request has ended.
         """
         request = sequence.request
         first = sequence.first_position

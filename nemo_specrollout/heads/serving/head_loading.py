@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a draft head: loading them into a running engine, what the head shares with the policy, and its RoPE.
+"""Loads the weights of a draft head into a running engine, and compares its modules and its RoPE with the policy's.
 
 vLLM lets a drafter use the policy's embedding and LM head where its own are missing from the checkpoint or equal. Loading
-draft weights into a shared module overwrites the policy (docs/upstream/nemo-rl-draft-refit.md).
+draft weights into a shared module would overwrite the policy (docs/upstream/nemo-rl-draft-refit.md).
 """
 
 import copy
@@ -26,7 +26,7 @@ from nemo_specrollout.heads.files.head_facts import check_values, nested_layer_i
 LM_HEAD = "lm_head"
 EMBEDDING = "embed_tokens"
 GATHERED_ROWS = 8192
-"""Rows of a vocabulary that are gathered from all ranks at a time."""
+"""Number of rows of a vocabulary that are gathered from all ranks at a time."""
 _ROPE_DEFAULTS = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 1.0}
 
 
@@ -41,9 +41,9 @@ def shared_modules(policy: nn.Module, draft: nn.Module) -> list[str]:
 
 
 def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable[str]) -> list[str]:
-    """Copies each shared module that weights of these names would be loaded into. Returns the paths of the copies in `draft`.
+    """Copies each shared module into which weights of these names would be loaded. Returns the paths of the copies in `draft`.
 
-    Loaders rename the modules above a leaf, so the leaf's name decides: `lm_head.weight` goes into any `lm_head`.
+    Loaders rename the modules above a leaf, so only the leaf's name counts. `lm_head.weight` goes into any `lm_head`.
     """
     leaves = {parts[-2] for name in weight_names if len(parts := name.split(".")) > 1}
     paths = [path for path in shared_modules(policy, draft) if path.rpartition(".")[2] in leaves]
@@ -55,14 +55,14 @@ def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable
 
 
 def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
-    """Gives a head an LM head of its own where vLLM let it share the policy's.
+    """Gives a draft head an LM head of its own where vLLM lets it share the policy's.
 
-    vLLM shares the two if they are equal at start, as they are in a head that was never trained. Loading a head later would
-    then overwrite the policy's. The embedding stays shared: no head learns one.
+    vLLM shares the two if they are equal at the start, as they are in a head that was never trained. Loading a head later
+    would then overwrite the policy's. The embedding stays shared, because no head learns one.
     """
     originals = {path: draft.get_submodule(path) for path in shared_modules(policy, draft)}
     for path in part_from_policy(policy, draft, [f"{LM_HEAD}.weight"]):
-        # vLLM's weight reloading must know that the copy is made like the original.
+        # vLLM's weight reloading must treat the copy like the original.
         known, new = (layerwise.get_layerwise_info(module) for module in (originals[path], draft.get_submodule(path)))
         new.restore_metadata = known.restore_metadata
         new.restore_device = known.restore_device
@@ -71,7 +71,7 @@ def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
 def load_published_head(runner: Any, folder: Path) -> None:
     """Replaces the weights of the runner's head by those in `folder`.
 
-    Raises ValueError if the weights are broken or of another kind of head; the engine then keeps its own.
+    Raises ValueError if the weights are broken or belong to another kind of head. The engine then keeps its own.
     """
     facts = read_head_facts(folder)
     tensors = read_head_tensors(folder)
@@ -94,7 +94,7 @@ def load_published_head(runner: Any, folder: Path) -> None:
 
 
 def aux_layer_ids(runner: Any) -> tuple[int, ...] | None:
-    """Returns the layers before which the policy hands out hidden states; None if the policy's class does not tell."""
+    """Returns the layers whose inputs the policy outputs as hidden states, or None if the policy's class does not tell."""
     model = getattr(runner.get_model(), "model", None)
     ids = getattr(model, "aux_hidden_state_layers", None)
     return None if ids is None else tuple(ids)
@@ -104,7 +104,7 @@ def policy_teachers(runner: Any) -> dict[str, torch.Tensor]:
     """Returns the policy's embedding and LM head by Hugging Face names, on the CPU, with the rows of all ranks.
 
     All tensor-parallel ranks must call this together. A tied LM head is left out. Raises ValueError for a model whose
-    embedding vLLM does not split by rows.
+    embedding is not split by rows in vLLM.
     """
     layers = [m for m in runner.get_model().modules() if isinstance(m, VocabParallelEmbedding)]
     embedding = next((m for m in layers if not isinstance(m, ParallelLMHead)), None)
@@ -118,9 +118,9 @@ def policy_teachers(runner: Any) -> dict[str, torch.Tensor]:
 
 
 def _policy_embedding(model: nn.Module, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Returns the policy's embedding under a head's name for it: a head without an embedding drafts with the policy's.
+    """Returns the policy's embedding under a head's name for it, because a head without an embedding uses the policy's.
 
-    The result is empty where this rank holds only a part of it; the engine's head then keeps its own.
+    The result is empty where this rank has only a part of it, in which case the engine's head keeps its own.
     """
     found = (p for name, p in model.named_parameters() if name.endswith(f"{EMBEDDING}.weight"))
     weight = next(found, torch.empty(0))
@@ -150,7 +150,7 @@ def _all_rows(layer: VocabParallelEmbedding) -> torch.Tensor:
 
 
 def layer_config(folder: Path) -> Mapping[str, Any]:
-    """Returns the part of a head's config.json that describes its decoder layer; empty if there is no readable file."""
+    """Returns the part of a head's config.json that describes its decoder layer, or {} if there is no readable file."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
@@ -172,7 +172,7 @@ def rope_difference(head: Mapping[str, Any], other: Mapping[str, Any], whose: st
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns RoPE parameters by the names of transformers 5, in whichever layout the config has; None if layers differ."""
+    """Returns RoPE parameters by the names of transformers 5, from any layout of the config, or None if layers differ."""
     named = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in named.values()):
         return None
@@ -189,14 +189,14 @@ def _load_weights(head: nn.Module, load: Any, weights: Iterable[tuple[str, torch
 
 
 def _layer_ids(find: Any, spec_config: Any) -> tuple[int, ...]:
-    """Returns the layers that a head reads, also those in its `eagle_config`, which vLLM's V2 model runner passes over."""
+    """Returns the layers that a head reads, including those in its `eagle_config`, which vLLM's V2 model runner ignores."""
     nested = getattr(spec_config.draft_model_config.hf_config, "eagle_config", None)
     num_layers = spec_config.target_model_config.get_total_num_hidden_layers()
     return find(spec_config) or nested_layer_ids(nested, num_layers)
 
 
 def accept_published_heads() -> None:
-    """Makes this process's vLLM load heads as they are published. Call this before a model is loaded; again has no effect."""
+    """Makes this process's vLLM accept published heads. Call it before a model is loaded. Further calls have no effect."""
     if getattr(eagle3_utils.get_eagle3_aux_layers_from_config, "func", None) is _layer_ids:
         return
     for head in (llama_eagle3.Eagle3LlamaForCausalLM, qwen3_eagle3.Eagle3Qwen3ForCausalLM):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches a drafter with weights while it drafts: raises an alarm within a few steps, and turns a broken drafter off.
+"""Watches a drafter with weights while it drafts, raises an alarm within a few steps, and turns a broken drafter off.
 
-The counts of drafts show that something is wrong. Only after an alarm are the weights read, to find the cause.
+The counts of drafts show that something is wrong. The weights are read only after an alarm, to find the cause.
 """
 
 import logging
@@ -19,22 +19,23 @@ from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 logger = logging.getLogger(__name__)
 CHECK_STEPS = 8
-"""Engine steps between two checks of the counts."""
+"""Number of engine steps between two checks of the counts."""
 
 
 class HeadMonitor(Participant):
     """Owns an engine's canary and the alarms that it raised.
 
-    The counts are the draft board's. They reach the host one check late.
+    The counts come from the draft board, and reach the host one check late.
 
     A collapse of acceptance with a fault in the weights turns the drafter off until the next head or wake-up. A mere decline
-    does not. Nor does a collapse without a known fault: the tasks may have changed, so drafter and canary begin again.
+    does not. Nor does a collapse without a known fault, after which drafter and canary start over because the tasks may have
+    changed.
     """
 
     def __init__(
         self, service: HeadService, model: ServedDrafter, samples: SampleStatsLog, max_age: int | None = None
     ) -> None:
-        """`max_age`: refits after which a head is reported as old; None: never."""
+        """`max_age` is the number of refits after which a head is reported as old, or None for never."""
         self._service = service
         self._model = model
         self._samples = samples
@@ -45,7 +46,7 @@ class HeadMonitor(Participant):
         self._alarms: list[dict[str, Any]] = []
 
     def began(self, event: str, **known: Any) -> None:
-        """Starts a period after a refit, publish or wake, in which acceptance should be as before, or as the gate measured."""
+        """Starts a period after a refit, publish or wake, in which acceptance should be as before or as the gate measured."""
         self._canary.begin(event, **known)
         if event != "refit":
             self._model.is_allowed = True
@@ -65,7 +66,7 @@ class HeadMonitor(Participant):
         return output
 
     def woke_up(self) -> None:
-        """Starts a period: the head's weights may have been dropped and loaded again."""
+        """Starts a new period, because the head's weights may have been dropped and reloaded."""
         self.began("wake")
 
     def _check(self) -> None:

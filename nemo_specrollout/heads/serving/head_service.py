@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft head that an engine serves: loads a published head into the engine, and finds faults of the one in service."""
+"""Loads published draft heads into an engine, and finds faults of the one in service."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,23 +21,23 @@ from nemo_specrollout.heads.serving.head_loading import (
 from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 ZERO_IF_UNUSED = (".bias", "mask_embedding")
-"""Endings of parameters that may be zero in a sound head: DFlash and DSpark embed masks apart from the vocabulary."""
+"""Endings of parameters that may be zero in a sound head. DFlash and DSpark embed masks separately from the vocabulary."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class ServedDrafter(Protocol):
-    """What the service and the monitor of a head ask of the drafter that runs it (`generation/drafting/model_drafter.py`)."""
+    """What head service and head monitor need of the drafter that runs the head (`generation/drafting/model_drafter.py`)."""
 
     is_allowed: bool
     """False while a broken head must not draft."""
 
     @property
     def board(self) -> Any:
-        """The draft board, whose counts say how many drafts of the head were right."""
+        """The draft board, whose counts tell how many drafts of the head were right."""
 
     def begin_again(self) -> None:
-        """Forgets what was learned about the head that drafted until now."""
+        """Forgets what was learned about the previous head."""
 
     def forbid(self) -> None:
         """Stops drafting until `is_allowed` is set again."""
@@ -47,7 +47,7 @@ class HeadService:
     """Owns the choice of an engine's head: its folder, and its version in the sample stats."""
 
     def __init__(self, runner: Any, model: ServedDrafter, samples: SampleStatsLog, folder: Path | None) -> None:
-        """`folder` holds the head that the engine was started with; None if it is not known."""
+        """`folder` has the head with which the engine was started, or is None if it is not known."""
         self._runner = runner
         self._model = model
         self._samples = samples
@@ -56,7 +56,7 @@ class HeadService:
     def load(self, folder: Path, version: int) -> None:
         """Loads the published head of `folder`, trained for the policy of `version`. It drafts from now on.
 
-        Raises ValueError for a head unlike the one that the engine was started with.
+        Raises ValueError for a head unlike the one with which the engine was started.
         """
         load_published_head(self._runner, folder)
         self._model.begin_again()
@@ -65,7 +65,7 @@ class HeadService:
 
     @property
     def age_in_versions(self) -> int:
-        """Refits since the head was published."""
+        """Number of refits since the head was published."""
         return self._samples.policy_version - self._samples.head_version
 
     def health(self) -> HeadHealth:
@@ -74,10 +74,10 @@ class HeadService:
 
 
 def head_health(runner: Any, folder: Path | None, age_in_versions: int = 0) -> HeadHealth:
-    """Returns what is wrong with the engine's head, found without drafting.
+    """Returns what is wrong with the engine's head, without drafting.
 
-    The engine should have the head of `folder`. A kernel may have repacked a weight in the engine; then only the weight's file
-    is checked.
+    The engine should have the head of `folder`. If a kernel has repacked a weight in the engine, only the weight's file is
+    checked.
     """
     draft = runner.speculator.model
     owned = {id(p) for p in runner.model.parameters()}
@@ -103,7 +103,7 @@ def head_health(runner: Any, folder: Path | None, age_in_versions: int = 0) -> H
 
 
 def _holds(own: Tensors, published: Tensors) -> bool:
-    """Returns whether the engine's tensors equal the published ones, where they kept their names and shapes."""
+    """Returns whether the engine's tensors equal the published ones, as far as they have kept their names and shapes."""
     for name, tensor in published.items():
         mine = next((t for n, t in own.items() if n in (name, f"model.{name}") and t.shape == tensor.shape), None)
         if mine is not None and not torch.equal(mine.cpu(), tensor.to(mine.dtype)):

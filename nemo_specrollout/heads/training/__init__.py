@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An EAGLE-3 head as a model: created, trained, and measured by its expected acceptance."""
+"""EAGLE-3 heads as models, which are created, trained, and measured by their expected acceptance."""

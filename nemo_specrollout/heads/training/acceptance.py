@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected acceptance of a head's drafts by the policy, on sequences that the head did not learn from.
 
-The head runs as it does in vLLM: on the policy's states for the first draft, on its own hidden states after that. It
-starts after each token of a response. Let TV be the total variation distance of the two distributions. Under shared noise
-(`sampling/`), the probability of acceptance is between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978).
-The upper bound is measured here. It ranks heads as the engine does, and is slightly too high.
+The head runs as it does in vLLM, on the policy's states for the first draft and on its own hidden states after that. It
+starts after each token of a response. Let TV be the total variation distance of the two distributions. With shared noise
+(`sampling/`), the probability of acceptance is between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978). This module measures
+the upper bound, which ranks heads as the engine does but is slightly too high.
 
-Shapes: N sequences, R rows (starts), K draft positions. V the policy's vocabulary, D the head's, H hidden size,
-F = auxiliary layers * H. C rows of a chunk, P positions that a chunk attends to.
+Shapes: N sequences, R rows (starts), K draft positions, V the policy's vocabulary, D the head's, H hidden size,
+F = auxiliary layers * H, C rows of a chunk, P positions to which a chunk attends.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class Acceptance:
     """
 
     count_NK: np.ndarray
-    """Starts with a draft at this position."""
+    """Number of starts with a draft at this position."""
     accepted_NK: np.ndarray
     """Sum of the probability that the draft is accepted if all drafts before it are right."""
     survived_NK: np.ndarray
@@ -41,22 +41,22 @@ class Acceptance:
 
     @property
     def acceptance_rate_K(self) -> np.ndarray:
-        """Acceptance rate by draft position, if all drafts before are right."""
+        """Acceptance rate by draft position if all earlier drafts are right."""
         return _ratio(self.accepted_NK.sum(0), self.count_NK.sum(0))
 
     @property
     def survival_rate_K(self) -> np.ndarray:
-        """Rate at which all drafts up to a position are accepted, by position."""
+        """Rate by position at which all drafts up to this position are accepted."""
         return _ratio(self.survived_NK.sum(0), self.count_NK.sum(0))
 
     @property
     def expected_length(self) -> float:
-        """Expected tokens of a verification step, the policy's own included."""
+        """Expected number of tokens of a verification step, including the policy's own."""
         return 1.0 + float(self.survival_rate_K.sum())
 
     @property
     def expected_length_N(self) -> np.ndarray:
-        """Expected tokens of a verification step in each sequence, for paired comparisons."""
+        """Expected number of tokens of a verification step in each sequence, for paired comparisons."""
         return 1.0 + _ratio(self.survived_NK, self.count_NK).sum(1)
 
 
@@ -73,7 +73,7 @@ def measure_acceptance(
 
 
 def probabilities(logits_RV: Tensor, temperature: float) -> Tensor:
-    """Returns the distributions at `temperature`, float32 [R, V]. At 0 the arg-max has probability 1."""
+    """Returns the distributions at `temperature`, float32 [R, V]. At temperature 0 the arg-max has probability 1."""
     if temperature == 0.0:
         return torch.zeros_like(logits_RV, dtype=torch.float32).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
     return torch.softmax(logits_RV.float() / temperature, dim=-1)
@@ -92,8 +92,8 @@ def draft_logits(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yields (first row, draft position, logits [C, D]) chunk by chunk. Row t reads token t+1 and the states at t.
 
-    The logits equal the ones of `speculators`' training forward, whose windows do not slide with the drafts. The rows of a
-    chunk attend to the first-draft keys of all rows before and to their own later keys. Only the first-draft keys stay cached.
+    The logits equal those of the training forward of `speculators`, whose windows do not slide with the drafts. The rows of a
+    chunk attend to the first-draft keys of all earlier rows and to their own later keys. Only first-draft keys stay cached.
     """
     model = head.model
     num_rows = features.num_tokens - 1
@@ -105,7 +105,7 @@ def draft_logits(
         hidden_1CH = _projected(model, features.aux_TF[None, start:stop].to(model.fc.weight))
         causal_CP = torch.ones(stop - start, stop, dtype=torch.bool, device=head.device).tril(start)
         for k in range(num_drafts):
-            # Rows beyond the end of the sequence may hold any token: no caller uses their drafts.
+            # Rows beyond the end of the sequence may have any token, because no caller uses their drafts.
             rows_C = torch.arange(start + 1 + k, stop + 1 + k, device=head.device)
             tokens_1C = tokens_T[rows_C.clamp(max=num_rows)][None]
             masks = [_mask(causal_CP, start, k, window) for window in windows]
@@ -139,7 +139,7 @@ def _projected(model: Any, aux_1CF: Tensor) -> Tensor:
 def _draft_pass(
     model: Any, tokens_1C: Tensor, hidden_1CH: Tensor, positions_1C: Tensor, masks: list[Tensor], keys: DynamicCache
 ) -> Tensor:
-    """Returns the hidden states after the head's layers, [1, C, H]; appends the rows' keys to `keys`."""
+    """Returns the hidden states after the head's layers, [1, C, H], and appends the rows' keys to `keys`."""
     states = torch.cat([model.embed_tokens(tokens_1C), hidden_1CH], dim=-1)
     rotary = model.rotary_emb(states, positions_1C)
     for layer, mask_CP in zip(model.layers, masks, strict=True):
@@ -168,7 +168,7 @@ def _measure(head: DraftHead, features: SequenceFeatures, temperature: float, ac
         end = min(stop, num_rows - 1 - k)
         if begin >= end:
             continue
-        if k == 0:  # for all draft positions of the chunk: row i is the policy's distribution after token start + 1 + i
+        if k == 0:  # once for all positions of the chunk, where row i is the policy's distribution after token start + 1 + i
             survival_C = torch.ones(len(logits_CD), device=head.device)
             final_RH = features.final_TH[start + 1 : stop + num_drafts].to(head.teacher_VH)
             policy_CD = probabilities(final_RH @ head.teacher_VH.T, temperature)
@@ -183,5 +183,5 @@ def _measure(head: DraftHead, features: SequenceFeatures, temperature: float, ac
 
 
 def _ratio(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns sums over counts; 0 where nothing was counted."""
+    """Returns sums divided by counts, and 0 where nothing was counted."""
     return np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 heads for training: created, loaded, saved, and kept up to date with the policy, by `speculators`.
+"""Creates, loads and saves EAGLE-3 heads for training with `speculators`, and keeps them up to date with the policy.
 
 vLLM's method `eagle3` loads a saved folder without conversion.
 
@@ -49,7 +49,7 @@ _COPIED = (
     "eos_token_id",
     "pad_token_id",
 )
-"""Fields of the policy's config that a new head's layer takes over."""
+"""Fields of the policy's config that are copied into a new head's layer."""
 _NOT_OF_THE_LAYER = ("architectures", "model_type", "auto_map", "eagle_config", "torch_dtype", "dtype")
 """Fields of a head's config that do not describe its layer."""
 _DEFAULT_DRAFTS = 3
@@ -60,16 +60,16 @@ _COPY_FILE = "copy it again"
 
 
 class DraftHead:
-    """Network that learns, with copies of the policy's LM head and embedding, which training does not change.
+    """The network that learns, with copies of the policy's LM head and embedding, which training does not change.
 
-    `model.verifier_lm_head` computes the policy's logits, for the draft vocabulary, from the policy's normed final
-    hidden states. `teacher_VH` is the same matrix for the whole vocabulary.
+    `model.verifier_lm_head` computes the policy's logits of the draft vocabulary from the policy's final hidden states after
+    the norm. `teacher_VH` is the same matrix for the whole vocabulary.
     """
 
     def __init__(self, config: Eagle3SpeculatorConfig, draft_token_ids: torch.Tensor | None, policy: Path) -> None:
         """Makes a network with random weights, and with the LM head and embedding of the policy in a folder.
 
-        `draft_token_ids` are the policy's ids of the draft vocabulary, int64 [D]; None for the whole vocabulary.
+        `draft_token_ids` are the policy's ids of the draft vocabulary, int64 [D], or None for the whole vocabulary.
         """
         with loading_faults(policy, "no head of this shape can be made for it"):
             self.model = model = Eagle3DraftModel(config).float()
@@ -99,7 +99,7 @@ class DraftHead:
         return tuple(self.model.target_layer_ids)
 
     def to(self, device: torch.device | str) -> "DraftHead":
-        """Moves the head to a device; returns the head."""
+        """Moves the head to a device, and returns the head."""
         torch.nn.Module.to(self.model, device)
         self.teacher_VH = self.teacher_VH.to(device)
         if self.draft_token_ids is None:
@@ -113,9 +113,10 @@ class DraftHead:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def set_policy_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies the policy's LM head and embedding out of tensors with Hugging Face names; ignores other tensors.
+        """Copies the policy's LM head and embedding from tensors with Hugging Face names. Other tensors are ignored.
 
-        An embedding alone is both, unless the config unties them. Raises ValueError for a shape that is not the policy's.
+        If there is only an embedding, it serves as both unless the config unties them. Raises ValueError for a shape that is
+        not the policy's.
         """
         embedding = tensors.get(EMBEDDING)
         lm_head = tensors.get(LM_HEAD, None if self._is_untied else embedding)
@@ -132,10 +133,10 @@ class DraftHead:
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """Returns the auxiliary layers of a new head: an early, a middle and a late one.
+    """Returns the auxiliary layers of a new head, which are an early, a middle and a late one.
 
-    Unlike the defaults of vLLM and NeMo-RL, the three differ for shallow policies too. Raises ValueError for a policy
-    of fewer than four layers.
+    Unlike with the defaults of vLLM and NeMo-RL, the three are different for shallow policies too. Raises ValueError for a
+    policy of fewer than four layers.
     """
     if num_layers < 4:
         raise ValueError(f"a policy of {num_layers} layers is too shallow for default layer ids; name them yourself")
@@ -161,8 +162,8 @@ def create_head(
 ) -> DraftHead:
     """Returns an untrained float32 head of one layer that resembles the policy, so that it learns in fewer steps.
 
-    It reads `default_layer_ids` and drafts all tokens unless told otherwise. `seed` is of the weights that are not the
-    policy's. Raises ValueError for layer ids that the policy does not have.
+    By default it reads `default_layer_ids` and drafts all tokens. `seed` is for the weights that are not the policy's. Raises
+    ValueError for layer ids that the policy does not have.
     """
     facts = read_policy_facts(policy_folder)
     layer_ids = tuple(layer_ids) if layer_ids is not None else default_layer_ids(facts.num_layers)
@@ -211,7 +212,7 @@ def load_eagle3_head(folder: Path, policy_folder: Path, device: torch.device | s
 
 
 def save_head(head: DraftHead, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes the folder completely or not at all, and replaces one that exists.
+    """Writes the folder completely or not at all, and replaces an existing one.
 
     An embedding that equals the policy's is left out, and vLLM then drafts with the policy's own. `from_pretrained` of
     `speculators` fills the gap with random values until `_load_verifier_weights(overwrite_embed_tokens=True)` is called.
@@ -229,7 +230,7 @@ def save_head(head: DraftHead, folder: Path, dtype: torch.dtype = torch.float32)
             if name not in left_out
         }
         save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
-        (new / "model.safetensors").chmod(0o644)  # safetensors makes the file readable by its owner only
+        (new / "model.safetensors").chmod(0o644)  # safetensors makes the file readable only by its owner
         config = head.model.config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
         (new / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
         if folder.exists():
@@ -260,7 +261,7 @@ def _head_config(
 
 
 def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Returns the named tensors that the policy has. Raises ValueError if it has no embedding of its Hugging Face name."""
+    """Returns the named tensors that the policy has. Raises ValueError without an embedding under its Hugging Face name."""
     wanted = {*names, EMBEDDING}
     found = dict[str, torch.Tensor]()
     for file in sorted(policy_folder.glob("*.safetensors")):
@@ -277,9 +278,9 @@ def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[st
 
 @torch.no_grad()
 def _copy_policy_layers(head: DraftHead, policy_folder: Path, num_layers: int) -> None:
-    """Copies the policy's weights that have the head's shapes: LM head, norms and last layer.
+    """Copies the policy's weights that have the head's shapes, which are LM head, norms and last layer.
 
-    The head's attention also reads an embedding. Its weights for that are the first layer's, which reads it too.
+    The head's attention also reads an embedding. Its weights for that come from the first layer, which also reads it.
     """
     model = head.model
     hidden = head.model.hidden_size

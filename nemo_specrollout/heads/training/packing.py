@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs sequences into long rows, the batches of `speculators`' training forward.
+"""Packs sequences into long rows, which are the batches of the training forward of `speculators`.
 
 Shapes: S rows of a packed batch, H hidden size, F = auxiliary layers * H.
 """
@@ -15,7 +15,7 @@ from nemo_specrollout.heads.features.features import SequenceFeatures
 PADDING = -1
 """Document id of rows that only fill a batch."""
 RECENT_BATCHES = 64
-"""Batches that a piece may be put into."""
+"""Number of latest batches into which a piece may be put."""
 
 Batch = dict[str, Tensor]
 """Tensors [1, S, ...] by the argument names of `speculators`' training forward (`pack`)."""
@@ -23,7 +23,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens from `start` to before `stop` of one sequence, given by its index."""
+    """The tokens from `start` up to but excluding `stop` of a sequence, which is given by its index."""
 
     sequence: int
     start: int
@@ -31,12 +31,12 @@ class Piece:
 
     @property
     def num_rows(self) -> int:
-        """Rows in a batch: one fewer than tokens."""
+        """Number of rows in a batch, which is one fewer than tokens."""
         return self.stop - self.start - 1
 
 
 def plan_batches(lengths: Sequence[int], max_rows: int, generator: torch.Generator) -> list[list[Piece]]:
-    """Returns the pieces of each batch: in random order, each in the first recent batch with room for it.
+    """Returns the pieces of each batch. In random order, each piece goes into the first recent batch with room for it.
 
     Sequences of more than `max_rows` rows are cut into pieces that share a token, so that no row is lost.
     """
@@ -64,10 +64,10 @@ def pack(
 ) -> Batch:
     """Returns the batch of `pieces`, padded to `num_rows` rows if given.
 
-    As in vLLM (`shift_batch` of `speculators`), a row holds token t+1, the auxiliary states at t and the final state at t+1.
-    The head learns the distribution of token t+2. The loss leaves out prompts, and the distribution after a
-    sequence's last token. It also leaves out the first `ttt_steps` - 1 rows of a piece, which `speculators` would compare
-    with drafts from the piece before.
+    As in vLLM (`shift_batch` of `speculators`), a row has token t+1, the auxiliary states at t and the final state at t+1.
+    The head learns the distribution of token t+2. The loss leaves out prompts and the distribution after a sequence's last
+    token. It also leaves out the first `ttt_steps` - 1 rows of a piece, which `speculators` would compare with drafts from the
+    piece before.
     """
     parts = [_rows(sequences[piece.sequence], piece, document, ttt_steps) for document, piece in enumerate(pieces)]
     batch = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}

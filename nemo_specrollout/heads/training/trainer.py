@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a draft head on features of the policy, by training-time test as in EAGLE-3 (Li et al., arXiv 2503.01840)."""
+"""Trains a draft head on features of the policy, with training-time test as in EAGLE-3 (Li et al., arXiv 2503.01840)."""
 
 import math
 import time
@@ -21,13 +21,13 @@ OnStep = Callable[[int, int, float], None]
 """Called after a step with its number, the (estimated) total number of steps, and the loss."""
 
 BATCH_TOKENS = {"cpu": 256, "cuda": 4096}
-"""Default rows of a packed batch, by device. Dense attention masks make long batches slow on a CPU."""
+"""Default number of rows of a packed batch, by device. Dense attention masks make long batches slow on a CPU."""
 BFLOAT16_HIDDEN = 512
 """Hidden size from which a CPU with bfloat16 matrix units trains faster in bfloat16, despite the conversions."""
 
 
 def default_learning_rate(hidden_size: int) -> float:
-    """Returns the learning rate of a new head: 3e-3, measured at 256, falling to the usual 1e-4 at 4096 as a power."""
+    """Returns the learning rate of a new head, a power law through 3e-3 at size 256 (measured) and 1e-4 at 4096 (usual)."""
     return 3e-3 * min(1.0, (256 / hidden_size) ** 1.227)
 
 
@@ -36,20 +36,20 @@ class TrainingSettings:
     """Hyperparameters of the training. Raises ValueError for an unknown loss."""
 
     loss: str = MIXED_LOSS
-    """Name of a loss of `speculators`, or JSON of several with weights. Acceptance depends on the total variation, which
-    alone gives an untrained head almost no gradient; the divergence beside it does."""
+    """Name of a loss of `speculators`, or JSON of several with weights. Acceptance depends on the total variation. Alone it
+    gives an untrained head almost no gradient, so a divergence is added to it."""
     tv_after: float = 1.0
-    """Share of a training after which the loss is total variation alone (Bebop, arXiv 2606.12370); 1 is never."""
+    """Share of a training after which the loss is only total variation (Bebop, arXiv 2606.12370), where 1 means never."""
     learning_rate: float = 3e-3
-    """Learning rate after warm-up. See `default_learning_rate` for other hidden sizes than 256."""
+    """Learning rate after warm-up. For hidden sizes other than 256, see `default_learning_rate`."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Course of the learning rate. `cosine` falls to a tenth at the end of the budget."""
     warmup_steps: int = 20
     """Steps over which the learning rate rises linearly from 0."""
     ttt_steps: int = 5
-    """Draft positions that are trained. The head runs on its own hidden states from the second on."""
+    """Number of draft positions that are trained. From the second on, the head runs on its own hidden states."""
     batch_tokens: int = 256
-    """Rows of a packed batch. Longer sequences are cut."""
+    """Number of rows of a packed batch. Longer sequences are cut."""
     max_grad_norm: float = 1.0
     seed: int = 0
 
@@ -63,16 +63,16 @@ class TrainingProgress:
 
     steps: int = 0
     tokens: int = 0
-    """Rows that were trained on, prompts included."""
+    """Number of rows that were trained on, including prompts."""
     seconds: float = 0.0
     epoch: int = 0
     batches_of_epoch: int = 0
-    """Batches of the current pass that were trained on."""
+    """Number of batches of the current pass that were trained on."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Length of a training, in one of two units. With `seconds`, results are not repeatable."""
+    """Length of a training in steps or seconds. With `seconds`, results are not repeatable."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -112,10 +112,10 @@ class HeadTrainer:
     def train(
         self, sequences: Sequence[SequenceFeatures], budget: Budget, on_step: OnStep = lambda step, total, loss: None
     ) -> TrainingProgress:
-        """Trains until the budget is used, with as many passes over the data as that takes; returns the totals.
+        """Trains until the budget is used, with as many passes over the data as that takes. Returns the totals.
 
         Raises ValueError if there is nothing to learn from. Raises FloatingPointError for a loss or gradient that is not
-        finite; the head is then as it was before that step.
+        finite, and leaves the head as it was before that step.
         """
         progress = self.progress
         batches = self._batches(sequences)
@@ -168,7 +168,7 @@ class HeadTrainer:
             progress.batches_of_epoch = 0
 
     def _step(self, sequences: Sequence[SequenceFeatures], pieces: list[Piece], used_share: float) -> float:
-        """Takes an optimizer step, at a share of the budget; returns its loss."""
+        """Takes an optimizer step at `used_share` of the budget, and returns its loss."""
         loss = self._loss(sequences, pieces, "tv" if used_share >= self.settings.tv_after else self.settings.loss)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -185,7 +185,7 @@ class HeadTrainer:
         return value
 
     def _loss(self, sequences: Sequence[SequenceFeatures], pieces: list[Piece], loss: str) -> torch.Tensor:
-        """Returns the loss of `speculators`' training forward."""
+        """Returns the loss of the training forward of `speculators`."""
         settings = self.settings
         device = self.head.device
         # Compiled kernels on a GPU need batches of one shape. No batch may have fewer rows than draft positions.

@@ -255,8 +255,8 @@ class VerifierSide:
     ) -> Step:
         """Returns the next step for a drafter, with commits of the requests that it knows and openings of some others.
 
-        The openings take at most `room` bytes of text, minus what the drafter has not read yet. The oldest requests come first,
-        because they are the most likely to end last.
+        The openings take at most `room` bytes of text, minus what the drafter has not read yet. The oldest requests come
+        first, because they are the most likely to end last.
         """
         peer = self.peers[drafter]
         peer.num_steps += 1
