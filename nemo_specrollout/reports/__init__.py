@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts and pages of a run: of the local runner and of NeMo-RL alike."""
+"""Charts and pages of a run, for runs of the local runner and of NeMo-RL alike."""

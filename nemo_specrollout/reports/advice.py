@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would pay in a run, by its own records: moving and racing requests, texts of coming steps, and remote drafters.
+"""Advises from a run's own records whether moves and races, texts of coming steps, or remote drafters would pay in it.
 
-Each of them fills time of engines that would be idle, or takes work out of their steps. How much time that is bounds what it
-can bring, and every run records it. The bound needs no knowledge of the policy or of the hardware. What the run has already
-measured of a mechanism that is on takes the place of the bound.
+Each of these mechanisms fills time of engines that would be idle, or takes work out of their steps. How much time that is
+bounds what it can gain, and every run records it. The bound needs no knowledge of the policy or the hardware. For a mechanism
+that is on, the run's own measurements replace the bound.
 """
 
 import math
@@ -19,11 +19,11 @@ WORTHWHILE = 0.05
 DRAFT_MODELS = ("draft_model", "remote")
 """Types of drafters with weights that can run outside of the policy's engine."""
 EXPERIMENTAL = "experimental, see docs/benchmarks/specactor.md"
-"""Said of mechanisms that paid in no setting that was measured or simulated, or nowhere more than what they compete with."""
+"""Words for mechanisms that never paid in a measurement or simulation, or never more than what they compete with."""
 
 
 class Advice(NamedTuple):
-    """What is known of a mechanism in a run."""
+    """What is known about a mechanism in a run."""
 
     mechanism: str
     state: str
@@ -33,14 +33,14 @@ class Advice(NamedTuple):
 
 
 def advice_of(steps: Sequence[Record], block: Mapping[str, Any]) -> list[Advice]:
-    """Returns what would pay, by the records of a run's steps and its block; nothing if no step has the time of engines."""
+    """Returns what would pay, from a run's steps and its block, or nothing if no step has the engines' time."""
     if not math.isfinite(reduced(np.sum, series(steps, "rollout_s"))):
         return []
     return [*_moving(steps, block), *_racing(steps, block), *_ahead(steps, block), *_remote(steps, block)]
 
 
 def advice_of_run(run: Run) -> list[Advice]:
-    """Returns what would pay in a run, by its records."""
+    """Returns what would pay in a run, from its records."""
     return advice_of(run.steps, run.about.get("block") or {})
 
 
@@ -51,7 +51,7 @@ def lines_of(advice: Sequence[Advice]) -> Iterator[str]:
 
 
 def idle_share(steps: Sequence[Record]) -> float:
-    """Returns the share of the engines' time in which they had ended before the last of them, or NaN with one engine."""
+    """Returns the share of the engines' time that they waited for the last one to end, or NaN with one engine."""
     shared = [step for step in steps if math.isfinite(number(step, "engine_idle_share"))]
     seconds = series(shared, "rollout_s")
     return reduced(np.sum, series(shared, "engine_idle_share") * seconds) / reduced(np.sum, seconds)
@@ -69,7 +69,7 @@ def _bound(share: float, what: str) -> tuple[str, str]:
 
 
 def _judged(saved_s: float, seconds: float) -> tuple[str, str]:
-    """Returns verdict and sentence for a mechanism that is on and has saved so much in rollouts of so many seconds."""
+    """Returns verdict and sentence for a mechanism that is on and has saved `saved_s` in rollouts of `seconds`."""
     if saved_s <= 0.0:
         return "does not pay", f"made rollouts {-saved_s / max(seconds, 1e-9):.0%} longer"
     share = saved_s / (seconds + saved_s)
@@ -128,7 +128,7 @@ def _ahead(steps: Sequence[Record], block: Mapping[str, Any]) -> Iterator[Advice
 
 
 def _order(steps: Sequence[Record]) -> str:
-    """Returns what an idle second of an engine is worth and what moves gave way to it, if a run has both."""
+    """Describes the worth of an engine's idle second, and which moves were declined for it, if a run has both."""
     worth = reduced(np.mean, series(steps, "tail.early_worth"))
     if not math.isfinite(worth):
         return ""

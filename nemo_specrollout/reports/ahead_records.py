@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of texts that were made ahead (`run_ahead`), as records of a step have them: docs/reference/metrics.md."""
+"""Figures of texts that were made ahead (`run_ahead`) for the records of a step (docs/reference/metrics.md)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def flight_figures(in_flight: Sequence[int]) -> dict[str, float]:
-    """Returns the tokens that were in flight for the steps after the present one when its weights arrived.
+    """Returns the numbers of tokens that were in flight for the following steps when the current step's weights arrived.
 
-    `in_flight` has the number for the present step first. The step after it has the key `ahead_tokens_2`, because its texts
+    `in_flight` begins with the number for the current step. The next step has the key `ahead_tokens_2`, because its texts
     will be two updates away from the weights that made the first of them.
     """
     return {f"ahead_tokens_{k}": float(tokens) for k, tokens in enumerate(in_flight, 1) if k > 1}
 
 
 def kept_figures(kept: Mapping[str, Any]) -> dict[str, float]:
-    """Returns how right the texts of a step were, and where they parted from the responses; nothing without any text.
+    """Returns how right a step's texts were, and where they diverged from the responses, or nothing without texts.
 
     `kept` has the counts of `KeptCounts` (run_ahead/texts.py) by name.
     """
@@ -32,9 +32,9 @@ def kept_figures(kept: Mapping[str, Any]) -> dict[str, float]:
 
 
 def saved_figures(figures: Mapping[str, float], acceptance: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the estimated seconds that texts made ahead have spared a rollout; nothing if that is not known.
+    """Returns the estimated seconds that texts made ahead have saved in a rollout, or nothing if that is not known.
 
-    Of the time that all drafts have spared, the share of the drafter `ahead` is its share of all accepted drafts.
+    The drafter `ahead` is credited with the time that all drafts have saved in proportion to its share of accepted drafts.
     `figures` has the step's `plain_estimate_s` and `rollout_s`, and `acceptance` its counts by drafter.
     """
     accepted = {name: sum(counts["accepted"]) for name, counts in acceptance.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts and picture of a run, and how charts become SVG text and PNG files. Panels without a number are left out."""
+"""The charts and the picture of a run, as SVG text and PNG files. Panels without any number are left out."""
 
 import io
 import math
@@ -27,11 +27,11 @@ DPI = 150
 PANELS_IN_ROW, MAX_PANELS = 3, 6
 HALF = (4.4, 2.5)
 WHOLE = (9.0, 2.4)
-"""Sizes of charts with one and with two panels, inches."""
+"""Sizes of charts with one and with two panels, in inches."""
 Draw = Callable[[Axes, Any], None]
 """Function that draws data into a pair of axes."""
 CHARTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-"""Charts in the order of the page: title -> names of panels, and how to read them."""
+"""Charts in the order of the page, as a map from the title to the names of panels and how to read them."""
 PICTURE = ("reward", "speedup", "time", "tokens", "acceptance", "gap")
 """Panels of the picture, the most important first."""
 LINE_PANELS = {
@@ -129,7 +129,7 @@ def panels_of(run: Run) -> dict[str, Draw]:
 
 
 def charts_of(run: Run) -> Iterator[tuple[str, str, str, bool]]:
-    """Yields the charts in the order of the page: title, SVG, explanation, and whether it is as wide as the page."""
+    """Yields title, SVG, explanation, and whether it is as wide as the page, for each chart in the order of the page."""
     drawn = panels_of(run)
     for title, chart in CHARTS.items():
         shown = [drawn[name] for name in chart["panels"] if name in drawn]
@@ -157,7 +157,7 @@ def svg_of(figure: Figure, title: str) -> str:
 
 
 def save_picture(run: Run, path: Path, extra: Sequence[tuple[Draw, Any]] = ()) -> None:
-    """Writes the run in one PNG of at most two rows, 1200 x 420 pixels each. `extra` panels follow the first two."""
+    """Writes the run as one PNG of at most two rows, 1200 x 420 pixels each. `extra` panels follow the first two."""
     drawn = panels_of(run) if run.steps else {}
     drawings: list[tuple[Draw, Any]] = [(drawn[name], run.steps) for name in PICTURE if name in drawn]
     drawings = [*drawings[:2], *extra, *drawings[2:]][:MAX_PANELS]
@@ -180,7 +180,7 @@ def save_picture(run: Run, path: Path, extra: Sequence[tuple[Draw, Any]] = ()) -
 def figure_of(path: Path) -> Figure:
     """Returns the picture at `path` as a figure with the same pixels, for loggers that take figures.
 
-    Weights & Biases turns a figure without an image into a chart of its own, which lacks much of the figure.
+    The figure contains an image, because Weights & Biases turns other figures into charts of its own that lose much of them.
     """
     pixels = imread(path)
     figure = Figure((pixels.shape[1] / DPI, pixels.shape[0] / DPI), dpi=DPI)

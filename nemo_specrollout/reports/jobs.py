@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `launch` and Slurm have left of a run's jobs in its run directory. Slurm itself is never asked."""
+"""Reads what `launch` and Slurm have left about a run's jobs in its run directory. Slurm itself is never asked."""
 
 import re
 import time
@@ -14,21 +14,21 @@ from nemo_specrollout.storage.text_files import parse_json
 SUBMISSIONS = "submissions.jsonl"
 """The file of a run directory with a line for each job, which `launch` writes."""
 ALL_DONE = "nemo-specrollout: all steps are done"
-"""What a job's script says if nothing is left to do (`cli/job.sh.template`)."""
+"""What a job's script prints if nothing is left to do (`cli/job.sh.template`)."""
 _MOST_OUTPUT_BYTES = 16 << 20
 _END = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?: (DUE TO [^*]*?))? \*\*\*")
-"""Line of slurmstepd in a job's output. Its time is that of the node, without a zone."""
+"""Line of slurmstepd in a job's output. Its time is the node's, without a time zone."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job of a run, by the files of its run directory."""
+    """A job of a run, according to the files of its run directory."""
 
     id: str
     submitted: str = ""
-    """When `launch` has submitted it; empty if that is not recorded."""
+    """When `launch` submitted it, or empty if that is not recorded."""
     has_begun: bool = False
-    """Whether Slurm has made the file for its output."""
+    """Whether Slurm has created the file for its output."""
     is_passed: bool = False
     """Whether a later job has begun. The jobs of a run begin in their order, unless one is held or cancelled."""
     found_all_done: bool = False
@@ -36,7 +36,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        """What is known of a job without a start of the driver."""
+        """Description of the state of a job in which no driver has started."""
         if self.found_all_done:
             return "had nothing to do, because all steps were made"
         if self.has_begun:
@@ -49,24 +49,24 @@ class Job:
 
 @dataclass(frozen=True)
 class End:
-    """Why and when Slurm has ended a job, by the job's output."""
+    """Why and when Slurm ended a job, according to the job's output."""
 
     at_s: float
-    """Seconds since 1970, to the second."""
+    """Time in whole seconds since 1970."""
     reason: str
-    """Slurm's words, such as "DUE TO TIME LIMIT"; "CANCELLED" if it has none."""
+    """Slurm's words, such as "DUE TO TIME LIMIT", or "CANCELLED" if it gives none."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The jobs of a run, in the order of their submission, and their ends by Slurm, by the job's id."""
+    """The jobs of a run in the order of their submission, and by id how Slurm ended them."""
 
     jobs: Sequence[Job] = ()
     ends: Mapping[str, Sequence[End]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, run: Path) -> "Launch":
-        """Reads a run directory. What is missing or damaged is left out."""
+        """Reads a run directory. Missing or damaged files are ignored."""
         submitted = _submissions(run / SUBMISSIONS)
         outputs = {path.stem: path for path in (run / "slurm").glob("*.out") if path.stem.isdecimal()}
         texts = {job: _text(path) for job, path in outputs.items()}
@@ -81,7 +81,7 @@ class Launch:
 
 
 def _submissions(path: Path) -> dict[str, str]:
-    """Returns the time of submission by the job's id. Torn lines are left out."""
+    """Returns the time of submission by the job's id. Incomplete lines are ignored."""
     found = {}
     for line in _text(path).splitlines():
         with suppress(ValueError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of report pages: cards, charts, tables and lists. Every text is escaped here; `page.html.template` has their style."""
+"""Parts of report pages, such as cards, charts and tables. All texts are escaped here. `page.html.template` has the style."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ IsBad = Callable[[Record, str], bool]
 
 
 def page(title: str, status: str, parts: Iterable[str]) -> str:
-    """Returns a whole page: one file without script or outside resource. `parts` are HTML."""
+    """Returns a whole page as one file without scripts or external resources. `parts` are HTML."""
     return _PAGE.substitute(title=escape(title), status=escape(status), body="\n".join(parts))
 
 
@@ -35,7 +35,7 @@ def card(title: str, value: str, note: str, kind: str = "") -> str:
 
 
 def step_list(title: str, of: Iterable[tuple[Any, str]], kind: str = "") -> str:
-    """Returns a section with a sentence for some steps, or nothing if there are none. `kind` is "alarms" or empty."""
+    """Returns a section with steps and their sentences, or nothing if there are none. `kind` is "alarms" or empty."""
     items = "".join(f"<li>step {escape(str(step))}: {escape(text)}</li>" for step, text in of)
     return f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{items}</ul></section>' if items else ""
 
@@ -65,7 +65,7 @@ def text_table(
     rows: Sequence[tuple[Sequence[str], bool]],
     notes: Sequence[str] = (),
 ) -> str:
-    """Returns a section with a table of texts and sentences below it. `headings` are HTML, and a row says if it is bad."""
+    """Returns a section with a table of texts and sentences below it. `headings` are HTML. A row tells if it is bad."""
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     body = ""
     for cells, is_bad in rows:

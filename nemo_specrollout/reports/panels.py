@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Panels of charts: each `draw_` function, and each `LinePanel`, draws one pair of axes with a value for each step.
+"""Panels of charts. Each `draw_` function and each `LinePanel` draws one pair of axes with a value for each step.
 
-The palette is Okabe and Ito's, whose colours differ for colour-blind readers too. A NaN is a gap in its line.
+The palette is that of Okabe and Ito, which colour-blind readers can distinguish too. A NaN is a gap in its line.
 """
 
 import math
@@ -29,7 +29,7 @@ PHASE_COLOURS = {
     "checkpoint": GREEN,
     "other": PALE,
 }
-"""Phases of a step in the order of the stack, and what is left of the step."""
+"""Colours of the phases of a step in the order of the stack, and of the rest of the step."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 8.5,
@@ -59,11 +59,11 @@ STYLE: dict[Any, Any] = {
 FLOOR = 1e-9
 """Height at which a log axis draws a zero."""
 MAX_COUNT_LABELS = 16
-"""Draft positions that get a label with their number of proposals."""
+"""Most draft positions that get a label with their number of proposals."""
 MAX_MARKERS = 40
-"""Steps up to which a line has a marker for each step."""
+"""Most steps for which a line has a marker for each step."""
 MAX_BARS = 120
-"""Steps up to which the phases of a step are drawn as bars."""
+"""Most steps for which the phases of a step are drawn as bars."""
 DASHES = (0, (4, 3))
 Values = str | Callable[[Sequence[Record]], np.ndarray]
 """Key of a step, or a function that returns a value for each step."""
@@ -79,9 +79,9 @@ class LinePanel:
     is_from_zero: bool = True
     """True if the y axis begins at 0, unless it is logarithmic."""
     level: float | None = None
-    """Height of a grey line across the panel."""
+    """Value of a grey line across the panel."""
     alarm: float = math.nan
-    """Height of a dashed red line, the bound of an alarm."""
+    """Value of a dashed red line, which is the bound of an alarm."""
     is_share: bool = False
     """True if the values are shares of a whole, shown in per cent."""
     is_count: bool = False
@@ -145,7 +145,7 @@ def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
     if window > 1:
         ax.plot(x, means, color=BLUE, linewidth=2.4)
     known = np.flatnonzero(np.isfinite(means))
-    # The first and the last mean have labels, away from the line: below it if it rises towards the neighbour.
+    # The first and the last mean have labels that keep away from the line, below it if it rises towards the neighbour.
     neighbours = {}
     if len(known):
         second, last_but_one = (known[1], known[-2]) if len(known) > 1 else (known[0], known[0])
@@ -166,7 +166,7 @@ def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
     ax.autoscale(axis="x")  # the labels at both ends need room
     middle = (np.nanmax(reward) + np.nanmin(reward)) / 2
     span = np.nanmax(reward) - np.nanmin(reward)
-    ax.set_ylim(middle - max(0.7 * span, 0.06), middle + max(0.7 * span, 0.06))  # a small change should look small
+    ax.set_ylim(middle - max(0.7 * span, 0.06), middle + max(0.7 * span, 0.06))  # so that a small change looks small
 
 
 def draw_time(ax: Axes, steps: Sequence[Record]) -> None:
@@ -203,7 +203,7 @@ def draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
 
 
 def draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    """Draws the accepted share of draft tokens by position and drafter, over the whole run."""
+    """Draws the acceptance rate of draft tokens by position and drafter, over the whole run."""
     labels = []
     longest = max(len(proposed) for proposed, _ in totals.values())
     stride = math.ceil(longest / MAX_COUNT_LABELS)
@@ -234,18 +234,18 @@ def draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]
 
 
 def over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
-    """Sets title and x axis of a panel with a value for each step. A dotted line is between the steps of two starts."""
+    """Sets title and x axis of a panel with a value for each step. A dotted line separates the steps of two starts."""
     at = series(steps, "step")
     ax.set(title=title, xlabel="step", xlim=(at[0] - 0.6, at[-1] + 0.6))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     starts = [step.get("start") for step in steps]
     for x, start, before in zip(at[1:], starts[1:], starts, strict=False):
-        if start != before:  # a later start of the run goes on here
+        if start != before:  # a later start of the run continues here
             ax.axvline(x - 0.5, color=GREY, linewidth=0.8, linestyle=":")
 
 
 def line_format(steps: Sequence[Record]) -> str:
-    """Returns the format of a line, with markers if there are few enough steps."""
+    """Returns the format of a line, with markers if there are only a few steps."""
     return "o-" if len(steps) <= MAX_MARKERS else "-"
 
 

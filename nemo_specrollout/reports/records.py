@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a run, of the lab and of NeMo-RL alike: how they are found and read, and figures of a whole run.
+"""Reads the records of a run, of the lab and of NeMo-RL alike, and computes figures of a whole run.
 
-The folder of a run has `run.json`, which says how the run was made, and `metrics.jsonl`, in which a line is a step. A number
-that is missing, null or not finite becomes NaN, so that a run under way can be shown.
+The folder of a run has `run.json`, which says how the run was made, and `metrics.jsonl`, in which each line is a step. A
+number that is missing, null or not finite becomes NaN, so that an unfinished run can be shown.
 """
 
 import math
@@ -22,28 +22,28 @@ from nemo_specrollout.storage.text_files import parse_json, whole_number
 
 Record = Mapping[str, Any]
 FORMAT = 1
-"""Version of the records, `records` in `run.json`."""
+"""Version of the records, which is `records` in `run.json`."""
 RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
 HISTORY = "history"
 """Key of a step with what the engines' history of responses held and has done since the start (`learned.history`)."""
 BEGAN = "began"
-"""Key of a step with sentences about what engines that have started began with (`learned.warm_start`)."""
+"""Key of a step with sentences about what engines began with when they started (`learned.warm_start`)."""
 AUDITS = "audit.json"
-"""What `nemo-specrollout audit` has found."""
+"""File with the results of `nemo-specrollout audit`."""
 PREFIX = "specrollout/"
 """Prefix of our metrics in NeMo-RL's logger."""
 FOLDER = "specrollout"
 """Folder of our records in NeMo-RL's log folder."""
 PHASES = ("generation", "logprob", "train", "refit", "verify", "validation", "checkpoint")
-"""Phases of a step, one after the other. Each is recorded as `<phase>_s`."""
+"""Phases of a step in their order. Each one is recorded as `<phase>_s`."""
 _KINDS: tuple[tuple[str, type, str], ...] = (
     ("alarms", list, "a list of sentences"),
     (BEGAN, list, "a list of sentences"),
     *((key, dict, "a block") for key in ("acceptance", "draft_refresh", "draft_supply", "tail", HISTORY)),
 )
-"""Keys of a step that a report takes apart, with the kind of their values."""
+"""Keys of a step whose values have an inner structure that the report reads, with their types."""
 _MOST_STEPS = 1 << 53
-"""Largest whole number up to which a float has every one of them. A larger one in a record is damage."""
+"""Bound up to which a float can represent every whole number. A larger one in a record means damage."""
 _LARGEST = 1e300
 """Largest number that is drawn or added up. A larger one in a record counts as missing."""
 _COUNTS = ("tokens_checked", "tokens_equal", "deaths", "seeds_derived")
@@ -62,13 +62,13 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Reads the folder of the records of one start. Raises ConfigError for a line that is no record of a step."""
+        """Reads the records of one start in a folder. Raises ConfigError for a line that is no record of a step."""
         steps = [step | _shares(step) for step in read_steps(folder)]
         return cls(folder, read_object_or_nothing(folder / RUN), steps, read_object_or_nothing(folder / SUMMARY))
 
     @property
     def alarm_bound(self) -> float:
-        """`logprob_gap_alarm` of the block, nats a token, or NaN if it is not known."""
+        """`logprob_gap_alarm` of the block in nats per token, or NaN if it is not known."""
         return number(self.about, "block.logprob_gap_alarm")
 
     @property
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def began(self) -> list[tuple[Any, str]]:
-        """Step and sentence about what engines began with, of every step in which any has started."""
+        """Step and sentence about what engines began with, for every step in which an engine has started."""
         return [(step["step"], str(sentence)) for step in self.steps for sentence in step.get(BEGAN) or ()]
 
     def has(self, key: str) -> bool:
@@ -91,9 +91,9 @@ class Run:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Returns the last record of each step of a run, in order. Torn lines are skipped, and a key with null is left out.
+    """Returns the last record of each step of a run, in order. Incomplete lines are skipped, and keys with null left out.
 
-    Raises ConfigError with file, line and key for a record in which a key that a report takes apart is of another kind.
+    Raises ConfigError with file, line and key if a value whose structure the report reads has another type.
     """
     steps = list[dict[str, Any]]()
     for where, line in _lines_by_step(folder / METRICS).values():
@@ -104,12 +104,12 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the last record of each step in a JSON-lines file, none without a file. Torn lines are skipped."""
+    """Returns the last record of each step in a JSON-lines file, or none without a file. Incomplete lines are skipped."""
     return [record for _, record in _lines_by_step(path).values()]
 
 
 def _lines_by_step(path: Path) -> dict[int, tuple[str, dict[str, Any]]]:
-    """Returns the place, "FILE, line N", and the content of the last line of each step, in the order of the steps."""
+    """Returns the place, "FILE, line N", and the content of each step's last line, in the order of the steps."""
     found: dict[int, tuple[str, dict[str, Any]]] = {}
     for line_number, line in enumerate(decoded(path).split("\n") if path.is_file() else [], 1):
         try:
@@ -128,7 +128,7 @@ def decoded(path: Path) -> str:
 
 
 def _check_step(step: Record, where: str) -> None:
-    """Raises ConfigError with line and key if a key of a step, which a report takes apart, holds another kind of value."""
+    """Raises ConfigError with line and key if a value whose structure the report reads has another type."""
     for key, kind, name in _KINDS:
         if not isinstance(step.get(key, kind()), kind):
             raise _damage(where, key, step[key], name)
@@ -225,7 +225,7 @@ def in_ranges(numbers: Sequence[int]) -> str:
 
 
 def reward_window(num_steps: int) -> int:
-    """Returns the steps over which rewards are averaged, a fifth of the run. Single steps have different problems."""
+    """Returns over how many steps rewards are averaged, a fifth of the run, because steps have different problems."""
     return max(1, num_steps // 5)
 
 
@@ -238,7 +238,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def acceptance_totals(steps: Sequence[Record]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns proposed and accepted draft tokens by position, int64, summed over steps, for each drafter that proposed any."""
+    """Returns proposed and accepted draft tokens by position, int64, summed over steps, for each drafter with proposals."""
     proposed: dict[str, np.ndarray] = {}
     accepted: dict[str, np.ndarray] = {}
     none_K = np.zeros(0, np.int64)
@@ -255,14 +255,14 @@ def acceptance_totals(steps: Sequence[Record]) -> dict[str, tuple[np.ndarray, np
 
 
 def _sum_by_position(total_K: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """Returns the sum of counts by position, of which either may have fewer positions, int64."""
+    """Returns the sum of counts by position, int64, where either may have fewer positions."""
     counts_K = np.array(counts, np.int64)
     width = max(len(total_K), len(counts_K))
     return np.pad(total_K, (0, width - len(total_K))) + np.pad(counts_K, (0, width - len(counts_K)))
 
 
 def accepted_shares(steps: Sequence[Record], drafters: Collection[str]) -> np.ndarray:
-    """Returns the accepted share of the drafts of some drafters in each step, or NaN if none was verified."""
+    """Returns the acceptance rate of some drafters together in each step, or NaN if no draft was verified."""
     shares = []
     for step in steps:
         counts = [c for name, c in (step.get("acceptance") or {}).items() if name in drafters]
@@ -277,9 +277,9 @@ def refreshes(steps: Sequence[Record]) -> list[tuple[Any, Record]]:
 
 
 def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[str, float]:
-    """Returns how many steps the policies that began `samples` lag behind `policy_version`, which is trained on them.
+    """Returns by how many steps the policies that began `samples` lag behind `policy_version`, which is trained on them.
 
-    Counts the samples that got new weights, too. `samples` belong to a line of `samples.jsonl`.
+    Also counts the samples that got new weights. `samples` belong to one line of `samples.jsonl`.
     """
     spans = [sample["policy_spans"] for sample in samples if sample and sample.get("policy_spans")]
     lags = [policy_version - min(version for version, _ in sample_spans) for sample_spans in spans]
@@ -293,20 +293,20 @@ def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[st
 
 
 LEAST_KEPT = 0.1
-"""Share of the tokens made ahead; with fewer right ones `run_ahead` saves little."""
+"""Share of right tokens among those made ahead below which `run_ahead` saves little."""
 
 
 def ahead_figures(num_made: int, num_kept: int, num_tokens: int, seconds: float) -> dict[str, float]:
     """Returns the metrics of a step for which engines made `num_made` tokens ahead in `seconds`.
 
-    Of the `num_tokens` tokens of the responses with such a text, `num_kept` are in common prefixes with it.
+    The responses with such a text have `num_tokens` tokens, of which `num_kept` are in common prefixes with it.
     """
     kept = {"ahead_kept": num_kept / max(num_tokens, 1)} if num_made else {}
     return {"ahead_tokens": float(num_made), "ahead_s": seconds, **kept}
 
 
 def ahead_alarms(num_made: int, num_kept: int) -> list[str]:
-    """Returns a sentence if the weights change too much for texts that are made ahead."""
+    """Returns a list with a sentence if the weights change too much for texts made ahead, and otherwise an empty list."""
     if num_kept >= LEAST_KEPT * num_made:
         return []
     share = f"{num_kept / num_made:.0%} of {num_made:,} tokens that were made ahead were right"
@@ -314,7 +314,7 @@ def ahead_alarms(num_made: int, num_kept: int) -> list[str]:
 
 
 def summary_of(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns the figures of a run's steps; docs/reference/metrics.md names every key. A ratio without counts is None."""
+    """Returns the summary of a run's steps (docs/reference/metrics.md has every key). A ratio without counts is None."""
     if not steps:
         return {"steps": 0}
     rewards = series(steps, "reward")

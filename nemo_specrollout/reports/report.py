@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes `report.html` and `picture.png` of a run from its records: of a run of the lab and of a run in NeMo-RL alike."""
+"""Writes `report.html` and `picture.png` of a run from its records, for runs of the lab and of NeMo-RL alike."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ from nemo_specrollout.storage.files import write_atomically
 
 PAGE, PICTURE = "report.html", "picture.png"
 MAX_ROWS = 200
-"""Rows of a table, and alarms in the list. A run may have thousands of steps."""
+"""Most rows of a table, and most alarms in the list, because a run may have thousands of steps."""
 COLUMNS = {
     "step": ("step", "d"),
     "reward": ("reward", ".3f"),
@@ -60,7 +60,7 @@ COLUMNS = {
     "tokens<br>checked": ("tokens_checked", ",d"),
     "<br>equal": ("tokens_equal", ",d"),
 }
-"""Columns of the table: heading (HTML) -> key of the step, format."""
+"""Columns of the table, as a map from the heading (HTML) to the key of the step and the format."""
 
 
 Extras = tuple[Sequence[str], Sequence[tuple[Draw, Any]]]
@@ -82,7 +82,7 @@ def write_pages_of(run: Run, extras_of: Callable[[Run], Extras] = lambda _: ((),
     picture = run.folder / PICTURE
     with naming_damage(run.folder):
         sections, panels = extras_of(run) if run.steps else ((), ())
-        # A record may hold half of a surrogate pair, which is no Unicode text: the page shows its number.
+        # A record may contain half of a surrogate pair, which is not valid Unicode. The page then shows its number.
         write_atomically(report, _page(run, sections).encode("utf-8", "backslashreplace"))
         save_picture(run, picture, panels)
     return report, picture
@@ -101,7 +101,7 @@ def _page(run: Run, sections: Sequence[str]) -> str:
     else:
         parts = [starts]
     config = run.folder / "config.yaml"
-    if config.is_file() and not isinstance(run, RunOfStarts):  # that of `launch` is not resolved
+    if config.is_file() and not isinstance(run, RunOfStarts):  # the config of `launch` is not resolved
         parts.append(folded("Resolved config", config.read_text(encoding="utf-8", errors="replace")))
     else:
         parts.append(folded("policy.generation.specrollout", yaml.safe_dump(run.about.get("block"), sort_keys=False)))
@@ -112,7 +112,7 @@ def _page(run: Run, sections: Sequence[str]) -> str:
 
 
 def _versions(run: Run) -> dict[str, str]:
-    """Returns the versions of packages. Where they differ between the starts of a run, all of them in order."""
+    """Returns the versions of packages. Where they differ between the starts of a run, it has all of them in order."""
     abouts = [start.about for start in run.starts] if isinstance(run, RunOfStarts) else [run.about]
     found: dict[str, dict[str, None]] = {}
     for about in abouts:
@@ -123,7 +123,7 @@ def _versions(run: Run) -> dict[str, str]:
 
 
 def status_of(run: Run) -> str:
-    """Returns in a line how far a run has come."""
+    """Describes in one line how far a run has come."""
     starts = f"; {in_short(run)}" if isinstance(run, RunOfStarts) else ""
     if not run.steps:
         return f"no finished step yet{starts}"
@@ -201,7 +201,7 @@ def _engine_cards(run: Run, summary: Record) -> Iterator[str]:
 
 
 def _history_card(run: Run, totals: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Returns the card of drafts that came from earlier responses to the same prompts."""
+    """Returns the card about drafts that came from earlier responses to the same prompts."""
     verified, accepted = (int(counts.sum()) for counts in totals[HISTORY])
     all_verified, all_accepted = (sum(int(of[i].sum()) for of in totals.values()) for i in (0, 1))
     note = f"of accepted drafts are from earlier responses, and {verified / all_verified:.0%} of all drafts"
@@ -213,7 +213,7 @@ def _history_card(run: Run, totals: Mapping[str, tuple[np.ndarray, np.ndarray]])
 
 
 def _advice(run: Run) -> str:
-    """Returns the table of what would pay in this run, or nothing if its records do not say."""
+    """Returns the table of what would pay in this run, or nothing if its records do not tell."""
     rows = [(advice, False) for advice in advice_of_run(run)]
     if not rows:
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the records of a run lie, found from the folder that a user names, and how those of several starts are read as one."""
+"""Finds the records of a run from the folder that a user names, and reads those of several starts as one run."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from nemo_specrollout.reports.records import (
 from nemo_specrollout.reports.starts import RunOfStarts, Start, separate_runs, without_failed
 
 SCRIPT = "job.sh"
-"""Script of the jobs, by which a run directory of `launch` is known."""
+"""Script of the jobs, by which a run directory of `launch` is recognized."""
 LOGS = "logs"
 """Folder of NeMo-RL's logs in a run directory of `launch`."""
 
@@ -33,18 +33,18 @@ class RunFolders:
     """The folders of a run."""
 
     pages: Path
-    """Folder of the report: of the records of one start, the run directory of `launch`, or NeMo-RL's log folder."""
+    """Folder for the report, which is that of one start's records, the run directory of `launch`, or NeMo-RL's log folder."""
     starts: Sequence[Path]
-    """NeMo-RL's log folder of each start, the oldest first; empty if `pages` has the records itself."""
+    """NeMo-RL's log folder of each start, the oldest first. Empty if `pages` has the records itself."""
     launched: Path | None = None
-    """Run directory of `launch`; None if it has not started the run."""
+    """Run directory of `launch`, or None if `launch` has not started the run."""
 
 
 def find_folders(path: Path) -> RunFolders:
-    """Returns the folders of a run from `path`: its run directory, its log folder, or the folder of one of its starts.
+    """Returns the folders of a run, given its run directory, its log folder, or the folder of one of its starts.
 
-    The run directory of `launch` stands for its log folder, and that one for it. Raises ConfigError with a sentence if there
-    are no records.
+    The run directory of `launch` and its log folder are equivalent. Raises ConfigError with a sentence if there are no
+    records.
     """
     launched = _launched(path)
     logs = launched / LOGS if launched else path
@@ -66,7 +66,7 @@ def find_folders(path: Path) -> RunFolders:
 
 
 def read_run(folders: RunFolders) -> Run:
-    """Reads the records of a run. Records of one start that are damaged do not hide those of the others.
+    """Reads the records of a run. Damaged records of one start do not hide those of the others.
 
     Raises ConfigError if no start can be read, or if the log folder has the starts of several runs.
     """
@@ -85,7 +85,7 @@ def read_run(folders: RunFolders) -> Run:
 
 
 def latest_run(log_dir: Path) -> Run | None:
-    """Returns the newest start in a log folder that has made a step and whose records can be read; None without any."""
+    """Returns the newest start in a log folder that has made a step and has readable records, or None without any."""
     starts = filter(_is_start, log_dir.glob("exp_*")) if log_dir.is_dir() else ()
     newest_first = sorted(starts, key=lambda folder: -int(folder.name.removeprefix("exp_")))
     for folder in (log_dir, *(start / FOLDER for start in newest_first)):
@@ -104,7 +104,7 @@ def has_records(folder: Path) -> bool:
 
 
 def _launched(path: Path) -> Path | None:
-    """Returns the run directory of `launch` that `path` names, or whose log folder it is; else None."""
+    """Returns the run directory of `launch` that `path` names or whose log folder it is, and otherwise None."""
     for run in (path, path.absolute().parent if path.absolute().name == LOGS else path):
         if (run / SCRIPT).is_file() and not (run / RUN).exists():
             return run
@@ -128,7 +128,7 @@ def _read_start(folder: Path) -> Start:
 
 
 def _read(folder: Path) -> Run:
-    """Reads the records in a folder. Raises ConfigError if they are damaged, or of another version, and OSError."""
+    """Reads the records in a folder. Raises OSError, and ConfigError if they are damaged or of another version."""
     if read_object_or_nothing(folder / RUN).get("records") != FORMAT:
         raise ConfigError(
             f"RUN_DIR: the records in {folder} were written by another version of nemo-specrollout, or {RUN} is damaged; "
@@ -145,7 +145,7 @@ def _read(folder: Path) -> Run:
 
 
 def _why_nothing(launched: Path, starts: Sequence[Path]) -> str:
-    """Returns why a run that was launched has no records, as far as its files say, and what to do."""
+    """Explains why a launched run has no records, as far as its files tell, and what to do."""
     jobs = Launch.read(launched).jobs
     if starts:
         return (

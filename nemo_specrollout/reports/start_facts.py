@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of one start of a run, which `run.json` keeps for the report: its first step, its job and when that began."""
+"""Facts about one start of a run for the report, such as its first step, its job and when that began."""
 
 import math
 import time
@@ -8,17 +8,17 @@ from typing import Any
 
 NAME_OF_START = "SPECROLLOUT_START"
 """Variable with the name of this start of a Slurm job, `JOB.REQUEUES`, which the job's script sets. Slurm's own variables do
-not reach the driver, because NeMo-RL's `ray.sub` takes them away before it starts Ray."""
+not reach the driver, because NeMo-RL's `ray.sub` unsets them before it starts Ray."""
 BEGAN = "SPECROLLOUT_BEGAN"
 """Variable with the seconds since 1970 at which the command `run` began. The command sets it."""
 _JOB_BEGAN = "NRL_JOB_START_EPOCH"
-"""The same of the Slurm job, which NeMo-RL's `ray.sub` sets in each start of the job."""
+"""Variable with the seconds since 1970 at which the Slurm job began, set by NeMo-RL's `ray.sub` in each start."""
 
 
 def start_facts(variables: Mapping[str, str], first_version: int) -> dict[str, Any]:
-    """Returns the facts of the start whose environment has `variables`, and which has `first_version` steps behind it.
+    """Returns the facts about the start with the environment `variables`, before which `first_version` steps were made.
 
-    A time has its zone, as `2026-08-01T12:00:00+0000`. What the environment does not tell is left out.
+    Times include the zone, as in `2026-08-01T12:00:00+0000`. What the environment does not tell is left out.
     """
     facts: dict[str, Any] = {"first_step": first_version + 1}
     began_s = next((s for name in (_JOB_BEGAN, BEGAN) if math.isfinite(s := _seconds(variables.get(name)))), math.nan)

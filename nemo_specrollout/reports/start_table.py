@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The starts of a run in words: a card and a table for the page, and lines for the terminal."""
+"""Describes the starts of a run in a card and a table for the page, and in lines for the terminal."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ COLUMNS = ("start", "job", "steps", "made<br>again later", "until its<br>first s
 
 @dataclass(frozen=True)
 class Row:
-    """A start in words. What is not known is empty."""
+    """A start in words, in which unknown values are empty."""
 
     start: str
     job: str
@@ -60,7 +60,7 @@ def _row(run: RunOfStarts, start: Start) -> Row:
 
 
 def in_short(run: RunOfStarts) -> str:
-    """Returns how often the run was started and how many steps were lost, as part of a sentence."""
+    """Tells how often the run was started and how many steps were lost, as part of a sentence."""
     count = len(run.starts)
     again = f", {run.num_lost} step{'s' * (run.num_lost > 1)} made again" if run.num_lost else ""
     return f"{count} start{'s' * (count > 1)}{again}"
@@ -75,7 +75,7 @@ def start_card(run: RunOfStarts) -> str:
 
 
 def start_list(run: RunOfStarts) -> str:
-    """Returns the section with a row for each start, and a sentence for each job that has none. Empty columns are left out."""
+    """Returns the section with a row for each start and a sentence for each job without one, but no empty columns."""
     rows = rows_of(run)
     shown = [i for i in range(len(COLUMNS)) if any(row.cells[i] for row in rows)]
     notes = [f"{row.start} cannot be read: {row.problem}." for row in rows if row.problem]

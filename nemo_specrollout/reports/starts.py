@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that was started several times: by the jobs of a chain, by requeues, or by hand after an interruption.
+"""Runs that were started several times, by the jobs of a chain, by requeues, or by hand after an interruption.
 
-NeMo-RL gives every start of its driver a folder `exp_NNN` of its own. A start goes on after a checkpoint, and so it makes the
-steps again that earlier starts had made beyond it. Those of the later start count, and the earlier ones are lost.
+NeMo-RL gives every start of its driver a folder `exp_NNN`. A start continues after a checkpoint, so it repeats the steps that
+earlier starts had made beyond that checkpoint. The steps of the later start count, and the earlier ones are lost.
 """
 
 import math
@@ -19,20 +19,20 @@ from nemo_specrollout.storage.text_files import whole_number
 START = "start"
 """Key of `run.json` with the facts of a start, and key of a step of such a run with the name of its start."""
 ENDED = "ended_s"
-"""Key of a step: the time at which it ended, in seconds since 1970."""
+"""Key of a step with the time at which it ended, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What one start of a run has recorded. `steps` may be empty, because a start may be killed at any time."""
+    """The records of one start of a run. `steps` may be empty, because a start may be killed at any time."""
 
     folder: Path
     """NeMo-RL's log folder of the start, `exp_NNN`."""
     about: Record
-    """Content of `run.json`, empty if there is none yet."""
+    """Content of `run.json`, or empty if there is none yet."""
     steps: Sequence[Record]
     problem: str = ""
-    """Why the records cannot be read; empty if they can."""
+    """Why the records cannot be read, or empty if they can."""
 
     @property
     def name(self) -> str:
@@ -40,9 +40,9 @@ class Start:
 
     @property
     def first_step(self) -> int | None:
-        """Number of the first step that the start makes, at least 1; None if that is not known.
+        """Number of the first step that the start makes, at least 1, or None if that is not known.
 
-        Without a step it is known from the checkpoint from which the start goes on.
+        Before its first step, it is known from the checkpoint from which the start continues.
         """
         facts = self.about.get(START)
         known = whole_number(facts.get("first_step")) if isinstance(facts, Mapping) else None
@@ -51,7 +51,7 @@ class Start:
 
     @property
     def job(self) -> str:
-        """Id of the Slurm job; empty for a start without one, and for one whose records do not say it."""
+        """Id of the Slurm job. Empty for a start without a job, or if the records do not tell it."""
         return self._fact("job_id")
 
     @property
@@ -61,12 +61,12 @@ class Start:
 
     @property
     def began(self) -> str:
-        """Time at which the job began, or the command `run`, as `2026-08-01T12:00:00+0000`; empty if it is not known."""
+        """Time at which the job or the command `run` began, such as `2026-08-01T12:00:00+0000`, or empty if unknown."""
         return self._fact("began") if math.isfinite(seconds_of(self._fact("began"))) else ""
 
     @property
     def before_first_step_s(self) -> float:
-        """Seconds from there to the beginning of the first step, for container, Ray, engines and checkpoint, or NaN."""
+        """Seconds from `began` to the first step, for container, Ray, engines and checkpoint, or NaN if unknown."""
         if not self.steps:
             return math.nan
         first = self.steps[0]
@@ -84,16 +84,16 @@ class Start:
 
 @dataclass(frozen=True)
 class RunOfStarts(Run):
-    """A run of several starts, or one that `launch` has started. Its steps are those that count, in order."""
+    """A run with several starts, or one that `launch` has started. Its steps are those that count, in order."""
 
     starts: Sequence[Start] = ()
     """All starts, the oldest first."""
     launch: Launch | None = None
-    """What `launch` and Slurm have left in the run directory; None for a run that `launch` has not started."""
+    """What `launch` and Slurm have left in the run directory, or None for a run that `launch` has not started."""
 
     @classmethod
     def of(cls, folder: Path, starts: Sequence[Start], launch: Launch | None = None) -> "RunOfStarts":
-        """Builds the run, whose pages lie in `folder`. Facts such as versions are those of its newest start."""
+        """Builds the run, whose pages are in `folder`. Facts such as versions are those of its newest start."""
         steps = list[Record]()
         for start, bound in zip(starts, _bounds(starts), strict=True):
             steps += [{**step, START: start.name} for step in start.steps if step["step"] < bound]
@@ -102,7 +102,7 @@ class RunOfStarts(Run):
 
     @property
     def bounds(self) -> Sequence[float]:
-        """For each start the first step that a later start makes; infinity if there is none."""
+        """For each start, the first step that a later start makes, or infinity if there is none."""
         return _bounds(self.starts)
 
     @property
@@ -113,7 +113,7 @@ class RunOfStarts(Run):
 
     @property
     def num_lost(self) -> int:
-        """Steps that were lost, over all starts."""
+        """Number of steps that were lost, over all starts."""
         return sum(map(len, self.lost.values()))
 
     @property
@@ -123,12 +123,12 @@ class RunOfStarts(Run):
 
     @property
     def jobs_without_start(self) -> Sequence[Job]:
-        """Jobs of the run of which no start is known. A job has none while it waits, and before its driver has begun."""
+        """Jobs of the run for which no start is known, because they wait or because their driver has not begun."""
         known = {start.job for start in self.starts}
         return [job for job in self.launch.jobs if job.id not in known] if self.launch else []
 
     def end_of(self, start: Start) -> str:
-        """Returns why Slurm ended a start, in its words, such as "DUE TO TIME LIMIT"; empty if it has written nothing."""
+        """Returns Slurm's words for why it ended a start, such as "DUE TO TIME LIMIT", or "" if it wrote nothing."""
         ends = self.launch.ends.get(start.job, ()) if self.launch and start.job else ()
         of_job = [other for other in self.starts if other.job == start.job]
         after = next((other for other in of_job if other.num_requeues > start.num_requeues), None)
@@ -147,13 +147,13 @@ def _bounds(starts: Sequence[Start]) -> list[float]:
 
 
 def separate_runs(starts: Sequence[Start]) -> int:
-    """Returns how many runs the starts of a log folder are: one that begins at the first step is no continuation."""
+    """Returns to how many runs the starts of a log folder belong. One that begins at the first step starts a new run."""
     begins = [start.first_step for start in starts if start.first_step is not None]
     return 1 + sum(first <= 1 for first in begins[1:])
 
 
 def without_failed(starts: Sequence[Start]) -> Sequence[Start]:
-    """Returns the starts of a log folder without those that began at the first step and have none; at least the newest."""
+    """Returns the starts of a log folder without those that began at the first step and made none, but always the newest."""
     return [start for start in starts if start.steps or start.problem or (start.first_step or 1) > 1] or starts[-1:]
 
 

@@ -237,7 +237,7 @@ class EarlyRequests:
         self._num_waits = self._num_waits + 1 if load.is_waiting else 0
         if self._num_waits > PATIENCE_STEPS:
             return self.running
-        wanted = self._wanted(load, running) if load.num_requests else running  # without own requests, none is in the way
+        wanted = self._wanted(load, running) if load.num_requests else running  # else none is in the way
         surplus = running - min(self.size.slots - load.num_requests, wanted)
         blocks_left = load.blocks_left
         names: list[int] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance on a GPU: the kernel of `equality.py`, one program for each request.
+"""Acceptance on a GPU, by the kernel of `equality.py` with one program for each request.
 
 `row_sampling_triton.py` accepts by the same function.
 """

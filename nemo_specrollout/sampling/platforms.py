@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Platforms other than a GPU: each registers its vLLM worker, and bodies of its own for our kernels.
+"""Platforms other than a GPU, each of which registers its vLLM worker and its own bodies for our kernels.
 
 A GPU runs vLLM's GPU worker and our Triton kernels, and has no entry here. A platform's plugin registers the platform before
 an engine starts.
@@ -19,8 +19,8 @@ GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 class KernelModule(StrEnum):
     """Our modules of Triton kernels, by their full names.
 
-    `kernels_for` loads one by its name once the type of the device is known, because a platform may have bodies of its own
-    in its place. The laboratory registers such bodies for a CPU.
+    `kernels_for` loads a module by name once the type of the device is known, because a platform may have registered other
+    bodies for it. The laboratory does so for a CPU.
     """
 
     ROW_SAMPLING = "nemo_specrollout.generation.step.row_sampling_triton"
@@ -39,7 +39,7 @@ class KernelModule(StrEnum):
 
 @dataclass(frozen=True)
 class Platform:
-    """The code that engines on devices of one type run."""
+    """The code that engines run on devices of one type."""
 
     worker: str
     """Full name of vLLM's worker class."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derives the seed of each request from the request's identity alone, never from when or where it runs.
+"""Derives the seed of each request from the request's identity, and never from when or where it runs.
 
 Changing a constant or a formula here changes every rollout (`docs/concepts/exactness.md`). The module does not import torch,
 so drivers, workers and simulators can all import it.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files: written as a whole, read with care, and the facts in the folder of a model. No torch."""
+"""Writes files atomically, reads files safely, and reads facts from the folders of models. No torch."""

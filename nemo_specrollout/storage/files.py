@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes files atomically, reads regular files alone, and locks folders."""
+"""Writes files atomically, reads only regular files, and locks folders."""
 
 import errno
 import fcntl
@@ -14,13 +14,13 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-"""The file of `lock_folder`, which says nothing of what is in a folder."""
+"""The file of `lock_folder`, which does not count as content of a folder."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces the file at `path` by `content`, text as UTF-8; it is on disk when this returns.
+    """Replaces the file at `path` by `content`, which is on disk when this returns. Text is written as UTF-8.
 
-    On an OSError the old file stays. A process that dies meanwhile may leave the file of `replacing_file` beside it.
+    On an OSError the old file stays. A process that dies during the call may leave the file of `replacing_file` beside it.
     """
     with replacing_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -28,7 +28,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a temporary file, which replaces the file at `path`, on disk, if the block succeeds."""
+    """Yields the path of a temporary file, which is synced and replaces the file at `path` if the block succeeds."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -43,7 +43,7 @@ def replacing_file(path: Path) -> Iterator[Path]:
 def lock_folder(folder: Path) -> TextIO:
     """Returns a file that keeps other callers of this function out of `folder` until it is closed.
 
-    Raises BlockingIOError if another process is there. Where the file system has no locks, nothing is kept out.
+    Raises BlockingIOError if another process has the lock. Where the file system has no locks, nobody is kept out.
     """
     file = (folder / LOCK).open("w")
     try:
@@ -60,7 +60,7 @@ def lock_folder(folder: Path) -> TextIO:
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     """Returns the content of a file that the user named, at most the first `most_bytes` bytes.
 
-    Raises OSError, also for a path that is not a regular file: reading a pipe without a writer would never end.
+    Raises OSError, also for a path that is not a regular file, because reading a pipe without a writer would never end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
@@ -70,7 +70,7 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` survive a power cut, if its file system supports that; some network ones do not."""
+    """Makes the names in `folder` survive a power cut, if the file system supports that (some network ones do not)."""
     with suppress(OSError):
         sync(folder)
 

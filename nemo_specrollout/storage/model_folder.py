@@ -24,7 +24,7 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embedd
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_predict")
 """Keys of a config.json that count a model's layers for multi-token prediction."""
 _MTP_BY_TYPE = ("dots3_note", "longcat_flash", "step3p", "minimax_m3", "mimo_v2", "gemma4")
-"""Beginnings of the `model_type` of models that vLLM takes to have such layers, whatever their config.json says."""
+"""Prefixes of the `model_type` of models for which vLLM assumes such layers, whatever their config.json says."""
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -41,7 +41,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def size_in(config: Mapping[str, Any], name: str, where: object, default: int | None = None) -> int:
-    """Returns the whole number, at least 1, at `name`; `default`, if given, for null. Raises ValueError about `where`."""
+    """Returns the whole number at `name`, which must be at least 1, or for null the `default` if one is given.
+
+    Raises ValueError about `where`.
+    """
     value = config.get(name)
     if value is None and default is not None:
         return default
@@ -57,7 +60,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """Returns a hash of the tokenizer's tokens and their ids; empty if the folder has no vocabulary."""
+    """Returns a hash of the tokenizer's tokens and their ids, or "" if the folder has no vocabulary."""
     tokenizer = _read(folder / "tokenizer.json")
     vocabulary = tokenizer.get("model", {}).get("vocab")
     if not vocabulary:
@@ -68,9 +71,9 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """Returns the ids that end a text: of generation_config.json, else of config.json, else of the tokenizer; or none.
+    """Returns the ids that end a text, from the first of generation_config.json, config.json and tokenizer that has any.
 
-    Raises ValueError if one of the two files has something else there.
+    Raises ValueError if one of the two config files has something else there.
     """
     config = _read(folder / "config.json")
     ids = list[int]()
@@ -97,7 +100,7 @@ def longest_text(folder: Path) -> int | None:
 
 
 def rope_of(config: Mapping[str, Any], where: object) -> Mapping[str, Any]:
-    """Returns the block about rotary positions of a config; empty without one. Raises ValueError about `where`."""
+    """Returns the block about rotary positions of a config, or {} without one. Raises ValueError about `where`."""
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(value := config.get(name) or {}, Mapping):
             raise ValueError(f"{where}: {name} is {value!r}; it must be a block of keys")
@@ -107,7 +110,7 @@ def rope_of(config: Mapping[str, Any], where: object) -> Mapping[str, Any]:
 
 
 def num_positions(config: Mapping[str, Any], where: object) -> int | None:
-    """Returns the tokens of the longest text that a config allows, with those that YaRN adds; None if it does not say.
+    """Returns the length of the longest text that a config allows, including YaRN's extension, or None if unknown.
 
     Raises ValueError about `where` for values of a wrong type.
     """
@@ -119,13 +122,13 @@ def num_positions(config: Mapping[str, Any], where: object) -> int | None:
 
 
 def layer_number(tensor: str) -> int | None:
-    """Returns the number of the layer to which a tensor of this name belongs; None if it belongs to no layer."""
+    """Returns the number of the layer to which a tensor of this name belongs, or None if it belongs to no layer."""
     found = _LAYER.search(tensor)
     return None if found is None else int(found[1])
 
 
 def has_mtp_layers(config: Mapping[str, Any]) -> bool:
-    """Returns whether a model's config.json says that it has layers for multi-token prediction, as vLLM reads it."""
+    """Returns whether a model has layers for multi-token prediction according to its config.json, as vLLM reads it."""
     blocks = (config, text_config(config), config.get("mtp_config") or {})
     counts = (block.get(name) for block in blocks if isinstance(block, Mapping) for name in _MTP_LAYERS)
     is_by_type = any(str(block.get("model_type", "")).startswith(_MTP_BY_TYPE) for block in blocks[:2])
@@ -133,7 +136,7 @@ def has_mtp_layers(config: Mapping[str, Any]) -> bool:
 
 
 def has_mtp_tensors(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Returns whether tensors of these names are of such layers: by their name, or because the policy ends before them."""
+    """Returns whether tensors of these names include MTP layers, by their names or because they follow the last layer."""
     last = text_config(config).get("num_hidden_layers")
     for name in names:
         layer = layer_number(name)
@@ -144,9 +147,9 @@ def has_mtp_tensors(config: Mapping[str, Any], names: Iterable[str]) -> bool:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Returns the files of a model's tensors: those in its index, as in vLLM, or else all *.safetensors.
+    """Returns the files of a model's tensors, which are those in its index, as in vLLM, or else all *.safetensors.
 
-    Raises ValueError for an index that cannot be read, or that names an absent file.
+    Raises ValueError for an index that cannot be read or that names a missing file.
     """
     index = folder / "model.safetensors.index.json"
     if not index.exists():
@@ -162,8 +165,8 @@ def tensor_files(folder: Path) -> list[Path]:
 def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Returns a model's tensors, with the embedding also under the LM head's name if the model of `folder` ties the two.
 
-    vLLM 0.29 and later reload each layer by itself, so without the second name the LM head would keep its old weights. A
-    model without an LM head is tied unless its config denies it, because some architectures are tied by default.
+    vLLM 0.29 and later reload each layer separately, so without the second name the LM head would keep its old weights. A
+    model without an LM head counts as tied unless its config denies it, because some architectures are tied by default.
     """
     found = list(tensors)
     names = dict(found)
@@ -188,8 +191,8 @@ def check_model(folder: Path, policy: Path, kind: str = "") -> None:
         knows_the_tokens = size == wanted
         if kind == "remote":
             own, other = tokenizer_fingerprint(folder), tokenizer_fingerprint(policy)
-            # A remote drafter sends token ids, so it may have another number of embedding rows. The rows beyond the
-            # tokenizer's tokens are padding. Only if a folder has no vocabulary do the rows have to tell.
+            # A remote drafter sends token ids, so it may have another number of embedding rows, of which those beyond the
+            # tokenizer's tokens are padding. The number of rows is only compared if a folder has no vocabulary.
             knows_the_tokens = own == other if own and other else knows_the_tokens
     except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{folder}: a value of its JSON files has a wrong type ({error}); copy them again") from error
@@ -199,9 +202,9 @@ def check_model(folder: Path, policy: Path, kind: str = "") -> None:
 
 
 def check_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model's tensors, by name; empty if their format is another than safetensors.
+    """Returns the shapes of a model's tensors by name, or {} if their format is not safetensors.
 
-    Raises ValueError for files that are absent or incomplete, or that do not belong to the folder's index or config.json.
+    Raises ValueError for files that are missing or incomplete, or that do not belong to the folder's index or config.json.
     """
     files = tensor_files(folder)
     if not files and not any(any(folder.glob(pattern)) for pattern in _OTHER_FORMATS):
@@ -222,7 +225,7 @@ def check_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_embedding(folder: Path, shape: tuple[int, ...] | None) -> None:
-    """Raises ValueError unless a policy's embedding, if it has that name, has the shape that config.json makes it."""
+    """Raises ValueError unless a policy's embedding, if it has that name, has the shape that config.json implies."""
     config = text_config(read_object(folder / "config.json"))
     rows = tuple(size_in(config, name, folder / "config.json", default=0) for name in ("vocab_size", "hidden_size"))
     if shape is not None and all(rows) and shape != rows:

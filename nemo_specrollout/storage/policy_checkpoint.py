@@ -10,7 +10,7 @@ ACCEPTED = "a Hugging Face folder (config.json with *.safetensors or pytorch_mod
 def hf_folder(checkpoint: Path) -> Path:
     """Returns the Hugging Face folder in `checkpoint`.
 
-    Raises ValueError for a folder that holds no policy. For weights that NeMo-RL must convert first, it gives the command.
+    Raises ValueError for a folder without a policy. If NeMo-RL must convert the weights first, the message has the command.
     """
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint} is not a folder: give {ACCEPTED}")

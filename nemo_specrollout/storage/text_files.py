@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads text and JSON lines that a user gave. What is wrong with them is one sentence with file, line, fault and fix.
+"""Reads text and JSON lines that a user gave. Errors are one sentence with file, line, fault and fix.
 
-A byte-order mark, which editors and spreadsheets write, is left out. A blank line counts, but is not yielded.
+A byte-order mark, which editors and spreadsheets write, is left out. A blank line counts as a line, but is not yielded.
 """
 
 import json
@@ -23,7 +23,7 @@ _OTHER_KINDS = {
     b"PK\x03\x04": ("a zip archive", _UNPACK),
     b"PAR1": ("a Parquet file", "write its rows as JSON lines"),
 }
-"""What a file that is no UTF-8 text begins with, what it then is, and the fix."""
+"""First bytes of files that are not UTF-8 text, with what such a file is and the fix."""
 
 
 def text_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -56,7 +56,7 @@ def json_of_line(text: str, where: str) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text. Raises ValueError with the reason, which names no line."""
+    """Returns the value of a JSON text. Raises ValueError with the reason, without a line number."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -67,12 +67,12 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"{what} at character {error.pos + 1}") from error
     except UnicodeDecodeError as error:
         raise ValueError("it is not UTF-8 text") from error
-    except ValueError as error:  # Python converts numbers of up to 4,300 digits
+    except ValueError as error:  # Python does not convert numbers of more than 4,300 digits
         raise ValueError("a number has too many digits") from error
 
 
 def whole_number(value: object) -> int | None:
-    """Returns a whole number as an int, also one that pandas wrote with a decimal point, such as 4.0; None for all else."""
+    """Returns a whole number as an int, also one like 4.0, as pandas writes it, and None for everything else."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if type(value) is int else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder that a draft model's trainer publishes to, and that drafters look at. Does not load torch.
+"""A folder to which a draft model's trainer publishes weights, and which drafters watch. Does not load torch.
 
 Each publication is a subfolder whose name ends in its number, such as `version_12` or `step-300`, and the largest number is
-the newest. It should appear by a rename, whole. A name that begins with a dot is of one that is still being written.
+the newest. It should appear complete, by a rename. A name that begins with a dot belongs to one that is still being written.
 """
 
 import os
@@ -16,17 +16,17 @@ from nemo_specrollout.storage import model_folder as folders
 from nemo_specrollout.storage.files import sync, sync_folder
 
 NUM_KEPT = 3
-"""Newest publications that `publish` keeps. A drafter may still be reading the one before the newest."""
+"""Number of newest publications that `publish` keeps. A drafter may still be reading the one before the newest."""
 _NUMBERED = re.compile(r"[^.].*?([0-9]{1,18})|([0-9]{1,18})", re.DOTALL)
 _OWN_NAME = "version_"
 
 Stamp = tuple[tuple[str, int, int], ...]
-"""Name, size in bytes and time of change of each file of a publication."""
+"""Name, size in bytes and modification time of each file of a publication."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A checkpoint in such a folder, and what its files were like when it was found."""
+    """A checkpoint in such a folder, with the stamp of its files when it was found."""
 
     number: int
     path: Path
@@ -34,7 +34,7 @@ class Publication:
 
 
 def publications(folder: Path) -> list[Publication]:
-    """Returns what is published in `folder`, the newest first. A folder that is not there yet has nothing."""
+    """Returns the publications in `folder`, the newest first, or none if the folder does not exist yet."""
     found = []
     try:
         for entry in os.scandir(folder):
@@ -42,12 +42,12 @@ def publications(folder: Path) -> list[Publication]:
             if match is not None and entry.is_dir():
                 found.append(Publication(int(match[1] or match[2]), Path(entry.path), stamp_of(Path(entry.path))))
     except OSError:
-        return []  # a network disk may be away for a while
+        return []  # a network disk may be unavailable for a while
     return sorted(found, key=lambda p: (p.number, p.path.name), reverse=True)
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Returns what the files in a publication are like. It changes while somebody writes there."""
+    """Returns the stamp of a publication's files, which changes while somebody writes there."""
     try:
         stats = [(entry.name, entry.stat()) for entry in os.scandir(path)]
     except OSError:
@@ -76,10 +76,10 @@ def check_like(folder: Path, shapes: Mapping[str, tuple[int, ...]], place: str =
 
 
 def publish(weights: Path, into: Path, number: int) -> Path:
-    """Copies the checkpoint in `weights` to `into`, where it appears whole, and removes all but the newest publications.
+    """Copies the checkpoint in `weights` into `into` atomically, and removes all but the newest publications.
 
-    Returns the new subfolder. Only those that an earlier call of this function has made are removed. Raises OSError, and
-    ValueError if the number is not larger than all others, because drafters would go on with the newer ones.
+    Returns the new subfolder. Only publications that earlier calls of this function have made are removed. Raises OSError, and
+    ValueError if the number is not larger than all others, because drafters would continue with a larger one.
     """
     newest = next(iter(publications(into)), None)
     if newest is not None and newest.number >= number:

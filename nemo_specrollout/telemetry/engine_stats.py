@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of what an engine did: a trace of its latest steps, sums over all steps, and its counters.
+"""Records of what an engine did, with a trace of its latest steps, sums over all steps, and counters.
 
-Sums add up over engines and subtract over time. Shapes: S steps, T steps that are kept, C columns.
+Sums can be added over engines, and subtracted to get the sums of a period. Shapes: S steps, T steps that are kept, C columns.
 """
 
 import time
@@ -15,9 +15,9 @@ import numpy as np
 
 MAX_STEPS = 1 << 16
 COLUMNS = ("time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s", "draft_s")
-"""Columns of every trace. `drafted_<name>` and `accepted_<name>` of each drafter follow."""
+"""Columns of every trace, which are followed by `drafted_<name>` and `accepted_<name>` of each drafter."""
 DraftCounts = tuple[tuple[str, tuple[int, ...]], ...]
-"""Draft tokens by drafter and position."""
+"""Numbers of draft tokens by drafter and position."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class StepRows:
 
 @dataclass(frozen=True)
 class EngineTotals:
-    """Sums over an engine's steps. Seconds are the engine's own; several engines spend them at the same time."""
+    """Sums over an engine's steps. Seconds are counted per engine, although several engines spend them at the same time."""
 
     num_steps: int = 0
     num_steps_with_drafts: int = 0
     num_request_steps: int = 0
-    """Requests, summed over steps: the tokens that plain decoding would emit in as many steps."""
+    """Number of requests summed over steps, which equals the tokens that plain decoding would emit in as many steps."""
     num_rows: int = 0
-    """Rows sampled from: one for each request and one for each draft token."""
+    """Number of rows that were sampled, which are one for each request and one for each draft token."""
     host_s: float = 0.0
-    """Seconds of our own host work within steps, without a drafter with weights."""
+    """Seconds of our own host work within steps, not counting drafters with weights."""
     draft_s: float = 0.0
     """Seconds of a drafter with weights."""
     other_s: float = 0.0
-    """Seconds of steps that also computed prompts, which speculation does not change."""
+    """Seconds of steps that also computed prompts, where speculation changes nothing."""
     decode_s: float = 0.0
     """Seconds of pure decode steps."""
     estimated_s: float = 0.0
@@ -60,14 +60,14 @@ class EngineTotals:
     """Seconds that the tokens of those steps would have taken without drafts."""
     num_weight_updates: int = 0
     num_derived_seeds: int = 0
-    """Requests without a seed of their own, see `nemo_rl/engine_inputs.py`."""
+    """Number of requests without a seed of their own, see `nemo_rl/engine_inputs.py`."""
     proposed: DraftCounts = ()
-    """Draft tokens that were verified."""
+    """Numbers of draft tokens that were verified."""
     accepted: DraftCounts = ()
 
     @classmethod
     def of(cls, steps: StepRows, plain_step_s: np.ndarray | None) -> "EngineTotals":
-        """Sums steps of a trace; `plain_step_s` are the seconds of a step without drafts by number of requests, if known."""
+        """Sums steps of a trace. `plain_step_s` has the seconds of a step without drafts by number of requests, if known."""
         requests_S, rows_S, seconds_S = map(steps.column, ("num_requests", "num_rows", "seconds"))
         is_decode_S = steps.column("is_decode") > 0
         decode_s = float(seconds_S[is_decode_S].sum())
@@ -108,7 +108,7 @@ class EngineTotals:
 
 
 def _combine_counts(left: DraftCounts, right: DraftCounts, sign: int) -> DraftCounts:
-    """Adds by name and position. A count that one side lacks is zero."""
+    """Adds counts by name and position, with `sign` for the right side. A count that one side lacks is zero."""
     rows = dict(left)
     others = dict(right)
     return tuple(
@@ -120,8 +120,8 @@ def _combine_counts(left: DraftCounts, right: DraftCounts, sign: int) -> DraftCo
 class StepTrace:
     """Keeps the latest steps of an engine with their durations, and sums over all of its steps.
 
-    A step lasts from the end of the step before to its own end, when the drafts for the next step are chosen. `seconds` has
-    a meaning for pure decode steps only: these sample from every row, in an engine that was not idle before.
+    A step lasts from the end of the step before to its own end, when the drafts for the next step are chosen. `seconds` is
+    meaningful only for pure decode steps, which sample from every row, in an engine that was not idle before.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class StepTrace:
         """`draft_counts(first, n)` returns the drafters' columns of n steps from number `first` on, [n, columns]."""
         self.columns = [*COLUMNS, *(f"{kind}_{name}" for name in drafter_names for kind in ("drafted", "accepted"))]
         self._draft_counts = draft_counts if drafter_names else None
-        # Written once, so that the memory is committed now and not while the engine runs.
+        # The array is filled so that its memory is committed now and not while the engine runs.
         self._steps_TC = np.full((capacity, len(COLUMNS)), 0.0)
         self._ended = self._still_s = 0.0
         self._is_open, self._was_idle = False, True
@@ -142,7 +142,7 @@ class StepTrace:
         self.num_steps = 0
 
     def stood_still(self, seconds: float) -> None:
-        """Leaves `seconds`, in which the engine was not asked for a step, out of the next step's time."""
+        """Excludes `seconds`, in which the engine was not asked for a step, from the next step's time."""
         self._still_s += seconds
 
     def begin_after_idle(self) -> None:
@@ -152,26 +152,26 @@ class StepTrace:
         self._was_idle = True
 
     def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
-        """Records the step whose tokens are sampled now.
+        """Records the step whose tokens are about to be sampled.
 
         Args:
-            num_requests: Requests of the step.
-            num_rows: Rows of logits to sample from, which are one for each request and one for each draft token.
-            num_scheduled: Tokens that the model has computed in the step. There are more of them than rows if the step also
-                computes prompts, and then it is no pure decode step.
+            num_requests: Number of requests in the step.
+            num_rows: Number of rows of logits to sample, which are one for each request and one for each draft token.
+            num_scheduled: Number of tokens that the model has computed in the step. There are more of them than rows if the
+                step also computes prompts, and then it is no pure decode step.
         """
         now = time.perf_counter()
         is_decode = num_rows == num_scheduled and not self._was_idle and not self._is_open
-        if self._is_open:  # near the context's end vLLM asks for no drafts, so the previous step did not end here
+        if self._is_open:  # near the context's end vLLM asks for no drafts, so the previous step was not ended
             self._close(now)
         self.num_steps += 1
         self._row(0)[:] = now, 0.0, num_requests, num_rows, is_decode, 0.0, 0.0
         self._is_open, self._was_idle = True, False
 
     def end_step(self, host_s: float = 0.0, draft_s: float = 0.0) -> tuple[int, int, float] | None:
-        """Ends the step, of which our host work took `host_s` and a drafter with weights `draft_s`.
+        """Ends the step, in which our host work took `host_s` and a drafter with weights took `draft_s`.
 
-        Returns (requests, rows, seconds without `draft_s`) of a pure decode step; None for any other step.
+        Returns (requests, rows, seconds without `draft_s`) for a pure decode step, and None for any other step.
         """
         self._close(time.perf_counter())
         step_C = self._row(0)
@@ -192,13 +192,13 @@ class StepTrace:
         return StepRows(self.columns, rows)
 
     def totals(self, plain_step_s: np.ndarray | None, **known: Any) -> EngineTotals:
-        """Returns `EngineTotals.of` all steps, each of which is counted once; `known` are fields that the caller counts."""
+        """Returns `EngineTotals.of` all steps, each counted once. `known` has the fields that the caller counts."""
         self._totals += EngineTotals.of(self.since(self._num_counted), plain_step_s)
         self._num_counted = self.num_steps
         return EngineTotals(**{**asdict(self._totals), **known})
 
     def _row(self, age: int) -> np.ndarray:
-        """Returns the newest step, or the one `age` steps before it, float64 [C]."""
+        """Returns the step that is `age` steps older than the newest one, float64 [C]."""
         return self._steps_TC[(self.num_steps - 1 - age) % len(self._steps_TC)]
 
     def _close(self, now: float) -> None:

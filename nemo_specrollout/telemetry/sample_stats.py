@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of each sample: the policies that made it, the head that drafted for it, and the outcome of its drafts.
+"""Statistics of each sample, with the policies that made it, the head that drafted for it, and the outcome of its drafts.
 
-Shapes: S request slots; a slot is vLLM's own number for a request.
+Shapes: S request slots. A slot is vLLM's own number for a request.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 MAX_KEPT = 1 << 16
-"""Ended requests whose statistics are kept until they are taken; the oldest are dropped."""
+"""Most ended requests whose statistics are kept until they are taken. The oldest ones are dropped."""
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -20,17 +20,17 @@ class SampleStats:
     """Statistics of one sample."""
 
     policy_spans: Spans
-    """Version of each policy that sampled, and the first position that it sampled, from the start of the prompt.
+    """Version of each policy that sampled, and the first position that it sampled, counted from the start of the prompt.
 
-    A policy that came while the prompt was read has the position after the first token that it read."""
+    A policy that came while the prompt was read has the position after the first token that it has read."""
     head_versions: tuple[int, int]
     """Versions of the head in service when the request began and when it ended."""
     num_drafted: int
-    """Draft tokens that were verified."""
+    """Number of draft tokens that were verified."""
     num_accepted: int
     read_again: tuple[int, ...] = ()
-    """First positions of those spans before which the engine computed the KV of the whole text anew, with the policy of the
-    span. In other spans a policy reads the KV that earlier ones have left."""
+    """First positions of those spans before which the engine recomputed the KV of the whole text with the policy of the span.
+    In other spans a policy reads the KV that earlier ones have left."""
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "SampleStats":
@@ -42,7 +42,7 @@ class SampleStats:
 
     @classmethod
     def of_spans(cls, policy_spans: Iterable[Sequence[int]], read_again: Iterable[int]) -> "SampleStats":
-        """Returns a record that knows nothing but the policies, from values that JSON had."""
+        """Returns a record with only the policies, from JSON values."""
         spans = tuple((int(version), int(first)) for version, first in policy_spans)
         return cls(spans, (0, 0), 0, 0, tuple(map(int, read_again)))
 
@@ -56,9 +56,9 @@ class SampleStats:
 
 
 def _merged_spans(one: SampleStats, other: SampleStats) -> tuple[Spans, tuple[int, ...]]:
-    """Returns the policy spans of a sample that two engines decoded, and where they read the whole text again.
+    """Returns the policy spans of a sample that two engines have decoded, and where they read the whole text again.
 
-    An engine reads the whole text of a request that comes to it. That changes nothing while all KV is of its own policy.
+    An engine reads the whole text of a request that moves to it. That makes no difference if all KV is of its own policy.
     """
     begun = {stats.policy_spans[0][1] for stats in (one, other)}
     is_read = {*one.read_again, *other.read_again, *begun}
@@ -87,9 +87,9 @@ class StepEnd:
     head_is_dormant: bool | None = None
     """None without a drafter with weights."""
     began: Sequence[str] = ()
-    """What the engine began with from earlier starts, told once: ends of sentences about it."""
+    """What the engine began with from earlier starts, in phrases that end a sentence. Reported only once."""
     history: Mapping[str, Any] | None = None
-    """`HistoryFacts` of the engine as plain values; None without a history."""
+    """`HistoryFacts` of the engine as plain values, or None without a history."""
 
     @classmethod
     def from_wire(cls, reply: Mapping[str, Any]) -> "StepEnd":
@@ -107,11 +107,11 @@ class _Record:
     row: int = -1
     """Row of the archive with the counts of a request that has left its slot."""
     is_taken: bool = False
-    """True if nothing is kept when it leaves its slot: it was taken, or what it did is no sample."""
+    """True if nothing is kept when it leaves its slot, because it was taken before or is no sample."""
 
     def read_whole_text(self, version: int, num_tokens: int) -> None:
-        """Notes that the policy `version` computes the KV of all tokens anew, as after a preemption."""
-        # A preempted request loses a token that vLLM had not returned yet. It is sampled again, by this policy.
+        """Notes that policy `version` recomputes the KV of all tokens, as after a preemption."""
+        # A preempted request loses a token that vLLM has not returned yet, which this policy samples again.
         kept = tuple(span for span in self.policy_spans if span[1] < num_tokens) or self.policy_spans[:1]
         self.policy_spans = kept
         self.read_again = tuple(first for first in self.read_again if first < num_tokens)
@@ -136,14 +136,15 @@ class SampleStatsLog:
         """Creates an empty log.
 
         Args:
-            counts_S2: draft tokens verified and accepted of the request in each slot, int32, on the device.
-            begins_again: whether new weights make all running requests begin again (`run_ahead`). What they did is no sample.
-            put: returns a few numbers as a tensor of int64 on that device, without a wait.
+            counts_S2: numbers of draft tokens verified and accepted for the request in each slot, int32, on the device.
+            begins_again: whether new weights make all running requests start over (`run_ahead`), so that what they did before
+                is no sample.
+            put: returns a few numbers as an int64 tensor on that device, without waiting.
         """
         self._put = put
         self._begins_again = begins_again
         self.policy_version = 0
-        """Weight updates of the engine."""
+        """Policy version of the engine's weights."""
         self.head_version = 0
         """Version of the policy whose features the head in service was trained on."""
         self._counts_S2 = counts_S2
@@ -156,7 +157,7 @@ class SampleStatsLog:
         """Starts the record of a request in `slot`, whose counts must be zero.
 
         A preempted request with tokens of its own continues its record, and so does one that comes back from another
-        engine, with its text so far as its prompt. One that begins again has a new record.
+        engine with its text so far as its prompt. A request that starts over gets a new record.
         """
         record = self._ended.pop(seed, None)
         if record is None or num_tokens <= record.policy_spans[0][1]:
@@ -182,16 +183,16 @@ class SampleStatsLog:
             del self._ended[next(iter(self._ended))]
 
     def policy_updated(self, version: int, positions_S: Sequence[int]) -> None:
-        """Begins a span of the policy `version` in each running request, at the position that it samples next."""
+        """Starts a span of policy `version` in each running request, at the position that it samples next."""
         self.policy_version = version
         for slot, record in self._running.items():
             record.is_taken |= self._begins_again
             record.policy_spans += ((version, positions_S[slot]),)
 
     def take(self, seeds: Sequence[int] | None) -> dict[int, SampleStats]:
-        """Returns the statistics of requests by seed: the known ones of `seeds`, running or ended; None: all that ended.
+        """Returns the statistics of the requests with these seeds, running or ended, or of all ended ones if None.
 
-        vLLM frees the slot of a request one step after its last, so an ended request may still have a slot.
+        vLLM frees the slot of a request one step after its last one, so an ended request may still have a slot.
         """
         archive = self._archive.cpu()
         counts_S2 = self._counts_S2.cpu()

@@ -168,7 +168,7 @@ def _measure(head: DraftHead, features: SequenceFeatures, temperature: float, ac
         end = min(stop, num_rows - 1 - k)
         if begin >= end:
             continue
-        if k == 0:  # once for all positions of the chunk, where row i is the policy's distribution after token start + 1 + i
+        if k == 0:  # once per chunk, where row i is the policy's distribution after token start + 1 + i
             survival_C = torch.ones(len(logits_CD), device=head.device)
             final_RH = features.final_TH[start + 1 : stop + num_drafts].to(head.teacher_VH)
             policy_CD = probabilities(final_RH @ head.teacher_VH.T, temperature)

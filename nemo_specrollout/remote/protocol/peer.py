@@ -28,7 +28,7 @@ class PeerState(Enum):
     AWAY = "away"  # It is greeted when its pause is over.
     GREETED = "greeted"  # It has not answered yet.
     READY = "ready"
-    REFUSED = "refused"  # It does not fit the policy. After a pause it is greeted again, as another may listen there then.
+    REFUSED = "refused"  # It does not fit the policy. It is greeted again after a pause, as another may listen then.
 
 
 @dataclass
