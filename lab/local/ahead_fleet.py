@@ -17,9 +17,9 @@ from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFil
 
 
 class AheadOfFleet:
-    """What a fleet's engines do for coming steps. Owns the texts, and knows whether engines have a plan.
+    """Work of a fleet's engines for coming steps. Owns the texts, and knows whether engines have a plan.
 
-    A plan is for one version of the weights. It ends before new weights come.
+    A plan is for one version of the weights, and ends before new weights come.
     """
 
     def __init__(self, texts: TextsInFlight) -> None:
@@ -27,23 +27,23 @@ class AheadOfFleet:
         self._has_plan = False
 
     def plan(self, pool: RolloutPool, step: int) -> None:
-        """Lets the live engines begin requests of the steps after `step`, beside their own and while they have none."""
+        """Lets the live engines start requests of the steps after `step`, beside their own and while they have none."""
         engines = pool.alive()
         self._has_plan = True
         pool.plan_ahead(dict(zip(engines, self.texts.plans(step, len(engines)), strict=True)))
 
     def end(self, pool: RolloutPool, *, keeps_cache: bool = False) -> None:
-        """Stops what the engines do for coming steps, and keeps the texts. Does nothing without a plan."""
+        """Stops the engines' work for coming steps, and keeps the texts. Does nothing without a plan."""
         if self._has_plan:
             self._has_plan = False
             self.texts.keep(pool.end_ahead(keeps_cache=keeps_cache))
 
 
 class AheadFleet(RolloutFleet):
-    """A fleet whose engines begin requests of coming steps in the slots that a draining rollout leaves empty.
+    """A fleet whose engines start requests of coming steps in the slots that a draining rollout leaves empty.
 
-    An engine that has nothing else to do goes on with them by itself. Engines that share their cores with the trainer stop
-    at the end of the rollout, and others when new weights come.
+    An engine that has nothing else to do continues with them by itself. Engines that share their cores with the trainer stop
+    at the end of the rollout, and others stop when new weights come.
 
     Invariant: a step's samples are the same as without `run_ahead`. Its early texts are neither trained on nor scored.
     """
@@ -83,7 +83,7 @@ class AheadFleet(RolloutFleet):
 
 
 class AheadEngine(LocalEngine):
-    """One engine in the runner's own process, which begins requests of coming steps while a rollout drains."""
+    """One engine in the runner's own process, which starts requests of coming steps while a rollout drains."""
 
     def __init__(self, config: RunConfig, prompts: Prompts) -> None:
         """Starts the engine. Raises ConfigError for what vLLM refuses."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous GRPO: a fleet that generates for coming steps, in a thread, while the policy is trained.
+"""Asynchronous GRPO with a fleet that generates for coming steps, in a thread, while the policy is trained.
 
-After NeMo-RL's trajectory collector and replay buffer (nemo_rl/algorithms/async_utils). A target is the training step that a
-batch is for. A target is begun as soon as the current policy is at most `max_trajectory_age_steps` steps older than it.
+It follows NeMo-RL's trajectory collector and replay buffer (nemo_rl/algorithms/async_utils). A target is the training step for
+which a batch is generated. It is started as soon as the current policy is at most `max_trajectory_age_steps` steps older.
 """
 
 import queue
@@ -28,7 +28,7 @@ from nemo_specrollout.stragglers.attempts import Response
 from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile
 
 _LOOK_S = 0.005
-"""Seconds between two looks of a waiting thread."""
+"""Seconds between two checks of a waiting thread."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class Trajectories:
     responses: list[Response]
     timeline: Timeline
     first_version: int
-    """Version of the policy when the target was begun: the oldest that made a token of it."""
+    """Version of the policy when the target was started, which is the oldest one that made a token of it."""
     seconds: float
-    """Seconds from the begin of the target to its last response."""
+    """Seconds from the start of the target to its last response."""
 
     @property
     def age(self) -> int:
-        """Training steps between the oldest policy that made a token of it and the policy that trains on it."""
+        """Number of training steps between the oldest policy that made a token of it and the one trained on it."""
         return self.target - self.first_version
 
 
 @dataclass(frozen=True)
 class _Target:
-    """A batch under way."""
+    """A batch that is being generated."""
 
     prompts: StepPrompts
     keys: list[int]
@@ -63,20 +63,20 @@ class _Target:
 
 @dataclass(frozen=True)
 class CollectorEvents:
-    """What a collector's thread calls."""
+    """Callbacks of a collector's thread."""
 
     on_ready: Callable[[Trajectories], Any]
-    """Gets trajectories as soon as they are complete. Its result is what the trainer takes."""
+    """Receives trajectories as soon as they are complete. Its result is what the trainer takes."""
     on_begun: Callable[[int], None] = lambda target: None
-    """Gets the newest target that has begun, whenever that is another one."""
+    """Receives the newest target that was started, whenever it changes."""
 
 
 class TrajectoryCollector:
-    """Generates for targets while the trainer trains. Owns the thread that alone uses the coordinator and its engines.
+    """Generates for targets while the trainer trains. Owns the thread that is the only user of the coordinator and engines.
 
-    States: collecting, then closed or failed. After a failure every call raises its error.
+    It collects until it is closed or fails. After a failure every call raises its error.
 
-    Invariant: a policy of version v begins no target beyond v + max_trajectory_age_steps.
+    Invariant: a policy of version v starts no target beyond v + max_trajectory_age_steps.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class TrajectoryCollector:
         self._closed = threading.Event()
         self._failure: BaseException | None = None
         self.idle_s = 0.0
-        """Seconds without a request under way, because no target could be begun."""
+        """Seconds without a running request, because no target could be started."""
         self._thread = threading.Thread(target=self._collect, daemon=True)
         self._thread.start()
 
     # In the trainer's thread
 
     def take(self, target: int, on_finished: Callable[[int], None] = lambda done: None) -> Any:
-        """Returns the result of `on_ready` for a target; waits for it. `on_finished` gets the number of finished responses."""
+        """Waits for the result of `on_ready` for a target. `on_finished` receives the number of finished responses."""
 
         def is_ready() -> bool:
             if (batch := self._under_way.get(target)) is not None:
@@ -122,9 +122,9 @@ class TrajectoryCollector:
     def update_weights(
         self, tensors: Iterable[tuple[str, Any]], version: int, before: Callable[[], None] = lambda: None
     ) -> None:
-        """Gives the engines the weights of `version`; returns when they have them.
+        """Gives the engines the weights of `version`, and returns when they have them.
 
-        With `in_flight_weight_updates` this happens while requests are under way, otherwise after they have ended. The
+        With `in_flight_weight_updates` this happens while requests are running, and otherwise after they have ended. The
         thread calls `before` just before.
         """
 
@@ -145,7 +145,7 @@ class TrajectoryCollector:
         return future.result()
 
     def close(self) -> None:
-        """Ends the thread and abandons the requests under way."""
+        """Ends the thread and abandons the running requests."""
         self._closed.set()
         self._thread.join()
 
@@ -198,9 +198,9 @@ class TrajectoryCollector:
 
 
 class AsyncFleet(RolloutFleet):
-    """A fleet that only the collector's thread may use, from `begin` on. Owns the collector.
+    """A fleet that only the collector's thread may use from `begin` on. Owns the collector.
 
-    Invariant: step s trains on samples that were begun by a policy of version s - max_trajectory_age_steps or newer, and no
+    Invariant: step s trains on samples that were started by a policy of version s - max_trajectory_age_steps or newer, and no
     sample is used twice.
     """
 
@@ -221,7 +221,7 @@ class AsyncFleet(RolloutFleet):
         self._collector = TrajectoryCollector(self.coordinator, config, self._prompts, events, steps, self.task)
 
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
-        """Returns the trajectories for a step; waits for missing ones."""
+        """Waits for the trajectories of a step, and returns them."""
         assert self._collector is not None
         started = time.perf_counter()
         rollout: StepRollout = self._collector.take(step, on_finished)
@@ -229,14 +229,14 @@ class AsyncFleet(RolloutFleet):
         return replace(rollout, figures={**rollout.figures, "generation_s": waited_s})
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Replaces the weights of all engines, while requests are under way or between them."""
+        """Replaces the weights of all engines, while requests are running or between them."""
         if self._collector is None:
             super().load_weights(tensors, policy_version)
         else:
             self._collector.update_weights(tensors, policy_version, before=self._before_weights)
 
     def complete(self, rollout: StepRollout) -> StepRollout:
-        """Returns the rollout with what the engines did between the last two weights, whichever steps it was for."""
+        """Returns the rollout with all work of the engines between the last two weight updates, for whichever steps."""
         return replace(rollout, stats=replace(self._worked, tail=rollout.stats.tail))
 
     def take_alarms(self) -> list[dict[str, Any]]:
@@ -255,19 +255,19 @@ class AsyncFleet(RolloutFleet):
         return self._call(lambda: ask(*question, drafting_by=drafting_by))
 
     def _call(self, work: Callable[[], Any]) -> Any:
-        """Does work in the thread that the engines belong to."""
+        """Does work in the thread to which the engines belong."""
         return work() if self._collector is None else self._collector.call(work)
 
     # In the collector's thread
 
     def _plan_ahead(self, target: int) -> None:
-        """Lets engines begin requests of the targets after the newest one that has begun."""
+        """Lets engines start requests of the targets after the newest one that was started."""
         if self._ahead is not None:
             self._ahead.plan(self.pool, target)
 
     def _before_weights(self) -> None:
         if self._ahead is not None:
-            self._ahead.end(self.pool, keeps_cache=True)  # requests are under way
+            self._ahead.end(self.pool, keeps_cache=True)  # requests are running
         self._worked = self.worked()
         self.begin_counting()
 

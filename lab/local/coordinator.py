@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A coordinator that also deals requests out to its engines, restarts dead ones, and gives them new weights.
+"""A coordinator that also distributes requests among its engines, restarts dead ones, and gives them new weights.
 
 Shapes: R requests, E engines.
 """
@@ -25,21 +25,21 @@ class LocalFleet(EngineFleet, Protocol):
     """The engines of a local run."""
 
     def revive(self) -> None:
-        """Begins to restart dead engines with the current weights. Raises RuntimeError if no engine is left."""
+        """Starts to restart dead engines with the current weights. Raises RuntimeError if no engine is left."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
         """Gives every engine new weights, after the turns that it has queued."""
 
 
 class Stay:
-    """Policy that moves and races nothing."""
+    """A tail policy that moves and races nothing."""
 
     def decide(self, seen: TailObservation) -> TailDecision:
         return TailDecision()
 
 
 class DealingCoordinator(Coordinator):
-    """Coordinator of a local run's engines. Without a policy, a request stays where it was dealt unless that engine dies."""
+    """Coordinator of a local run's engines. Without a tail policy, a request stays in its engine unless that one dies."""
 
     engines: LocalFleet
 
@@ -53,10 +53,10 @@ class DealingCoordinator(Coordinator):
         begins_again: bool = False,
         deals_shards: bool | None = None,
     ) -> None:
-        """`begins_again`: new weights make every response under way again, with its text so far as drafts (`run_ahead`).
+        """With `begins_again`, running requests start over with new weights, and reuse their texts as drafts (`run_ahead`).
 
-        `deals_shards`: requests are dealt out in equal shards, as NeMo-RL does, and not by their expected lengths. By default
-        that is so without a policy.
+        With `deals_shards`, requests are distributed in equal shards, as NeMo-RL does, and not by their expected lengths.
+        This is the default without a tail policy.
         """
         super().__init__(engines, policy or Stay(), ladder, lengths)
         self._stays = policy is None
@@ -89,14 +89,14 @@ class DealingCoordinator(Coordinator):
         return responses, Timeline.of(responses, methods, saved_s)
 
     def deal(self, requests: Sequence[Request], task: str = ANY_TASK) -> list[int]:
-        """Begins requests, deals them out to engines, and returns their keys."""
+        """Starts requests, distributes them among the engines, and returns their keys."""
         self.engines.revive()
         keys = self._begin(requests, task)
         self._deal_out(keys)
         return keys
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
-        """Gives all engines new weights, also while requests are under way."""
+        """Gives all engines new weights, even while requests are running."""
         self.decide_races()
         if self._begins_again:
             self.begin_again()
@@ -129,7 +129,7 @@ class DealingCoordinator(Coordinator):
             self._start(keys[i], int(engine_R[i]))
 
     def _loads_E(self) -> np.ndarray:
-        """Returns the expected tokens to come by engine, float64 [E]."""
+        """Returns the expected remaining tokens of each engine, float64 [E]."""
         responses: list[Response] = [self.responses[key] for key in self._active]
         loads_E = np.zeros(len(self._assigned))
         for response, tokens in zip(responses, self._remaining(responses).tolist(), strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of a local run: a CPU, or one GPU that trainer and engines share."""
+"""The device of a local run, which is a CPU or one GPU that trainer and engines share."""
 
 import math
 import os
@@ -17,22 +17,22 @@ CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 GIB = 1 << 30
 ENGINE_SHARE = 0.5
-"""Share of the free memory that all engines may take together. The trainer has the rest."""
+"""Share of the free memory that all engines together may take. The trainer has the rest."""
 WORK_BYTES = 3 * GIB
-"""Memory of an engine beside weights and KV cache: CUDA's context, activations of the longest prefill, CUDA graphs."""
+"""Bytes of an engine's memory in addition to weights and KV cache, for CUDA's context, activations and CUDA graphs."""
 TRAINER_BYTES = 24
-"""Bytes of a parameter in the trainer, at most: weight, gradient, two moments, and a float32 copy of each that bfloat16
-needs or that is on its way to an engine."""
+"""Most bytes per parameter in the trainer, for weight, gradient, two moments, and the float32 copies that bfloat16 needs or
+that are on their way to an engine."""
 _ROOM = 1.1
-"""Blocks of the KV cache are seldom full."""
+"""Factor on the size of the KV cache, because its blocks are seldom full."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def run_device(gpus_per_node: int) -> torch.device:
     """Returns the device of a run. Raises ConfigError if `cluster.gpus_per_node` does not fit this machine.
 
-    Call it before anything uses the GPU: cuBLAS reads the size of its workspace, on which deterministic products depend,
-    when it starts.
+    Call it before anything uses the GPU, because cuBLAS reads the size of its workspace, on which deterministic products
+    depend, when it starts.
     """
     path = "cluster.gpus_per_node"
     if torch.cuda.is_available() != bool(gpus_per_node):
@@ -50,8 +50,8 @@ def run_device(gpus_per_node: int) -> torch.device:
 def deterministic_kernels(device: torch.device) -> Iterator[None]:
     """Makes torch choose kernels on a GPU whose results do not depend on timing, so that equal rows train equal weights.
 
-    The choice ends with the block, because an engine in the same process needs kernels that torch would then refuse. Such
-    kernels on a CPU are deterministic as they are.
+    The choice ends with the context, because an engine in the same process needs kernels that torch would refuse in it.
+    Kernels on a CPU are deterministic anyway.
     """
     if device.type == "cpu":
         yield
@@ -74,8 +74,8 @@ def engine_memory(
 ) -> dict[str, Any]:
     """Returns `kv_cache_memory_bytes` and `gpu_memory_utilization` of each engine on a GPU that the trainer shares.
 
-    An engine gets the KV cache that its requests need at their longest, or what half of the free memory leaves. vLLM's own
-    default, 0.9 of the whole GPU, would leave the trainer nothing. Engines are sized rather than put to sleep, because with
+    An engine gets the KV cache that its requests need at their full length, or what half of the free memory leaves. vLLM's own
+    default, 0.9 of the whole GPU, would leave nothing for the trainer. Engines are not put to sleep instead, because with
     `run_ahead` they work while the policy is trained.
 
     Raises ConfigError if there is not enough memory for one request, or for the trainer.
@@ -101,9 +101,9 @@ def engine_memory(
 
 
 def sized_engines(kwargs: Mapping[str, Any], memory: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns vLLM's arguments with the sizes of `memory`, where the user names none.
+    """Returns vLLM's arguments with the sizes of `memory`, unless the user gives some.
 
-    A user's share of the GPU stands alone, because vLLM looks at no share if the KV cache has a size.
+    If the user gives a share of the GPU, no size is set for the KV cache, because vLLM would then ignore the share.
     """
     if "gpu_memory_utilization" in kwargs:
         return dict(kwargs)

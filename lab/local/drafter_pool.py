@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafter processes of a local run: starts, watches and restarts them. A rollout waits for them only at its start."""
+"""Starts, watches and restarts the drafter processes of a local run. A rollout waits for them only at its start."""
 
 import contextlib
 import math
@@ -14,11 +14,11 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterSpec
 
 HANG_S = 30.0
-"""Silence after which a process is killed, in seconds."""
+"""Seconds of silence after which a process is killed."""
 START_S = 600.0
-"""Longest time that a process may take to start, in seconds."""
+"""Most seconds that a process may take to start."""
 FIRST_PAUSE_S = 1.0
-"""Pause before a process is restarted, in seconds. It doubles with each end before the process has reported anything."""
+"""Seconds before a process is restarted. They double each time that it ends before it has reported anything."""
 LONGEST_PAUSE_S = 60.0
 _WATCH_PERIOD_S = 0.5
 
@@ -26,18 +26,18 @@ _WATCH_PERIOD_S = 0.5
 class DrafterProcess:
     """One drafter process, restarted at the same address when it ends or hangs. Call `watch` periodically.
 
-    States: starting, up, down (until its pause is over), stopped.
+    Its states are starting, up, down (until its pause is over) and stopped.
     """
 
     def __init__(self, spec: DrafterSpec) -> None:
         self.spec = spec
         self.num_restarts = self.num_told = 0
         self.deaths: list[str] = []
-        """Last output of each process that has ended. `take_deaths` has told of the first `num_told`."""
+        """Last output of each process that has ended. `take_deaths` has reported the first `num_told`."""
         self.status: DrafterReport | None = None
-        """Latest report of the process; None until it has bound its address."""
+        """Latest report of the process, or None until it has bound its address."""
         self.told_problem = ""
-        """The latest problem with new weights that `take_deaths` has told of."""
+        """The latest problem with new weights that `take_deaths` has reported."""
         self._pause_s = FIRST_PAUSE_S
         self._resume_at_s = 0.0
         self._child: JsonChild | None = None
@@ -46,7 +46,7 @@ class DrafterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while no process exists."""
+        """Process id, or None while no process exists."""
         return None if self._child is None else self._child.pid
 
     @property
@@ -80,7 +80,7 @@ class DrafterProcess:
             child.end()
 
     def failure(self) -> str | None:
-        """Returns the last output of a process that ended before it was up; None otherwise."""
+        """Returns the last output of a process that ended before it was up, and otherwise None."""
         if self.is_up or self._child is None or not self._child.has_ended:
             return None
         return self._child.last_words()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter process of a local run: `python -m lab.local.drafter_process SPEC`."""
+"""The drafter process of a local run, which is started by `python -m lab.local.drafter_process SPEC`."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from nemo_specrollout.remote.drafter.drafter_spec import DrafterReport, DrafterS
 def main(text: str) -> int:
     """Runs a drafter until the parent process ends. Returns the exit code.
 
-    `text` is a `DrafterSpec` as JSON. Each report goes to stdout as a line of JSON, and a reason not to start to stderr.
+    `text` is a `DrafterSpec` as JSON. Each report goes to stdout as a line of JSON. If it cannot start, stderr has the reason.
     """
     end_with_parent()
 

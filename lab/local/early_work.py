@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The early requests of an engine process (`run_ahead`), which are decoded while nothing else is asked of the engine."""
+"""The early requests of an engine process (`run_ahead`), which are decoded while the engine has nothing else to do."""
 
 import threading
 import time
@@ -15,20 +15,20 @@ SLICE_S = 0.05
 """Seconds for which the thread decodes at a time. A call of the engine waits for the end of a slice."""
 
 LEAST_S = 1e-3
-"""A shorter slice had no step."""
+"""Shortest slice in seconds that can have had a step."""
 
 
 class EarlyWork:
     """Lets a `RollingEngine` decode early requests between the calls of its engine. Owns the thread that does so.
 
-    A call is made within `set_aside`. It waits for the end of a slice, and no slice begins before the call has ended. In
-    the steps of a call itself, the rolling engine decodes early requests beside the engine's own.
+    Each call is made within the context `set_aside`. It waits for the end of a slice, and no slice begins before the call has
+    ended. In the steps of the call itself, the rolling engine decodes early requests beside the engine's own.
 
     No slice begins between `plan` and the next call either, because that call brings the requests of the step.
     """
 
     def __init__(self, rolling: RollingEngine, has_own: Callable[[], bool]) -> None:
-        """`has_own` says whether the engine has requests of its own, which only a turn may step."""
+        """`has_own` tells whether the engine has requests of its own, which only a turn may step."""
         self._rolling = rolling
         self._has_own = has_own
         self._state = threading.Condition()
@@ -52,7 +52,7 @@ class EarlyWork:
                 self._state.notify_all()
 
     def plan(self, plan: AheadPlan) -> None:
-        """Takes the requests that the engine may begin early from now on, in place of earlier ones."""
+        """Sets the requests that the engine may start early from now on, in place of earlier ones."""
         with self.set_aside():
             self._rolling.plan(plan.rows, plan.scale, plan.kept)
             self._has_work = False
@@ -62,7 +62,7 @@ class EarlyWork:
         self._has_work = True
 
     def worth(self) -> EarlyWorth:
-        """Returns what the early requests are worth now (`RollingEngine.worth`)."""
+        """Returns the current worth of the early requests (`RollingEngine.worth`)."""
         with self.set_aside():
             return self._rolling.worth()
 
@@ -86,5 +86,5 @@ class EarlyWork:
             with self._state:
                 self._is_slicing = False
                 self._state.notify_all()
-                if time.perf_counter() - started < LEAST_S:  # what is left cannot begin now
+                if time.perf_counter() - started < LEAST_S:  # what is left cannot start now
                     self._state.wait(SLICE_S)

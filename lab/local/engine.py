@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in this process: vLLM with our worker. Rollout requests go in, rollouts come out."""
+"""An engine in this process, which is vLLM with our worker. It takes rollout requests and returns rollouts."""
 
 import gc
 import math
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 
 Arguments = TypeVarTuple("Arguments")
 _MAX_TRIES = 50
-"""Attempts to make vLLM drop its cached prefixes."""
+"""Most attempts to make vLLM drop its cached prefixes."""
 
 
 @dataclass(frozen=True)
 class AheadRequest:
-    """A request of a coming step, as an engine gets it to decode it early."""
+    """A request of a coming step, in the form in which an engine decodes it early."""
 
     request: RolloutRequest
     seed: int
-    """Key of its noise."""
+    """Seed of its noise."""
 
 
 class RolloutEngine(HostedEngine):
     """vLLM in this process. Owns the engine and its weights.
 
-    States: running, then closed. Example: `engine.generate([RolloutRequest(ids, 0, 0)])[0].token_ids`.
+    It runs until it is closed. Example: `engine.generate([RolloutRequest(ids, 0, 0)])[0].token_ids`.
     """
 
     drafters: "DrafterPool | None"
     """The drafter processes that the block asks for."""
 
     def __init__(self, model: Path, generation: GenerationConfig, seed: int, **overrides: Any) -> None:
-        """Starts an engine for the Hugging Face folder `model`; `overrides` are further arguments of vllm.LLM.
+        """Starts an engine for the Hugging Face folder `model`, with `overrides` as further arguments of vllm.LLM.
 
         Raises ConfigError if vLLM refuses the configuration.
         """
@@ -68,7 +68,7 @@ class RolloutEngine(HostedEngine):
             from lab.local.drafter_pool import DrafterPool
             from nemo_specrollout.remote.drafter.drafter_spec import drafter_spec
 
-            # The drafter processes load while this engine does.
+            # The drafter processes load their models at the same time as this engine.
             self.drafters = DrafterPool([drafter_spec(remote, asdict(generation.vllm_cfg))] * remote.workers)
         try:
             super().__init__(self._start(overrides))
@@ -121,7 +121,7 @@ class RolloutEngine(HostedEngine):
         return generation.rollouts
 
     def stood_still(self, seconds: float) -> None:
-        """Leaves `seconds` of a rollout, in which the engine waited for its caller, out of the next step's time."""
+        """Excludes `seconds` of a rollout, in which the engine waited for its caller, from the next step's time."""
         self._run(engine_stats.stand_still, seconds)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -134,9 +134,9 @@ class RolloutEngine(HostedEngine):
         self._drop_cache()
 
     def _drop_cache(self) -> None:
-        """Makes vLLM drop its cached prefixes. A step that is under way keeps some, and ends with the next step.
+        """Makes vLLM drop its cached prefixes. A running step keeps some, until it ends with the next step.
 
-        Requests that go on with the old weights' KV cache keep theirs. Raises RuntimeError if others stay.
+        Requests that continue with the old weights' KV cache keep theirs. Raises RuntimeError if others stay.
         """
         for _ in range(_MAX_TRIES):
             if self._llm.reset_prefix_cache() is not False or self._llm.llm_engine.has_unfinished_requests():
@@ -145,18 +145,18 @@ class RolloutEngine(HostedEngine):
         raise RuntimeError("vLLM keeps prefixes that older weights have cached")
 
     def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
-        """Loads an EAGLE-3 head that was trained for the engine's present weights.
+        """Loads an EAGLE-3 head that was trained for the engine's current weights.
 
-        On held-out texts it made `expected_length` tokens a step, drafting `num_positions`.
+        On held-out texts its acceptance length was `expected_length` with `num_positions` draft positions.
 
-        Raises ValueError if `folder` does not hold a head like the one that the engine was started with.
+        Raises ValueError if `folder` does not have a head like the one with which the engine was started.
         """
         if not self._has_our_worker:
             raise ValueError("the block is disabled: this engine has no head")
         self._ask(WorkerCalls.specrollout_load_head, str(folder), None, expected_length, num_positions)
 
     def take_sample_stats(self, requests: Sequence[RolloutRequest]) -> list[dict[str, Any] | None]:
-        """Returns `SampleStats` as a dict for each finished request; None for a request that no drafter saw."""
+        """Returns `SampleStats` as a dict for each finished request, or None for a request that no drafter saw."""
         seeds = [self._seed_of(request) for request in requests]
         return self._ask(WorkerCalls.specrollout_take_sample_stats, seeds) or [None] * len(requests)
 
@@ -190,15 +190,15 @@ class RolloutEngine(HostedEngine):
         return device_facts(self._llm)
 
     def stats(self, first_step: int = 0) -> EngineStats | None:
-        """Returns counters, and the engine's steps from `first_step` on; None for an engine without our worker."""
+        """Returns counters and the engine's steps from `first_step` on, or None for an engine without our worker."""
         return self._run(engine_stats.stats_of, first_step)
 
     def counters(self) -> EngineStats | None:
-        """Returns counters without steps; None for an engine without our worker."""
+        """Returns counters without steps, or None for an engine without our worker."""
         return self._run(engine_stats.counters_of)
 
     def rolling(self) -> "RollingEngine":
-        """Returns what decodes requests of coming steps in this engine (`run_ahead`)."""
+        """Returns the object that decodes requests of coming steps in this engine (`run_ahead`)."""
         from nemo_specrollout.run_ahead.rolling_engine import RollingEngine
 
         chosen = self._generation.specrollout.run_ahead
@@ -206,7 +206,7 @@ class RolloutEngine(HostedEngine):
         return RollingEngine(self._llm, self._early_request, chosen.branches)
 
     def _early_request(self, start: "EarlyStart") -> tuple[dict[str, list[int]], Any]:
-        """Returns vLLM's prompt and sampling parameters of an early request; no parameters if its prefix is complete."""
+        """Returns vLLM's prompt and sampling parameters of an early request, without parameters if its prefix is complete."""
         from nemo_specrollout.run_ahead.early_requests import early_params
 
         row = start.row.row
@@ -219,7 +219,7 @@ class RolloutEngine(HostedEngine):
         return self._llm.collective_rpc(function)[0]
 
     def close(self) -> None:
-        """Stops the engine and its drafters, and frees its memory. Other engines of this process go on."""
+        """Stops the engine and its drafters, and frees its memory. Other engines of this process continue."""
         if self.drafters is not None:
             self.drafters.stop()
         engine = self.__dict__.pop("_llm", None)
@@ -231,11 +231,11 @@ class RolloutEngine(HostedEngine):
             gc.collect()
 
     def _ask(self, method: Callable[[WorkerCalls, *Arguments], object], *arguments: *Arguments) -> Any:
-        """Returns our worker's reply to a method; None if the worker is vLLM's own."""
+        """Returns our worker's reply to a method, or None if the worker is vLLM's own."""
         return self._llm.collective_rpc(method.__name__, args=arguments)[0] if self._has_our_worker else None
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns a function's result in our worker; None if the worker is vLLM's own."""
+        """Returns a function's result in our worker, or None if the worker is vLLM's own."""
         return self._llm.collective_rpc(function, args=arguments)[0] if self._has_our_worker else None
 
     def _text_and_params(self, request: RolloutRequest, sampling: Mapping[str, Any]) -> tuple[list[int], Any]:
@@ -270,7 +270,7 @@ class RolloutEngine(HostedEngine):
 
 
 def _check_config(model: Path) -> None:
-    """Raises ConfigError if transformers refuses a config.json, which vLLM would say in a traceback."""
+    """Raises ConfigError if transformers refuses a config.json, which vLLM would report with a traceback."""
     from transformers import AutoConfig
 
     try:
@@ -283,7 +283,8 @@ def _check_config(model: Path) -> None:
 class Generation:
     """Requests that run in an engine. Owns their results. A caller may advance several generations in turns.
 
-    States: running, then done; or abandoned if a step is interrupted, and then none of its requests stays in the engine.
+    It runs until all requests are done. If a step is interrupted, it is abandoned, and none of its requests stays in the
+    engine.
     """
 
     def __init__(
@@ -294,7 +295,7 @@ class Generation:
         sampling: Mapping[str, Any] = MappingProxyType({}),
         at_a_time: int | None = None,
     ) -> None:
-        """Submits the requests, at most `at_a_time` at once. For the other arguments see `RolloutEngine.generate`."""
+        """Submits the requests, at most `at_a_time` at once. The other arguments are as for `RolloutEngine.generate`."""
         self._engine = engine
         self._on_finished = on_finished
         self._sampling = sampling
@@ -308,7 +309,7 @@ class Generation:
 
     @property
     def num_done(self) -> int:
-        """Finished requests."""
+        """Number of finished requests."""
         return len(self._done)
 
     @property
@@ -318,7 +319,7 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the responses so far."""
+        """Number of tokens of the responses so far."""
         done = sum(len(r.token_ids) for r in self._done.values())
         return done + sum(len(self._engine.progress(i)[0]) for i in self._ids if i not in self._done)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters, latest steps and captured features of an engine, as they are read in its vLLM worker."""
+"""Reads counters, latest steps and captured features of an engine in its vLLM worker."""
 
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ class EngineStats:
 
     num_steps: int
     trace: StepRows
-    """The steps that were asked for."""
+    """The requested steps."""
     drafters: list[str] = field(default_factory=list)
     """Types of the drafters."""
     proposed: list[list[int]] = field(default_factory=list)
@@ -24,13 +24,13 @@ class EngineStats:
     accepted: list[list[int]] = field(default_factory=list)
     """Draft tokens that were accepted."""
     plain_step_s: list[float] | None = None
-    """Seconds of a step without drafts, by number of requests; None while unknown."""
+    """Seconds of a step without drafts by number of requests, or None while unknown."""
     head_is_dormant: bool | None = None
-    """True if new requests get no drafts of the drafter with weights; None without one."""
+    """True if new requests get no drafts from the drafter with weights, or None without such a drafter."""
     capture_s: float = 0.0
     """Seconds of engine time that the capture of features has taken."""
     drafter_stats: dict[str, Any] | None = None
-    """`DrafterStats` as a dict; None without remote drafters."""
+    """`DrafterStats` as a dict, or None without remote drafters."""
 
     @property
     def num_proposed(self) -> int:
@@ -73,7 +73,7 @@ def counters_of(worker: Any) -> EngineStats:
 
 
 def stand_still(worker: Any, seconds: float) -> None:
-    """Leaves `seconds`, in which the engine waited for its caller, out of the next step's time."""
+    """Excludes `seconds`, in which the engine waited for its caller, from the next step's time."""
     worker.specrollout_accounts.trace.stood_still(seconds)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `RolloutSource` of a run with several engines: same weights, same requests, same tokens as one engine."""
+"""The `RolloutSource` of a run with several engines, which gives the same tokens as a single engine."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 class RolloutFleet(RolloutSource):
     """Owns the engine pool, the ladder, the length estimates and two coordinators.
 
-    The second coordinator serves `generate`: its requests stay where they are dealt, and teach nothing.
+    The second coordinator serves `generate`. Its requests stay in their engines, and no speeds are learned from them.
     """
 
     def __init__(self, config: RunConfig, prompts: Prompts, known: SpeedTableFile | None = None) -> None:
-        """Starts the engines. The ladder begins as `known`, else as in the config's file, else as an earlier run has kept it.
+        """Starts the engines. The ladder starts from `known`, or from the config's file, or from what was kept earlier.
 
         Raises ConfigError.
         """
@@ -94,23 +94,23 @@ class RolloutFleet(RolloutSource):
         return StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline.record())
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Returns responses, each by the engine that it is dealt to."""
+        """Returns responses, each from the engine to which its request was given."""
         return self._plain.roll_out(requests)[0]
 
     # Statistics
 
     def begin_counting(self) -> None:
-        """Begins an interval for the statistics."""
+        """Starts an interval for the statistics."""
         self._restarts = list(self.pool.num_restarts)
         self._before = self.pool.ask_each("counters")
 
     def worked(self) -> RolloutStats:
-        """Returns the statistics of the interval where rollouts overlap: its seconds are the engines' own."""
+        """Returns the statistics of the interval where rollouts overlap, with the engines' own seconds."""
         before, after = self._stats_since()
         return work_stats(before, after, self.pool.capacity)
 
     def _stats_since(self) -> tuple[dict[int, EngineStats], dict[int, EngineStats]]:
-        """Returns the engine stats at both ends of the interval, of the engines that lived through it."""
+        """Returns the engine stats at both ends of the interval, for the engines that survived it."""
         alive = [e for e in self._before if self.pool.is_alive(e) and self.pool.num_restarts[e] == self._restarts[e]]
         asked = {e: self.pool.ask(e, "stats", self._before[e].num_steps) for e in alive}
         after = {e: stats for e, stats in asked.items() if stats is not DEAD}
@@ -122,7 +122,7 @@ class RolloutFleet(RolloutSource):
         return before, after
 
     def take_sample_stats(self, requests: Sequence[RolloutRequest], timeline: Timeline) -> list[dict[str, Any] | None]:
-        """Returns facts on each sample of a rollout: the winner's, with the drafts of all engines that had the sample."""
+        """Returns the winner's facts on each sample of a rollout, with the drafts of all engines that had the sample."""
         by_engine = self.pool.ask_each("take_sample_stats", list(requests))
         found: list[dict[str, Any] | None] = []
         for i in range(len(requests)):
@@ -135,7 +135,7 @@ class RolloutFleet(RolloutSource):
         return found
 
     def ladder_file(self) -> SpeedTableFile | None:
-        """Returns the ladder as it is now; None before the first rollout. Asks no engine."""
+        """Returns the current ladder, or None before the first rollout. Asks no engine."""
         shares = [
             accepted / verified if verified else self._acceptance.get(method, 0.0)
             for method, (verified, accepted) in self._drafts.items()
@@ -157,7 +157,7 @@ class RolloutFleet(RolloutSource):
         return [f for features in self._ask_each("take_features", drafting_by="eagle3").values() for f in features]
 
     def capture_seconds(self) -> float:
-        """Returns the capture seconds of the engine with most: engines work side by side."""
+        """Returns the largest capture seconds of any engine, because engines work at the same time."""
         return max(self._ask_each("capture_seconds", drafting_by="eagle3").values(), default=0.0)
 
     def facts(self) -> dict[str, str | bool]:
@@ -182,7 +182,7 @@ class RolloutFleet(RolloutSource):
 
 
 def _kept_speeds(config: RunConfig) -> KeptSpeeds:
-    """Returns what holds the decode speeds of engines like a run's, which are as many here because they share the cores."""
+    """Returns the kept decode speeds of engines like a run's. Their number matters here because they share the cores."""
     generation = config.policy.generation
     num_engines = config.cluster.rollout_workers
     about = {

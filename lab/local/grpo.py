@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO's arithmetic, with NeMo-RL's semantics and names: advantages within a group, and the clipped policy loss.
+"""GRPO's arithmetic with NeMo-RL's semantics and names, for advantages within a group and the clipped policy loss.
 
-Pure functions of tensors. Shapes: B sequences, T positions, G samples of a group. A log-prob at position t belongs to token
-t given its prefix. The mask is true where token t was generated. Positions outside the mask never influence anything.
+All functions are pure. Shapes: B sequences, T positions, G samples of a group. A log-prob at position t belongs to token t
+given its prefix. The mask is true where token t was generated. Positions outside the mask have no influence.
 
 Source of the semantics: NeMo-RL, `GRPOAdvantageEstimator`, `calculate_kl` and `ClippedPGLossFn`.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from lab.local.run_sections import LossConfig
 
 STD_EPSILON = 1e-6
-"""Added to a standard deviation before dividing by it."""
+"""Constant that is added to a standard deviation before dividing by it."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class LossInputs:
     mask_BT: Tensor
     advantages_B: Tensor
     prev_logprobs_BT: Tensor | None
-    """By the trainer before the step. None: use the log-probs of the training pass (`force_on_policy_ratio`)."""
+    """Log-probs by the trainer before the step, or None to use those of the training pass (`force_on_policy_ratio`)."""
     generation_logprobs_BT: Tensor
-    """By the engine while it generated."""
+    """Log-probs by the engine while it generated."""
     reference_logprobs_BT: Tensor | None = None
 
     def rows(self, rows_b: Tensor, num_positions: int | None = None) -> "LossInputs":
@@ -48,7 +48,7 @@ class LossInputs:
 
 
 def group_normalized_advantages(rewards_B: Tensor, group_B: Tensor, leave_one_out: bool, normalize: bool) -> Tensor:
-    """Returns reward minus the group's mean, over the group's standard deviation, float32 [B].
+    """Returns reward minus the group's mean, divided by the group's standard deviation, float32 [B].
 
     With `leave_one_out`, both statistics of a sample are taken over the *other* samples of its group. The variance is
     Bessel-corrected. If it is zero or undefined (groups of one, or of two with leave-one-out), the advantage is not
@@ -109,8 +109,8 @@ def clipped_policy_loss(
     Loss and metrics are divided by the counts of the global batch, so that micro batches add up.
 
     Args:
-        logprobs_BT: By the current weights; the only tensor that carries a gradient.
-        global_mask_BT: Mask of the global batch; None if this is the global batch.
+        logprobs_BT: Log-probs by the current weights, the only tensor that carries a gradient.
+        global_mask_BT: Mask of the global batch, or None if this is the global batch.
 
     Raises:
         ValueError: There is a KL penalty, but no reference log-probs.

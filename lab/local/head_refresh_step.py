@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online refresh of the draft head in a local run: between two steps, in the trainer's process, when it pays."""
+"""Online refresh of the draft head in a local run, between two steps and in the trainer's process, when it pays."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ from nemo_specrollout.storage.model_folder import EMBEDDING, LM_HEAD
 class LocalRefresher:
     """Owns the captured features of the run and the online refresh. Loads published heads into the engines.
 
-    All files are in `heads/` of the run directory (`HeadFolder`). A resumed run goes on with the published head.
+    All files are in `heads/` of the run directory (`HeadFolder`). A resumed run continues with the published head.
     """
 
     def __init__(self, config: RunConfig, source: RolloutSource, run: Path) -> None:
@@ -52,7 +52,7 @@ class LocalRefresher:
         self._head_version = 0 if published is None else published.policy_version or 0
 
     def policy_moves(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Keeps the policy's LM head, the teacher of the features just captured. Call it before the policy is trained.
+        """Keeps the policy's LM head as the teacher for the features just captured. Call it before the policy is trained.
 
         With `logger.record_for_replay`, the LM heads of all policies are written for `lab/heads/drift.py`.
         """
@@ -61,7 +61,7 @@ class LocalRefresher:
             write_atomically(self._folder.teacher(version), safetensors_bytes(self._policy_tensors))
 
     def after_step(self, step: int, stats: RolloutStats, step_s: float) -> dict[str, Any]:
-        """Stores the captured features and refreshes the head if that is due; returns its record and `head_age`."""
+        """Stores the captured features, and refreshes the head if that is due. Returns its record and `head_age`."""
         self._store.keep(self._source.take_features())
         before = self._captured_s
         self._captured_s = self._source.capture_seconds()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes that report lines of JSON on stdout, and the reason for a failure in the last line on stderr."""
+"""Child processes that report lines of JSON on stdout, and the reason for a failure in the last line of stderr."""
 
 import json
 import os
@@ -49,7 +49,7 @@ class JsonChild:
                 continue
 
     def last_words(self) -> str:
-        """Returns why a process ended: the signal that killed it, the last line on stderr, or the exit code."""
+        """Returns why a process ended, which is the signal that killed it, the last line of stderr, or the exit code."""
         if (self._process.returncode or 0) < 0:
             return f"killed by signal {-self._process.returncode}"
         self._errors.seek(0)

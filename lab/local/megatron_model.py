@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Megatron-Core `GPTModel` in this process, on the CPU or a GPU: its setup and weights, its batches and their log-probs.
+"""A Megatron-Core `GPTModel` in this process, on the CPU or a GPU, with its setup, weights, batches and log-probs.
 
-Shapes: B sequences, b of a micro batch, T positions, V vocabulary, N heads, D head dimension. Sequences are
-right-padded, so the causal mask is enough: results at padded positions are never used.
+Shapes: B sequences, b of a micro batch, T positions, V vocabulary, N heads, D head dimension. Sequences are right-padded, so
+the causal mask is enough, because results at padded positions are never used.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ _world: dist.ProcessGroup | None = None
 
 
 def install(device: torch.device = CPU) -> None:
-    """Sets up Megatron-Core's device and groups, for one process. Cheap: repeat it before each use of a model.
+    """Sets up Megatron-Core's device and groups for one process. It is cheap, so call it before each use of a model.
 
     Megatron-Core asks `torch.cuda.current_device()` where to put its rotary table. For a model on the CPU the answer is made
     to be the CPU. vLLM in the same process may share the process group, and destroys it when an engine shuts down.
@@ -106,7 +106,7 @@ class TokenBatch:
 
 
 class CausalAttention(MegatronModule):
-    """Core attention by torch's fused kernel: a replacement for Megatron's `DotProductAttention`.
+    """Core attention with torch's fused kernel, which replaces Megatron's `DotProductAttention`.
 
     Megatron's own kernel writes out the B x N x T x T scores and is several times slower on a CPU.
     """
@@ -132,7 +132,7 @@ def build_model(shape: PolicyShape, dtype: torch.dtype = torch.float32) -> GPTMo
         rotary_base=shape.rotary_base,
         share_embeddings_and_output_weights=shape.is_tied,
     )
-    return model.to(dtype)  # norms are made in float32
+    return model.to(dtype)  # norms are created in float32
 
 
 def transformer_config(shape: PolicyShape, dtype: torch.dtype = torch.float32) -> TransformerConfig:
@@ -168,7 +168,7 @@ def transformer_config(shape: PolicyShape, dtype: torch.dtype = torch.float32) -
 
 
 def layer_spec(has_qk_norm: bool = True) -> ModuleSpec:
-    """Returns the modules of a layer: Megatron's own, but for the attention."""
+    """Returns the modules of a layer, which are Megatron's own except for the attention."""
     spec = get_gpt_layer_local_spec(qk_layernorm=has_qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
     return spec
@@ -190,7 +190,7 @@ def load_hf(model: GPTModel, shape: PolicyShape, tensors: Mapping[str, Tensor]) 
 
 @torch.no_grad()
 def export_hf(model: GPTModel, shape: PolicyShape) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, float32 tensor): copies on the model's device."""
+    """Yields (Hugging Face name, float32 tensor) with copies on the model's device."""
     parameters = dict(model.named_parameters())
     for weight in shape.weights():
         for name, tensor in zip(weight.hf, weight.split(parameters[weight.megatron].detach()), strict=True):
@@ -198,7 +198,7 @@ def export_hf(model: GPTModel, shape: PolicyShape) -> Iterator[tuple[str, Tensor
 
 
 def token_logprobs(model: GPTModel, tokens_BT: Tensor, temperature: float = 1.0) -> Tensor:
-    """Returns log p(token | its prefix) under logits / temperature, [B, T]; 0.0 at position 0, which has no prefix."""
+    """Returns log p(token | its prefix) under logits / temperature, [B, T], and 0.0 at position 0, which has no prefix."""
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} has no log-probs: use a positive temperature")
     logits_BTV = next_token_logits(model, tokens_BT[:, :-1])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lab.local.run_sections import DataConfig
 
 _LONGEST_REASON = 120
-"""Characters of an error of a chat template."""
+"""Most characters of a chat template's error that are shown."""
 _FIXES = {
     "config.json": "copy the whole folder",
     "tokenizer.json": "copy it too, or let transformers save the tokenizer again",
@@ -35,7 +35,7 @@ _TYPES: tuple[tuple[tuple[type, ...], tuple[str, ...]], ...] = (
     ((list,), ("layer_types", "architectures")),
     ((str,), ("dtype", "torch_dtype", "hidden_act", "model_type")),
 )
-"""Types that transformers asks for in a config.json. Its errors end an engine's start with a traceback."""
+"""Types that transformers requires in a config.json. Its own errors would end an engine's start with a traceback."""
 
 
 def check_model_folder(folder: Path) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def check_trainable(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _chat_template(folder: Path) -> str | None:
-    """Returns the template that transformers uses for a chat without tools; None without one. Raises ValueError."""
+    """Returns the template that transformers uses for a chat without tools, or None without one. Raises ValueError."""
     if (file := folder / "chat_template.jinja").is_file():
         return read_regular(file).decode("utf-8")
     settings = folder / "tokenizer_config.json"
@@ -132,7 +132,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
         raise ValueError(f"{file}: no tokenizer ({str(error)[:100]}); copy it again") from error
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=0)
-    if largest >= vocab_size:  # fewer ids than the model has are fine: the rest is padding
+    if largest >= vocab_size:  # fewer ids than the model has are fine, because the rest is padding
         raise ValueError(
             f"the tokenizer of {folder} has token id {largest}, but the model's vocabulary ends at {vocab_size - 1}; the two "
             "do not belong together"
@@ -149,7 +149,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _check_stop_tokens(folder: Path, vocab_size: int) -> None:
-    """Raises ValueError unless a text has an end, by ids of the vocabulary."""
+    """Raises ValueError unless the ids of the vocabulary include one that ends a text."""
     ids = stop_token_ids(folder)
     if not ids:
         raise ValueError(
@@ -186,7 +186,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _refusal(template: str, messages: list[dict[str, str]], folder: Path) -> str | None:
-    """Returns why a template refuses messages, or makes no text of them; None if it takes them."""
+    """Returns why a template refuses messages or makes no text of them, or None if it accepts them."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     render: Any = render_jinja_template

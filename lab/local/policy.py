@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of a local GRPO run: a Megatron-Core model, its optimizer, and its checkpoints.
+"""The policy of a local GRPO run, which is a Megatron-Core model with its optimizer and its checkpoints.
 
 Shapes: B sequences of a global batch, b of a micro batch, T positions. Sequences are right-padded.
 """
@@ -28,7 +28,7 @@ from nemo_specrollout.storage.files import sync_folder
 from nemo_specrollout.storage.model_folder import read_object, tensor_files
 
 MICRO_BATCH_TOKENS = 2048
-"""Padded tokens of one forward pass: few enough for a CPU's cache, enough to hide the overhead of a call."""
+"""Padded tokens of one forward pass, few enough for a CPU's cache but enough to hide the overhead of a call."""
 STATE_FILE = "rank_0_of_1.pt"
 """File of a checkpoint. The name says that one rank has the whole model."""
 
@@ -55,7 +55,7 @@ class MegatronPolicy:
         self.step = 0
         self._shape = shape
         self._device = next(model.parameters()).device
-        # What the optimizer changes: a float32 parameter itself, or a float32 copy of another.
+        # What the optimizer changes, which is a float32 parameter itself or a float32 copy of another one.
         self._masters = {
             name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
             for name, p in model.named_parameters()
@@ -99,7 +99,7 @@ class MegatronPolicy:
     def logprobs(
         self, batch: TokenBatch, temperature: float = 1.0, micro_batch_tokens: int = MICRO_BATCH_TOKENS
     ) -> Tensor:
-        """Returns log p(token | prefix) under logits / temperature, [B, T]; 0.0 at position 0 and at padding."""
+        """Returns log p(token | prefix) under logits / temperature, [B, T], and 0.0 at position 0 and at padding."""
         install(self._device)
         logprobs_BT = torch.zeros(batch.tokens_BT.shape)
         with deterministic_kernels(self._device):
@@ -175,7 +175,7 @@ class MegatronPolicy:
             parameter.copy_(self._masters[name])
 
     def _clip_gradient(self) -> float:
-        """Scales the gradient to a norm of at most `clip_grad`; returns its norm before that."""
+        """Scales the gradient to a norm of at most `clip_grad`, and returns its norm before that."""
         masters = list(self._masters.values())
         total = torch.nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None])
         if not math.isfinite(norm := float(total)):
@@ -185,27 +185,27 @@ class MegatronPolicy:
         return norm
 
     def _learning_rate(self) -> float:
-        """Returns the rate of the next step: a linear warm-up, then constant."""
+        """Returns the learning rate of the next step, which has a linear warm-up and is then constant."""
         c = self.config
         if self.step >= c.lr_warmup_iters:
             return c.lr
         return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * self.step / c.lr_warmup_iters
 
     def wait(self) -> None:
-        """Waits until the device has done what this process asked of it, so that a clock sees the work."""
+        """Waits until the device has done its queued work, so that a clock can measure it."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, float32 tensor) for the engine: copies on the same device that stay as they are."""
+        """Yields (Hugging Face name, float32 tensor) for the engine, with copies on the same device that never change."""
         return export_hf(self.model, self._shape)
 
     def save(self, folder: Path, hf_config: bytes = b"") -> None:
-        """Writes weights, optimizer state and step count to `folder` by one rename; replaces an older one.
+        """Writes weights, optimizer state and step count to `folder` by one rename, and replaces an older one.
 
-        With `hf_config`, the content of the policy's config.json, the folder is one of Hugging Face, too.
-        With `checksums.json`, `load` can tell whether the files are undamaged. If the disk is full, the unfinished folder
-        is removed. Raises OSError.
+        With `hf_config`, which is the content of the policy's config.json, the folder is also a Hugging Face folder. From
+        `checksums.json`, `load` can tell whether the files are undamaged. If the disk is full, the unfinished folder is
+        removed. Raises OSError.
         """
         state = {
             "model": {name: p.detach() for name, p in self._masters.items()},

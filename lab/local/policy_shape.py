@@ -67,7 +67,7 @@ class PolicyShape:
     vocab_size: int
     """Number of token ids."""
     max_positions: int
-    """Longest context, tokens."""
+    """Longest context in tokens."""
     norm_eps: float
     """Epsilon of the RMS norms."""
     rotary_base: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Terminal output of a run: the current phase, the rollout's progress, a line for every finished step."""
+"""Terminal output of a run, with the current phase, the rollout's progress, and a line for every finished step."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -44,7 +44,7 @@ class Progress:
 
     @contextmanager
     def rollout(self, step: int, num_requests: int) -> Iterator[Callable[[int], None]]:
-        """Shows a bar of finished requests; yields the function that moves it."""
+        """Shows a bar of finished requests, and yields the function that moves it."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with RichProgress(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task(f"step {step}: rollout", total=num_requests)

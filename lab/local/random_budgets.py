@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy that draws the number of drafts, the depth of a model and pauses at random: tokens must not depend on them."""
+"""A speculation policy that decides everything at random, to test that tokens do not depend on its decisions."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,11 +10,11 @@ from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.speculation.policy import FixedPolicy
 
 RANDOM = BudgetConfig("random")
-"""Stands for this policy in the block of a `RolloutEngine`. No config can name it."""
+"""Marks this speculation policy in the block of a `RolloutEngine`. No config can name it."""
 
 
 class RandomPolicy(FixedPolicy):
-    """Draws everything: how many drafts are verified, how deep a model drafts, when it stops following, and pauses."""
+    """Decides at random how many drafts are verified, how deep a model drafts, when it stops following, and pauses."""
 
     def __init__(self, num_positions: int) -> None:
         super().__init__(num_positions, num_positions)
@@ -34,7 +34,7 @@ class RandomPolicy(FixedPolicy):
 
 
 def to_start_with(block: SpecrolloutConfig) -> SpecrolloutConfig:
-    """Returns the block with which an engine can start: the most drafts instead of `RANDOM`."""
+    """Returns a block with which an engine can start, which has the most drafts instead of `RANDOM`."""
     return replace(block, budget=BudgetConfig("fixed", k=block.num_speculative_tokens)) if is_random(block) else block
 
 
@@ -44,7 +44,7 @@ def is_random(block: SpecrolloutConfig) -> bool:
 
 
 def randomise(worker: Any) -> None:
-    """Gives the vLLM worker of a running engine the random policy."""
+    """Gives the random speculation policy to the vLLM worker of a running engine."""
     router = worker.specrollout_router
     if router is not None:
         router.policy = RandomPolicy(worker.specrollout_config.num_speculative_tokens)

@@ -32,8 +32,8 @@ def record_rows(folder: Path, step: int, rollout: StepRollout, config: RunConfig
 def policies_of_row(request: RolloutRequest, stats: Mapping[str, Any] | None, config: RunConfig) -> dict[str, Any]:
     """Returns which policies sampled a row, and which of them read the whole text again.
 
-    A synchronous step has one policy, whose version is the number of the step. In an asynchronous one the collector knows
-    them.
+    A synchronous step has one policy, whose version is the number of the step. In an asynchronous step the collector knows
+    the policies.
     """
     asynchronous = config.grpo.async_grpo
     if not asynchronous.enabled:
@@ -44,7 +44,7 @@ def policies_of_row(request: RolloutRequest, stats: Mapping[str, Any] | None, co
 
 
 def audit_facts(config: RunConfig, folder: Path) -> dict[str, Any] | bool:
-    """Returns where an audit finds the weights of the run's policies; False if the run records no rows."""
+    """Returns where an audit finds the weights of the run's policies, or False if the run records no rows."""
     if not config.policy.generation.specrollout.records_rows:
         return False
     checkpoints = str((folder / "checkpoints").absolute()) if config.checkpointing.enabled else None

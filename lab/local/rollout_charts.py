@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts of one rollout of a local run over time: how a batch drains, and what engines did in its tail.
+"""Charts of one rollout of a local run over time, which show how a batch drains and what engines did in its tail.
 
 They are drawn from `trace.jsonl` and `timeline.jsonl`, which runs in NeMo-RL do not have. The records say "worker" for an
-engine. A chart without a number is the empty string.
+engine. A chart without any number is the empty string.
 """
 
 import math
@@ -36,9 +36,9 @@ from nemo_specrollout.reports.records import Record, number
 
 ENGINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, "#8c959f")
 MAX_ENGINES = 12
-"""Engines that the chart shows."""
+"""Most engines that the chart shows."""
 MAX_ROWS = 14
-"""Requests that the chart shows."""
+"""Most requests that the chart shows."""
 MARKS: Mapping[str, Mapping[str, Any]] = {
     "won": {"marker": "o", "color": INK, "markersize": 4.5},
     "moved": {"marker": ">", "color": INK, "markersize": 5.5},
@@ -52,7 +52,7 @@ MARKS: Mapping[str, Mapping[str, Any]] = {
 
 
 def drain_chart(trace: Record) -> str:
-    """Returns the chart of one rollout over time: running requests, and below them the draft tokens of each engine step."""
+    """Returns the chart of running requests over one rollout, with the draft tokens of each engine step below them."""
     whole = whole_trace(trace)
     if not can_drain(whole):
         return ""
@@ -62,7 +62,7 @@ def drain_chart(trace: Record) -> str:
 
 
 def tail_chart(timelines: Sequence[Record]) -> str:
-    """Returns the chart of engines and requests over time, for the rollout in which moves and races saved most."""
+    """Returns the chart of engines and requests over time for the rollout in which moves and races saved the most."""
     shown = shown_timeline(timelines)
     if shown is None:
         return ""
@@ -73,7 +73,7 @@ def tail_chart(timelines: Sequence[Record]) -> str:
 
 
 def _chart(title: str, data: Record, panels: Mapping[Callable[[Axes, Record], None], float]) -> str:
-    """Returns an SVG of panels, one below the other over the same time, each with its height in inches."""
+    """Returns an SVG of panels one below another over the same time, each with its height in inches."""
     heights = list(panels.values())
     with style():
         figure = Figure((9.0, sum(heights)), layout="constrained")
@@ -130,7 +130,7 @@ def shown_timeline(timelines: Sequence[Record]) -> Record | None:
 
 
 def shown_requests(spans: Sequence[Record]) -> list[int]:
-    """Returns the requests to show in the order of their ends: those that several engines had, then the last to end."""
+    """Returns the requests to show in the order of their ends. Those that several engines had come before late ones."""
     ends: dict[int, float] = {}
     engines: dict[int, set[int]] = {}
     for span in spans:
@@ -149,7 +149,7 @@ def draw_engines(ax: Axes, timeline: Record) -> None:
     for engine, (at_s, counts) in enumerate(running):
         colour = engine_colour(engine)
         base = -engine
-        heights = base + 0.86 * np.sqrt(counts / most)  # one request stays visible beside a hundred
+        heights = base + 0.86 * np.sqrt(counts / most)  # so that one request stays visible beside a hundred
         ax.fill_between(at_s, base, heights, step="post", color=light(colour), linewidth=0)
         ax.step(at_s, heights, where="post", color=colour, linewidth=1.2)
         ax.annotate(
@@ -189,7 +189,7 @@ def draw_requests(ax: Axes, timeline: Record) -> None:
 
 
 def _draw_row(ax: Axes, row: int, spans: Sequence[Record]) -> None:
-    """Draws a request's bars. Bars of engines that had the request at the same time lie side by side."""
+    """Draws a request's bars. Bars of engines that had the request at the same time are drawn side by side."""
     tracks = _tracks(spans)
     height = 0.78 / (max(tracks) + 1)
     for track, span in zip(tracks, spans, strict=True):
@@ -212,7 +212,7 @@ def _draw_row(ax: Axes, row: int, spans: Sequence[Record]) -> None:
 
 
 def _tracks(spans: Sequence[Record]) -> list[int]:
-    """Returns the first free track for each span. The spans are in the order in which they begin."""
+    """Returns the first free track for each span. The spans must be in the order in which they begin."""
     free_s: list[float] = []
     tracks = []
     for span in spans:
@@ -223,7 +223,7 @@ def _tracks(spans: Sequence[Record]) -> list[int]:
 
 
 def _running(spans: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the times at which the number of attempts changes, seconds, and the number from then on."""
+    """Returns the times in seconds at which the number of attempts changes, and the number from then on."""
     times = np.array([0.0, *(s["start_s"] for s in spans), *(s["end_s"] for s in spans)])
     changes = np.repeat([0, 1, -1], [1, len(spans), len(spans)])
     order = np.argsort(times, kind="stable")
@@ -266,7 +266,7 @@ def num_shown_engines(timeline: Record) -> int:
 
 
 def engine_names(timeline: Record) -> list[str]:
-    """Returns the label of each engine: its number, and its draft method if not all engines have the same."""
+    """Returns the label of each engine, which is its number, and its draft method if not all engines have the same."""
     methods = list(timeline.get("methods") or ())
     tell = len(set(methods)) > 1
     return [f"worker {w}" + (f": {methods[w]}" if tell else "") for w in range(int(timeline["num_workers"]))]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines on this machine, each in a Ray actor of one core, and Ray for this run alone.
+"""Rollout engines on this machine, each in a Ray actor with one core, and a Ray that only this run uses.
 
-Ray listens on the loopback interface, and is closed to processes without the run's token. The token is made here and inherited
-by child processes. Ray reads it when it is imported, so import `ray` from this module.
+Ray listens on the loopback interface, and refuses processes without the run's token. The token is made here and inherited by
+child processes. Ray reads it when it is imported, so import `ray` from this module.
 """
 
 import logging
@@ -36,7 +36,7 @@ from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult
 if "ray" not in sys.modules:  # a program that has imported Ray has made its own choice
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Ray's switch for systems whose firewalls ask about each listener. Without it, Ray listens on all addresses.
+    # This is Ray's switch for systems whose firewalls ask about each listener. Without it, Ray listens on all addresses.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -48,15 +48,15 @@ HANG_S = 300.0
 START_S = 1800.0
 """Seconds after which an engine that is still starting is killed."""
 MAX_RESTARTS = 3
-"""Restarts of each engine."""
+"""Most restarts of each engine."""
 _LONGEST_ERROR = 300
-"""Characters of a dead engine's last error that are shown."""
+"""Most characters of a dead engine's last error that are shown."""
 DEAD = object()
 """Answer of an engine that has died."""
 _OBJECT_STORE_BYTES = 512 << 20
-"""Shared memory of Ray's object store: it holds the weights."""
+"""Bytes of shared memory for Ray's object store, which holds the weights."""
 _LONGEST_FOLDER = 40
-"""Characters of the folder that Ray may be given: its socket names may have 107 bytes, of which Ray adds 66."""
+"""Most characters of Ray's folder, because socket names may have 107 bytes, of which Ray adds 66."""
 
 Weights = tuple[Packed, int]
 """Tensors by Hugging Face name, and the version of the policy."""
@@ -69,12 +69,12 @@ class _Sent:
     ref: Any
     """Ray's reference to `Weights`."""
     tensors: list[tuple[str, torch.Tensor]]
-    """The tensors themselves, which must live as long as a process may open handles of them."""
+    """The tensors themselves, which must live as long as a process may open handles to them."""
 
 
 @contextmanager
 def _keeps_sigterm_handler() -> Iterator[None]:
-    """Restores the handler of SIGTERM, which Ray replaces when it starts and ends by one that aborts the process."""
+    """Restores the handler of SIGTERM, because Ray replaces it by one that aborts the process when it starts and ends."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -84,10 +84,10 @@ def _keeps_sigterm_handler() -> Iterator[None]:
 
 
 class OwnRay:
-    """Ray, started here unless it already runs. Owns its processes and its folder. States: running, then stopped."""
+    """Ray, which is started here unless it already runs. Owns its processes and its folder until it is stopped."""
 
     def __init__(self) -> None:
-        """Starts Ray. A Ray that already runs stays its starter's."""
+        """Starts Ray. A Ray that already runs is used, but still belongs to its starter."""
         self._folder: Path | None = None
         if ray.is_initialized():
             return
@@ -106,7 +106,7 @@ class OwnRay:
             )
 
     def last_error(self, pid: int) -> str:
-        """Returns the last line of an actor process on stderr, or an empty string. Ray's own marks begin with a colon."""
+        """Returns the last line on stderr of an actor process, or "". Ray's own lines begin with a colon and are skipped."""
         files = [] if self._folder is None else self._folder.glob(f"session_latest/logs/worker-*-{pid}.err")
         lines = [line.strip() for file in files for line in file.read_text(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line and not line.startswith(":")), "")
@@ -121,10 +121,10 @@ class OwnRay:
 
 
 class RolloutActor:
-    """Content of an actor's process: an engine that works in turns. It sees the GPU that the runner sees, if there is one."""
+    """An actor with an engine that works in turns. It sees the same GPU as the runner, if there is one."""
 
     def start(self, model: str, generation: GenerationConfig, seed: int, weights: Weights | None) -> tuple[int, int]:
-        """Starts the engine; returns its `max_num_seqs` and the process id. Raises ConfigError for what vLLM refuses."""
+        """Starts the engine. Returns its `max_num_seqs` and the process id. Raises ConfigError for what vLLM refuses."""
         self._engine = RolloutEngine(Path(model), generation, seed)
         self._turns = ReloadingTurnEngine(self._engine)
         self._early: EarlyWork | None = None
@@ -153,12 +153,12 @@ class RolloutActor:
             return getattr(self._engine, method)(*arguments)
 
     def plan_ahead(self, plan: AheadPlan) -> None:
-        """Takes the requests of coming steps that the engine may begin (`RollingEngine.plan`)."""
+        """Sets the requests of coming steps that the engine may start (`RollingEngine.plan`)."""
         assert self._early is not None
         self._early.plan(plan)
 
     def early_worth(self) -> EarlyWorth:
-        """Returns what such requests are worth now (`RollingEngine.worth`)."""
+        """Returns the current worth of such requests (`RollingEngine.worth`)."""
         assert self._early is not None
         return self._early.worth()
 
@@ -184,8 +184,8 @@ class _Start:
 class RolloutPool:
     """The engines of a run. Owns their actors, the weights that a restarted engine gets, and Ray unless it ran before.
 
-    States of an engine: alive, dead, restarting. `results` reports each death once, however it was noticed. Until then the
-    engine takes no orders, even if it is alive again.
+    An engine is alive, dead or restarting. `results` reports each death once, however it was noticed. Until then the engine
+    takes no orders, even if it is alive again.
 
     Example: `Coordinator(pool, policy, ladder, lengths).roll_out(requests)`.
     """
@@ -202,7 +202,7 @@ class RolloutPool:
     ) -> None:
         """Starts `num_engines` engines, and Ray unless it runs. Raises ConfigError for what vLLM refuses.
 
-        `recompute_kv_cache` is what new weights do to requests under way (`TurnEngine.load_weights`), and
+        `recompute_kv_cache` tells whether new weights recompute the KV of running requests (`TurnEngine.load_weights`), and
         `weights_by_handle` how weights on a GPU reach the engines (`packed`).
         """
         blocks = [generation.specrollout.of_engine(engine) for engine in range(num_engines)]
@@ -212,7 +212,7 @@ class RolloutPool:
         self.num_restarts = [0] * num_engines
         self.capacity = 0
         self.pids: dict[int, int] = {}
-        """Process of each engine; of a dead engine the last one."""
+        """Process id of each engine, or the last one of a dead engine."""
         self._recompute_kv_cache = recompute_kv_cache
         self._weights_by_handle = weights_by_handle
         self._arguments = [(str(model), replace(generation, specrollout=block), seed) for block in blocks]
@@ -220,14 +220,14 @@ class RolloutPool:
         self._starting: dict[Any, _Start] = {}
         self._turns: dict[Any, int] = {}
         self._deaths: dict[int, None] = {}
-        """Dead engines that `results` has not reported."""
+        """Dead engines that `results` has not reported yet."""
         self._untold: list[tuple[int, str]] = []
-        """Dead engines that `take_deaths` has not told of, each with its last error."""
+        """Dead engines that `take_deaths` has not reported yet, each with its last error."""
         self._last_error = ""
         self._heard_s = [0.0] * num_engines
         self._runs_ahead = generation.specrollout.runs_ahead
         self._worth: dict[int, tuple[EarlyWorth, Any]] = {}
-        """What each engine's early work was worth, and Ray's reference to a newer answer if it was asked for."""
+        """Latest worth of each engine's early work, and Ray's reference to a newer answer if one was requested."""
         self._weights: _Sent | None = None
         self._ray = OwnRay()
         try:
@@ -255,7 +255,7 @@ class RolloutPool:
         return sum(e == engine for e in self._turns.values())
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
-        """Waits until a turn ends, an engine has restarted, or a death is known; returns results and deaths."""
+        """Waits until a turn ends, an engine has restarted, or a death is known. Returns results and deaths."""
         ready = [] if self._deaths else self._wait()
         answers = [(self._turns[turn], self._answer(self._turns[turn], turn)) for turn in ready if turn in self._turns]
         for turn in ready:
@@ -265,7 +265,7 @@ class RolloutPool:
         return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
 
     def early_worth(self, engine: int) -> EarlyWorth:
-        """Returns what an engine's early work was worth when it last answered, and asks an engine without turns again."""
+        """Returns the latest known worth of an engine's early work, and asks an engine without turns again."""
         if not self._runs_ahead or not self.is_alive(engine):
             return EarlyWorth()
         known, call = self._worth.get(engine, (EarlyWorth(), None))
@@ -278,7 +278,7 @@ class RolloutPool:
         return known
 
     def revive(self) -> None:
-        """Begins to restart dead engines with the newest weights, each at most `MAX_RESTARTS` times.
+        """Starts to restart dead engines with the newest weights, each at most `MAX_RESTARTS` times.
 
         Raises RuntimeError if no engine is left.
         """
@@ -294,7 +294,7 @@ class RolloutPool:
             )
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Gives every live engine new weights, by Hugging Face name, after its queued turns; waits for them.
+        """Gives every live engine new weights, by Hugging Face name, after its queued turns, and waits for it.
 
         An engine that is restarting gets them before its first turn.
         """
@@ -311,7 +311,7 @@ class RolloutPool:
         return [engine for engine in range(len(self.methods)) if self.is_alive(engine)]
 
     def plan_ahead(self, plans: Mapping[int, AheadPlan]) -> None:
-        """Tells engines which requests of coming steps they may begin. One that dies meanwhile begins none."""
+        """Tells engines which requests of coming steps they may start. An engine that dies during the call is ignored."""
         asked = {e: self._actors[e].plan_ahead.remote(plan) for e, plan in plans.items() if self.is_alive(e)}
         for engine, ref in asked.items():
             self._answer(engine, ref)
@@ -327,7 +327,7 @@ class RolloutPool:
         return [made for made in answers if made is not DEAD]
 
     def finish_turns(self) -> None:
-        """Waits for the turns that are left of an earlier rollout, and drops their results."""
+        """Waits for the remaining turns of an earlier rollout, and drops their results."""
         while self._turns:
             self.results()
 
@@ -340,7 +340,7 @@ class RolloutPool:
         return self._answer(engine, self._actors[engine].ask.remote(method, arguments))
 
     def ask_each(self, method: str, *arguments: Any, drafting_by: str | None = None) -> dict[int, Any]:
-        """Calls a method of every live engine, or of those with a drafter of that type; returns the results by engine."""
+        """Calls a method of every live engine, or of those with a drafter of that type. Returns the results by engine."""
         asked = {
             engine: actor.ask.remote(method, arguments)
             for engine, actor in sorted(self._actors.items())
@@ -375,7 +375,7 @@ class RolloutPool:
     # Inside
 
     def _start(self, engine: int) -> None:
-        """Begins to start an engine. It asks Ray for no CPU: more engines than cores are slower, but none waits for a core."""
+        """Starts an engine without waiting. It requests no CPU from Ray, so that more engines than cores can run."""
         one_core = {"env_vars": {"OMP_NUM_THREADS": "1"}}
         actor: Any = ray.remote(RolloutActor).options(num_cpus=0, runtime_env=one_core).remote()
         weights = None if self._weights is None else self._weights.ref
@@ -384,12 +384,12 @@ class RolloutPool:
         self._heard_s[engine] = time.monotonic()
 
     def _load(self, actor: Any) -> Any:
-        """Begins to give an engine the newest weights."""
+        """Sends an engine the newest weights, without waiting."""
         assert self._weights is not None
         return actor.load_weights.remote(self._weights.ref, self._recompute_kv_cache)
 
     def _wait(self) -> list[Any]:
-        """Returns turns that have ended: at least one, unless an engine has started or is to be killed."""
+        """Returns turns that have ended, at least one unless an engine has started or must be killed."""
         waiting = [*self._turns, *self._starting]
         ready = self._ready(waiting)
         patience_s = self._patience_s()
@@ -401,7 +401,7 @@ class RolloutPool:
         return [ref for ref in ready if ref in self._turns]
 
     def _end_start(self, started: Any) -> None:
-        """Makes an engine that has started alive, or dead if its start failed."""
+        """Marks a started engine as alive, or as dead if its start has failed."""
         start = self._starting.pop(started)
         self._actors[start.engine] = start.actor
         answer = self._answer(start.engine, started)
@@ -412,7 +412,7 @@ class RolloutPool:
             self._answer(start.engine, self._load(start.actor))
 
     def _ready(self, waiting: list[Any]) -> list[Any]:
-        """Returns which of the calls have ended, and notes that their engines were heard of."""
+        """Returns which of the calls have ended, and notes that their engines have answered."""
         ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
         for turn in ready:
             if turn in self._turns:
@@ -420,7 +420,7 @@ class RolloutPool:
         return ready
 
     def _patience_s(self) -> float:
-        """Returns the seconds until an engine will have been silent for too long; kills engines that already have."""
+        """Returns the seconds until an engine will have been silent for too long, and kills engines that already have."""
         busy = {engine: (self._actors[engine], HANG_S) for engine in self._turns.values()}
         busy |= {start.engine: (start.actor, START_S) for start in self._starting.values()}
         left_s = {engine: self._heard_s[engine] + limit_s - time.monotonic() for engine, (_, limit_s) in busy.items()}

@@ -93,7 +93,7 @@ class RunConfig:
 
     @property
     def most_in_flight(self) -> int:
-        """The most requests that the engine runs at a time."""
+        """Most requests that the engine runs at a time."""
         samples = self.grpo.samples_per_step
         return min(samples, int(self.policy.generation.vllm_kwargs.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)))
 
@@ -219,7 +219,7 @@ class RunConfig:
         )
 
     def _check_continued_requests(self) -> None:
-        """Raises ConfigError if a run continues requests from the text so far, and their tokens depend on where a prompt ends.
+        """Raises ConfigError if a run continues requests from their text and tokens depend on where a prompt ends.
 
         Several engines continue requests that move, or whose engine dies. One engine does so after an update in flight.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: its config, records and checkpoints, and its lock. Every write is atomic."""
+"""The folder of a run, with its config, records, checkpoints and lock. Every write is atomic."""
 
 import errno
 import fcntl
@@ -26,7 +26,7 @@ from nemo_specrollout.storage.files import sync_folder, write_atomically
 from nemo_specrollout.stragglers.decisions.speed_table_file import LADDER, SpeedTableFile
 
 NUM_CHECKPOINTS = 2
-"""Checkpoints that are kept."""
+"""Number of checkpoints that are kept."""
 LOCK = "run.lock"
 LINES = (METRICS, "samples.jsonl", "trace.jsonl", "timeline.jsonl")
 PAGES = ("report.html", "picture.png")
@@ -43,7 +43,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class CompleteRun(ConfigError):
-    """The folder holds this run, complete with `num_steps` steps."""
+    """Raised if the folder already has this run, complete with `num_steps` steps."""
 
     def __init__(self, message: str, num_steps: int) -> None:
         super().__init__(message)
@@ -54,9 +54,9 @@ class RunDirectory:
     """`config.yaml`, `run.json`, `metrics.jsonl`, `samples.jsonl`, `trace.jsonl`, `summary.json`, `report.html`,
     `ladder.json`, `checkpoints/step_N`, `learned`.
 
-    States: opened (only the lock is written), begun, closed. While it is open, no other run can open the folder.
+    It is first opened (only the lock is written), then begun, then closed. While it is open, no other run can open it.
 
-    Invariant: from `begin` on, metrics and traces are about the steps before `next_step`, where a resumed run goes on.
+    Invariant: from `begin` on, metrics and traces are about the steps before `next_step`, where a resumed run continues.
     `begin` drops the lines of a step whose checkpoint was never finished.
     """
 
@@ -66,15 +66,15 @@ class RunDirectory:
         A run without a finished step starts from the beginning, whatever its config was.
 
         Raises ConfigError if another run has the folder, or if all of its checkpoints are damaged. Also raises it if the
-        folder holds something else, or a run that is complete or keeps no checkpoints.
+        folder has something else, or a run that is complete or keeps no checkpoints.
         """
         self.path = path
         self.facts: Mapping[str, Any] = {}
-        """Facts on the engine and the block for `run.json`."""
+        """Facts about the engine and the block for `run.json`."""
         self._config = config
         self._checkpoints = path / "checkpoints"
         self._damaged: dict[int, str] = {}
-        """Step and fault of each damaged checkpoint above the one to go on from; `begin` sets them aside."""
+        """Step and fault of each damaged checkpoint that is newer than the one to continue from. `begin` renames them."""
         self._lock = DirectoryLock(path)
         try:
             self._last = self._newest_whole()
@@ -124,10 +124,10 @@ class RunDirectory:
             )
 
     def begin(self) -> list[str]:
-        """Writes config and `run.json`, when engines and policy have started; drops leftovers of an earlier process.
+        """Writes config and `run.json` when engines and policy have started, and drops leftovers of an earlier process.
 
         Returns:
-            Warnings for the user, about damaged checkpoints, which are set aside, and about a missing lock.
+            Warnings for the user, about damaged checkpoints, which are renamed, and about a missing lock.
         """
         for leftover in self._checkpoints.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -153,12 +153,12 @@ class RunDirectory:
 
     @property
     def next_step(self) -> int:
-        """The step at which the run goes on."""
+        """The step at which the run continues."""
         return 0 if self._last is None else self._last + 1
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint to go on from: the newest undamaged one. None in a new run."""
+        """The checkpoint from which the run continues, which is the newest undamaged one, or None in a new run."""
         return None if self._last is None else self._checkpoint(self._last)
 
     def with_learned(self, learned: LearnedConfig) -> LearnedConfig:
@@ -167,7 +167,7 @@ class RunDirectory:
         return replace(learned, folder=str(folder.absolute()))
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Appends a line to the file `name`; it is on disk when this returns."""
+        """Appends a line to the file `name`, which is on disk when this returns."""
         is_new = not (self.path / name).exists()
         with (self.path / name).open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -177,7 +177,7 @@ class RunDirectory:
             sync_folder(self.path)
 
     def keep_checkpoint(self, step: int, save: Callable[[Path], None]) -> None:
-        """Lets `save` write the checkpoint after `step`, by one rename, then removes all but the newest checkpoints."""
+        """Lets `save` write the checkpoint after `step` by one rename, and removes all but the newest checkpoints."""
         self._checkpoints.mkdir(exist_ok=True)
         save(self._checkpoint(step))
         for old in self._saved_steps()[:-NUM_CHECKPOINTS]:
@@ -189,7 +189,7 @@ class RunDirectory:
 
     @property
     def ladder(self) -> SpeedTableFile | None:
-        """Draft ladder of a resumed run; None in a new run or with one engine."""
+        """Draft ladder of a resumed run, or None in a new run or with one engine."""
         file = self.path / LADDER
         return SpeedTableFile.read(file, "logger.log_dir") if self.next_step and file.is_file() else None
 
@@ -199,7 +199,7 @@ class RunDirectory:
         return self._checkpoints / f"step_{step}"
 
     def _saved_steps(self) -> list[int]:
-        """Returns the steps that have a folder, in order; the folders may be damaged. Raises OSError."""
+        """Returns the steps that have a folder, in order. The folders may be damaged. Raises OSError."""
         try:
             entries = list(os.scandir(self._checkpoints))  # `glob` would ignore a folder that cannot be read
         except FileNotFoundError:
@@ -208,7 +208,7 @@ class RunDirectory:
         return sorted(int(match[1]) for match in found if match is not None)
 
     def _newest_whole(self) -> int | None:
-        """Returns the newest step whose checkpoint is undamaged, and notes the damaged ones above it; reads their files."""
+        """Returns the newest step with an undamaged checkpoint, and notes the damaged ones after it. Reads all files."""
         for step in reversed(self._saved_steps()):
             try:
                 check_seal(self._checkpoint(step))
@@ -224,7 +224,7 @@ class RunDirectory:
         return None
 
     def _set_aside(self, step: int) -> Path:
-        """Renames a damaged checkpoint, so that it is ignored from now on; returns its new path."""
+        """Renames a damaged checkpoint, so that it is ignored from now on, and returns its new path."""
         folder = self._checkpoint(step)
         names = [f"{folder.name}.damaged", *(f"{folder.name}.damaged.{i}" for i in range(1, 10_000))]
         aside = next(p for name in names if not (p := folder.with_name(name)).exists())
@@ -233,7 +233,7 @@ class RunDirectory:
 
 
 def _read_yaml(file: Path) -> dict[str, Any] | None:
-    """Returns the mapping in a YAML file; None if the file is missing or holds something else."""
+    """Returns the mapping in a YAML file, or None if the file is missing or has something else."""
     try:
         read = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -242,7 +242,7 @@ def _read_yaml(file: Path) -> dict[str, Any] | None:
 
 
 def _provenance() -> dict[str, Any]:
-    """Returns the content of `run.json`: the command, versions, commit and time of the start."""
+    """Returns the content of `run.json`, with the command, versions, commit and time of the start."""
     return {
         "records": FORMAT,
         "command": " ".join(sys.argv),
@@ -253,13 +253,13 @@ def _provenance() -> dict[str, Any]:
 
 
 class DirectoryLock:
-    """Holds `run.lock` of a folder, a file that names its holder. States: held, then released.
+    """Holds `run.lock` of a folder, a file that names its holder, until it is released.
 
-    `works` is false if the file system has no locks. Then two runs can use the folder at once.
+    `works` is false if the file system has no locks. Two runs can then use the folder at once.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Takes the lock; makes the folder if it is missing. Raises ConfigError if another run holds the lock, OSError."""
+        """Takes the lock, and makes the folder if it is missing. Raises OSError, or ConfigError if another run has it."""
         self._made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / LOCK
@@ -281,7 +281,7 @@ class DirectoryLock:
 
 
 def _locked(path: Path) -> tuple[IO[str], bool]:
-    """Opens and locks the file; returns it and whether locks work. Raises ConfigError if another process holds the lock."""
+    """Opens and locks the file. Returns it and whether locks work. Raises ConfigError if another process has the lock."""
     while True:
         file = path.open("a+", encoding="utf-8")
         try:

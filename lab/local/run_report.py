@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a local run: `summary.json`, and the report and picture with charts that only local runs have."""
+"""Writes the results of a local run, which are `summary.json`, and report and picture with charts of local runs."""
 
 import json
 from pathlib import Path
@@ -37,10 +37,10 @@ HOW_TO_READ = {
 
 
 def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[str, Any]:
-    """Writes all three and returns the summary. `wall_s` is the command's seconds, None if unknown.
+    """Writes all three and returns the summary. `wall_s` is the command's duration in seconds, or None if unknown.
 
-    The old pages are removed before the summary is written: if all three files are there, they describe the same steps.
-    Raises OSError, and ConfigError if records are damaged.
+    The old pages are removed before the summary is written, so if all three files exist, they describe the same steps. Raises
+    OSError, and ConfigError if records are damaged.
     """
     with naming_damage(run_dir):
         figures = summary_of(read_steps(run_dir))
@@ -65,7 +65,7 @@ def write_pages(run_dir: Path) -> tuple[Path, Path]:
 
 
 def extras_of(run: Run) -> report.Extras:
-    """Returns what only a local run has: charts for the page, and a panel of the picture with its data."""
+    """Returns what only a local run has, which is charts for the page, and a panel of the picture with its data."""
     trace_file, timeline_file = run.folder / "trace.jsonl", run.folder / "timeline.jsonl"
     with naming_damage(trace_file):
         traces = read_lines(trace_file)

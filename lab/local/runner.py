@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO on one machine: engines roll out, Megatron-Core trains, weights go back by name, every step leaves a record."""
+"""GRPO on one machine, where engines roll out, Megatron-Core trains, and weights are sent back by name after each step."""
 
 import time
 from collections.abc import Callable
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scored:
-    """A rollout as the trainer sees it: B samples in request order, T positions."""
+    """A rollout in the trainer's form, with B samples in request order and T positions."""
 
     batch: TokenBatch
     rewards_B: torch.Tensor
     inputs: LossInputs
-    """`prev_logprobs_BT` is None before training if the training pass computes it."""
+    """Constants of the loss. `prev_logprobs_BT` is None before training if the training pass computes it."""
     logprob_s: float
     """Seconds of computing `prev_logprobs_BT`."""
 
     @property
     def gap_BT(self) -> torch.Tensor:
-        """|log p(engine) - log p(trainer)| of each token, [B, T], in nats; known after training."""
+        """|log p(engine) - log p(trainer)| of each token in nats, [B, T], which is known after training."""
         assert self.inputs.prev_logprobs_BT is not None
         return (self.inputs.generation_logprobs_BT - self.inputs.prev_logprobs_BT).abs()
 
@@ -61,7 +61,7 @@ class GrpoRunner:
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress) -> None:
-        """Starts engines and policy where the run goes on. Raises ConfigError for what vLLM refuses."""
+        """Starts engines and policy where the run continues. Raises ConfigError for what vLLM refuses."""
         self.device = run_device(config.cluster.gpus_per_node)
         self.config = _with_learned_folder(self._with_engine_memory(config), directory)
         self.directory = directory
@@ -69,11 +69,11 @@ class GrpoRunner:
         self.model = Path(config.policy.model_name)
         self.tokenizer = load_tokenizer(self.model)
         self.task = build_task(config.data, self.tokenizer)
-        # NeMo-RL trains on log-probs at the sampling temperature; greedy rollouts are scored at 1.
+        # NeMo-RL trains on log-probs at the sampling temperature, and greedy rollouts are scored at temperature 1.
         self._temperature = config.policy.generation.temperature or 1.0
         self.refresher: LocalRefresher | None = None
         self._began: str | bool | None = None
-        """What the engines began with from earlier starts, until a step's record says it."""
+        """What the engines began with from earlier starts, until it is in a step's record."""
         with progress.phase("starting vLLM (the first start after an install compiles kernels, some 15 s)"):
             self.source = self._start_source()
         try:
@@ -85,14 +85,14 @@ class GrpoRunner:
             raise
 
     def run(self, before_step: Callable[[], None] = lambda: None) -> None:
-        """Does the steps that are left. An exception of `before_step` ends the run between two steps."""
+        """Does the remaining steps. An exception of `before_step` ends the run between two steps."""
         for step in range(self.directory.next_step, self.config.grpo.max_num_steps):
             before_step()
             record = self.step(step)
             self.progress.step_done(record)
 
     def step(self, step: int) -> dict[str, Any]:
-        """Does one GRPO step; returns its line of metrics."""
+        """Does one GRPO step, and returns its line of metrics."""
         started = time.perf_counter()
         rollout = self.roll_out(step)
         if self.refresher is not None:
@@ -124,7 +124,7 @@ class GrpoRunner:
         return record
 
     def roll_out(self, step: int) -> StepRollout:
-        """Returns the responses that a step trains on."""
+        """Returns the responses on which a step trains."""
         with self.progress.rollout(step, self.config.grpo.samples_per_step) as on_finished:
             return self.source.roll_out(step, on_finished)
 
@@ -169,7 +169,7 @@ class GrpoRunner:
             results.append(figures)
         self.policy.wait()
         means = {key: sum(r[key] for r in results) / len(results) for key in results[0]}
-        if scored.inputs.prev_logprobs_BT is None:  # one optimizer step: its log-probs are by the weights before it
+        if scored.inputs.prev_logprobs_BT is None:  # with one optimizer step, its log-probs are by the weights before it
             scored = replace(scored, inputs=replace(scored.inputs, prev_logprobs_BT=logprobs_BT))
         return means, scored
 
@@ -193,7 +193,7 @@ class GrpoRunner:
     # Parts of the start
 
     def _with_engine_memory(self, config: RunConfig) -> RunConfig:
-        """Returns a config whose engines leave the trainer room on the GPU. Raises ConfigError if that cannot be."""
+        """Returns a config whose engines leave room for the trainer on the GPU. Raises ConfigError if that is impossible."""
         if self.device == CPU:
             return config
         policy = config.policy
@@ -222,7 +222,7 @@ class GrpoRunner:
         return kind(self.config, prompts, self.directory.ladder)
 
     def _start_policy(self) -> None:
-        """Builds the policy, and loads the checkpoint that the run goes on from into policy and engines."""
+        """Builds the policy, and loads the checkpoint from which the run continues into policy and engines."""
         facts = self.source.facts()
         self._began = facts.get("began") or None
         block = asdict(self.config.policy.generation.specrollout)
@@ -269,7 +269,7 @@ class GrpoRunner:
         checkpointing = self.config.checkpointing
         is_last = step + 1 == self.config.grpo.max_num_steps
         if checkpointing.enabled and ((step + 1) % checkpointing.save_period == 0 or is_last):
-            # The policy's weights for an audit of the step to come.
+            # With this config the checkpoint serves as the policy's weights for an audit of the next step.
             hf_config = (self.model / "config.json").read_bytes() if block.records_rows else b""
             self.directory.keep_checkpoint(step, partial(self.policy.save, hf_config=hf_config))
 
@@ -292,7 +292,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tensor:
-    """Returns the engine's log-probs at the positions of the batch, [B, T]; 0 outside the responses."""
+    """Returns the engine's log-probs at the positions of the batch, [B, T], and 0 outside the responses."""
     result_BT = torch.zeros(batch.tokens_BT.shape)
     for row, (request, response) in enumerate(zip(rollout.prompts.requests, rollout.rollouts, strict=True)):
         start = len(request.prompt_token_ids)
@@ -301,7 +301,7 @@ def _generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tenso
 
 
 def _sample_lines(rollout: StepRollout, scored: Scored, config: RunConfig) -> list[dict[str, Any]]:
-    """Returns the samples of a line of `samples.jsonl`; docs/reference/metrics.md names every key."""
+    """Returns the samples of a line of `samples.jsonl` (docs/reference/metrics.md has every key)."""
     rows = zip(rollout.prompts.requests, rollout.rollouts, scored.rewards_B.tolist(), rollout.sample_stats, strict=True)
     return [
         {
@@ -321,7 +321,7 @@ def _sample_lines(rollout: StepRollout, scored: Scored, config: RunConfig) -> li
 def _step_record(
     step: int, rollout: StepRollout, scored: Scored, trained: dict[str, float], train_s: float, refit_s: float
 ) -> dict[str, Any]:
-    """Returns a line of `metrics.jsonl`; docs/reference/metrics.md names every key."""
+    """Returns a line of `metrics.jsonl` (docs/reference/metrics.md has every key)."""
     stats = rollout.stats
     gap = scored.gap_BT[scored.batch.response_mask_BT]
     lengths = [len(r.token_ids) for r in rollout.rollouts]
@@ -349,7 +349,7 @@ def _step_record(
 
 
 def _gap_on_policy(rollout: StepRollout, scored: Scored) -> dict[str, float | None]:
-    """Returns the mean gap over the tokens of the step's own policy, None without any; nothing in a synchronous step."""
+    """Returns the mean gap over the tokens of the step's own policy (None without any), but {} in a synchronous step."""
     if rollout.num_older_B is None:
         return {}
     gaps = []
@@ -364,7 +364,7 @@ def alarms(record: dict[str, Any], logprob_gap_bound: float) -> list[str]:
     """Returns sentences about what must not happen in a sound run."""
     found = []
     gap = record.get("logprob_gap_on_policy", record["logprob_gap"])
-    if gap is not None and not gap <= logprob_gap_bound:  # NaN is an alarm, too
+    if gap is not None and not gap <= logprob_gap_bound:  # NaN is an alarm too
         found.append(
             f"log-prob gap {gap:.4f} is above {logprob_gap_bound}: engine and trainer do not hold the same policy"
         )

@@ -11,11 +11,11 @@ CHECKSUMS = "checksums.json"
 
 
 class DamagedFolder(ValueError):
-    """A folder whose files differ from what was written; the message names the file and the fault."""
+    """Raised for a folder whose files differ from what was written. The message names the file and the fault."""
 
 
 def seal_folder(folder: Path) -> None:
-    """Writes `checksums.json` with the size and SHA-256 of each file in `folder`; all is on disk when this returns."""
+    """Writes `checksums.json` with size and SHA-256 of each file in `folder`. Everything is on disk when this returns."""
     sums = {}
     for file in sorted(folder.iterdir()):
         sync(file)
@@ -24,7 +24,7 @@ def seal_folder(folder: Path) -> None:
 
 
 def check_seal(folder: Path) -> None:
-    """Raises DamagedFolder unless every file that `seal_folder` saw still has the same content; reads all files."""
+    """Raises DamagedFolder unless every file that `seal_folder` saw still has the same content. Reads all files."""
     try:
         sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in sums.items()}

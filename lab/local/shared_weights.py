@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on their way to an engine in another process: through memory of the host, or as handles of the GPU's memory."""
+"""Sends weights to an engine in another process, through host memory or as handles to GPU memory."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,8 +14,8 @@ Packed = list[tuple[str, Any]]
 def packed(tensors: Iterable[tuple[str, torch.Tensor]], by_handle: bool) -> Packed:
     """Returns what another process opens with `opened`.
 
-    With `by_handle`, tensors on a GPU are not copied: the other process reads them where they are. So they must live until
-    it has done so.
+    With `by_handle`, tensors on a GPU are not copied, because the other process reads them where they are. So they must live
+    until it has done so.
     """
     return [(name, reduce_tensor(t) if by_handle and t.is_cuda else t.cpu()) for name, t in tensors]
 

@@ -26,11 +26,11 @@ from nemo_specrollout.stragglers.turn_engine import FEW_ATTEMPTS
 from nemo_specrollout.stragglers.turns import TurnOrders, TurnResult, TurnWork
 
 WARM_UP_ROUNDS = 1
-"""Rounds that do not count: kernels compile, draft boards learn."""
+"""Number of rounds that do not count, because kernels are compiled and draft boards learn in them."""
 _TURN_S = 0.1
-"""Seconds of a turn. New requests replace ended ones after each turn; with few requests, a turn ends with the first."""
+"""Seconds of a turn, after which new requests replace ended ones. With few requests, a turn ends with the first of them."""
 _PROMPTS_APART = 1_000_000
-"""Distance in the task's list between the prompts of two batch sizes: more prompts than are ever used."""
+"""Distance in the task's list between the prompts of two batch sizes, which is more than are ever used."""
 
 Method = tuple[str, ...]
 
@@ -38,7 +38,7 @@ Method = tuple[str, ...]
 def methods_to_measure(block: SpecrolloutConfig) -> list[Method]:
     """Returns the drafter types of each method that is worth measuring.
 
-    These are each drafter alone, all drafters that may share an engine, the entries of `fastest_of_n.methods`, and none.
+    These are each drafter alone, all drafters that may share an engine, the entries of `fastest_of_n.methods`, and no drafter.
     """
     types = [d.type for d in block.drafters]
     alone: list[Method] = [(name,) for name in types]
@@ -59,16 +59,16 @@ def batches_up_to(most: int) -> list[int]:
 
 @dataclass
 class Stream:
-    """A run's requests for one method, in their order, of which `batch` are under way at a time.
+    """A run's requests for one method, in their order, of which `batch` are running at a time.
 
-    A slice goes on with the requests of the slice before, from their tokens so far, so that responses of all lengths are
-    measured. Invariant: no request comes twice, because drafters would remember its response.
+    A slice continues the requests of the slice before from their tokens so far, so that responses of all lengths are measured.
+    Invariant: no request comes twice, because drafters would remember its response.
     """
 
     batch: int
     requests: Iterator[tuple[int, RolloutRequest]]
     under_way: dict[int, RolloutRequest] = field(default_factory=dict)
-    """Requests under way, with their tokens so far as the prefix."""
+    """Running requests, with their tokens so far as the prefix."""
 
     def fill(self) -> list[tuple[int, RolloutRequest]]:
         """Returns new requests for the free places."""
@@ -101,7 +101,7 @@ class SpeedTableBench:
         pairs = list(itertools.product(self._engines, self.batches))
         self._streams = {(e, b): Stream(b, _requests(config, self.batches.index(b), task)) for e, b in pairs}
         self._decoded = {pair: (0, 0.0) for pair in pairs}
-        """Tokens and their seconds, by engine and batch size."""
+        """Numbers of tokens and their seconds, by engine and batch size."""
         self._prefilled = 0, 0.0
 
     def measure(self, num_rounds: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
