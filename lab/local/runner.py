@@ -169,7 +169,7 @@ class GrpoRunner:
             results.append(figures)
         self.policy.wait()
         means = {key: sum(r[key] for r in results) / len(results) for key in results[0]}
-        if scored.inputs.prev_logprobs_BT is None:  # with one optimizer step, its log-probs are by the weights before it
+        if scored.inputs.prev_logprobs_BT is None:  # one optimizer step computes them itself
             scored = replace(scored, inputs=replace(scored.inputs, prev_logprobs_BT=logprobs_BT))
         return means, scored
 

@@ -105,7 +105,7 @@ class SpeedTableBench:
         self._prefilled = 0, 0.0
 
     def measure(self, num_rounds: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
-        """Measures each method and batch size for `slice_s` seconds a round. `on_slice` gets the name of the slice."""
+        """Measures each method and batch size for `slice_s` seconds per round. `on_slice` receives the slice's name."""
         self._slices(0, WARM_UP_ROUNDS, slice_s, on_slice)
         self._decoded = {pair: (0, 0.0) for pair in self._decoded}
         self._prefilled = (0, 0.0)
@@ -142,7 +142,7 @@ class SpeedTableBench:
                 on_slice(f"{self.pool.method_name(engine)}, batch {batch}")
 
     def _slice(self, engine: int, batch: int, slice_s: float) -> None:
-        """Does one slice. Its first turn only computes the texts of its requests, so it measures prefill."""
+        """Does one slice, whose first turn only computes the texts of its requests and so measures prefill."""
         stream = self._streams[engine, batch]
         stream.fill()
         opening = self._turn(engine, stream, TurnOrders(tuple(stream.under_way.items())))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of rollouts, from the engine stats (`RolloutEngine.stats`) at their begin and end."""
+"""Statistics of rollouts, from the engine stats (`RolloutEngine.stats`) at their beginning and end."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ class RolloutStats:
     num_tokens: int
     num_engine_steps: int
     num_request_steps: int
-    """Requests, summed over the engine steps."""
+    """Number of requests, summed over the engine steps."""
     plain_estimate_s: float | None
-    """Estimated seconds without speculation; None if the engine learned no step times."""
+    """Estimated seconds without speculation, or None if the engine has learned no step times."""
     host_s: float
     """Seconds of our own code on the host, within steps."""
     num_draft_tokens: int
@@ -38,17 +38,17 @@ class RolloutStats:
     head_is_dormant: bool | None = None
     """None without a drafter with weights."""
     drafter_stats: dict[str, Any] | None = None
-    """Metrics of remote drafters; None without any."""
+    """Metrics of remote drafters, or None without any."""
     tail: dict[str, Any] | None = None
-    """Metrics of moves and races; None with one engine."""
+    """Metrics of moves and races, or None with one engine."""
     engine_s: tuple[float, ...] = ()
-    """Seconds of steps of each engine; empty with one engine."""
+    """Seconds of steps of each engine. Empty with one engine."""
     draft_s: float = 0.0
-    """Seconds of a drafter with weights within steps, mean over engines."""
+    """Seconds of a drafter with weights within steps, as a mean over engines."""
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a request gains in an engine step: 1 without speculation, or without a step."""
+        """Mean number of tokens of a request in an engine step, 1 without speculation or without a step."""
         return self.num_tokens / self.num_request_steps if self.num_request_steps else 1.0
 
     def metrics(self) -> dict[str, Any]:
@@ -123,10 +123,10 @@ def fleet_stats(
     seconds: float,
     max_num_seqs: int,
 ) -> RolloutStats:
-    """Returns the statistics of several engines side by side, from their stats by engine.
+    """Returns the statistics of several engines that work at the same time, from their stats by engine.
 
-    Counts are sums, `host_s` is the engines' mean, and the trace has one part for each engine. The plain estimate is for
-    requests that stay where `shards` (the engine of each request) deals them: it is the estimate of the last engine to end.
+    Counts are sums, `host_s` is the engines' mean, and the trace has one part for each engine. The plain estimate assumes that
+    requests stay in the engines of `shards`, and is that of the last engine to end.
     """
     parts = {}
     for engine, now in after.items():
@@ -153,9 +153,10 @@ def fleet_stats(
 
 
 def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStats], max_num_seqs: int) -> RolloutStats:
-    """Returns the statistics of engines whose rollouts overlap: of their steps, whichever requests they were for.
+    """Returns the statistics of engines whose rollouts overlap, over their steps for whichever requests.
 
-    `seconds` are spent in steps; the estimate is the time of their tokens at one a step. Both are means over engines.
+    `seconds` are those spent in steps, and the estimate is the time of their tokens at one per step. Both are means over
+    engines.
     """
     stats = fleet_stats(before, after, [], np.zeros(0), 0.0, max_num_seqs)
     tables = [None if now.plain_step_s is None else np.array(now.plain_step_s) for now in after.values()]
@@ -173,7 +174,7 @@ def draft_counts(before: EngineStats, after: EngineStats) -> tuple[int, int]:
 
 
 def count_equal(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple[int, int]:
-    """Returns the number of tokens that are equal at their position, and the total by the longer of two responses."""
+    """Returns the number of tokens that are equal at their positions, and the total length of the longer responses."""
     pairs = [(a.token_ids, b.token_ids) for a, b in zip(rollouts, others, strict=True)]
     equal = sum(x == y for a, b in pairs for x, y in zip(a, b, strict=False))
     return equal, sum(max(len(a), len(b)) for a, b in pairs)
@@ -199,7 +200,7 @@ def _drafter_stats(before: EngineStats, after: EngineStats) -> dict[str, Any] | 
 
 
 def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
-    """Returns the number of requests in each decode step, int64, if responses of these lengths get one token a step.
+    """Returns the number of requests in each decode step, int64, if responses of these lengths get one token per step.
 
     A request's first token costs no decode step. At most `max_num_seqs` requests run at a time, in the given order.
     """
@@ -217,9 +218,9 @@ def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
 
 
 def plain_estimate_s(lengths: Sequence[int], max_num_seqs: int, plain_step_s: Sequence[float], other_s: float) -> float:
-    """Returns the counterfactual: the estimated seconds of a plain rollout with these response lengths.
+    """Returns the estimated seconds of a plain rollout with these response lengths.
 
-    `plain_step_s[b]` is the time of a decode step of b requests, `other_s` the time outside decode steps (prefill, start).
+    `plain_step_s[b]` is the time of a decode step of b requests, and `other_s` the time outside decode steps (prefill, start).
     """
     batches = plain_batch_sizes(lengths, max_num_seqs)
     return other_s + float(np.asarray(plain_step_s)[batches].sum())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's task: add 2 to 16 numbers step by step. Problems are made from a seed, and the reward is by rule.
+"""The demo's task, which is to add 2 to 16 numbers step by step. Problems come from a seed, and a rule gives the reward.
 
-A small random grammar writes worked responses from left to right. They repeat themselves no more than an LLM's text does:
-n-gram drafting gains less here than papers report (docs/get-started/local.md). So the task does not favour drafters.
-This module does not import torch, and imports transformers only in `build_tokenizer`.
+A small random grammar writes worked responses from left to right. They repeat themselves no more than an LLM's text does, as
+n-gram drafting gains less here than papers report (docs/get-started/local.md). So the task does not favour drafters. This
+module does not import torch, and imports transformers only in `build_tokenizer`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 
 # `{a}` is the sum so far, `{t}` the term, `{s}` the new sum, `{rest}` the terms that are left.
 # Two numbers are never neighbours, because a tokenizer with one token for each digit could not tell them apart. The odds are
-# uneven on purpose: most tokens of an LLM are nearly certain, and a few are forks.
+# uneven on purpose, because most tokens of an LLM are nearly certain and a few are forks.
 GRAMMAR: dict[str, dict[str, float]] = {
     "opening": {
         "": 4, "we want {a} + {rest} . ": 4, "let us go from left to right . ": 2, "we start with {a} . ": 2,
@@ -77,7 +77,7 @@ _ANSWER = re.compile(r"answer\s*:\s*([0-9](?:\s*[0-9])*)")
 _SYMBOL = re.compile(r"<(\w+)>")
 
 Grammar = Mapping[str, Mapping[str, float]]
-"""Symbol -> its expansions and their odds. `<symbol>` in an expansion is expanded, `{name}` is filled in at the end."""
+"""Expansions of each symbol and their odds. `<symbol>` in an expansion is expanded, and `{name}` is filled in at the end."""
 
 
 class Writer:
@@ -137,15 +137,15 @@ def _make_problem(seed: int, index: int, max_terms: int) -> Problem:
 
 
 def make_problems(seed: int, num: int, start: int = 0, max_terms: int = MAX_TERMS) -> list[Problem]:
-    """Returns problems `start` to `start + num - 1` of the seed's list; the same in every process and for every `num`."""
+    """Returns problems `start` to `start + num - 1` of the seed's list, which is the same in every process."""
     return [_make_problem(seed, start + i, max_terms) for i in range(num)]
 
 
 def demonstration(problem: Problem, rng: random.Random, is_quick: bool = False) -> str:
     """Returns a worked response: partial sums from left to right in random wording.
 
-    A careful writer always ends with the right answer. A quick writer opens in another way, makes a mistake now and then,
-    and goes on from the wrong sum.
+    A careful writer always ends with the right answer. A quick writer begins in another way, makes a mistake now and then,
+    and continues from the wrong sum.
     """
     sums = _sums(problem.terms, rng, SLIP_RATE if is_quick else 0.0)
     writer = Writer(GRAMMAR, rng, HABIT)
@@ -158,7 +158,7 @@ def demonstration(problem: Problem, rng: random.Random, is_quick: bool = False) 
 
 
 def _sums(terms: Sequence[int], rng: random.Random, slip_rate: float) -> list[int]:
-    """Returns the sum after each term; a mistake makes it slightly too large or too small."""
+    """Returns the sum after each term, which a mistake makes slightly too large or too small."""
     sums = [terms[0]]
     for term in terms[1:]:
         slip = rng.choice((-10, -2, -1, 1, 2, 10)) if rng.random() < slip_rate else 0
@@ -167,7 +167,7 @@ def _sums(terms: Sequence[int], rng: random.Random, slip_rate: float) -> list[in
 
 
 def reward(problem: Problem, response: str) -> float:
-    """Returns 1.0 if the last answer in `response` is right, else 0.0. Any text may surround the answer.
+    """Returns 1.0 if the last answer in `response` is right, and otherwise 0.0. Any text may surround the answer.
 
     Blanks between digits are allowed ("answer : 4 4"), because a decoder may leave them there.
     """
@@ -189,7 +189,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True)]
     )
     core.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocab[BOS])])
-    # Puts blanks around every word and none around digits, then merges blanks: so digits join into numbers.
+    # Puts blanks around every word but none around digits, and then merges blanks, so that digits join into numbers.
     blanks = [decoders.Replace(Regex(edge), " ") for edge in (r"^(?=[^0-9])", r"(?<=[^0-9 ])$")]
     core.decoder = decoders.Sequence(
         [*blanks, decoders.Fuse(), decoders.Replace(Regex(" {2,}"), " "), decoders.Strip(" ", 1, 1)]

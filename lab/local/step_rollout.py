@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's rollout: its prompts, its responses, what they took, the check of its tokens, and where it comes from."""
+"""One step's rollout, with its prompts, its responses, their cost, the check of their tokens, and the engines' interface."""
 
 import math
 import time
@@ -38,19 +38,19 @@ class StepRollout:
     rollouts: list[Rollout]
     stats: RolloutStats
     sample_stats: list[dict[str, Any] | None]
-    """Facts on each sample for `samples.jsonl` (`telemetry/sample_stats.py`)."""
+    """Facts about each sample for `samples.jsonl` (`telemetry/sample_stats.py`)."""
     tokens_checked: int = 0
-    """Tokens that were decoded again without speculation."""
+    """Number of tokens that were decoded again without speculation."""
     tokens_equal: int = 0
-    """Checked tokens that came out the same."""
+    """Number of checked tokens that were the same."""
     verify_s: float = 0.0
     """Seconds of the check."""
     figures: dict[str, Any] = field(default_factory=dict)
     """Further metrics of the step."""
     num_older_B: list[int] | None = None
-    """Tokens of each response that were made by policies older than the step's; None where there are none."""
+    """Number of tokens of each response that policies older than the step's have made, or None where there are none."""
     timeline: dict[str, Any] | None = None
-    """Line of `timeline.jsonl`; None where there is one engine."""
+    """Line of `timeline.jsonl`, or None with one engine."""
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -64,7 +64,7 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
-    """Returns the prompts of a step, which depend on the run's seed and the step only. The policy's version is the step."""
+    """Returns the prompts of a step, which depend only on the run's seed and the step. The policy's version is the step."""
     grpo = config.grpo
     first = step * grpo.num_prompts_per_step
     problems = task.problems(grpo.seed, grpo.num_prompts_per_step, first)
@@ -84,7 +84,7 @@ def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
 def check_tokens(
     rollout: StepRollout, generate: Callable[[list[RolloutRequest]], list[Rollout]], config: RunConfig
 ) -> StepRollout:
-    """Decodes some requests again without speculation; returns the rollout with the counts of equal tokens."""
+    """Decodes some requests again without speculation, and returns the rollout with the counts of equal tokens."""
     started = time.perf_counter()
     block = config.policy.generation.specrollout
     requests = rollout.prompts.requests
@@ -96,7 +96,7 @@ def check_tokens(
 
 
 class MeasuredRollout:
-    """A rollout by one engine with a clock, which runs while the rollout is advanced and stands still in between."""
+    """A rollout by one engine with a clock, which runs only while the rollout is advanced."""
 
     def __init__(
         self,
@@ -125,11 +125,11 @@ class MeasuredRollout:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the responses so far. Slow: do not ask at every step."""
+        """Number of tokens of the responses so far. This is slow, so do not call it at every step."""
         return self._generation.num_tokens
 
     def advance(self, seconds: float = math.inf) -> None:
-        """Goes on for about `seconds`, or until all is done."""
+        """Continues for about `seconds`, or until everything is done."""
         self._engine.stood_still(time.perf_counter() - self._rested_since)
         self._turn_since = time.perf_counter()
         self._generation.advance(seconds)
@@ -148,21 +148,21 @@ class MeasuredRollout:
 
 
 Prompts = Callable[[int], StepPrompts]
-"""Step to its prompts."""
+"""Function that returns the prompts of a step."""
 
 
 class RolloutSource(Protocol):
-    """Something that rolls out: one engine, a fleet of engines, or a fleet that works while the policy is trained."""
+    """A source of rollouts, which is one engine, a fleet, or a fleet that works while the policy is trained."""
 
     def facts(self) -> Mapping[str, str | bool]:
-        """Returns what is in force in the engines: vLLM's version, model runner, scheduling, CUDA graph mode."""
+        """Returns the engines' settings in force, such as vLLM's version, model runner, scheduling and CUDA graph mode."""
 
     def begin(self, steps: range) -> None:
-        """Begins the steps of a run, when the engines have the policy's weights. By default a step begins when asked for."""
+        """Starts the steps of a run when the engines have the policy's weights. By default, a step starts when requested."""
         return None
 
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
-        """Returns the responses that a step trains on. `on_finished` gets the number of finished ones as it grows."""
+        """Returns the responses on which a step trains. `on_finished` receives the number of finished ones as it grows."""
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Replaces the weights of all engines, by Hugging Face name."""
@@ -178,7 +178,7 @@ class RolloutSource(Protocol):
         """Returns the features captured since the last call, for the training of a head."""
 
     def capture_seconds(self) -> float:
-        """Returns the engine's seconds that capturing features has taken since the start."""
+        """Returns the seconds of the engine that capturing features has taken since the start."""
 
     def take_alarms(self) -> list[dict[str, Any]]:
         """Returns the alarms of canaries, and about what is kept for later starts, since the last call."""
@@ -190,7 +190,7 @@ class RolloutSource(Protocol):
         """Returns a sentence for each process that died since the last call."""
 
     def ladder_file(self) -> SpeedTableFile | None:
-        """Returns the decode speeds that were learned; None where nothing was."""
+        """Returns the decode speeds that were learned, or None where nothing was learned."""
         return None
 
     def close(self) -> None:
@@ -217,5 +217,5 @@ class LocalEngine(RolloutEngine, RolloutSource):
         return StepRollout(prompts, *measured.result(), self.take_sample_stats(prompts.requests))
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int = 0) -> None:
-        """Replaces the weights, by Hugging Face name. Each request says itself which version it is for."""
+        """Replaces the weights, by Hugging Face name. The policy version is not needed, because each request has its own."""
         super().load_weights(tensors)

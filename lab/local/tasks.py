@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of a local run: their interface, the one that a config names, problems of `reasoning-gym`, and free text.
+"""The tasks of a local run, with their interface, the one that a config names, problems of `reasoning-gym`, and free text.
 
 The demo's task is in `step_addition`.
 """
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from lab.local.run_sections import DataConfig, TaskConfig
 
 ENDLESS = 2**31
-"""Size of most datasets of `reasoning-gym`. They make a problem only when it is asked for."""
+"""Size of most datasets of `reasoning-gym`, which make a problem only when it is requested."""
 PART = 500
-"""Problems of a part, for tasks whose list is made of many datasets, one after another."""
+"""Number of problems in a part, for tasks whose list consists of many datasets, one after another."""
 TASKS_IN_PARTS = ("acre", "gsm_symbolic", "list_functions", "pool_matrix", "word_ladder")
-"""Tasks that a dataset of size `ENDLESS` does not suit.
+"""Tasks for which a dataset of size `ENDLESS` is not possible.
 
-Three of them do something for every problem when a dataset is made. `word_ladder` refuses more than 20,000 problems, and
+Three of them do work for every problem when a dataset is made. `word_ladder` refuses more than 20,000 problems, and
 `pool_matrix` needs seeds below 2**32.
 """
 
 
 class Task(Protocol):
-    """A source of problems with its reward. A problem depends on the seed and its index only. Only its task reads it."""
+    """A source of problems with its reward. A problem depends only on the seed and its index. Only its task reads it."""
 
     def problems(self, seed: int, num: int, start: int = 0) -> list[Any]:
-        """Returns problems `start` to `start + num - 1` of the seed's endless list; the same in every process."""
+        """Returns problems `start` to `start + num - 1` of the seed's endless list, which is the same in every process."""
         ...
 
     def encode(self, problem: Any) -> list[int]:
@@ -42,7 +42,7 @@ class Task(Protocol):
         ...
 
     def reward(self, problem: Any, response_ids: Sequence[int]) -> float:
-        """Returns the reward of a response, 0 to 1. Any token ids have one."""
+        """Returns the reward of a response, from 0 to 1. Any token ids have a reward."""
         ...
 
 
@@ -98,7 +98,7 @@ def check_tasks(tasks: "Sequence[TaskConfig]", path: str) -> None:
 
 
 def _create_dataset(task: "TaskConfig", seed: int) -> Any:
-    """Returns a dataset of `task`: all problems of the seed, or one part of them."""
+    """Returns a dataset of `task`, which has all problems of the seed or one part of them."""
     import reasoning_gym
 
     size = PART if task.name in TASKS_IN_PARTS else ENDLESS
@@ -131,7 +131,7 @@ class ReasoningGymTask:
         self._tasks = {task.name: task for task in tasks}
         self._system_prompt = SYSTEM_PROMPTS.get(system_prompt or "", system_prompt)
         self._datasets: dict[tuple[int, str], tuple[int, Any]] = {}
-        """Number of the latest part by seed and task, with its dataset."""
+        """Number and dataset of the latest part, by seed and task."""
 
     def problems(self, seed: int, num: int, start: int = 0) -> list[GymProblem]:
         weights = [task.weight for task in self._tasks.values()]
@@ -147,7 +147,7 @@ class ReasoningGymTask:
         return encode_chat(self._tokenizer, problem.prompt, self._system_prompt)
 
     def reward(self, problem: GymProblem, response_ids: Sequence[int]) -> float:
-        """Returns the task's own score, 0 to 1, of the text in the last `<answer>...</answer>`; 0 without one."""
+        """Returns the task's own score, from 0 to 1, of the text in the last `<answer>...</answer>`, or 0 without one."""
         from reasoning_gym.utils import extract_answer
 
         text = str(self._tokenizer.decode(list(response_ids), skip_special_tokens=True))
@@ -159,7 +159,7 @@ class ReasoningGymTask:
     def _dataset(self, seed: int, name: str, part: int) -> Any:
         if (latest := self._datasets.get((seed, name))) is not None and latest[0] == part:
             return latest[1]
-        # A dataset makes problem i from seed + i. So the lists of close seeds would overlap.
+        # A dataset makes problem i from seed + i, so the lists of close seeds would overlap.
         if name in TASKS_IN_PARTS:
             far = _hashed(f"{seed}-{name}-{part}", num_bytes=4) // 2
         else:
@@ -213,7 +213,7 @@ PROMPTS: Grammar = {
 
 
 class FreeText:
-    """Prompts for stories, letters and explanations, for the bench and the training of draft heads: without a reward."""
+    """Prompts for stories, letters and explanations without a reward, for the bench and the training of draft heads."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer = tokenizer
@@ -226,5 +226,5 @@ class FreeText:
         return encode_chat(self._tokenizer, problem)
 
     def reward(self, problem: str, response_ids: Sequence[int]) -> float:
-        """Raises NotImplementedError: there is no rule for the worth of a free text."""
+        """Raises NotImplementedError, because there is no rule for the value of a free text."""
         raise NotImplementedError("free_text has no reward; train on another data.dataset_name")

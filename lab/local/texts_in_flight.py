@@ -21,9 +21,9 @@ from nemo_specrollout.run_ahead.texts import TextsAhead
 
 
 class TextsInFlight:
-    """Plans which requests engines may begin early. Owns their texts between two phases of an engine.
+    """Plans which requests engines may start early. Owns their texts between two phases of an engine.
 
-    A text is kept from the phase in which it was begun until its step has been rolled out. A step of the run is the policy
+    A text is kept from the phase in which it was started until its step has been rolled out. A step of the run is the policy
     version of its requests.
     """
 
@@ -32,29 +32,29 @@ class TextsInFlight:
         chosen = config.policy.generation.specrollout.run_ahead
         assert chosen is not None
         self._engine_seed = config.grpo.seed
-        self._prompts = lru_cache(MOST_STEPS_AHEAD + 1)(prompts)  # a step's are asked for again while it comes nearer
+        self._prompts = lru_cache(MOST_STEPS_AHEAD + 1)(prompts)  # the same step is requested repeatedly
         self._steps = range(0)
         self._coming = ComingTexts(chosen)
         learned = config.policy.generation.specrollout.learned
         self._kept = KeptUpdates(self._coming, learned, config.policy.model_name)
 
     def begin(self, steps: range) -> None:
-        """Names the steps of the run. No request of another step is begun. A run that goes on begins with what it has kept."""
+        """Sets the steps of the run, because no others are started. A resumed run begins with what it has kept."""
         self._steps = steps
         self._kept.begin(resumes=steps.start > 0)
 
     def plans(self, step: int, num_engines: int) -> list[AheadPlan]:
-        """Returns what each engine may begin while `step` is rolled out, the next step's requests first.
+        """Returns what each engine may start while `step` is rolled out, the next step's requests first.
 
-        A request whose text could not be drafts is left out. Each step is dealt out by itself, because its requests come
-        before those of later steps. Samples of a prompt stay together, because they share its KV cache.
+        Requests whose texts could not be drafts are left out. Each step is divided among the engines separately, because its
+        requests come before those of later steps. Samples of a prompt stay together, because they share its KV cache.
         """
         coming = range(step + 1, step + 1 + self._coming.steps)
         rows = [self._rows(later) for later in takewhile(self._steps.__contains__, coming)]
         return self._coming.plans(step, rows, num_engines)
 
     def with_texts(self, step: int) -> StepPrompts:
-        """Returns the prompts of a step, whose requests bring along what was made of them."""
+        """Returns the prompts of a step, whose requests bring along the texts that were made for them."""
         prompts = self._prompts(step)
         texts = self._coming.of(step)
         found = [(request, texts.get(self._seed(request))) for request in prompts.requests]
@@ -62,7 +62,7 @@ class TextsInFlight:
         return replace(prompts, requests=requests)
 
     def keep(self, made_E: Sequence[EarlyMade]) -> None:
-        """Takes what engines have made when they end a plan."""
+        """Stores what engines have made when they end a plan."""
         self._coming.keep(made_E)
 
     def compare(self, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -81,7 +81,7 @@ class TextsInFlight:
         return learned
 
     def told(self, rollout: StepRollout, **figures: float) -> StepRollout:
-        """Returns the rollout of a step with the metrics of its texts, after `compare` of its responses."""
+        """Returns the rollout of a step with the metrics of its texts. Call it after `compare`."""
         learned = self.compare(rollout.prompts.requests, rollout.rollouts)
         stats = rollout.stats
         if stats.plain_estimate_s is not None:

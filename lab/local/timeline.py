@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of a rollout: all attempts of engines at its requests."""
+"""The timeline of a rollout, which has all attempts of engines at its requests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ class AttemptSpan:
     """One attempt of a timeline. Times are seconds since the rollout began."""
 
     request: int
-    """Place of the request among the timeline's requests."""
+    """Index of the request among the timeline's requests."""
     engine: int
     start_s: float
     first_token: int
@@ -34,7 +34,7 @@ class Timeline:
     """Draft method of each engine."""
     spans: tuple[AttemptSpan, ...] = ()
     saved_s: float | None = None
-    """Estimated seconds that moves and races saved; None without any, or with nothing to compare with."""
+    """Estimated seconds that moves and races saved, or None without any or with nothing to compare with."""
 
     @classmethod
     def of(cls, responses: Sequence[Response], methods: tuple[str, ...], saved_s: float | None) -> "Timeline":
@@ -74,7 +74,7 @@ class Timeline:
         }
 
     def _idle_share(self) -> float:
-        """Returns the share of the engines' seconds in which they had no request."""
+        """Returns the share of the engines' time in which they had no request."""
         if not self.spans:
             return 0.0
         engines = range(len(self.methods))
@@ -83,7 +83,7 @@ class Timeline:
 
 
 def describe(figures: Mapping[str, Any]) -> str:
-    """Returns `Timeline.figures` in one line for users; empty if no request moved or raced and no engine died."""
+    """Returns `Timeline.figures` in one line for users, or "" if no request moved or raced and no engine died."""
     if not any(figures[name] for name in ("moves", "races", "deaths", "diverged")):
         return ""
     parts = [

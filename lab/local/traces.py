@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of a local run's traces. A trace is a line of `trace.jsonl`: the engine steps of one rollout."""
+"""Readers of a local run's traces. A trace is a line of `trace.jsonl`, with the engine steps of one rollout."""
 
 import numpy as np
 
@@ -7,11 +7,11 @@ from nemo_specrollout.reports.records import Record
 
 _DRAFTS = ("drafted_", "accepted_")
 SHORTEST_IDLE_S = 0.002
-"""Seconds between two steps of an engine from which it counts as idle. Shorter gaps come from reading the clock."""
+"""Least seconds between two steps for which an engine counts as idle. Shorter gaps come from reading the clock."""
 
 
 def whole_trace(trace: Record) -> Record:
-    """Merges the traces of several engines into one; the trace of a single engine is returned as it is.
+    """Merges the traces of several engines into one. The trace of a single engine is returned unchanged.
 
     The merged trace has a row for each moment at which any engine samples, with sums over the steps of all engines then.
     """
@@ -29,7 +29,7 @@ def whole_trace(trace: Record) -> Record:
 
 
 def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
-    """Returns when each engine step begins and ends in the chart, seconds.
+    """Returns when each engine step begins and ends in the chart, in seconds.
 
     A step ends when it samples. It begins when the previous step sampled, or at its real beginning if the engine was idle
     before. The beginning of the first step is not known.
@@ -42,7 +42,7 @@ def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _under_way(trace: Record, starts: np.ndarray, ends: np.ndarray, name: str, at_s: np.ndarray) -> np.ndarray:
-    """Returns a column's value in the step that runs at each moment, or 0 between steps; float64."""
+    """Returns a column's value in the step that runs at each moment, float64, or 0 between steps."""
     if name not in trace["columns"]:
         return np.zeros(len(at_s))
     step = np.minimum(np.searchsorted(ends, at_s), len(ends) - 1)
@@ -55,7 +55,7 @@ def can_drain(trace: Record) -> bool:
 
 
 def seconds_since_start(trace: Record) -> np.ndarray:
-    """Returns the time of each row since the first, seconds."""
+    """Returns the time of each row since the first one, in seconds."""
     time_s = column(trace, "time_s")
     return time_s - time_s[0]
 

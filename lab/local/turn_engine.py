@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that works in turns and gets new weights between two of them."""
+"""An engine that works in turns, and that gets new weights between two turns."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,13 +20,13 @@ class ReloadingTurnEngine(TurnEngine):
     def load_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv_cache: bool
     ) -> None:
-        """Replaces the weights between two turns; attempts go on.
+        """Replaces the weights between two turns, after which attempts continue.
 
-        With `run_ahead`, attempts begin again. Their longest known text and its branches are drafts, and all their tokens
+        With `run_ahead`, attempts start over. Their longest known text and its branches are drafts, and all of their tokens
         are the new policy's.
 
         With `recompute_kv_cache`, the new policy reads the text of each attempt again, so its tokens are exact samples of
-        the new policy. Without it, attempts go on from the old policy's KV cache, as NeMo-RL does by default.
+        the new policy. Without it, attempts continue from the old policy's KV cache, as in NeMo-RL by default.
         """
         attempts = list(self._attempts.values()) if recompute_kv_cache else []
         for attempt in attempts:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost tables: measured seconds of verifying and drafting on a kind of device, by engine size and by rows or requests.
+"""Cost tables with measured seconds of verifying and drafting on a kind of device, by engine size and rows or requests.
 
-`specrollout-lab profile` writes such a file and `specrollout-lab explain` reads it. For devices elsewhere it can be written by
+`specrollout-lab profile` writes such a file and `specrollout-lab explain` reads it. For other devices it can be written by
 hand. A size is a number of threads or GPUs.
 """
 

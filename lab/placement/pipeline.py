@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of draft pipelines: tokens of a verifier step with coupled drafting, and with a drafter that streams ahead.
+"""Models of draft pipelines, which give the tokens of a verifier step with coupled drafting or with a streaming drafter.
 
 Symbols: p is P(a draft token is right), equal and independent for all tokens. k is the maximum number of draft tokens
 submitted for a request in a step. w is the window, the maximum number of draft tokens ahead of the committed text. m is
@@ -51,7 +51,7 @@ class SteadyState:
 
 
 def coupled_tokens(p: float, k: int) -> float:
-    """Returns the tokens of a request in a step that verifies k drafts, including the verifier's own: the sum of p^0 .. p^k.
+    """Returns a request's tokens in a step that verifies k drafts, with the verifier's own, which is the sum of p^0 to p^k.
 
     Source: Leviathan et al. 2023, equation 1.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement planner: ranks all ways to place verifiers and drafters on the devices by predicted tokens a second.
+"""The placement planner, which ranks all ways to place verifiers and drafters on the devices by predicted speed.
 
 It follows Algorithm 1 of SpecActor (arXiv 2511.16193), but models our streamed pipeline instead of lock-step windows. It also
 considers engines without drafts and engines that draft themselves, and counts that drafts make the verifier's step longer.
@@ -41,28 +41,28 @@ class Option:
     verifier_size: int
     """Threads or GPUs of a verifier."""
     drafter_size: int
-    """Threads or GPUs of a separate drafter; 0 without one."""
+    """Threads or GPUs of a separate drafter, or 0 without one."""
     num_groups: int
-    """Groups side by side."""
+    """Number of groups that work at the same time."""
     batch: int
-    """Requests of the largest group."""
+    """Number of requests of the largest group."""
     k: int
     """Maximum draft tokens of a request in a step."""
     window: int
-    """Draft tokens that a drafter may be ahead; k if it is coupled."""
+    """Number of draft tokens that a drafter may be ahead, which is k if it is coupled."""
     state: SteadyState
     """Steps of a group, including coupled drafting, and the rates of one request."""
     bottleneck: str
-    """`drafter` or `verifier`. In a decoupled group, the drafter is the bottleneck if an infinitely fast one would
-    bring a tenth more tokens a second. In a coupled engine, it is the part that takes more of the step."""
+    """`drafter` or `verifier`. In a decoupled group, the drafter is the bottleneck if an infinitely fast one would give a
+    tenth more tokens per second. In a coupled engine, it is the part that takes more of the step."""
     tokens_per_s: float
-    """Tokens a second of all requests, at the speed of the largest group."""
+    """Tokens per second of all requests, at the speed of the largest group."""
     speedup: float = 1.0
     """Speed relative to the best plain option on the same devices."""
 
     @property
     def group_tokens_per_s(self) -> float:
-        """Tokens a second of the largest group."""
+        """Tokens per second of the largest group."""
         return self.batch * self.state.tokens_per_s
 
     @property

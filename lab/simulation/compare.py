@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated RL steps, and comparisons of variants: features added one by one, or a run as configured, against plain.
+"""Simulates RL steps and compares variants with plain decoding, with features added one by one or a run as configured.
 
-A step is synchronous, or asynchronous with a lag and separate GPUs for each side.
+A step is synchronous, or asynchronous with a lag and separate GPUs for generation and training.
 
 Shapes: R requests, T steps, B requests of a step.
 """
@@ -38,10 +38,10 @@ def _synchronous(setting: Setting) -> StepResult:
 
 
 def _asynchronous(setting: Setting) -> StepResult:
-    """Simulates overlapping steps, and returns the means over the later half of them.
+    """Simulates overlapping steps, and returns means over their later half.
 
-    The last few do not count, because they have no generation beside them. Batches that began together end together, so
-    steps differ in a cycle of that many batches. Whole cycles count.
+    The last few steps do not count, because no generation runs beside them. Batches that began together end together, so steps
+    differ in a cycle of that many batches, and only whole cycles count.
     """
     cluster = setting.fleet.scenario.cluster
     training = setting.fleet.scenario.training
@@ -66,7 +66,7 @@ def _asynchronous(setting: Setting) -> StepResult:
 
 
 def _train_all(rollout: Rollout, train_s_T: list[float], ahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Trains batch after batch, while up to `ahead` later ones generate: batch j starts with policy version j - `ahead`.
+    """Trains batch after batch while up to `ahead` later ones generate, so batch j starts with policy version j - `ahead`.
 
     Returns for each batch the seconds of its generation, the seconds that training waited for it, and the moment when it was
     trained.
@@ -95,13 +95,13 @@ def _train_all(rollout: Rollout, train_s_T: list[float], ahead: int) -> tuple[np
 
 DECOUPLED, MOVING, RACING, RUN_AHEAD = "decoupled", "moving", "racing", "run_ahead"
 ON_POLICY = "on policy"
-"""Synchronous steps with the cluster of an asynchronous scenario, in which engines wait while other GPUs train."""
+"""Variant with synchronous steps on the cluster of an asynchronous scenario, where engines wait while other GPUs train."""
 TAIL = "fastest_of_n"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants of a scenario, plain first."""
+    """The simulated variants of a scenario, of which plain decoding is the first."""
 
     scenario: Scenario
     steps: tuple[StepResult, ...]
@@ -129,7 +129,7 @@ class Comparison:
         return self.plain.rollout_s / step.rollout_s
 
     def peak_share(self, step: StepResult) -> float | None:
-        """Returns the share of peak arithmetic spent on response tokens; None without a data sheet."""
+        """Returns the share of peak arithmetic spent on response tokens, or None without a data sheet."""
         policy = Fleet(self.scenario).policy
         rollout = step.rollout
         if policy is None:
@@ -160,9 +160,9 @@ def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison
 
 
 def _with_texts_in_flight(fleet: Fleet, kind: str, traced: tuple[np.ndarray, ...]) -> list[StepResult]:
-    """Simulates synchronous steps with texts in flight: of one coming step, of two, ..., and of as many as `auto` chooses.
+    """Simulates synchronous steps with texts in flight for one coming step, for two, ..., and for as many as `auto` chooses.
 
-    With several engines, `auto` is simulated with moves as well, and so are moves alone over the same steps.
+    With several engines, `auto` is also simulated with moves, and moves are simulated alone over the same steps.
     """
     training = fleet.scenario.training
     ahead = training.run_ahead
@@ -205,10 +205,7 @@ def drafting_kind(fleet: Fleet, block: SpecrolloutConfig) -> str:
 
 
 def onset(step: StepResult) -> tuple[float, float] | None:
-    """Returns the second of a step's first move or race, and the share of requests that have ended by then.
-
-    Returns None if there is none.
-    """
+    """Returns the second of a step's first move or race and the share of requests that have ended by then, or None."""
     if not step.rollout.changes:
         return None
     at_s = step.rollout.changes[0].at_s

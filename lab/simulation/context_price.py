@@ -77,7 +77,7 @@ class Learner:
 
 
 def best_fixed(machine: RooflineCosts, drafts: Drafts, contexts: Sequence[float]) -> tuple[int, float]:
-    """Returns the number of drafts of a request that makes the most tokens a second over steps of these contexts."""
+    """Returns the number of drafts per request that gives the most tokens per second over steps of these contexts."""
     num_requests = drafts.num_requests
     rows_K = num_requests * (1.0 + np.arange(POSITIONS + 1))
     seconds_K = np.zeros(len(rows_K))
@@ -89,7 +89,7 @@ def best_fixed(machine: RooflineCosts, drafts: Drafts, contexts: Sequence[float]
 
 
 def in_turns(learner: Learner, contexts: Sequence[int]) -> list[float]:
-    """Returns the tokens a second at each context, where the contexts take turns."""
+    """Returns the tokens per second at each context, where the contexts take turns."""
     played = [Played() for _ in contexts]
     for turn in range(1 + TURNS):
         for i, context in enumerate(contexts):
@@ -99,7 +99,7 @@ def in_turns(learner: Learner, contexts: Sequence[int]) -> list[float]:
 
 
 def growing(learner: Learner, contexts: np.ndarray) -> float:
-    """Returns the tokens a second of texts that grow, again and again."""
+    """Returns the tokens per second of texts that grow again and again."""
     played = Played()
     for number in range(GROWTHS):
         for context in contexts.tolist():
@@ -108,7 +108,7 @@ def growing(learner: Learner, contexts: np.ndarray) -> float:
 
 
 def rows_of(machine: RooflineCosts, drafts: Drafts, contexts: Sequence[int]) -> list[tuple[str, int, float, float]]:
-    """Returns a row for each context and one for growing texts: the best fixed number, and what policies make of its speed.
+    """Returns a row for each context and one for growing texts, with the best fixed number and the policies' share of it.
 
     The first policy knows contexts, and the second one does not.
     """

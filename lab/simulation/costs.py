@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost models of an engine: three with given numbers, and a roofline of a transformer on GPUs.
+"""Cost models of an engine, which are three with given numbers, and a roofline of a transformer on GPUs.
 
 `specrollout-lab profile` measures `TabledCosts`. `RoundCosts` and `LinearCosts` have the forms of the two papers. The
 roofline follows from the model's shape, the GPU's data sheet and a few calibrated shares.
@@ -32,7 +32,7 @@ class Costs(ABC):
         return 0.0
 
     def prefill_s(self, num_tokens: float) -> float:
-        """Returns the seconds of a prefill of `num_tokens` tokens: by default, of a step of as many rows."""
+        """Returns the seconds of a prefill of `num_tokens` tokens, by default those of a step with as many rows."""
         return float(self.step_s(1, num_tokens, num_tokens / 2))
 
 
@@ -54,10 +54,10 @@ class TabledCosts(Costs):
 
 @dataclass(frozen=True)
 class RoundCosts(Costs):
-    """Costs from the figures of Paper B (arXiv 2604.26779): the cost of a round of k drafts in plain steps.
+    """Costs from the figures of Paper B (arXiv 2604.26779), which give the cost of a round of k drafts in plain steps.
 
-    It is the acceptance length over the speedup, interpolated linearly from 1 at no drafts and extrapolated beyond the last
-    figure. A plain step takes equally long for all batch sizes, because the paper gives no more.
+    It is the acceptance length divided by the speedup, interpolated linearly from 1 at no drafts and extrapolated beyond the
+    last figure. A plain step takes equally long for all batch sizes, because the paper does not give more.
     """
 
     plain_step_s: float = bounded(above=0.0)
@@ -92,13 +92,13 @@ class LinearCosts(Costs):
     """
 
     verify_fixed_s: float = bounded(above=0.0)
-    """Seconds of a step without rows: beta."""
+    """Seconds of a step without rows (beta)."""
     verify_row_s: float = bounded(low=0.0)
-    """Seconds of each row: V' of a window of one."""
+    """Seconds per row (V' of a window of one)."""
     draft_fixed_s: float = bounded(0.0, low=0.0)
-    """Seconds of a draft token without requests: alpha."""
+    """Seconds of a draft token without requests (alpha)."""
     draft_request_s: float = bounded(0.0, low=0.0)
-    """Seconds of a draft token for each request: D'."""
+    """Seconds of a draft token per request (D')."""
 
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
         return self.verify_fixed_s + self.verify_row_s * num_rows
@@ -116,13 +116,13 @@ class Calibration:
     compute_share: float = bounded(0.6, above=0.0, high=1.0)
     """Achieved share of the dense peak in matrix products."""
     layer_s: float = bounded(2e-5, low=0.0)
-    """Seconds of a layer without rows: launches and the latency of collectives."""
+    """Seconds of a layer without rows, for launches and the latency of collectives."""
     host_s: float = bounded(1.5e-3, low=0.0)
-    """Seconds of the host in each step: scheduling, sampling, detokenising."""
+    """Seconds of the host in each step, for scheduling, sampling and detokenising."""
     draft_host_s: float = bounded(2e-4, low=0.0)
     """Seconds of the host for each draft token in the policy's engine."""
     speculation_s: float = bounded(0.0, low=0.0)
-    """Constant seconds of a step with drafts: rejection, bookkeeping, unsuitable graphs."""
+    """Constant seconds of a step with drafts, for rejection, bookkeeping and unsuitable graphs."""
     train_share: float = bounded(0.35, above=0.0, high=1.0)
     """Achieved share of the dense bf16 peak in training."""
     logprob_share: float = bounded(0.35, above=0.0, high=1.0)
@@ -133,9 +133,9 @@ class Calibration:
 class RooflineCosts(Costs):
     """Costs of a model's engine on some GPUs. `drafter` has the costs of its own drafting.
 
-    A step takes the maximum of reading the weights and computing its rows. For a mixture of experts, only the experts that
-    get a row are read. It adds the maximum of reading the KV cache and computing attention, the exchange of activations,
-    and the time for launches and the host. Sources: Williams et al. 2009 ("Roofline"); ring all-reduce for the collectives.
+    A step takes the maximum of reading the weights and computing its rows, where a mixture of experts reads only the experts
+    that get a row. To this it adds the maximum of reading the KV cache and computing attention, the exchange of activations,
+    and the time for launches and the host. Sources: Williams et al. 2009 ("Roofline"), and ring all-reduce for collectives.
     """
 
     shape: ModelShape
@@ -146,7 +146,7 @@ class RooflineCosts(Costs):
     num_gpus: int = 1
     """GPUs of an engine."""
     expert_parallel: bool = False
-    """Whether each expert is on one GPU, to which an all-to-all sends its tokens. Otherwise all GPUs share each expert."""
+    """Whether each expert is on one GPU, to which an all-to-all sends tokens. Otherwise all GPUs share each expert."""
     drafter: Costs | None = None
     reads_for_each_row: bool = False
     """Whether attention reads the KV cache of a request once for each of its rows, and not once for all of them."""
@@ -182,7 +182,7 @@ class RooflineCosts(Costs):
 
     @property
     def _kv_bytes(self) -> float:
-        """KV cache bytes of a token on each GPU. With more GPUs than KV heads, heads are replicated."""
+        """Bytes of the KV cache per token on each GPU. With more GPUs than KV heads, heads are replicated."""
         copies = max(1.0, self.num_gpus / self.shape.num_key_value_heads)
         return self.shape.kv_values_per_token * _BYTES[self.kv_precision] * copies / self.num_gpus
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public figures that the roofline needs: data sheets of GPUs, and shapes of transformers.
+"""Public figures for the roofline, which are data sheets of GPUs and shapes of transformers.
 
-GPUs have dense peaks (never "with sparsity"), and link bandwidth in one direction.
+Peaks of GPUs are dense (never "with sparsity"), and link bandwidths are for one direction.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -18,7 +18,7 @@ _HEAD_VOCABULARY = 32_000
 
 @dataclass(frozen=True)
 class Device:
-    """Figures of a GPU's data sheet: dense operations a second, bytes a second, and bytes."""
+    """Figures of a GPU's data sheet in dense operations per second, bytes per second, and bytes."""
 
     name: str
     source: str
@@ -33,7 +33,7 @@ class Device:
     nvlink_gpus: int
     """GPUs in an NVLink domain."""
     network_bytes_per_s: float
-    """Bandwidth to other GPUs: the network adapter of the system in the data sheet."""
+    """Bandwidth to other GPUs, through the network adapter of the system in the data sheet."""
 
     def flops(self, precision: str) -> float:
         """Returns the dense operations a second in `bf16` or `fp8`. Raises ConfigError if the GPU lacks that precision."""
@@ -74,7 +74,7 @@ def device_named(name: str, field: str) -> Device:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape with the names of a Hugging Face config.json. Grouped-query attention and gated MLP."""
+    """Shape of a transformer with grouped-query attention and gated MLP, by the names of a Hugging Face config.json."""
 
     num_hidden_layers: int = bounded(low=1)
     hidden_size: int = bounded(low=1)
@@ -97,7 +97,7 @@ class ModelShape:
 
     @property
     def shared_params(self) -> int:
-        """Parameters that every token uses: attention, dense MLPs and the output layer. The input embedding is a look-up."""
+        """Parameters that every token uses, in attention, dense MLPs and output layer. The input embedding is a look-up."""
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
         layer = self.hidden_size * self.head_dim * heads
         layer += 0 if self.num_experts else 3 * self.hidden_size * self.intermediate_size
@@ -130,12 +130,12 @@ class ModelShape:
         return self.shared_params + self.num_hidden_layers * self.num_experts * self.expert_params * share
 
     def attention_flops(self, num_rows: np.ndarray | float, context: float) -> np.ndarray | float:
-        """Returns the operations of `num_rows` rows that attend to `context` tokens each: products with keys and values."""
+        """Returns the operations of `num_rows` rows for products with the keys and values of `context` tokens each."""
         return 4.0 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * context * num_rows
 
 
 def eagle3_head(policy: ModelShape) -> ModelShape:
-    """Returns the shape of an EAGLE-3 head for a policy: one dense layer of the same width."""
+    """Returns the shape of an EAGLE-3 head for a policy, which is one dense layer of the same width."""
     return replace(
         policy,
         num_hidden_layers=1,

@@ -16,10 +16,10 @@ def in_shards(num_requests: int, num_engines: int) -> np.ndarray:
 
 
 def longest_first(groups_R: Sequence[int], expected_R: np.ndarray, loads_E: np.ndarray) -> np.ndarray:
-    """Returns the engine of each request, int64 [R]: the longest first, onto the engine with the fewest expected tokens.
+    """Returns the engine of each request, int64 [R]. The longest are placed first, each on the least loaded engine.
 
-    `groups_R` numbers the prompt of each request, `expected_R` is its expected length in tokens. `loads_E` are the expected
-    tokens that engines already have; a value that is not finite excludes the engine.
+    `groups_R` numbers the prompt of each request, and `expected_R` is its expected length in tokens. `loads_E` has the
+    expected tokens that engines already have, where a value that is not finite excludes the engine.
 
     Samples of a prompt stay together if there are at least two prompts for each engine: drafters learn from them, and the
     engine shares the KV cache of their prompt. Source: LPT scheduling, Graham 1969, within 4/3 of the shortest makespan.

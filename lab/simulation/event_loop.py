@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event loop of a simulated rollout: engines decode, requests end, and the tail policy moves and races them.
+"""Event loop of a simulated rollout, in which engines decode, requests end, and the tail policy moves and races them.
 
 Shapes: R requests, B requests of an engine, N spans, T moments.
 """
@@ -35,9 +35,9 @@ class RolloutResult:
     spans: tuple[Span, ...]
     num_engines: int
     num_tokens: float
-    """Tokens of all responses."""
+    """Number of tokens of all responses."""
     num_wasted_tokens: float
-    """Tokens that racers made in vain."""
+    """Number of tokens that racers made in vain."""
     changes: tuple[TailChange, ...] = ()
     """Moves and races in order."""
 
@@ -61,7 +61,7 @@ class RolloutResult:
 
     @property
     def num_request_steps(self) -> float:
-        """Engine steps, counted once for each request in them."""
+        """Number of engine steps, each counted once for every request in it."""
         return sum(span.num_steps * span.num_requests for span in self.spans)
 
     @property
@@ -75,7 +75,7 @@ class RolloutResult:
         return 1.0 - busy_s / (self.num_engines * (end_s - begin_s))
 
     def running_share(self, num_points: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns moments in seconds and the share of busy engines around each; both float64 [T]."""
+        """Returns moments in seconds and the share of busy engines around each of them, both float64 [T]."""
         edges = np.linspace(0.0, self.seconds, num_points + 1)
         begins_N = np.array([span.begin_s for span in self.spans])
         ends_N = np.array([span.end_s for span in self.spans])
@@ -119,9 +119,9 @@ class Rollout:
         self._num_wasted = 0.0
         self._changes: list[TailChange] = []
         self._given: dict[tuple[int, int], float] = {}
-        """Tokens that an attempt took over when it began."""
+        """Number of tokens that an attempt took over when it began."""
         self._made: dict[int, float] = defaultdict(float)
-        """Tokens that ended attempts at a request have made."""
+        """Number of tokens that ended attempts at a request have made."""
 
     def start(self, requests_R: np.ndarray, engine_R: np.ndarray) -> None:
         """Starts requests now, each on its engine. Requests without a slot wait there."""

@@ -33,7 +33,7 @@ VLLMS_LARGEST = 512
 KNEE = 200.0
 """Rows beyond which these GPUs compute for longer than they read the weights."""
 POSITIONS = 32
-"""Drafts that a request may have, the default of `run_ahead.most_drafts` (K)."""
+"""Most drafts of a request, which is the default of `run_ahead.most_drafts` (K)."""
 NUM_BINS = 128
 VOCAB_SIZE = 151_936
 COSTS_EVERY = 16
@@ -47,7 +47,7 @@ RATES = (0.8, 0.95, 0.98, 1.0)
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of an engine's steps, fitted to measured ones: linear in rows, in rows beyond the knee, and in requests."""
+    """Seconds of an engine's steps, as a fit that is linear in rows, in rows beyond the knee, and in requests."""
 
     fixed_s: float
     row_s: float
@@ -70,7 +70,7 @@ class StepTimes:
         )
 
     def with_larger_graphs(self, num_requests: int) -> "StepTimes":
-        """Returns the same machine with the graphs that an engine of so many requests with K drafts each captures."""
+        """Returns the same machine with the graphs that an engine with this many requests of K drafts each captures."""
         added = larger_graphs({}, num_requests * (1 + POSITIONS), VLLMS_LARGEST, VOCAB_SIZE)
         return replace(self, graph_sizes=(*self.graph_sizes, *added))
 
@@ -89,7 +89,7 @@ def measured_steps(gpu: str) -> np.ndarray:
         report = json.loads((BENCHMARKS / file).read_text(encoding="utf-8"))
         for title in ("plain decoding", "budgets"):
             for name, figures in report["items"][item]["tables"][title].items():
-                if not name.endswith("auto"):  # whose steps are of many sizes
+                if not name.endswith("auto"):  # its steps have many sizes
                     num_requests = float(name.partition(" ")[0])
                     found.append((num_requests, figures.get("rows", num_requests), figures["ms a step"]))
     return np.array(found)
@@ -128,7 +128,7 @@ class Played:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
@@ -154,7 +154,7 @@ def play(drafts: Drafts, machine: StepTimes, policy: AutoPolicy, num_steps: int 
 
 
 def best_fixed(drafts: Drafts, machine: StepTimes) -> tuple[int, float]:
-    """Returns the number of drafts for each request that makes the most tokens a second, and those tokens."""
+    """Returns the number of drafts per request that gives the most tokens per second, and that rate."""
     rates = [
         drafts.tokens(k * drafts.num_requests) / machine.step_s(drafts.num_requests, (1 + k) * drafts.num_requests)
         for k in range(POSITIONS + 1)

@@ -20,7 +20,7 @@ SEEDS = 5
 def rates(
     record: Record, drafters: Sequence[int], machine: Machine, choice: Choice, at_a_time: int | None = None
 ) -> np.ndarray:
-    """Returns the tokens a second in each batch of the record, in their order, float64; the median of the seeds."""
+    """Returns the tokens per second in each batch of the record, in their order, float64, as medians over the seeds."""
     order = sorted(set(record.batch_R.tolist()))
     found = []
     for seed in range(SEEDS):

@@ -21,10 +21,10 @@ POLICIES = {"Qwen3-8B": "Qwen3-0.6B", "Qwen3-32B": "Qwen3-0.6B"}
 """Policies, and the draft model of each."""
 GPUS = (8, 16, 32, 64)
 PER_GPU = (8, 32)
-"""Requests of a step for each GPU."""
+"""Numbers of requests of a step per GPU."""
 ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 TEXT_LESS = 0.25
-"""By how much less often a text is right than a drafter with weights (`ASSUMED_ACCEPTANCE` of lab/cli/simulated_config.py)."""
+"""Acceptance rate of a model drafter minus that of a text drafter (`ASSUMED_ACCEPTANCE`, lab/cli/simulated_config.py)."""
 SIZES = (1, 2, 4, 8)
 SAMPLES = 8
 TAIL_P, TAIL_GPUS = 0.8, 16
@@ -60,7 +60,7 @@ LAYOUTS = (
     Layout(REMOTE, APART, "model"),
 )
 VANILLA = LAYOUTS[1].name
-"""Vanilla speculation: always three drafts of a draft model in the engine."""
+"""Vanilla speculation, with always three drafts of a draft model in the engine."""
 COUPLED_LAYOUTS = tuple(layout.name for layout in LAYOUTS[1:5])
 
 
@@ -155,7 +155,7 @@ def _layout_row(case: Case, layout: Layout) -> dict[str, Any]:
 
 
 def tail_rows(device: str, seeds: range) -> Iterator[dict[str, Any]]:
-    """Yields what moving, racing and `run_ahead` bring to engines of one size, as ratios of rollouts, means over seeds."""
+    """Yields the gains of moves, races and `run_ahead` with engines of one size, as ratios of rollouts, means over seeds."""
     for case, layout in itertools.product(cases(device, (TAIL_GPUS,), (TAIL_P,)), LAYOUTS):
         ratios = [_tail_ratios(replace(case, seed=seed), layout) for seed in seeds]
         means = {name: mean(r[name] for r in ratios) for name in ratios[0]}
@@ -163,10 +163,10 @@ def tail_rows(device: str, seeds: range) -> Iterator[dict[str, Any]]:
 
 
 def _tail_ratios(case: Case, layout: Layout) -> dict[str, float]:
-    """Returns seconds of rollouts over those of engines that draft alike, with neither.
+    """Returns seconds of rollouts divided by those of engines that all draft alike, without moves and races.
 
-    Engines race only if they draft by two methods, which alone makes some of them slower. Rollouts with texts in flight are
-    means of six steps.
+    Engines race only if they draft by two methods, which by itself makes some of them slower. Rollouts with texts in flight
+    are means of six steps.
     """
     size = TAIL_SIZES[case.policy]
     alone, racing = (Fleet(case.scenario(layout, size, races=races)) for races in (False, True))
@@ -198,10 +198,10 @@ def _tail_ratios(case: Case, layout: Layout) -> dict[str, float]:
 
 
 def region_rows(device: str) -> Iterator[dict[str, Any]]:
-    """Yields tokens a second of remote drafters over the best coupled ones, by the planner, in a batch that never drains.
+    """Yields the planner's speed of remote drafters divided by that of the best coupled ones, in a batch that never drains.
 
     A draft token takes the given share of a plain step of the policy's engine with as many requests, in the same engine or on
-    GPUs of its own. `free` are remote drafters whose GPUs count for nothing, the most that sharing drafters can bring.
+    separate GPUs. `free` are remote drafters whose GPUs are not counted, which is the most that sharing drafters can gain.
     """
     for policy in POLICIES:
         case = Case(policy, device, REGION_GPUS, PER_GPU[0], TAIL_P)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roofline's shares and fixed seconds, fitted to the steps that GPUs have shown (`docs/benchmarks/gpu*.json`).
+"""The roofline's shares and fixed seconds, fitted to steps that were measured on GPUs (`docs/benchmarks/gpu*.json`).
 
-Measured are steps of Qwen3-8B's shape on an H100 and an H200, with up to 512 rows in CUDA graphs, and the drafting of a small
-EAGLE-3 head on an H100. Nothing else was: no other policy, no tensor parallel engine, no long context, no draft model, no
-network. There the roofline continues with the same shares.
+What was measured are steps of Qwen3-8B's shape on an H100 and an H200, with up to 512 rows in CUDA graphs, and the drafting of
+a small EAGLE-3 head on an H100. No other policy, tensor-parallel engine, long context, draft model or network was measured.
+For these the roofline uses the same shares.
 
 Shapes: N measured steps.
 """
@@ -21,7 +21,7 @@ GPUS = {"H100": "h100", "H200": "h200"}
 """Data sheet of each measured GPU, and its name in the benchmarks."""
 _MODEL = "Qwen3-8B"
 _CONTEXT = 256.0
-"""Tokens of the measured texts, about."""
+"""Approximate length of the measured texts, in tokens."""
 
 
 def fitted_calibration() -> Calibration:
@@ -79,7 +79,7 @@ def _steps(device: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _draft_token_s() -> float:
-    """Returns the seconds by which each further draft of a small head makes a step longer, which are the host's alone."""
+    """Returns the seconds by which each further draft of a small head makes a step longer, all of it on the host."""
     report = json.loads((BENCHMARKS / "gpu-h100.json").read_text(encoding="utf-8"))
     (table,) = report["items"]["head"]["tables"].values()
     one, three = (1e-3 * table[f"{number} drafts"]["ms of drafting"] for number in (1, 3))

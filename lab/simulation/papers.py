@@ -24,7 +24,7 @@ class Cell:
     table: str
     name: str
     role: str
-    """`input` if the scenario was fitted to the figure, else `prediction`."""
+    """`input` if the scenario was fitted to the figure, and otherwise `prediction`."""
     low: float
     """Figure of the paper, or the lower end of its range."""
     high: float
@@ -34,7 +34,7 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Relative error to the nearer end of the range; 0 within it."""
+        """Relative error to the nearer end of the range, or 0 within it."""
         nearest = min(max(self.predicted, self.low), self.high)
         return self.predicted / nearest - 1.0 if nearest else float(self.predicted != 0.0)
 

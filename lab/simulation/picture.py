@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture of a comparison: GPU use over time, the parts of a step, and the response lengths.
+"""Picture of a comparison, with GPU use over time, the parts of a step, and the response lengths.
 
 The palette is Okabe and Ito's, as in the run reports.
 """

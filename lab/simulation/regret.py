@@ -45,20 +45,20 @@ class _PaidPolicy(FixedPolicy):
         return min(most, int(steps.num_drafts_F[0]))
 
     def best_depth(self, spread: Spread, num_requests: int, num_rows: int) -> int:
-        """Returns the depth of the latest drafts with the most tokens a second, and takes note of it."""
+        """Returns the depth of the latest drafts with the most tokens per second, and notes it."""
         counts_FQ = spread.tokens_FQ.astype(np.float64)
         self._depth = int(self.steps(counts_FQ, num_requests, num_rows).rate_F.argmax())
         return self._depth
 
     def steps(self, counts_FQ: np.ndarray, num_requests: int, num_rows: int, depth: int | None = None) -> Steps:
-        """Returns the best steps by depth of drafting; the depth is `depth` if that is known."""
+        """Returns the best steps by depth of drafting, or only for `depth` if that is known."""
         depths = range(len(counts_FQ)) if depth is None else (depth,)
         draft_s_F = np.array([self._machine.draft_s(num_rows, num_requests, depth) for depth in depths])
         return best_steps(counts_FQ, num_requests, self._true_costs, 0.0, draft_s_F, self._machine.pass_row_s)
 
 
 def true_costs(machine: Machine) -> StepCosts:
-    """Returns the seconds of a machine's steps. They leave out the time in which a model drafts."""
+    """Returns the seconds of a machine's steps, without the time in which a model drafts."""
     rows = np.arange(MAX_ROWS + 1)
     seconds_R = np.array([machine.step_s(0, int(n), False) for n in rows]) + machine.request_s * rows
     return StepCosts(seconds_R, np.array(machine.graph_sizes, np.float64), -machine.request_s, text_s=machine.text_s)
@@ -110,7 +110,7 @@ class Hindsight:
         return phase
 
     def _best_step(self, position_B: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, int, float]:
-        """Returns the verified drafts, the depth of drafting, and the seconds of the step with the most tokens a second."""
+        """Returns verified drafts, depth of drafting, and seconds of the step with the most tokens per second."""
         most_B = end_B - position_B - 1
         num_requests = len(position_B)
         steps = []
@@ -132,7 +132,7 @@ class Hindsight:
 def shares(
     record: Record, machine: Machine, order: Sequence[int], at_a_time: int | None = None
 ) -> list[tuple[float, float]]:
-    """Returns the policy's speed over what the rates allow, and over hindsight, for each batch."""
+    """Returns for each batch the policy's speed divided by what the rates allow, and divided by that of hindsight."""
     ways = ways_of(record)
     ours = Replay(record, ways["all"], machine)
     by_rates = [RatesReplay(record, ways[way], machine) for way in ("all", "text")]

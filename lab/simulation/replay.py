@@ -42,13 +42,13 @@ class Machine:
     """Seconds of an engine's steps."""
 
     rows: tuple[float, ...]
-    """Rows at which the seconds of a step are known."""
+    """Numbers of rows for which the seconds of a step are known."""
     seconds: tuple[float, ...]
-    """Seconds of a step with these rows."""
+    """Seconds of a step with these numbers of rows."""
     request_s: float
-    """Seconds of each request besides its row."""
+    """Seconds of each request in addition to its row."""
     text_s: float
-    """Seconds in which drafters without weights propose."""
+    """Seconds that drafters without weights take to propose."""
     pass_s: float
     """Seconds of a pass of the model."""
     pass_row_s: float
@@ -103,7 +103,7 @@ MACHINES = {
         _SIZES,
     ),
 }
-"""Two cores with SmolLM2-135M; the same with a deeper policy; an H200 with Qwen3-8B (docs/benchmarks/gpu.md)."""
+"""Two cores with SmolLM2-135M, the same with a deeper policy, and an H200 with Qwen3-8B (docs/benchmarks/gpu.md)."""
 
 
 @dataclass
@@ -119,17 +119,17 @@ class Phase:
     drafts: int = 0
     """Draft tokens that were verified."""
     dormant: int = 0
-    """Steps in which the model lay dormant."""
+    """Number of steps in which the model was dormant."""
     by_step: list[tuple[float, int]] = field(default_factory=list)
     """Seconds and tokens of each step."""
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
     def rate_from(self, start_s: float) -> float:
-        """Returns the tokens a second from `start_s` seconds of the phase on; of the whole phase if it is shorter."""
+        """Returns the tokens per second after `start_s` seconds of the phase, or of the whole phase if it is shorter."""
         seconds_2 = np.array(self.by_step)
         late = np.cumsum(seconds_2[:, 0]) > start_s
         kept = seconds_2[late] if late.sum() > len(late) // 4 else seconds_2
@@ -137,16 +137,16 @@ class Phase:
 
 
 class Choice(Enum):
-    """Who chooses the drafts of a step, and by which evidence."""
+    """Who chooses the drafts of a step, and from which evidence."""
 
     NOW = "now"
-    """By what the drafters have just proposed. This is how an engine on a CPU chooses."""
+    """Drafts are chosen from what the drafters have just proposed, as in an engine on a CPU."""
     DEVICE = "device"
-    """The host chooses the number by proposals that are a step old, the device the drafts by those of now."""
+    """The host chooses the number from proposals that are one step old, and the device the drafts from current ones."""
     HOST = "host"
-    """The host chooses both by proposals that are a step old (`HostBudget`)."""
+    """The host chooses both from proposals that are one step old (`HostBudget`)."""
     UNFORESEEN = "host without foresight"
-    """The same, but it takes the rates of a step before for those of now."""
+    """As `HOST`, but the rates of the step before are used as if they were current."""
 
 
 class Replay:
@@ -164,7 +164,7 @@ class Replay:
         max_requests: int = 64,
         seed: int = 0,
     ) -> None:
-        """`drafters`: those that take part; none is plain decoding."""
+        """`drafters` are those that take part. None of them means plain decoding."""
         self._record = record
         self._machine = machine
         self._drafters = list(drafters)
@@ -177,7 +177,7 @@ class Replay:
         self._rates_2SK = np.zeros((2, max_requests, num_positions), np.float32)
         """Rates of the step before the latest one, and of the latest one."""
         self._spread: Spread | None = None
-        """What was proposed a step before."""
+        """What was proposed in the step before."""
         self._foresight = Foresight(max_requests, num_positions, 0.0)
         self._num_steps = 0
         self._rests = False
@@ -249,7 +249,7 @@ class Replay:
         else:
             survival_BK = survival_of(self.board.tables.rates_SK.numpy()[slots_B])
         counts_B = likeliest(survival_BK, caps_B, num_drafts)
-        # The device computes as many rows as the host has said, also if there are fewer drafts now.
+        # The device computes as many rows as the host has set, even if there are fewer drafts now.
         return counts_B, num_drafts if self.choice is Choice.DEVICE else int(counts_B.sum())
 
     def _observe_spread(self) -> None:
@@ -357,7 +357,7 @@ class Replay:
 
 
 def ways_of(record: Record) -> dict[str, list[int]]:
-    """Returns the sets of drafters that are compared: all, the ones without weights, the model, none."""
+    """Returns the compared sets of drafters, which are all, the ones without weights, the model, and none."""
     text = [d for d in range(len(record.names)) if d != record.model]
     return {"plain": [], "text": text, "model": [record.model], "all": list(range(len(record.names)))}
 
@@ -374,7 +374,7 @@ def phases(
 
 
 def union_over_best(found: dict[str, list[Phase]], start_s: float = 0.0) -> list[float]:
-    """Returns the speed of all drafters over the best of their parts, for each phase from `start_s` on."""
+    """Returns the speed of all drafters divided by that of the best subset, for each phase from `start_s` on."""
     return [
         found["all"][i].rate_from(start_s) / max(found[way][i].rate_from(start_s) for way in ("plain", "text", "model"))
         for i in range(len(found["all"]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a run's proposals: what each drafter proposed at each position of each response, and the responses.
+"""The record of a run, with the responses and what each drafter proposed at each of their positions.
 
 Shapes: R responses, P positions of all responses, D drafters, K draft positions.
 """
@@ -19,7 +19,7 @@ class Record:
     names: list[str]
     """Types of the drafters."""
     model: int
-    """Number of the drafter with weights; -1 without one."""
+    """Number of the drafter with weights, or -1 without one."""
     priors_DE: np.ndarray
     """Assumed acceptance rate of each kind of evidence, float32."""
     batch_R: np.ndarray
@@ -27,7 +27,7 @@ class Record:
     group_R: np.ndarray
     """Number of the prompt of each response, int64."""
     start_R: np.ndarray
-    """First position of each response, int64 [R + 1]; the last entry is P."""
+    """First position of each response, int64 [R + 1], where the last entry is P."""
     tokens_P: np.ndarray
     """Sampled tokens, int32."""
     drafts_PDK: np.ndarray
@@ -65,7 +65,7 @@ class Record:
         return cls(**{**vars(found), "drafts_PDK": drafts_PDK.astype(np.int32)})
 
     def right_PK(self) -> np.ndarray:
-        """Returns the tokens that follow each position; -1 beyond the end of its response."""
+        """Returns the tokens that follow each position, and -1 beyond the end of its response."""
         num_positions = self.drafts_PDK.shape[2]
         ends_P = np.repeat(self.start_R[1:], np.diff(self.start_R))
         index_PK = np.arange(len(self.tokens_P))[:, None] + np.arange(num_positions)
@@ -85,13 +85,13 @@ class Recorder:
     _ended: list[tuple[Any, ...]] = field(default_factory=list)
 
     def open(self, requests: Iterable[tuple[int, int, int]]) -> None:
-        """Takes note of new requests: slot, seed and tokens of the prompt."""
+        """Notes new requests, each as slot, seed and number of prompt tokens."""
         for slot, seed, prompt_length in requests:
             self._of_slot[slot] = seed, prompt_length
             self._proposals[seed] = {}
 
     def proposed(self, slots_B: Sequence[int], lengths_S: Sequence[int], *proposals: np.ndarray) -> None:
-        """Takes note of a step's proposals: tokens and levels [D, B, K], and numbers [D, B]."""
+        """Adds a step's proposals, which are tokens and levels [D, B, K] and numbers [D, B]."""
         for row, slot in enumerate(slots_B):
             if slot in self._of_slot:
                 seed, prompt_length = self._of_slot[slot]
@@ -100,7 +100,7 @@ class Recorder:
                 )
 
     def ended(self, batch: int, group: int, seed: int, token_ids: Sequence[int]) -> None:
-        """Takes note of a response."""
+        """Adds a response that has ended."""
         self._ended.append((batch, group, list(token_ids), self._proposals.pop(seed)))
 
     def record(self) -> Record:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated engine with texts in flight: its own requests, and requests of coming steps in slots that are free.
+"""A simulated engine with texts in flight, which has its own requests, and requests of coming steps in free slots.
 
-The production policy (`run_ahead/decisions/early_share.py`) says how many of those requests run beside the engine's own. What
-is known of a text is verified first, many rows at a time, and the text is decoded from where it parts. Between two events all
-requests of the engine advance at constant speed.
+The production policy (`run_ahead/decisions/early_share.py`) decides how many of those requests run beside the engine's own.
+The known part of a text is verified first, many rows at a time, and the text is decoded from where it diverges. Between two
+events all requests of the engine advance at constant speed.
 
 Shapes: I requests, R numbers of requests from 0 on, L lengths of responses, B requests of a step.
 """
@@ -25,30 +25,30 @@ from nemo_specrollout.run_ahead.decisions.early_share import (
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Possible drafts a step of a request whose text is known."""
+"""Possible numbers of drafts per step for a request whose text is known."""
 _CLOSE = 1e-6
-"""Missing tokens at which something counts as ended, because sums of many steps are inexact."""
+"""Number of missing tokens at which something counts as ended, because sums of many steps are inexact."""
 _FULL_ROWS = 1024
-"""Rows of a full step, at which the price of a verified row is taken."""
+"""Rows of a full step, for which the price of a verified row is taken."""
 
 
 @dataclass
 class TextsInFlight:
-    """The requests of an engine in a phase, in the order in which equals are begun. Owns their progress."""
+    """The requests of an engine in a phase, in the order in which equals are started. Owns their progress."""
 
     numbers_I: np.ndarray
     """Their numbers among those of all steps."""
     work: Workload
     steps_ahead_I: np.ndarray
-    """0 for the engine's own requests."""
+    """Number of steps until each request's own step, which is 0 for the engine's own requests."""
     known_I: np.ndarray
-    """Tokens of each text that are right under the present weights; nobody knows so before they are verified."""
+    """Number of each text's tokens that are right under the current weights, which is unknown before verification."""
     is_complete_I: np.ndarray
-    """Whether the text that was made had an end, which is wrong if it parts before."""
+    """Whether the text that was made had an end, which is wrong if it diverges before."""
     done_I: np.ndarray
-    """Tokens that the present weights have made or verified."""
+    """Number of tokens that the current weights have made or verified."""
     end_I: np.ndarray
-    """Second at which each request has ended, NaN before."""
+    """Second at which each request has ended, or NaN before."""
     has_begun_I: np.ndarray
     """Whether the engine has read the prompt of each."""
 
@@ -61,7 +61,7 @@ class TextsInFlight:
         known_I: np.ndarray,
         is_complete_I: np.ndarray,
     ) -> "TextsInFlight":
-        """Returns requests of which nothing is made or verified in this phase."""
+        """Returns requests of which nothing was made or verified in this phase yet."""
         num = len(numbers_I)
         progress = (np.zeros(num), np.full(num, np.nan), np.zeros(num, bool))
         return cls(numbers_I, work, steps_ahead_I, known_I, is_complete_I, *progress)
@@ -72,7 +72,7 @@ class TextsInFlight:
         return self.steps_ahead_I == 0
 
     def is_open_I(self) -> np.ndarray:
-        """Returns which requests have tokens to come."""
+        """Returns which requests have further tokens to come."""
         return self.done_I < self.work.length_R - _CLOSE
 
     def is_verifying_I(self) -> np.ndarray:
@@ -97,10 +97,10 @@ class TextsInFlight:
 def early_prices(
     speculation: Speculation, num_slots: int, prompt_tokens: float, length_L: np.ndarray, num_steps: int
 ) -> EarlyPrices:
-    """Returns what an engine would have measured after a rollout of responses of these lengths.
+    """Returns the prices that an engine would have measured after a rollout of responses of these lengths.
 
-    The texts of `num_steps` coming steps are in flight. A step has the mean context of all tokens, to most of which the long
-    responses belong.
+    The texts of `num_steps` coming steps are in flight. A step has the mean context over all tokens, most of which belong to
+    long responses.
     """
     context = prompt_tokens + 0.5 * float((length_L**2).sum() / length_L.sum())
     costs = speculation.costs
@@ -115,25 +115,25 @@ def early_prices(
 
 @dataclass(frozen=True)
 class EarlyTerms:
-    """What early requests cost, and what they are worth."""
+    """The cost and the worth of early requests."""
 
     prices: EarlyPrices
     kept: float
-    """Share of what was made ahead that updates leave."""
+    """Share of the tokens made ahead that updates leave right."""
     rows_of_branches: float
-    """Slots and rows that branches of a text take on average beside it, while it is decoded early."""
+    """Mean number of slots and rows that branches of a text take beside it while it is decoded early."""
 
 
 class RollingEngine:
-    """One engine in one phase: until its own requests have ended, and then as long as it is asked to go on.
+    """One engine in one phase, which lasts until its own requests have ended, and then as long as the caller wants.
 
-    A straggler policy sees it like a `SimulatedEngine`, with its own requests only.
+    A straggler policy sees it like a `SimulatedEngine` with only its own requests.
     """
 
     def __init__(
         self, index: int, speculation: Speculation, num_slots: int, texts: TextsInFlight, terms: EarlyTerms | None
     ) -> None:
-        """`terms` is None for an engine that fills all of its slots, whatever that costs."""
+        """`terms` is None for an engine that fills all of its slots at any cost."""
         self.index = index
         self.num_slots = num_slots
         self.method = 0
@@ -156,7 +156,7 @@ class RollingEngine:
 
     @property
     def requests_B(self) -> np.ndarray:
-        """Numbers of its own requests that have begun and not ended, int64."""
+        """Numbers of its own requests that have started and not ended, int64."""
         return self.texts.numbers_I[self._is_running_I()]
 
     @property
@@ -166,7 +166,7 @@ class RollingEngine:
 
     @property
     def waiting(self) -> np.ndarray:
-        """Numbers of its own requests that have not begun, int64."""
+        """Numbers of its own requests that have not started, int64."""
         return self.texts.numbers_I[self._is_under_way_I() & ~self.texts.has_begun_I]
 
     def tokens_at(self, now_s: float) -> np.ndarray:
@@ -174,7 +174,7 @@ class RollingEngine:
         return self.texts.done_I[self._is_running_I()]
 
     def run(self, until_s: float = np.inf, *, only_own: bool = False) -> None:
-        """Goes on until `until_s`, or, with `only_own` or without that moment, until its own requests have ended."""
+        """Runs until `until_s`, or until its own requests have ended if `only_own` is set or there is no such moment."""
         only_own |= np.isinf(until_s)
         while self.seconds < until_s - 1e-12 and not (only_own and self.is_done):
             own = np.flatnonzero(self._is_under_way_I())[: self.num_slots]
@@ -186,20 +186,20 @@ class RollingEngine:
             self._advance(running, len(own), until_s)
 
     def give(self, request: int) -> TextsInFlight:
-        """Returns a request that goes on in another engine."""
+        """Removes and returns a request that continues in another engine."""
         is_it_I = self.texts.numbers_I == request
         given = self.texts.part(np.flatnonzero(is_it_I))
         self.texts = self.texts.part(np.flatnonzero(~is_it_I))
         return given
 
     def take(self, given: TextsInFlight) -> None:
-        """Goes on with requests of other engines, after a prefill of all that is made of them."""
+        """Continues requests of other engines, after a prefill of everything that was made of them."""
         self.texts = self.texts.with_others(given)
         work = given.work
         self._compute(float(work.prompt_tokens * len(given.done_I) + given.done_I.sum()))
 
     def early_worth(self) -> EarlyWorth:
-        """Returns what the engine's early work is worth now."""
+        """Returns the current worth of the engine's early work."""
         if self._terms is None:
             return EarlyWorth()
         return early_worth(_with_branches(self._terms, 0), self._early_candidates(self._terms, 0)[1])
@@ -234,21 +234,21 @@ class RollingEngine:
         return candidates[order], list(map(Worth, *(values_i[order].tolist() for values_i in fields)))
 
     def _prefill(self, running: np.ndarray) -> None:
-        """Computes the prompts of requests that begin."""
+        """Computes the prompts of starting requests."""
         new = running[~self.texts.has_begun_I[running]]
         if len(new):
             self.texts.has_begun_I[new] = True
             self._compute(self.texts.work.tokens_to_prefill(new))
 
     def _compute(self, num_tokens: float) -> None:
-        """Computes texts of `num_tokens` tokens; other requests wait."""
+        """Computes texts of `num_tokens` tokens, while other requests wait."""
         begin_s = self.seconds
         self.seconds += self._speculation.costs.prefill_s(num_tokens)
         if self.seconds > begin_s:
             self.spans.append(Span(begin_s, self.seconds, self.index, 0, 0.0))
 
     def _advance(self, running: np.ndarray, num_own: int, until_s: float) -> None:
-        """Goes on to the next event: a request has ended or has no known tokens left, or the time is up."""
+        """Runs to the next event, when a request has ended or has no known tokens left, or the time is up."""
         texts = self.texts
         work = texts.work
         context = work.prompt_tokens + float(texts.done_I[running].mean())
@@ -274,7 +274,7 @@ class RollingEngine:
         self.num_early_tokens += float(made_B[num_own:].sum()) + num_steps * num_branches
 
     def _step(self, is_known_B: np.ndarray, p_B: np.ndarray, num_branches: float, context: float) -> DecodeStep:
-        """Returns the step that makes the most tokens a second, with known tokens as drafts where there are any."""
+        """Returns the step that gives the most tokens per second, with known tokens as drafts where there are any."""
         num_running = len(is_known_B) + num_branches
         others = DecodeStep(np.ones(0), 0.0)
         if not is_known_B.all():
@@ -289,7 +289,7 @@ class RollingEngine:
 
 
 def _with_branches(terms: EarlyTerms, num_own: int) -> EarlyPrices:
-    """Returns prices in which an early request is as dear as a text with its branches."""
+    """Returns prices in which an early request costs as much as a text with its branches."""
     seconds_R = terms.prices.seconds_R
     num_R = np.arange(len(seconds_R))
     rows_R = num_own + (1.0 + terms.rows_of_branches) * (num_R - num_own)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Idle engines of a simulated step: each takes over stragglers of other engines, or makes texts of coming steps, or both.
+"""Idle engines of a simulated step, each of which takes over stragglers, or makes texts of coming steps, or both.
 
-The straggler policy is asked at moments of equal distance, while an engine has none of its own requests left. Until the next
-moment its engines go on with what they have. An engine without own requests makes texts of coming steps, and one that takes
-over a straggler goes on with as many of them as pay beside it (`run_ahead/decisions/early_share.py`).
+While an engine has none of its own requests left, the straggler policy is asked at regular intervals. In between, engines
+continue with what they have. An engine without own requests makes texts of coming steps, and one that takes over a straggler
+continues with as many of them as pay beside it (`run_ahead/decisions/early_share.py`).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import TailDecision
 class RollingTail:
     """Owns the straggler policy of rolling engines, and what it has seen of the requests.
 
-    All engines draft alike, so requests move and are never raced.
+    All engines draft alike, so requests are moved but never raced.
     """
 
     def __init__(self, policy: TailPolicy, requests: Workload) -> None:
@@ -28,7 +28,7 @@ class RollingTail:
         self._requests = requests
         self._is_known_R = np.zeros(len(requests.length_R), bool)
         self.num_moves = 0
-        """Requests that moved, over all steps."""
+        """Number of requests that moved, over all steps."""
 
     def roll_out(self, engines: Sequence[RollingEngine]) -> None:
         """Runs the engines until all of their own requests have ended."""
@@ -46,7 +46,7 @@ class RollingTail:
                 self._carry_out(engines, self._decide(engines, until_s))
 
     def _decide(self, engines: Sequence[RollingEngine], now_s: float) -> TailDecision:
-        """Returns the requests that move, where that is worth more than the texts of coming steps that they displace."""
+        """Returns the requests that move because that is worth more than the texts of coming steps that they displace."""
         return self._policy.decide(self._requests, engines, now_s)
 
     def _carry_out(self, engines: Sequence[RollingEngine], decision: TailDecision) -> None:
@@ -56,7 +56,7 @@ class RollingTail:
             self.num_moves += 1
 
     def _learn(self, engines: Sequence[RollingEngine]) -> None:
-        """Lets the policy see the lengths of the requests that have ended since it last looked."""
+        """Shows the policy the lengths of the requests that have ended since the last call."""
         for engine in engines:
             texts = engine.texts
             for request in texts.numbers_I[texts.is_own_I & ~texts.is_open_I()].tolist():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated synchronous steps with the texts of coming steps in flight (`run_ahead`).
 
-While a rollout drains, requests of coming steps run in free slots of the engines, and all of them while other GPUs train. Each
-update changes the text of a response after a number of tokens that is drawn for each. All tokens before are verified under
-the new weights, and the response is decoded from there on. So tokens are those of steps without `run_ahead`.
+Requests of coming steps run in free slots of the engines while a rollout drains, and in all slots while other GPUs train. Each
+update changes the text of a response after a random number of tokens. All tokens before that are verified under the new
+weights, and the response is decoded from there on. So the tokens are those of steps without `run_ahead`.
 
 With `fastest_of_n` in the variant, engines also take over each other's stragglers (`rolling_tail.py`), with or without texts
 of coming steps.
@@ -26,27 +26,27 @@ from nemo_specrollout.run_ahead.decisions.early_share import EarlyPrices
 from nemo_specrollout.run_ahead.decisions.steps_ahead import Flight, StepsAhead
 
 NUM_STEPS = 12
-"""Simulated steps. The later half counts, because the first ones have no texts."""
+"""Number of simulated steps. Only the later half counts, because the first ones have no texts."""
 _SEED_OF_FLIPS = 2_000_003
-"""Offset of the seed for the positions at which responses part."""
+"""Offset of the seed for the positions at which responses diverge."""
 _NO_UPDATES = AheadConfig(tokens_to_flip=1.0, foreseen=0.0)
-"""Stands for the figures of updates where none matters."""
+"""Placeholder for the figures of updates where these do not matter."""
 
 
 @dataclass(frozen=True)
 class EarlyFigures:
-    """What texts in flight have brought and cost, over the steps that count."""
+    """Gains and costs of texts in flight, over the steps that count."""
 
     kept: float
-    """Share of the tokens in flight that an update left."""
+    """Share of the tokens in flight that an update left right."""
     ready: float
     """Share of a step's tokens that were right when its rollout began."""
     made: float
-    """Tokens that were made or verified early, for each token of a response."""
+    """Number of tokens that were made or verified early per token of a response."""
     steps: float
-    """Coming steps that had texts in flight."""
+    """Mean number of coming steps that had texts in flight."""
     delay: float
-    """Time of a rollout over that of the same rollout with the same texts but without early requests, minus 1."""
+    """Share by which early requests make a rollout longer than the same one with the same texts but without them."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class RollingResult(StepResult):
 
     early: EarlyFigures = EarlyFigures(1.0, 0.0, 0.0, 0.0, 0.0)
     moves: float = 0.0
-    """Requests of a step that moved to another engine."""
+    """Number of requests of a step that moved to another engine."""
 
 
 AUTO = -1
-"""A number of steps ahead that the production policy chooses before each rollout (`run_ahead/decisions/steps_ahead.py`)."""
+"""Stands for a number of steps chosen by the production policy before each rollout (`run_ahead/decisions/steps_ahead.py`)."""
 
 
 def rolling_steps(setting: Setting, steps_ahead: int, *, is_exact: bool = True) -> RollingResult:
-    """Simulates synchronous steps, one after the other, with the texts of `steps_ahead` coming ones in flight, or `AUTO`.
+    """Simulates synchronous steps one after another, with the texts of `steps_ahead` coming ones in flight, or `AUTO`.
 
     With `train_gpus` in the cluster, engines have nothing else to do while the policy trains. Otherwise they share its GPUs.
-    With `is_exact` off, texts go on under new weights without verification, as in asynchronous training on one pool of GPUs:
-    then samples are up to `steps_ahead` updates off policy, and free slots are filled whatever that costs.
+    Without `is_exact`, texts continue under new weights without verification, as in asynchronous training on one pool of GPUs.
+    Samples are then up to `steps_ahead` updates off policy, and free slots are filled at any cost.
     """
     return _Rolling(setting, steps_ahead, is_exact).result()
 
@@ -132,9 +132,9 @@ class _Rolling:
         return None if policy is None or self._num_engines == 1 else RollingTail(policy, self._requests)
 
     def _update(self, step: int) -> float:
-        """Cuts the texts in flight where new weights change them. Returns the share that is left, NaN if there was none.
+        """Cuts the texts in flight where new weights change them. Returns the share that is left, or NaN without texts.
 
-        A parting that a branch foresees cuts nothing, and the next one may.
+        A change that a branch foresees cuts nothing, but the next one may.
         """
         if not self._is_exact:
             return 1.0
@@ -166,7 +166,7 @@ class _Rolling:
         return self._policy.steps
 
     def _observe(self, step: int, steps_ahead: int) -> None:
-        """Lets the policy see what was in flight when the phase ended."""
+        """Shows the policy what was in flight when the phase ended."""
         coming = self._steps[step + 1 : step + 1 + steps_ahead]
         if len(coming):
             self._policy.observe_flights([Flight(len(r), int((self._right_R[r] > 0).sum())) for r in coming])
@@ -201,14 +201,14 @@ class _Rolling:
         return EarlyTerms(self._prices(step, num_steps), self._policy.kept, self._ahead.branches / 2)
 
     def _prices(self, step: int, num_steps: int = 1) -> EarlyPrices:
-        """Returns what was measured in the rollout before. The first has none to look back on, and looks at itself."""
+        """Returns the prices of the previous rollout, or of the first rollout itself because it has no predecessor."""
         last_r = self._steps[max(step - 1, 0)]
         length_L = self._requests.length_R[last_r][: -(-len(last_r) // self._num_engines)]
         prompt = self._requests.prompt_tokens
         return early_prices(self._speculation, self._setting.fleet.num_slots, prompt, length_L, max(num_steps, 1))
 
     def _go_on(self, engines: list[RollingEngine], generated_s: float, parts_s: dict[str, float]) -> None:
-        """Lets engines work early while others roll out, and while other GPUs train. Then takes their texts."""
+        """Lets engines work early while others roll out and while other GPUs train, and then collects their texts."""
         window_s = generated_s
         if self._setting.fleet.scenario.cluster.train_gpus:
             window_s += sum(parts_s.values()) - parts_s["refit"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenario: the strict, frozen schema of a simulation with its blocks, and the scenarios that ship with the package.
+"""The strict, frozen schema of a simulated scenario with its blocks, and the scenarios that ship with the package.
 
-Calibrated figures are in `calibration` and `costs`; `calibrated_from` names their source.
+Calibrated figures are in `calibration` and `costs`, and `calibrated_from` names their source.
 """
 
 from dataclasses import dataclass, field

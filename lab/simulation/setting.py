@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Setting of a simulation: a scenario's engines, some enabled features, its requests, and the other parts of a step.
+"""The setting of a simulation, with a scenario's engines, enabled features, requests, and the other parts of a step.
 
 Shapes: R requests, M draft methods, P prompts, S samples of a prompt.
 """
@@ -38,7 +38,7 @@ class Fleet:
 
     @cached_property
     def policy(self) -> RooflineCosts | None:
-        """Roofline of the policy's engine; None if the scenario has other costs."""
+        """Roofline of the policy's engine, or None if the scenario has other costs."""
         s = self.scenario
         if s.costs.kind != "roofline":
             return None
@@ -54,7 +54,7 @@ class Fleet:
 
     @cached_property
     def num_slots(self) -> int:
-        """Requests that an engine decodes at a time, limited by the config and by its memory at the mean length.
+        """Most requests that an engine decodes at a time, limited by the config and by its memory at the mean length.
 
         Raises ConfigError if a single request does not fit.
         """
@@ -165,23 +165,23 @@ class Variant:
     speculation: str = PLAIN
     """Kind of drafting, as in `Fleet.speculation`."""
     tail: FastestOfNConfig | None = None
-    """Config of the straggler policy; None if each engine keeps its share."""
+    """Config of the straggler policy, or None if each engine keeps its share."""
     is_split: bool = False
     """Whether each engine drafts by its own method even without races. Otherwise all use the first method."""
     is_blind: bool = False
-    """Whether moves do not count the texts of coming steps that they displace, which shows what counting them brings."""
+    """Whether moves ignore the texts of coming steps that they displace, which shows the benefit of counting them."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A fleet and a variant. `traced` has the lengths of measured steps, int64 [P, S] each; if empty, lengths are drawn."""
+    """A fleet and a variant. `traced` has the lengths of measured steps, int64 [P, S] each. If empty, lengths are drawn."""
 
     fleet: Fleet
     variant: Variant
     traced: tuple[np.ndarray, ...] = ()
 
     def requests(self, num_steps: int) -> Workload:
-        """Returns the requests of `num_steps` steps, one after the other, equally many of each."""
+        """Returns the requests of `num_steps` steps, one after another, with equally many for each."""
         scenario = self.fleet.scenario
         rng = np.random.default_rng(self.fleet.scenario.seed)
         lengths = self._traced(num_steps) if self.traced else [self._drawn(rng) for _ in range(num_steps)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated engine, and the production straggler policy that observes such engines.
+"""A simulated engine, and the production straggler policy that observes such engines.
 
 Between two events, all requests of an engine advance at constant decode speed.
 
-Shapes: B requests of an engine, R requests under way, M draft methods, A attempts, E engines.
+Shapes: B requests of an engine, R running requests, M draft methods, A attempts, E engines.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import TailPolicy as
 from nemo_specrollout.stragglers.decisions.tail_forecast import TailObservation
 
 _CLOSE = 1e-6
-"""Missing tokens at which a request counts as ended, because sums of many steps are inexact."""
+"""Number of missing tokens at which a request counts as ended, because sums of many steps are inexact."""
 _NO_STEP = DecodeStep(np.ones(0), 0.0)
 
 
@@ -59,7 +59,7 @@ class SimulatedEngine:
         self.p_B = np.zeros(0)
         self.spans: list[Span] = []
         self.after_idle: tuple[Speculation, int] | None = None
-        """Speculation and method once the engine has been idle; None if they stay the same."""
+        """Speculation and method after the engine has been idle, or None if they stay the same."""
         self._step = _NO_STEP
         self._num_steps = 0.0
         self.begin_s = self.end_s = 0.0
@@ -73,11 +73,11 @@ class SimulatedEngine:
 
     @property
     def known_B(self) -> np.ndarray:
-        """Tokens of each request that were made before its step: none."""
+        """Number of tokens of each request that were made before its step, which is always 0."""
         return np.zeros(len(self.requests_B))
 
     def early_worth(self) -> EarlyWorth:
-        """Returns that there is no work for coming steps."""
+        """Returns no worth, because there is no work for coming steps."""
         return EarlyWorth()
 
     def tokens_at(self, now_s: float) -> np.ndarray:
@@ -86,7 +86,7 @@ class SimulatedEngine:
         return np.minimum(done_B, self.lengths_B)
 
     def advance(self, now_s: float) -> None:
-        """Brings all requests to `now_s`, which lies within the current plan."""
+        """Advances all requests to `now_s`, which must be within the current plan."""
         if now_s <= self.begin_s or not len(self.requests_B):
             return
         before = self.tokens_B
@@ -99,7 +99,7 @@ class SimulatedEngine:
         self.begin_s = now_s
 
     def plan(self, now_s: float, prompt_tokens: int) -> float:
-        """Plans the decode steps from now on. Returns when the next request ends; infinity if there is none."""
+        """Plans the decode steps from now on. Returns when the next request ends, or infinity if there is none."""
         self.plan_number += 1
         self.begin_s = max(self.begin_s, now_s)
         if not len(self.requests_B):
@@ -115,7 +115,7 @@ class SimulatedEngine:
         return self.end_s
 
     def prefill(self, now_s: float, num_tokens: float) -> None:
-        """Computes texts of `num_tokens` tokens first; other requests wait."""
+        """Computes texts of `num_tokens` tokens first, while other requests wait."""
         begin_s = max(self.begin_s, now_s)
         self.begin_s = begin_s + self.speculation.costs.prefill_s(num_tokens)
         if self.begin_s > begin_s:
@@ -128,7 +128,7 @@ class SimulatedEngine:
         lengths_b: np.ndarray,
         p_b: np.ndarray,
     ) -> None:
-        """Adds requests that begin or continue here."""
+        """Adds requests that start or continue here."""
         self.requests_B = np.concatenate([self.requests_B, requests_b])
         self.tokens_B = np.concatenate([self.tokens_B, tokens_b])
         self.lengths_B = np.concatenate([self.lengths_B, lengths_b])
@@ -173,25 +173,25 @@ class TailEngine(Protocol):
 
     @property
     def requests_B(self) -> np.ndarray:
-        """Requests under way, int64."""
+        """Running requests, int64."""
 
     @property
     def known_B(self) -> np.ndarray:
-        """Tokens of each that were made before its step (`run_ahead`), float64."""
+        """Number of tokens of each request that were made before its step (`run_ahead`), float64."""
 
     @property
     def waiting(self) -> Sized:
         """Requests that wait for a slot."""
 
     def tokens_at(self, now_s: float) -> np.ndarray:
-        """Returns the tokens of each request under way, float64 [B]."""
+        """Returns the number of tokens of each running request, float64 [B]."""
 
     def early_worth(self) -> EarlyWorth:
-        """Returns what its work for coming steps is worth now."""
+        """Returns the current worth of its work for coming steps."""
 
 
 class BlindToEarlyWork:
-    """A straggler policy that takes the time of idle engines for worthless, to show what it brings to count it."""
+    """A straggler policy that ignores the worth of idle engines' time, to show the benefit of counting it."""
 
     def __init__(self, policy: RealTailPolicy) -> None:
         self._policy = policy
@@ -245,7 +245,7 @@ class TailPolicy:
         *,
         is_blind: bool = False,
     ) -> None:
-        """`is_blind`: moves and races do not count the early work that they displace."""
+        """With `is_blind`, moves and races ignore the early work that they displace."""
         policy = FastestOfN(config, speeds)
         self.policy: RealTailPolicy = BlindToEarlyWork(policy) if is_blind else policy
         self.speeds = speeds
@@ -300,7 +300,7 @@ class TailPolicy:
     def _speeds(
         self, p_RM: np.ndarray, request_A: np.ndarray, method_A: np.ndarray, tokens_A: np.ndarray
     ) -> RequestSpeeds:
-        """Returns the request speeds that follow from the attempts under way."""
+        """Returns the request speeds that follow from the running attempts."""
         typical_p_M = np.array(self.speeds.typical_p)
         speeds = RequestSpeeds(np.ones_like(p_RM))
         for method in range(len(typical_p_M)):

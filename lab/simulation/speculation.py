@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated speculation: production policies decide the drafts of an engine, with the seconds of a cost model.
+"""Simulated speculation, in which production policies decide an engine's drafts with the seconds of a cost model.
 
 Shapes: B requests of an engine, K draft positions.
 """
@@ -25,7 +25,7 @@ _CONTEXT_STEP = 1.25
 _ACCEPTANCE_STEP = 0.02
 """Difference of acceptances that share a decision."""
 _NUM_BINS = 1024
-"""Bins of survival. The decision weighs drafts by the centre of their bin."""
+"""Number of bins of survival. The decision values drafts by the centre of their bin."""
 _KS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Draft lengths that a decoupled pair tries."""
 
@@ -71,7 +71,7 @@ class NoSpeculation(Speculation):
 
 
 class CoupledSpeculation(Speculation):
-    """The policy's engine drafts with a model or looks drafts up in text, as `budget` says.
+    """Drafting in the policy's engine, with a model or by looking drafts up in text, as `budget` says.
 
     Under `auto`, the production decision chooses how deep a draft model drafts, and how many drafts are verified.
     """
@@ -125,7 +125,7 @@ class CoupledSpeculation(Speculation):
 
 
 class DecoupledSpeculation(Speculation):
-    """A drafter on separate GPUs runs ahead, in steady state at the draft length with the highest speed.
+    """Drafting on separate GPUs, where the drafter runs ahead in steady state at the draft length with the highest speed.
 
     If no draft length is faster than plain decoding, there are no drafts. A request whose acceptance differs from the batch
     mean gains as much as it would by as many drafts in its own engine.
@@ -168,12 +168,12 @@ def spread(survival: np.ndarray, num_bins: int = _NUM_BINS) -> np.ndarray:
 
 
 def _least_survival(survival_BK: np.ndarray, num_drafts: int) -> float:
-    """Returns the survival of the least likely of the `num_drafts` likeliest drafts; infinite if there is none."""
+    """Returns the survival of the least likely of the `num_drafts` most likely drafts, or infinity if there is none."""
     return float(np.sort(survival_BK, axis=None)[-num_drafts]) if num_drafts else math.inf
 
 
 def _counts(p_B: np.ndarray, depth: int, least_survival: float) -> np.ndarray:
-    """Returns the draft tokens of each request whose survival is at least `least_survival`, at most `depth`; int64."""
+    """Returns how many draft tokens of each request have at least `least_survival`, int64 and at most `depth`."""
     if depth == 0 or least_survival <= 0.0:
         return np.full(len(p_B), depth, np.int64)
     most_B = np.log(least_survival) / np.log(np.clip(p_B, 1e-12, 1 - 1e-12))

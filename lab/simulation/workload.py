@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workload of a rollout: response lengths, drawn or read from a trace, and the acceptance of each draft method.
+"""The workload of a rollout, with response lengths, drawn or read from a trace, and the acceptance of each draft method.
 
 Shapes: R requests, P prompts, S samples of a prompt, M draft methods, N lengths.
 """
@@ -20,7 +20,7 @@ from nemo_specrollout.storage.text_files import json_lines, whole_number
 _SURE = 1.0 - 1e-6
 """Maximum acceptance."""
 _KV_BLOCK = 16
-"""Default tokens of a block of vLLM's KV cache. Samples of a prompt share its full blocks."""
+"""Default number of tokens in a block of vLLM's KV cache. Samples of a prompt share its full blocks."""
 _LOW_QUANTILE = 0.02
 _HIGH_QUANTILE = 0.98
 """Range of quantiles by which a length distribution is fitted, because the ends of a sample are unreliable."""
@@ -139,9 +139,9 @@ def workload(
 
 
 def acceptance_for(length: float, k: int, spread: float = 0.0) -> float:
-    """Returns the typical acceptance at which k drafts a step emit `length` tokens over all requests.
+    """Returns the typical acceptance at which k drafts per step emit `length` tokens over all requests.
 
-    The length includes the verifier's own token. It is tokens over rounds, so over requests it is a harmonic mean.
+    The length includes the verifier's own token. It is tokens divided by rounds, so over requests it is a harmonic mean.
     """
     # Midpoints of equal shares of the normal distribution
     scores = np.array([NormalDist().inv_cdf((i + 0.5) / 64) for i in range(64)]) if spread else np.zeros(1)
@@ -220,7 +220,7 @@ def _whole(tokens: Mapping[tuple[int, int], int], where: str) -> np.ndarray:
     prompts = sorted({prompt for prompt, _ in tokens})
     num_samples = 1 + max(sample for _, sample in tokens)
     for prompt in prompts:
-        # Stops at the first gap: a wrong number of a sample may be so large that no list of all of them fits.
+        # Stops at the first gap, because a wrong sample number may be so large that a list of all gaps does not fit.
         if (gap := next((s for s in range(num_samples) if (prompt, s) not in tokens), None)) is not None:
             raise ConfigError(f"{where}: prompt {prompt} has no sample {gap}, others have {num_samples}; {_FIX}")
     return np.array([[tokens[p, s] for s in range(num_samples)] for p in prompts], np.int64)
