@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that a run has recorded, by step, and the policies that sampled them."""
+"""The rows that a run has recorded, by step, and the policy versions that sampled them."""
 
 import json
 import math

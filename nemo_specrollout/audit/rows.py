@@ -80,7 +80,7 @@ class FinishedRow:
 
 @dataclass(frozen=True)
 class RecordedRow:
-    """One response as the run recorded it, with the policies that sampled it."""
+    """One response as the run recorded it, with the policy versions that sampled it."""
 
     step: int
     number: int

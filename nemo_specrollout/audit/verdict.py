@@ -76,7 +76,7 @@ class Rounding:
 
     @classmethod
     def of(cls, replays: Iterable[RowReplay]) -> "Rounding":
-        """Returns what rounding can explain in these rows, judging by its effect in the audit's own computation."""
+        """Returns the largest differences that rounding can explain in these rows, estimated from the audit's own rounding."""
         own = np.concatenate([np.zeros(1), *(replayed.own_rounding for replayed in replays)])
         largest = float(own.max())
         return cls(_FACTOR * largest, max(2 * largest, _FACTOR * float(np.quantile(own, 0.99))))
@@ -92,7 +92,7 @@ class Audit:
     """Precision of the engines."""
     rounding: Rounding
     logprob_differences: Array
-    """Absolute differences of the log-probs of all tokens in nats, and NaN where the engine's is not known."""
+    """Absolute difference of each token's log-prob between engine and audit, in nats, or NaN if the engine's is not known."""
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +111,7 @@ class Audit:
 
     @property
     def logprob_quantiles(self) -> dict[str, float]:
-        """Maximum, 99th percentile and median of the log-prob differences. Empty if none is known."""
+        """Maximum, 99th percentile and median of the known `logprob_differences`, or nothing if none is known."""
         known = self.logprob_differences[np.isfinite(self.logprob_differences)]
         if not known.size:
             return {}

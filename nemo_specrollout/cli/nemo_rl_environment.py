@@ -14,7 +14,7 @@ from nemo_specrollout.nemo_rl.code_folder import NUMBA_CACHE, PYTHONPATH, code_f
 
 
 def entry(arguments: Sequence[str], folder: Path) -> tuple[list[str], Mapping[str, str]]:
-    """Returns the command line that runs our command with `arguments` in NeMo-RL's environment, and its variables.
+    """Returns a command line that runs our command with `arguments` in NeMo-RL's Python, and the environment variables for it.
 
     Prints the command line. A copy of our code for NeMo-RL's Pythons is made in `folder`. Raises ConfigError if NeMo-RL's
     checkout or `uv` is missing, in which case nothing is written.

@@ -37,7 +37,7 @@ def length_of(tree: Tree) -> RunLength:
 
 
 def values_of_a_job(tree: Tree) -> list[str]:
-    """Returns overrides with the values of this launch for the keys that a later one may change."""
+    """Returns the values that a config has for the keys in `MAY_CHANGE`, as overrides for the command line of a job."""
     blocks = {key: at(tree, key.rpartition(".")[0]) for key in sorted(MAY_CHANGE)}
     names = [key for key, block in blocks.items() if isinstance(block, dict) and key.rpartition(".")[2] in block]
     return [f"{key}={'null' if at(tree, key) is None else at(tree, key)}" for key in names]

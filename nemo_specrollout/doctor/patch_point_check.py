@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section "patch points", about names of NeMo-RL and vLLM that this package uses. As a script it loads NeMo-RL."""
+"""Section "patch points", about names of NeMo-RL and vLLM that this package uses. As a script it imports NeMo-RL's modules."""
 
 import importlib
 from collections.abc import Iterator, Sequence

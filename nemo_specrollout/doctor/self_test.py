@@ -57,7 +57,7 @@ ARGUMENTS = {
 
 
 def try_engines(module: str = __name__) -> Outcome:
-    """Runs the self-test, which is this module or another one, in a separate process."""
+    """Runs the self-test in a separate process. It is the script of `module`, which is another one only in tests."""
     quiet = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **EXACT}
     return run_child(module, None, TIMEOUT_S, {k: v for k, v in quiet.items() if k not in os.environ})
 

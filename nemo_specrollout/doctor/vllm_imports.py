@@ -64,7 +64,7 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 
 
 def is_later(source: VllmSource, name: str, names: tuple[str, ...] = LATER) -> bool:
-    """Returns whether this version need not have a name, because the name came later or was replaced earlier."""
+    """Returns whether this version of vLLM need not have a name, because it is too old for it or has already replaced it."""
     for former, newer in REPLACED.items():
         if _is_in(name, former) and (source.definition(newer)[0] or source.file_of(newer) is not None):
             return True

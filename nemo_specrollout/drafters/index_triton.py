@@ -206,7 +206,7 @@ def learn_listed(index, part, num_parts, NUM_ORDERS: tl.constexpr, BUCKET_MASK: 
 
 @triton.jit
 def record_learned(index, texts, num_slots, longest, max_new, num_rows):  # type: ignore[no-untyped-def]
-    """Records which tokens were listed. Nothing else may read `learned_S` at the same time."""
+    """Records up to which token each text was listed, in `learned_S`. Nothing else may read it at the same time."""
     room = _MAX_LISTED + 0
     for first in range(0, num_rows, _ROWS):
         row_R = first + tl.arange(0, _ROWS)

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     num_context: int
     """Number of leading tokens that are only contexts, because they belong to the prompt or to an earlier piece."""
     tokens: np.ndarray
-    """Tokens, int32. There are none if the index already knows texts of the group."""
+    """Tokens, int32. A piece without tokens says that the index already knows texts of the group."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class HistoryService:
         return self._store.take_problems()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Writes what was not written yet, and ends the thread."""
+        """Writes what was not written yet and ends the thread, for which it waits up to `timeout_s`."""
         self._events.put(None)
         self._thread.join(timeout_s)
 

@@ -74,10 +74,11 @@ def read_pin(checkout: Path) -> Pin:
 
 
 def built_vllm(checkout: Path, *, is_async: bool, variables: Mapping[str, str] = os.environ) -> tuple[str, Path] | None:
-    """Returns the version of vLLM in the environment that NeMo-RL has made for such engines, and that environment.
+    """Returns the version of vLLM in the environment that NeMo-RL has made for its engines, and the environment's folder.
 
-    NeMo-RL uses such an environment as it is, even after a change of `uv.lock` or a `pip install` into it. Returns None if
-    there is none with a vLLM, or if NeMo-RL is told to rebuild it.
+    Asynchronous engines have another environment than synchronous ones. NeMo-RL uses an environment as it is, even after a
+    change of `uv.lock` or a `pip install` into it. Returns None if there is none with a vLLM, or if NeMo-RL is told to rebuild
+    it.
     """
     if variables.get(FORCE_REBUILD, "false").lower() == "true":
         return None

@@ -94,7 +94,10 @@ def nemo_rl_version() -> str | None:
 
 
 def can_run_nemo_rl() -> bool:
-    """Returns whether this Python is NeMo-RL's. In a checkout's folder, other Pythons find its code too, but not Ray."""
+    """Returns whether this Python is NeMo-RL's, which finds both NeMo-RL and Ray.
+
+    Any Python finds NeMo-RL's code if it starts in the folder of a checkout, but only NeMo-RL's own finds Ray as well.
+    """
     return nemo_rl_version() is not None and importlib.util.find_spec("ray") is not None
 
 

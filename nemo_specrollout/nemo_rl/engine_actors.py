@@ -257,7 +257,7 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         return _NOTHING if self._rolling is None else self._rolling.end(keeps_cache=keeps_cache)
 
     def sleep(self, *args: Any, **kwargs: Any) -> Any:
-        """Puts the engine to sleep, which drops all KV. So rows of coming steps end before, whoever asks for it."""
+        """Puts the engine to sleep. Because this drops all KV, rows of coming steps are removed first, whoever calls it."""
         if self._rolling is not None and self._rolling.has_plan:
             self._made_awake = self._rolling.end(keeps_cache=False)
         return super().sleep(*args, **kwargs)
@@ -428,7 +428,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return _NOTHING if self._rolling is None else await self._rolling.end(keeps_cache=keeps_cache)
 
     async def sleep_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Puts the engine to sleep, which drops all KV. So rows of coming steps end before, whoever asks for it."""
+        """Puts the engine to sleep. Because this drops all KV, rows of coming steps are removed first, whoever calls it."""
         if self._rolling is not None and self._rolling.has_plan:
             self._made_awake = await self._rolling.end(keeps_cache=False)
         return await super().sleep_async(*args, **kwargs)

@@ -363,7 +363,7 @@ def _token_s(metrics: dict[str, float], num_engines: int) -> float | None:
 
 
 def prepare_with_seeds(prepare: Callable[..., Any], rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
-    """Prepares NeMo-Gym's rows with NeMo-RL's `prepare`, and gives each a seed from this process's generation."""
+    """Prepares NeMo-Gym's rows with NeMo-RL's `prepare`, and gives each a seed from this process's `SpecrolloutGeneration`."""
     result = prepare(rows, *args, **kwargs)
     latest = SpecrolloutGeneration.latest
     generation = None if latest is None else latest()

@@ -33,14 +33,14 @@ class Advice(NamedTuple):
 
 
 def advice_of(steps: Sequence[Record], block: Mapping[str, Any]) -> list[Advice]:
-    """Returns what would pay, from a run's steps and its block, or nothing if no step has the engines' time."""
+    """Returns advice on each mechanism, from a run's steps and its block, or nothing if no step has `rollout_s`."""
     if not math.isfinite(reduced(np.sum, series(steps, "rollout_s"))):
         return []
     return [*_moving(steps, block), *_racing(steps, block), *_ahead(steps, block), *_remote(steps, block)]
 
 
 def advice_of_run(run: Run) -> list[Advice]:
-    """Returns what would pay in a run, from its records."""
+    """Returns advice on each mechanism in a run, from its records."""
     return advice_of(run.steps, run.about.get("block") or {})
 
 

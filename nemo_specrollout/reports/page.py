@@ -35,7 +35,7 @@ def card(title: str, value: str, note: str, kind: str = "") -> str:
 
 
 def step_list(title: str, of: Iterable[tuple[Any, str]], kind: str = "") -> str:
-    """Returns a section with steps and their sentences, or nothing if there are none. `kind` is "alarms" or empty."""
+    """Returns a section that lists steps with a sentence each, or "" if there are none. `kind` is "alarms" or empty."""
     items = "".join(f"<li>step {escape(str(step))}: {escape(text)}</li>" for step, text in of)
     return f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{items}</ul></section>' if items else ""
 

@@ -192,7 +192,7 @@ class EarlyRequests:
     # What the engine has
 
     def own_load(self) -> OwnLoad:
-        """Returns the load of the requests that are not early."""
+        """Returns how many requests of the current step the engine has, how far they are, and how much room is left."""
         states = list(self.processor.request_states.values())
         sampled_S = [0 if s.detokenizer is None else s.detokenizer.num_output_tokens() for s in states]
         num_tokens = sum(sampled_S) + sum(s.prompt_len for s in states)
@@ -337,7 +337,7 @@ class EarlyRequests:
             self.early.stopped(name)
 
     def take_ties(self, reply: Mapping[Any, Sequence[Any]] | None) -> None:
-        """Reads the tokens, and then stores a reply of `specrollout_take_ties` for the names `untold`."""
+        """Reads all tokens, and then stores near-ties from `reply`, which `specrollout_take_ties` gave for `untold`."""
         self.read_all()
         for name, (first, gaps, runners_up) in (reply or {}).items():
             self.early.ties(int(name), int(first), gaps, runners_up)

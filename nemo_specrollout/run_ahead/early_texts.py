@@ -202,7 +202,7 @@ class EarlyTexts:
         self._tell_ties(index, number)
 
     def ended(self, name: int) -> None:
-        """Notes that a request has ended by itself. All its tokens are known."""
+        """Notes that a request has ended by itself. All its tokens must have been added with `grew`."""
         del self._running[name]
         index, number = self._by_name[name]
         self._flights[index].paths[number].is_complete = True

@@ -127,7 +127,7 @@ class OnePolicyStream:
         return figures if self._rolling is None else figures.plus(self._rolling.take_figures())
 
     def take_kept(self) -> KeptCounts:
-        """Returns how much was right, since the last call, of the texts of requests that started over."""
+        """Returns how much was right of the texts of requests that started over, counted since the last call."""
         counts = self._kept
         self._kept = KeptCounts()
         return counts

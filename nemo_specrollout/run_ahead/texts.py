@@ -94,8 +94,8 @@ class KeptCounts(NamedTuple):
 def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts:
     """Returns how much of a text was right.
 
-    `response` has the token ids of the request with the same seed under the next weights. Only gaps of tokens from the latest
-    weights are counted, so that they show the effect of exactly one update.
+    `response` has the token ids of the request with the same seed under the next weights. `num_flips`, `num_runners_up`
+    and `gaps_G` leave out tokens from older weights than the latest ones, so that they show the effect of exactly one update.
     """
     response = np.asarray(response, np.int32)
     kept = num_kept(text.tokens, response)
@@ -209,7 +209,7 @@ class TextsAhead:
             self._kept = self._kept.plus(counts)
 
     def take_kept(self) -> KeptCounts:
-        """Returns the counts since the last call."""
+        """Returns how much of the texts was right, counted since the last call."""
         with self._lock:
             counts = self._kept
             self._kept = KeptCounts()

@@ -107,7 +107,10 @@ class Forecast:
             self._change_FQ[1:] = 0.0
 
     def counts(self, num_requests: int, num_followed: int) -> np.ndarray:
-        """Returns the draft tokens of a batch by depth and bin of survival, float64 [F, Q]."""
+        """Returns the expected number of draft tokens of a batch by depth and bin of survival, float64 [F, Q].
+
+        The batch has `num_requests`, of which the drafter with weights follows `num_followed`.
+        """
         if self._change_FQ is None:
             return np.zeros((len(self._weight_F), 1))
         scale_F = np.full(len(self._weight_F), float(num_followed))

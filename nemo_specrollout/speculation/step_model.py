@@ -253,7 +253,7 @@ class StepModel:
         self._sizes_seen: set[tuple[int, bool]] = set()
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, with units that are numbers of rows and steps that take some time."""
+        """Returns whether the content is valid, which means units of at least one row and predictions that are finite."""
         if min(self._unit, self._unit_drafting) < 1.0:
             return False
         costs = self.costs()

@@ -85,7 +85,7 @@ class Savings:
     def note(self, decision: TailDecision, keys: Sequence[int], responses: Mapping[int, Response]) -> None:
         """Notes which engine has which request, just before the first decision that moves or races one.
 
-        `keys` are the requests by their numbers in the decision. A waiting request counts for the engine where it will start.
+        The decision names a request by its index in `keys`. A waiting request counts for the engine where it will start.
         """
         engines = {key: list(responses[key].attempts) for key in keys}
         if self.before is not None or not any(engines[keys[request]] for request, _ in decision.starts):

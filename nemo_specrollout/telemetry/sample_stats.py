@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of each sample, with the policies that made it, the head that drafted for it, and the outcome of its drafts.
+"""Statistics of each sample, with the policy versions that made it, the head that drafted for it, and how its drafts fared.
 
 Shapes: S request slots. A slot is vLLM's own number for a request.
 """

@@ -2,7 +2,8 @@
 """The drafter `history`, which drafts from earlier responses to a request's prompt, whichever engine and start made them.
 
 The responses are kept in files (`history/service.py`), which a thread reads and writes beside the steps. This module only
-moves texts between that thread and the device: those of ended requests to the thread, and those that it has read back.
+moves texts between that thread and the device. It passes the texts of ended requests to the thread, and feeds the texts that
+the thread has read to an index on the device.
 
 Shapes: S request slots, L longest sequence, N requests that have ended, H pieces of text that are fed at a time.
 """

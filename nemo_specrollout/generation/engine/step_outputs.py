@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds to vLLM's scheduler drafting pauses, a limit on the draft rows of a step, and a call when tokens reach the host.
+"""Extends vLLM's scheduler by drafting pauses and a limit on a step's draft rows, and reports tokens that reach the host.
 
 The vLLM worker decides on a pause, because it has the measurements. It marks each step's output, and the scheduler reads the
 mark. A step in a pause is exactly like a step of an engine without speculation. vLLM finds the scheduler by its argument
@@ -52,7 +52,7 @@ class _PausingMixin:
     """Drafts of each request in a step."""
 
     def schedule(self, *args: Any, **options: Any) -> Any:
-        """Does vLLM's work with as many drafts per request as fit if all requests share the draft rows of the step."""
+        """Schedules as vLLM does, with as many drafts per request as fit if all requests share the draft rows of the step."""
         most_drafts = self.num_spec_tokens
         self.num_spec_tokens = self._drafts_of_each(most_drafts)
         try:
@@ -70,7 +70,7 @@ class _PausingMixin:
         return min(most_drafts, int(most_rows) // num_requests)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Does vLLM's work, with no more drafts per request than the next step has room for.
+        """Takes a step's drafts as vLLM does, but no more of each request than the next step has room for.
 
         Only a scheduler that waits for each step is told its drafts. Older versions tell it all that a request may have.
         """

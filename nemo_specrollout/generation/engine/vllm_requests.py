@@ -87,7 +87,7 @@ class RolloutSamplingParams(SamplingParams):
             check_params(self)
 
     def update_from_tokenizer(self, tokenizer: Any) -> None:
-        """Does vLLM's work, and checks its result. Raises vLLM's errors for a bad request."""
+        """Turns bad words into tokens as vLLM does, and checks them. Raises vLLM's errors for a bad request."""
         super().update_from_tokenizer(tokenizer)
         with refused_as_by_vllm():
             check_bad_words(self)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs by version of vLLM, in one class for each family of its V2 model runners, behind one interface."""
+"""What differs between versions of vLLM. Each family of V2 model runners has a class, and all have the same interface."""

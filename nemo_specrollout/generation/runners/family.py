@@ -35,7 +35,7 @@ class RunnerFamily(ABC):
         return self.row_sampler(native) if self.row_sampler.fits(native) else native
 
     def is_in_force(self, sampler: Any) -> bool:
-        """Returns whether our row sampler is in use wherever it could be."""
+        """Returns whether a runner's sampler is our row sampler, or one that our row sampler cannot replace."""
         return not self.row_sampler.fits(sampler)
 
     @abstractmethod

@@ -33,7 +33,7 @@ class OlderRowSampler(RowSampler):
         compat.require(self, _STATES, "the sampler")
 
     def add_request(self, req_idx: int, *arguments: Any) -> None:
-        """Does vLLM's work, and notes what the request's logits need. The last argument is its sampling parameters."""
+        """Adds a request as vLLM does, and notes what its logits need. The last argument is its sampling parameters."""
         Sampler.add_request(self, req_idx, *arguments)
         sampler: Any = self
         sampling = sampler.sampling_states

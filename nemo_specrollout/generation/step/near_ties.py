@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near-ties of early requests, which the row sampler records and the engine takes.
+"""Near-ties of early requests, which the row sampler records and the engine collects.
 
 A near-tie is where newer weights may sample another token, and its runner-up is the token with which they would then continue.
 

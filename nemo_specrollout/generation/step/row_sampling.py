@@ -108,7 +108,7 @@ class RowSampler(Sampler):
                 draw_rows(logits, keys, graded, some_drafts, ties)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        """Does vLLM's work. Notes whether the request's logits need vLLM's processing for more than the temperature."""
+        """Adds a request as vLLM does, and notes whether its logits need vLLM's processing for more than the temperature."""
         super().add_request(req_idx, sampling_params)
         self._is_processed_S[req_idx] = self.needs_logits_processing[req_idx]
         self._divides_S[req_idx] = sampling_params.temperature not in (0.0, 1.0)

@@ -50,9 +50,10 @@ class HeadHealth:
 
 
 def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
-    """Returns a word and a sentence for the likely cause of a collapse after `event`, the most certain evidence first.
+    """Returns a word and a sentence for the likely cause of a collapse after `event`.
 
-    A head may have been trained with its own RoPE, so if its drafts were right until a refit, its RoPE is not the cause.
+    If several causes are possible, the one with the most certain evidence is returned. A head may have been trained with its
+    own RoPE, so if its drafts were right until a refit, its RoPE is not the cause.
     """
     rope = health.rope_difference
     is_rope_suspect = bool(rope) and (event != "refit" or health.age_in_versions == 0)
@@ -160,7 +161,8 @@ class Canary:
     The collapse alarm is a CUSUM test (Page, Biometrika 1954) of the log likelihood ratio of "a third of the acceptance" to
     "as before". With independent requests, a healthy head causes a false alarm less than once in 10^9 draft tokens. The
     expected rates follow the observed ones, so slow changes cause no collapse alarm. A staleness alarm is raised once after
-    each publish if acceptance has fallen to `STALE_SHARE`. After a collapse alarm the canary is silent until the next event.
+    each publish if acceptance has fallen to `STALE_SHARE`. After a collapse alarm the canary is silent until the next event
+    (`begin`).
     """
 
     def __init__(self, max_age: int | None = None) -> None:

@@ -34,7 +34,7 @@ MIN_SHARE = 1e-3
 
 @dataclass(frozen=True)
 class DecodeCosts:
-    """Cost of decoding with and without drafts."""
+    """Seconds of decoding with and without drafts."""
 
     plain_s: float
     """Seconds of a token without drafts."""

@@ -150,9 +150,10 @@ def misfit(head: str, policy: str, length: int | None = None) -> str | None:
 
 
 def nested_layer_ids(eagle_config: Mapping[str, Any] | None, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose inputs a head reads by its `eagle_config` or by vLLM's default, or () if that is invalid.
+    """Returns the layers whose inputs a head reads, which its nested `eagle_config` names, or else vLLM's default.
 
-    SpecForge has the same default, but writes it as the layers of which these are the outputs.
+    Returns () if the policy has too few layers for the default. SpecForge has the same default, but names the layers whose
+    outputs the head reads, which are the layers before. So such names are taken for the default.
     """
     ids = tuple((eagle_config or {}).get(LAYER_IDS_FIELD) or ())
     default = (2, num_layers // 2, num_layers - 3)

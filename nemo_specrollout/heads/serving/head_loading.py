@@ -41,9 +41,10 @@ def shared_modules(policy: nn.Module, draft: nn.Module) -> list[str]:
 
 
 def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable[str]) -> list[str]:
-    """Copies each shared module into which weights of these names would be loaded. Returns the paths of the copies in `draft`.
+    """Copies the modules of `draft` that are the policy's own and that weights of these names would overwrite.
 
-    Loaders rename the modules above a leaf, so only the leaf's name counts. `lm_head.weight` goes into any `lm_head`.
+    Returns the paths of the copies in `draft`. A weight's name tells only the last part of its module's path, because a loader
+    may rename the parts before. For example, `lm_head.weight` stands for every module that is called `lm_head`.
     """
     leaves = {parts[-2] for name in weight_names if len(parts := name.split(".")) > 1}
     paths = [path for path in shared_modules(policy, draft) if path.rpartition(".")[2] in leaves]

@@ -116,7 +116,8 @@ class DraftBuffers:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Extends the committed text of each slot to `lengths_b` tokens and drops buffered tokens that differ from it.
 
-        Returns the values of a `Step`: its `COMMIT_ROW` [b], and the new tokens, slot by slot.
+        Returns what the message `Step` says about it, which is a `COMMIT_ROW` for each slot [b], and the new tokens of all
+        slots one after another.
         """
         rows_b = np.zeros(len(slots_b), COMMIT_ROW)
         slots = self._slots[slots_b]

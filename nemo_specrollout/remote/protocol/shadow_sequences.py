@@ -44,7 +44,11 @@ class ShadowSequences:
         self._most_ahead = most_ahead
 
     def open(self, shadow: int, seed: int, text: np.ndarray, limit: int, window: int) -> None:
-        """Starts a shadow sequence with int32 `text`, which is committed and never grows beyond `limit` tokens."""
+        """Starts a shadow sequence for a request with this seed. Its int32 `text` is committed.
+
+        `limit` is the most tokens that the sequence may have, and `window` the most by which it may be ahead of the committed
+        text until a commit changes that.
+        """
         length = len(text)
         self.state[shadow] = (length, length, length, min(window, self._most_ahead), limit, NOT_STOPPED)
         self.rings[shadow, length % self.rings.shape[1]]["prefix_hash"] = text_hash(seed, text)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides how many requests of coming steps an engine decodes beside its own, so that they save more time than they cost.
 
-A row that runs early costs the seconds by which it makes the current step longer, and a row of verification after each update.
-What it saves depends on how far its text will get. A plain step costs the more per token, the fewer responses share it. The
-beginning of a text, which all responses of a full engine generate together, is therefore cheap and saves little, but what
-comes far behind it saves much.
+An early request makes the steps of the engine longer while it runs. After each update, its tokens are verified, which takes a
+row for each. What it saves depends on how far its text will get, because the fewer responses share a plain step, the more the
+step costs per token. At the beginning all responses of a full engine share each step, so the first tokens of a text are cheap
+and save little. Only long responses get far, so late tokens are generated in steps of few responses, and save much.
 
-A text that waits for several updates continues in each phase until then, and it would also do so if it began one phase later.
-So what this phase gains is not the tokens that are made now, but those that will be reached only because of this phase. With
-phases of P tokens, a text of K tokens that has k phases left gets to K + k P tokens, and without this phase to K + (k - 1) P.
-Most responses end before that. So a text for a farther step saves less, because short responses will be ready in time anyway.
+A phase is the time between two updates. A text for a step that is several updates ahead continues in each phase until then,
+and it would also do so if it began one phase later. So a phase does not gain the tokens that are made in it, but those that
+the text will reach only because of it. With phases of P tokens, a text of K tokens that has k phases left gets to K + k P
+tokens, and without this phase to K + (k - 1) P. Most responses end before that. So a text for a farther step saves less,
+because short responses will be ready in time anyway.
 
-Shapes: R numbers of requests from 0 on, E early requests, best first, L lengths of responses, J their breakpoints.
+Shapes: R numbers of requests in a step, from 0 on. E early requests, best first. L responses. J positions at which the number
+of running responses changes, which are 0 and all lengths.
 """
 
 from collections.abc import Sequence

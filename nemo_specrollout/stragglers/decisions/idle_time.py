@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worth of an idle engine's alternative to stragglers, which is work on texts of coming steps (`run_ahead`).
+"""The worth of work on texts of coming steps (`run_ahead`), which an idle engine can do instead of helping with stragglers.
 
 An engine whose requests have ended can take over a straggler, race it, or continue with early texts. All three are measured in
 seconds of a rollout, so they can be compared. A move that ends the rollout a second earlier saves a second. A second of early
@@ -42,9 +42,10 @@ class IdleTime:
         return rates[min(num_own, len(rates) - 1)] if rates else 0.0
 
     def spared_s(self, engine: int, ends_s: Sequence[float], until_s: float) -> float:
-        """Returns the seconds saved later by an engine's work from now until `until_s`, if its requests end at `ends_s`.
+        """Returns the seconds that an engine's early work until `until_s` saves later, if its requests end at `ends_s`.
 
-        Work that a request displaces is done afterwards if there is time until then, so it is lost only if time runs out.
+        Early work that a request displaces is not lost if the engine still has time for it between the request's end and
+        `until_s`. So the result is bounded only by the worth of all the work that is left.
         """
         spared_s = 0.0
         now_s = 0.0

@@ -95,7 +95,7 @@ def _faded(rung: SpeedRow) -> SpeedRow:
 
 
 def table_file(table: DecodeSpeedTable, device: str, policy: str, acceptance: Sequence[float]) -> SpeedTableFile | None:
-    """Returns all measurements as a file, with the acceptance of each method, or None if there are none.
+    """Returns all measurements and the acceptance of each method as the content of a file, or None if there are none.
 
     `device` and `policy` are descriptions of the device and the policy for which they hold.
     """
