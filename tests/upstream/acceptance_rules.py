@@ -72,7 +72,7 @@ DRAFTERS: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
 def pairs(kind: str, wanted: float) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns random pairs (p, q) of the distance `wanted`. A policy that no such drafter is that far from is left out."""
     rng = np.random.default_rng(0)
-    found = []
+    found: list[tuple[np.ndarray, np.ndarray]] = []
     while len(found) < NUM_PAIRS:
         logits_V = rng.normal(size=VOCABULARY) * LOGIT_SCALE
         error_V = rng.normal(size=VOCABULARY)
