@@ -65,8 +65,8 @@ COMMANDS = (
         (
             flag(
                 "config",
-                "SCENARIO|CONFIG",
-                "a scenario's name or file, or the config of a run; `list` names the scenarios, "
+                "SCENARIO",
+                "the name or file of a scenario, or the config of a run. `list` names the scenarios, "
                 "and `papers` compares with two papers",
             ),
             flag(

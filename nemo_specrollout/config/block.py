@@ -129,7 +129,8 @@ class VerifyConfig:
     """`verify`: decodes some requests of each step again without drafts, and compares the tokens."""
 
     requests_per_step: int = bounded(0, low=0)
-    """Requests of each step that are decoded a second time without drafts. 0 turns the check off."""
+    """Requests of each step that are decoded a second time without drafts. Only local runs do this, and it has no effect in
+    NeMo-RL. 0 turns the check off."""
 
 
 MOST_STEPS_AHEAD = 4
@@ -161,7 +162,7 @@ class RunAheadConfig:
     """The most branches of a text. A branch goes on with the runner-up where two tokens almost tie. 0 makes none."""
     most_drafts: int | str = auto_or_bounded(low=1, high=MOST_DRAFTS)
     """The most draft tokens of such a text in one step, for which vLLM reserves KV cache. `auto` means 256, or 32 beside a
-    drafter with weights or a remote drafter."""
+    drafter with weights or a remote drafter. Beside `dflash` or `dspark`, it is always `num_speculative_tokens`."""
     text_mib: int = bounded(1024, low=1)
     """The most memory for texts between two rollouts, in MiB on the driver. Texts of the farthest step make room first."""
 
@@ -176,7 +177,7 @@ class LearnedConfig:
     """`learned`: what engines learn is shared by all of them, and kept for the next start of the run."""
 
     history: bool = True
-    """Whether finished responses are drafts for later samples of their prompts, whichever engine made them."""
+    """Whether finished responses are drafts for later samples of their prompts. All engines share them."""
     history_mib: int = bounded(4096, low=1)
     """The most disk space for these responses, in MiB. The oldest make room for new ones."""
     warm_start: bool = True
@@ -220,8 +221,8 @@ class SpecrolloutConfig:
     """Whether every row is recorded, so that `nemo-specrollout audit` can compute its tokens again. A token takes 4 to 7
     bytes."""
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
-    """The log-prob gap that raises an alarm, in nats per token. The gap is the mean |log-prob of the engine - log-prob of
-    the trainer|."""
+    """The log-prob gap that raises an alarm, in nats per token. The gap is the mean absolute difference between the
+    log-probs of engine and trainer."""
     http_seeds: str = choice("derived", "required", default="derived")
     """What an engine's HTTP server does with a request without a seed. `derived` derives the seed from the prompt.
     `required` refuses the request."""

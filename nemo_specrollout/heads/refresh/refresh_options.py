@@ -66,7 +66,7 @@ class RefreshOptions:
     )
     tolerance: float = _flag("by how much the acceptance length may be worse and still pass", "X", 0.0, low=0.0)
     held_out_share: float = _flag(
-        "share of prompts that judge heads and are not trained on, which must be 8 prompts or more",
+        "share of prompts that judge heads and are not trained on, which is raised if it is fewer than 8 prompts",
         "X",
         0.1,
         above=0.0,
