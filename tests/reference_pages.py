@@ -132,7 +132,7 @@ def values_of(cls: type, field: Field) -> str:
     """Returns the cell of the values that a field may have."""
     hint = typing.get_type_hints(cls)[field.name]
     kinds = typing.get_args(hint) or (hint,)
-    or_null = ", or null" if type(None) in kinds else ""
+    or_null = ", or `null`" if type(None) in kinds else ""
     if section_of(cls, field) is not None:
         return f"a [block](#{field.name}){or_null}"
     if kinds[0] in (int, float) and "bounds" in field.metadata:

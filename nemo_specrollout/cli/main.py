@@ -56,7 +56,7 @@ COMMANDS = (
     ),
     Command(
         "launch",
-        "checks a config, and starts such a run on a Slurm cluster",
+        "checks a config, and starts its run on a Slurm cluster",
         f"{_CLI}.launch:launch",
         (
             *_RUN,

@@ -51,18 +51,18 @@ class DraftRefreshConfig:
     """In NeMo-RL, the GPUs of the Ray actor that trains the head. They come on top of the GPUs that `cluster` counts. With
     0, the head is trained on a CPU."""
     max_train_seconds: float | None = bounded(None, above=0.0)
-    """The longest training of one refresh, in seconds. null means 8 s, or in NeMo-RL the time of one RL step if that is
+    """The longest training of one refresh, in seconds. `null` means 8 s, or in NeMo-RL the time of one RL step if that is
     longer."""
     loss: str = choice(*LOSSES, default="tv+kl_div")
     """The loss that trains the head. It is the loss of that name in `speculators`, or the mean of two of them, which
     docs/benchmarks/heads.md compares."""
     learning_rate: float | None = bounded(None, above=0.0, high=1.0)
-    """The learning rate of AdamW. null means 1e-3 up to a hidden size of 256, falling to 3e-5 at a hidden size of 4096. A
+    """The learning rate of AdamW. `null` means 1e-3 up to a hidden size of 256, falling to 3e-5 at a hidden size of 4096. A
     candidate that is worse than the head in service cuts that default to a third."""
     ttt_steps: int = bounded(5, low=1, high=16)
     """How many positions ahead the head learns to draft from its own features."""
     tokens_per_batch: int | None = bounded(None, low=8)
-    """Tokens of an optimizer step. null means 256 on a CPU and 4096 on a GPU."""
+    """Tokens of an optimizer step. `null` means 256 on a CPU and 4096 on a GPU."""
     rollout_capture_share: float = bounded(0.1, above=0.0, high=1.0)
     """The share of requests whose features are stored during generation. The cost of capturing grows with it."""
     store_bytes: int = bounded(4 << 30, low=1 << 20)
@@ -75,7 +75,7 @@ class DraftRefreshConfig:
     tolerance: float = bounded(0.0, low=0.0)
     """By how many mean accepted tokens per request and step a candidate may be worse and still be published."""
     max_age_alarm: int | None = bounded(None, low=1)
-    """The age of the serving head, in policy versions, that raises an alarm. null never raises one."""
+    """The age of the serving head, in policy versions, that raises an alarm. `null` never raises one."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class FastestOfNConfig:
     """
 
     enabled: bool = True
-    """Whether engines help each other. With false, each engine decodes the requests that NeMo-RL has given it."""
+    """Whether engines help each other. With `false`, each engine decodes the requests that NeMo-RL has given it."""
     max_racers: int = bounded(2, low=1, high=8)
     """The most engines that decode one request at the same time. With 1, requests move but do not race."""
     moving: bool = True
-    """Whether a request may move to another engine. With false, it may still be raced, but its first engine keeps decoding
-    it."""
+    """Whether a request may move to another engine. With `false`, it may still be raced, but its first engine keeps
+    decoding it."""
     min_gain: float = bounded(0.1, low=0.0, high=1.0)
     """The share by which a move or a race must be expected to shorten the time until the slower of two engines ends."""
     methods: tuple[tuple[str, ...], ...] = ()
@@ -99,7 +99,8 @@ class FastestOfNConfig:
     With an empty list, every engine has all drafters."""
     ladder: str | None = None
     """A file of decode speeds to start from. It is the `ladder.json` of an earlier run, or a file that `specrollout-lab
-    ladder` wrote. With null, the run starts from what an earlier start has kept (`learned.warm_start`), or from nothing."""
+    ladder` wrote. With `null`, the run starts from what an earlier start has kept (`learned.warm_start`), or from
+    nothing."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the options allow neither moves nor races."""
@@ -121,7 +122,8 @@ class BudgetConfig:
     k: int = bounded(3, low=0, high=64)
     """Draft tokens of each request in a step, for `policy: fixed`."""
     margin: float = bounded(0.03, low=0.0, high=1.0)
-    """For `policy: auto`, the share by which drafting must promise more tokens per second than plain decoding."""
+    """For `policy: auto`, the gain that drafting must promise. It is the share by which drafting must make more tokens per
+    second than plain decoding."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class RunAheadConfig:
     """
 
     enabled: bool = True
-    """Whether engines work for coming steps. With false, they idle while the policy trains, and in slots that a draining
+    """Whether engines work for coming steps. With `false`, they idle while the policy trains, and in slots that a draining
     rollout leaves empty."""
     steps: int | str = auto_or_bounded(low=1, high=MOST_STEPS_AHEAD)
     """How many coming steps have requests in flight. `auto` plans as many as free slots can hold, and fewer if weight
@@ -184,8 +186,8 @@ class LearnedConfig:
     """Whether engines begin with what was measured before. An engine takes the acceptance rates and step times of an engine
     like it, and engines that share requests take the decode speeds of engines like them."""
     folder: str | None = None
-    """Where all that is kept. null means `specrollout_learned` in the folder of checkpoints, or in a local run `learned` in
-    its run folder."""
+    """The folder where all of this is kept. `null` means `specrollout_learned` in the folder of checkpoints, or in a local
+    run `learned` in its run folder."""
 
     @property
     def history_bytes(self) -> int:
@@ -198,7 +200,7 @@ class SpecrolloutConfig:
     """`policy.generation.specrollout`: all options of this package."""
 
     enabled: bool = True
-    """Whether this package is in effect. With false, or without the block, NeMo-RL and vLLM run as if it were not
+    """Whether this package is in effect. With `false`, or without the block, NeMo-RL and vLLM run as if it were not
     installed."""
     num_speculative_tokens: int = bounded(8, low=1, high=64)
     """The most draft tokens of a request in one step. vLLM reserves KV cache for them."""
@@ -210,15 +212,15 @@ class SpecrolloutConfig:
     verify: VerifyConfig = VerifyConfig()
     """Decodes requests again without drafts, and compares the tokens."""
     draft_refresh: DraftRefreshConfig | None = None
-    """Trains the `eagle3` head while the policy trains. null is off."""
+    """Trains the `eagle3` head while the policy trains. `null` is off."""
     fastest_of_n: FastestOfNConfig | None = None
-    """Lets engines take over each other's stragglers, or race for them. null is off."""
+    """Lets engines take over each other's stragglers, or race for them. `null` is off."""
     run_ahead: RunAheadConfig | None = None
-    """Lets engines draft responses of coming steps in free slots. null is off."""
+    """Lets engines draft responses of coming steps in free slots. `null` is off."""
     learned: LearnedConfig = LearnedConfig()
     """What engines learn, which all of them share and the next start keeps."""
     audit: bool = True
-    """Whether every row is recorded, so that `nemo-specrollout audit` can compute its tokens again. A token takes 4 to 7
+    """Whether every row is recorded for `nemo-specrollout audit`, which computes its tokens again. A token takes 4 to 7
     bytes."""
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
     """The log-prob gap that raises an alarm, in nats per token. The gap is the mean absolute difference between the

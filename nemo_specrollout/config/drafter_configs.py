@@ -72,7 +72,7 @@ class LookupDrafterConfig(TextDrafterConfig):
     """The longest context, in tokens, by which a continuation is looked up."""
     num_slots: int | None = bounded(None, low=1 << 10, high=1 << 26)
     """How many contexts the index remembers, a power of two. Each takes 40 bytes, and the least used make room for new
-    ones. null derives the number from the number and length of the requests, up to 1 GiB."""
+    ones. `null` derives the number from the number and length of the requests, up to 1 GiB."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if `num_slots` is not a power of two."""
@@ -178,7 +178,7 @@ class RemoteDrafterConfig(DrafterConfig):
     """The folder of the small model."""
     weights_from: str | None = None
     """A folder to which the draft model's trainer publishes weights. Drafters load its newest subfolder when they start,
-    and while they draft. With null, they keep the weights of `model` until `publish-draft` brings others."""
+    and while they draft. With `null`, they keep the weights of `model` until `publish-draft` brings others."""
     sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
     """How drafts are drawn, as for the drafters in the policy's engine."""
     workers: int = bounded(0, low=0, high=64)
