@@ -223,6 +223,7 @@ logger: {{log_dir: {tmp_path / "run"}}}
     assert sum(m["tail"]["moves"] + m["tail"]["races"] for m in metrics) > 0
     assert all(m["tail"]["diverged"] == m["tail"]["deaths"] == 0 and m["tail"]["saved_s"] is None for m in metrics)
     drafted = {n: sum(sum(m["acceptance"][n]["proposed"]) for m in metrics) for n in metrics[0]["acceptance"]}
+    assert drafted.pop("history") == 0  # it stands beside suffix by itself, but no prompt comes again in four steps
     assert set(drafted) == {"suffix", "remote", "eagle3"} and min(drafted.values()) > 0
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     samples = [s for line in lines for s in json.loads(line)["samples"]]
