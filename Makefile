@@ -110,7 +110,8 @@ test-gpu:
 bench: setup
 	$(BIN)/specrollout-lab bench $(CONFIG) logger.log_dir=results/bench 'bench.useless_batches=[1,4,16,64]'
 
-# The documentation as a site, below results/site; a broken link is an error.
+# The documentation as a site, below results/site. A broken link is an error. A browser fetches mermaid, which draws the
+# diagrams, from a CDN.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "open results/site/index.html"
