@@ -18,7 +18,7 @@ PIP = $(BIN)/python $(PIP_INSTALL)
 IN_TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smollm2 smollm2-draft test test-kernels test-families test-processes test-lab test-changed test-all test-install test-slow test-kill test-vllm test-pins test-slurm test-nemo-rl test-upstream test-gpu bench docs check format setup clean
+.PHONY: demo reference smollm2 smollm2-draft test test-kernels test-families test-processes test-lab test-changed test-all test-install test-slow test-kill test-vllm test-pins test-slurm test-nemo-rl test-upstream test-gpu bench docs check format setup clean
 
 demo: setup
 	$(BIN)/specrollout-lab run $(CONFIG) logger.log_dir=$(LOG_DIR)
@@ -110,10 +110,15 @@ test-gpu:
 bench: setup
 	$(BIN)/specrollout-lab bench $(CONFIG) logger.log_dir=results/bench 'bench.useless_batches=[1,4,16,64]'
 
-# The documentation as a site, below results/site; a broken link is an error.
+# The documentation as a site, below results/site. A broken link is an error. A browser fetches mermaid, which draws the
+# diagrams, from a CDN.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "open results/site/index.html"
+
+# The tables of docs/reference/block.md, commands.md and metrics.md, from the code. A test fails if they differ.
+reference: setup
+	PYTHONPATH=. $(BIN)/python tests/reference_pages.py
 
 check: setup
 	$(BIN)/ruff check .

@@ -4,13 +4,35 @@
 import json
 import math
 import random
+import re
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from nemo_specrollout.reports.metric_table import BOTH, LOGGER, METRICS, NEMO_RL
 from nemo_specrollout.reports.records import FORMAT
 
 COLUMNS = ["time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s"]
+
+
+def undefined(record: Mapping[str, Any], runs: str) -> list[str]:
+    """Returns the keys of a step's record that the table of metrics lacks for such runs, or for NeMo-RL's logger."""
+    has = (BOTH, NEMO_RL, LOGGER) if runs == LOGGER else (BOTH, runs)
+    names = [metric.name.replace("/", ".") for metrics in METRICS.values() for metric in metrics if metric.runs in has]
+    patterns = [re.sub(r"<\w+>", r"[^.]+", re.escape(name)) for name in names]
+    known = re.compile("|".join(patterns))
+    keys = (key.replace("/", ".") if runs == LOGGER else key for key in dotted(record))
+    return [key for key in keys if not known.fullmatch(key)]
+
+
+def dotted(record: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """Yields the keys of a record, those of objects in it with dots."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{before}{key}.")
+        else:
+            yield before + key
 
 
 def metrics(step: int, rng: random.Random, **changes: Any) -> dict[str, Any]:

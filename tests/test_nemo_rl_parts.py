@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import ROOT
 from nemo_rl_records import watching_logger
+from run_files import undefined
 from torch import nn
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -49,6 +50,8 @@ from nemo_specrollout.nemo_rl.row_seeds import (
 from nemo_specrollout.nemo_rl.row_tasks import TaskOptOut, current_tasks, with_task, with_tasks
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.reports.metric_table import LOGGER
+from nemo_specrollout.reports.records import PREFIX
 from nemo_specrollout.run_ahead.texts import TextAhead
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
@@ -440,6 +443,7 @@ def test_step_metrics_are_ratios_of_differences() -> None:
     assert figures["specrollout/suffix/acceptance"] == pytest.approx(4 / 6)
     assert figures["specrollout/suffix/acceptance_pos_2"] == 0.5
     assert figures["specrollout/suffix/share_of_drafts"] == 1.0
+    assert undefined({name.removeprefix(PREFIX): value for name, value in (figures | two).items()}, LOGGER) == []
 
 
 def test_a_refit_between_two_steps_counts_for_the_second() -> None:

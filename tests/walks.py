@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the files of the package whose code runs on two of the three walks of docs/architecture.md.
+"""Prints the files of the package whose code runs on two of the four walks of docs/walks.md.
 
-`PYTHONPATH=.:tests/lab .venv/bin/python tests/walks.py`, about a minute. The walk of `budget.margin` is counted by reading.
+`PYTHONPATH=.:tests/lab .venv/bin/python tests/walks.py`, about a minute. The walks of `budget.margin` and of an
+early text were followed by reading.
 """
 
 import sys

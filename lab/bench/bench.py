@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lab.bench.acceptance_bench import acceptance_table, measure_acceptance_table
-from lab.bench.bench_charts import bench_chart, running_chart
+from lab.bench.bench_charts import bench_chart, running_chart, throughput_chart
 from lab.bench.bench_figures import Figures, figures_of, host_share, row_figures
 from lab.bench.bench_rounds import Entrant, group_with, play_round, started
 from lab.bench.bench_rows import OURS, BenchRow, bench_rows, plain_row, row_groups
@@ -71,6 +71,7 @@ class BenchReport:
         found = constant_rows(groups)
         self._write("bench_constant.json", found)
         running_chart(found, self._out / "bench_constant.png")
+        throughput_chart(found, self._out / "bench_throughput.png")
         self.console.print(constant_table(found))
 
     def acceptance(self, rows: list[Figures]) -> None:

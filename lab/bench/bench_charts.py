@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from nemo_specrollout.reports.charts import DPI
-from nemo_specrollout.reports.panels import BLUE, GREY, INK, PALE, RED, STYLE, drafter_colour, label_right
+from nemo_specrollout.reports.panels import BLUE, GREY, INK, PALE, RED, STYLE, dark, drafter_colour, label_right
 from nemo_specrollout.reports.records import Record, number, series
 
 
@@ -26,6 +26,14 @@ def bench_chart(rows: Sequence[Record], path: Path) -> None:
 def running_chart(rows: Sequence[Record], path: Path) -> None:
     """Saves the speedup over plain by running requests, a line for each mode of a `bench_constant.json`, as PNG and SVG."""
     _save(path, (8.0, 4.2), lambda figure: _draw_running(figure.subplots(), rows))
+
+
+def throughput_chart(rows: Sequence[Record], path: Path) -> None:
+    """Saves the tokens a second by running requests as PNG and SVG: plain, the best of vLLM's own modes at each batch, ours.
+
+    `rows` are those of a `bench_constant.json`.
+    """
+    _save(path, (9.0, 2.6), lambda figure: _draw_throughput(figure.subplots(), rows))
 
 
 def _save(path: Path, size: tuple[float, float], draw: Callable[[Figure], None]) -> None:
@@ -84,11 +92,43 @@ def _draw_running(ax: Axes, rows: Sequence[Record]) -> None:
         ax.plot(batches, speedup, "o-" if mode in own else "o--", color=colour, **style)
         labels.append((speedup[-1], mode, colour))
     ax.axhline(1, color=INK, linewidth=1)
+    _count_requests(ax, batches)
+    ax.set(xlabel="running requests", ylabel="speedup over plain decoding (x)", ylim=(0, None))
+    label_right(ax, [(y, text, colour) for y, text, colour in labels if math.isfinite(y)])
+
+
+def _count_requests(ax: Axes, batches: Sequence[int]) -> None:
+    """Gives the horizontal axis, numbers of requests, a tick for each batch. They double, so the axis is logarithmic."""
     ax.set_xscale("log", base=2)
     ax.set_xticks(batches, [str(batch) for batch in batches])
     ax.minorticks_off()
-    ax.set(xlabel="running requests", ylabel="speedup over plain decoding (x)", ylim=(0, None))
-    label_right(ax, [(y, text, colour) for y, text, colour in labels if math.isfinite(y)])
+
+
+def _draw_throughput(ax: Axes, rows: Sequence[Record]) -> None:
+    """Draws three curves, each with its label at the right end, and our speedup over plain at each point of ours."""
+    curves = {
+        "plain decoding": ("plain", "#8c959f"),
+        "vLLM's best method": ("vLLM", INK),
+        "this package": ("ours", BLUE),
+    }
+    labels = []
+    for label, (kind, colour) in curves.items():
+        of_kind = [r for r in rows if (str(r["mode"]).startswith("vLLM") if kind == "vLLM" else r["mode"] == kind)]
+        by_speed = sorted(of_kind, key=lambda row: number(row, "tokens_per_s"))
+        best = {int(row["batch"]): row for row in by_speed}  # the last one of a batch is the fastest
+        batches = sorted(best)
+        tokens_per_s = [number(best[batch], "tokens_per_s") for batch in batches]
+        line = "--" if kind == "vLLM" else "-"
+        ax.plot(batches, tokens_per_s, f"o{line}", color=colour, linewidth=2.6 if kind == "ours" else 1.6, markersize=4)
+        labels.append((tokens_per_s[-1], label, colour))
+        for batch, y in zip(batches, tokens_per_s, strict=True):
+            if kind == "ours":
+                speedup = f"{number(best[batch], 'speedup_vs_plain'):.2f}x"
+                ax.annotate(speedup, (batch, y), (0, 6), textcoords="offset points", ha="center", color=dark(colour))
+    _count_requests(ax, batches)
+    ax.set(xlabel="running requests", ylabel="tokens per second", ylim=(0, None))
+    ax.margins(y=0.2)
+    label_right(ax, labels)
 
 
 def _equality(row: Record) -> tuple[str, str]:

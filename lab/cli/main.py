@@ -8,28 +8,33 @@ from lab.cli.placement import DEFAULT_ACCEPTANCE
 from nemo_specrollout.cli.command_line import CONFIG, OVERRIDES, Command, Program, flag
 
 _RUN = (CONFIG, OVERRIDES)
-_DEVICE = flag("--device", "NAME", "of a NeMo-RL config: the GPU, e.g. H100")
-_PROFILE = flag("--profile", "FILE", "times that `profile` measured", type=Path)
-_OUT = flag("--out", "FILE", "file for what is measured, JSON", type=Path, required=True)
+_DEVICE = flag("--device", "NAME", "for a config of NeMo-RL, its GPU, such as H100")
+_PROFILE = flag("--profile", "FILE", "times of engine steps that `profile` measured", type=Path)
+_OUT = flag("--out", "FILE", "JSON file for what is measured", type=Path, required=True)
 
 COMMANDS = (
-    Command("run", "a GRPO run on this machine; resumes the one in logger.log_dir", "lab.cli.run:run", _RUN),
+    Command(
+        "run",
+        "trains a small policy with GRPO on this machine, and resumes the run in logger.log_dir",
+        "lab.cli.run:run",
+        _RUN,
+    ),
     Command(
         "bench",
-        "the same rollouts with and without speculation, interleaved",
+        "rolls out the same requests with and without speculation, taking turns",
         "lab.cli.measure:bench",
         _RUN,
         in_scratch_folder=True,
     ),
     Command(
         "report",
-        "writes report.html and picture.png of a run directory again, also while it runs",
+        "writes report.html and picture.png of a run again, also while it goes on",
         "lab.cli.report:report",
         (flag("run_dir", "RUN_DIR", "the logger.log_dir of a run", type=Path),),
     ),
     Command(
         "explain",
-        "what a config runs, its known traps, and with times: gain, placement, races; loads no torch",
+        "says what a config runs, which known faults it meets, and what gain to expect",
         "lab.cli.explain:explain",
         (
             *_RUN,
@@ -37,30 +42,41 @@ COMMANDS = (
             _DEVICE,
             flag("--ladder", "FILE", "decode speeds that `ladder` measured, or that a run kept", type=Path),
             flag(
-                "--batch", "N", "with --profile: requests that run at a time; default: the requests of a step", type=int
+                "--batch",
+                "N",
+                "with --profile, requests that run at a time (default: the requests of a step)",
+                type=int,
             ),
-            flag("--devices", "N", "with --profile: threads or GPUs that generate; default: from the config", type=int),
+            flag(
+                "--devices", "N", "with --profile, threads or GPUs that generate (default: from the config)", type=int
+            ),
             flag(
                 "--acceptance",
                 "P",
-                "with --profile: share of right draft tokens after right ones",
+                "with --profile, the share of draft tokens that are right if all before them were",
                 default=DEFAULT_ACCEPTANCE,
             ),
         ),
     ),
     Command(
         "simulate",
-        "what a step would take, and what each feature brings; loads no torch",
+        "predicts how long a step takes on other hardware, and what each feature brings",
         "lab.cli.simulate:simulate",
         (
             flag(
                 "config",
-                "SCENARIO|CONFIG",
-                "a scenario's name or file, or a run's config; `list` names the scenarios, "
-                "`papers` compares with two papers",
+                "SCENARIO",
+                "the name or file of a scenario, or the config of a run. `list` names the scenarios, "
+                "and `papers` compares with two papers",
             ),
-            flag("overrides", "key=value", "of the scenario, e.g. drafting.k=5", nargs="*", default=[]),
-            flag("--trace", "FILE", "measured response lengths: a run's samples.jsonl", type=Path),
+            flag(
+                "overrides",
+                "key=value",
+                "values instead of those of the scenario, such as drafting.k=5",
+                nargs="*",
+                default=[],
+            ),
+            flag("--trace", "FILE", "measured response lengths, from the samples.jsonl of a run", type=Path),
             flag("--out", "DIR", "folder for simulation.json and simulation.png", type=Path),
             _DEVICE,
             _PROFILE,
@@ -68,40 +84,48 @@ COMMANDS = (
     ),
     Command(
         "profile",
-        "measures on this CPU the times of steps, by which `explain` and `placement: auto` place drafters",
+        "measures on this CPU how long engine steps take, for `explain` and for `placement: auto`",
         "lab.cli.measure:profile",
         (
             *_RUN,
             _OUT,
-            flag("--threads", "N,N", "threads of an engine; default: 1,2 if there are two cores", default=""),
+            flag(
+                "--threads", "N,N", "numbers of threads of an engine (default: 1,2 if there are two cores)", default=""
+            ),
             flag("--steps", "N", "steps to time for each number of requests", default=32),
         ),
         in_scratch_folder=True,
     ),
     Command(
         "ladder",
-        "measures on this CPU how fast each draft method decodes, ranked, for a run to start from",
+        "measures on this CPU how fast each draft method decodes, for a run to start from",
         "lab.cli.measure:ladder",
         (
             *_RUN,
             _OUT,
-            flag("--task", "NAME", "task to measure; default: the config's"),
+            flag("--task", "NAME", "task to measure (default: the config's)"),
             flag("--rounds", "N", "rounds over all methods", default=4),
-            flag("--seconds", "S", "decoding of each method and batch size in a round", default=1.0),
+            flag("--seconds", "S", "seconds of decoding for each method and batch size in a round", default=1.0),
         ),
         in_scratch_folder=True,
     ),
     Command(
         "rollouts",
-        "a policy answers prompts, for `nemo-specrollout refresh-draft --rollouts`; continues FILE",
+        "lets the policy answer prompts, for `nemo-specrollout refresh-draft --rollouts`",
         "lab.cli.rollouts:rollouts",
         (
             *_RUN,
-            flag("--out", "FILE", "file for the rollouts, JSON lines", type=Path, required=True),
-            flag("--num", "N", "prompts, of bench.workloads in turn, or else of data", default=256),
-            flag("--prompts", "FILE", "instead of these: a file with a prompt a line", type=Path),
+            flag(
+                "--out",
+                "FILE",
+                "file of JSON lines for the rollouts, which is continued if it is there",
+                type=Path,
+                required=True,
+            ),
+            flag("--num", "N", "number of prompts, of bench.workloads in turn, or else of data", default=256),
+            flag("--prompts", "FILE", "file with a prompt a line, to answer instead of these", type=Path),
             flag("--samples", "N", "responses to each prompt", default=4),
-            flag("--seed", "N", "of the prompts and of the noise", type=int, default=0),
+            flag("--seed", "N", "seed of the prompts and of the noise", type=int, default=0),
         ),
         in_scratch_folder=True,
     ),

@@ -45,15 +45,17 @@ Flag = tuple[str, dict[str, Any]]
 def flag(name: str, metavar: str | None, text: str, **options: Any) -> Flag:
     """Returns a flag. A default is added to the help text, and gives the flag its type."""
     if options.get("default", "") not in ("", []):
-        text += f"; default: {options['default']}"
+        text += f" (default: {options['default']})"
         options.setdefault("type", type(options["default"]))
     if metavar is not None:
         options["metavar"] = metavar
     return name, {"help": text, **options}
 
 
-CONFIG = flag("config", "CONFIG", "a NeMo-RL-shaped YAML file", type=Path)
-OVERRIDES = flag("overrides", "key=value", "e.g. grpo.max_num_steps=3", nargs="*", default=[])
+CONFIG = flag("config", "CONFIG", "a YAML file in the shape of NeMo-RL's configs", type=Path)
+OVERRIDES = flag(
+    "overrides", "key=value", "values instead of those of the file, such as grpo.max_num_steps=3", nargs="*", default=[]
+)
 
 
 @dataclass(frozen=True)

@@ -16,64 +16,71 @@ _RUN_DIR = flag(
     "the run directory of `launch` or the logger.log_dir, or the exp_NNN of one start",
     type=Path,
 )
-_SCRIPT = flag("--script", "FILE", "NeMo-RL's script, from its checkout; default: the one that fits CONFIG")
+_SCRIPT = flag("--script", "FILE", "NeMo-RL's script, from its checkout (default: the one that fits CONFIG)")
 
 COMMANDS = (
     Command(
         "check",
-        "validates a config, says what will run, and names known faults that it meets; loads no torch",
+        "says what a config would run, what does not fit together in it, and which known faults it meets",
         f"{_CLI}.check:check",
         _RUN,
     ),
     Command(
         "doctor",
-        "checks whether this package can work here, for a bug report; tries an engine with a random model",
+        "checks whether this package works in this environment, and collects the facts for a bug report",
         f"{_CLI}.doctor:doctor",
         (
-            flag("config", "CONFIG", "a NeMo-RL-shaped YAML file to check too", type=Path, nargs="?"),
+            flag("config", "CONFIG", "a config that is checked too", type=Path, nargs="?"),
             OVERRIDES,
-            flag("--json", "FILE", "file for the same facts, and for logs of what failed", type=Path),
-            flag("--no-self-test", None, "starts no engine", action="store_true"),
+            flag("--json", "FILE", "file for the same facts, with logs of what failed", type=Path),
+            flag("--no-self-test", None, "start no engine, and leave the self-test out", action="store_true"),
             flag(
                 "--in-nemo-rl",
                 None,
-                "looks inside the environment of NeMo-RL's driver, by `uv` and NEMO_RL_DIR",
+                "look inside the environment of NeMo-RL's driver, which `uv` and NEMO_RL_DIR find",
                 action="store_true",
             ),
         ),
     ),
     Command(
         "run",
-        "a training run in NeMo-RL; resumes from checkpointing.checkpoint_dir",
+        "runs NeMo-RL's own training script with the block in effect, and resumes from its checkpoints",
         f"{_CLI}.run:run",
         (
             *_RUN,
             _SCRIPT,
-            flag("--when-done", "FILE", "make FILE when the whole run is done, not when its time was up", type=Path),
+            flag(
+                "--when-done", "FILE", "make FILE when the whole run is done, but not when its time was up", type=Path
+            ),
         ),
     ),
     Command(
         "launch",
-        "such a run on a Slurm cluster",
+        "checks a config, and starts its run on a Slurm cluster",
         f"{_CLI}.launch:launch",
         (
             *_RUN,
-            flag("--nodes", "N", "nodes; sets cluster.num_nodes", type=int, required=True),
+            flag("--nodes", "N", "nodes of NeMo-RL, as cluster.num_nodes", type=int, required=True),
             flag("--extra-nodes", "M", "more nodes, for the head's trainer and remote drafters with GPUs", default=0),
-            flag("--run-dir", "DIR", "on a disk that all nodes see; default: results/NAME_OF_CONFIG"),
-            flag("--jobs", "K", "jobs, one after another, for a run longer than one", default=1),
-            flag("--dry-run", None, "write the run directory and print the sbatch line", action="store_true"),
-            flag("--cluster", "FILE", "settings as in the cluster.example.yaml that `examples` copies", type=Path),
+            flag("--run-dir", "DIR", "run directory, on a disk that all nodes see (default: results/NAME_OF_CONFIG)"),
+            flag("--jobs", "K", "jobs that go on with the run one after another", default=1),
+            flag(
+                "--dry-run",
+                None,
+                "write the run directory and print the sbatch line, but submit nothing",
+                action="store_true",
+            ),
+            flag("--cluster", "FILE", "cluster file, like the cluster.example.yaml that `examples` copies", type=Path),
             _SCRIPT,
             *(
-                flag(f"--{name}", name.upper(), f"{text}; default: from the cluster file or the environment")
+                flag(f"--{name}", name.upper(), f"{text} (default: from the cluster file or the environment)")
                 for name, text in CLUSTER_FLAGS.items()
             ),
         ),
     ),
     Command(
         "report",
-        "writes report.html and picture.png of a run directory again, also while it runs",
+        "writes report.html and picture.png of a run again, also while it goes on",
         f"{_CLI}.report:report",
         (_RUN_DIR,),
     ),
@@ -83,17 +90,17 @@ COMMANDS = (
         f"{_CLI}.audit:audit",
         (
             _RUN_DIR,
-            flag("--steps", "N,N", "steps to audit; default: the newest one whose weights are at hand"),
-            flag("--rows", "N", "rows of each step, spread evenly", default=64),
+            flag("--steps", "N,N", "steps to audit (default: the newest one whose weights are at hand)"),
+            flag("--rows", "N", "rows of each step, spread evenly over it", default=64),
             flag(
                 "--weights",
                 "FOLDER",
-                "the weights of the rows' policy; VERSION=FOLDER, once for each, if there are several",
+                "the weights of the rows' policy, or VERSION=FOLDER once for each policy if there are several",
                 action="append",
                 default=[],
             ),
             flag("--json", "FILE", "file for the verdict with all figures", type=Path),
-            flag("--device", "DEVICE", "where to compute, such as cpu or cuda:1; default: a GPU if there is one"),
+            flag("--device", "DEVICE", "where to compute, such as cpu or cuda:1 (default: a GPU if there is one)"),
         ),
         extra="heads",
     ),
@@ -106,7 +113,7 @@ COMMANDS = (
     ),
     Command(
         "serve-drafter",
-        "a drafter for engines that name its address",
+        "starts a remote drafter by hand, for engines that name its address",
         f"{_CLI}.drafter_commands:serve_drafter",
         (
             *_RUN,
@@ -117,24 +124,24 @@ COMMANDS = (
     ),
     Command(
         "publish-draft",
-        "gives remote drafters new weights, by the folder that they look at or by their addresses",
+        "gives remote drafters new weights, through the folder that they watch or by their addresses",
         f"{_CLI}.drafter_commands:publish_draft",
         (
             *_RUN,
             flag(
                 "--weights",
                 "DIR",
-                "a checkpoint of the draft model; with addresses, at this path for each drafter too",
+                "a checkpoint of the draft model, which with addresses each drafter must find at the same path",
                 required=True,
             ),
             flag(
                 "--address",
                 "tcp://HOST:PORT",
-                "where a drafter listens, once for each drafter; default: weights_from, else addresses, of CONFIG",
+                "where a drafter listens, once for each drafter (default: weights_from of CONFIG, else its addresses)",
                 action="append",
                 default=[],
             ),
-            flag("--version", "N", "number of the weights; default: the time, in seconds", type=int),
+            flag("--version", "N", "number of the weights (default: the time, in seconds)", type=int),
         ),
         extra="engine",
     ),

@@ -37,8 +37,8 @@ VARIABLES = {
 CLUSTER_FLAGS = {
     "account": "Slurm account",
     "partition": "Slurm partition",
-    "time": "time limit of one job, e.g. 4:00:00",
-    "container": "NeMo-RL's container: image or .sqsh file",
+    "time": "time limit of one job, such as 4:00:00",
+    "container": "image or .sqsh file of NeMo-RL's container",
 }
 """Flags of `launch`, with their help."""
 _NOT_IN_A_MOUNT = re.compile(r"[\s,:*?\[\]$`\\\"']")

@@ -32,62 +32,75 @@ LOSSES = ("kl_div", "tv", "nla", "lk_hybrid", "tv+kl_div")
 
 @dataclass(frozen=True)
 class DraftRefreshConfig:
-    """`draft_refresh`; its presence turns refreshing on."""
+    """`draft_refresh`: trains the draft head while the policy trains. The block turns this on, and `{}` has all defaults."""
 
     trigger: str = choice(*TRIGGERS, default="auto", withdrawn=WITHDRAWN_TRIGGERS)
-    """`auto`: when it pays, by measured acceptance and costs. `interval`: after every `interval` RL steps."""
+    """When the head is trained again. `auto` trains when that pays, by measured acceptance and measured costs. `interval`
+    trains after every `interval` RL steps."""
     interval: int = bounded(10, low=1)
-    """RL steps between refreshes under `trigger: interval`."""
+    """RL steps between two refreshes, for `trigger: interval`."""
     min_gap: int = bounded(2, low=1)
-    """Fewest RL steps between refreshes under `trigger: auto`."""
+    """The fewest RL steps between two refreshes, for `trigger: auto`."""
     margin: float = bounded(0.25, low=0.0)
-    """Under `trigger: auto`, the share by which the expected gain of time must exceed the time of the refresh."""
+    """For `trigger: auto`, the share by which the time that a refresh is expected to save must exceed the time that it
+    takes."""
     max_time_share: float = bounded(0.2, above=0.0, high=1.0)
-    """Largest share of the run's time that refreshes may take, for any trigger; in NeMo-RL they run in parallel."""
+    """The largest share of the run's time that refreshes may take, whatever triggers them. In NeMo-RL they run in parallel
+    to the RL steps."""
     trainer_gpus: int = bounded(0, low=0, high=1)
-    """In NeMo-RL, GPUs of the Ray worker that trains the head, in addition to the GPUs of the cluster; 0 trains on a CPU."""
+    """In NeMo-RL, the GPUs of the Ray actor that trains the head. They come on top of the GPUs that `cluster` counts. With
+    0, the head is trained on a CPU."""
     max_train_seconds: float | None = bounded(None, above=0.0)
-    """Longest training of one refresh; null: 8 s, or in NeMo-RL one RL step if that is longer."""
+    """The longest training of one refresh, in seconds. `null` means 8 s, or in NeMo-RL the time of one RL step if that is
+    longer."""
     loss: str = choice(*LOSSES, default="tv+kl_div")
-    """Loss of the head: speculators' loss of that name, or the mean of two (docs/benchmarks/heads.md compares them)."""
+    """The loss that trains the head. It is the loss of that name in `speculators`, or the mean of two of them, which
+    docs/benchmarks/heads.md compares."""
     learning_rate: float | None = bounded(None, above=0.0, high=1.0)
-    """Learning rate of AdamW. null: 1e-3 up to a hidden size of 256, falling to 3e-5 at 4096; a worse candidate than the
-    head in service cuts that default to a third."""
+    """The learning rate of AdamW. `null` means 1e-3 up to a hidden size of 256, falling to 3e-5 at a hidden size of 4096. A
+    candidate that is worse than the head in service cuts that default to a third."""
     ttt_steps: int = bounded(5, low=1, high=16)
-    """Positions ahead that the head is trained to draft on its own features."""
+    """How many positions ahead the head learns to draft from its own features."""
     tokens_per_batch: int | None = bounded(None, low=8)
-    """Tokens of an optimizer step; null: 256 on a CPU, 4096 on a GPU."""
+    """Tokens of an optimizer step. `null` means 256 on a CPU and 4096 on a GPU."""
     rollout_capture_share: float = bounded(0.1, above=0.0, high=1.0)
-    """Share of requests whose features are stored during generation. The cost of capturing grows with it."""
+    """The share of requests whose features are stored during generation. The cost of capturing grows with it."""
     store_bytes: int = bounded(4 << 30, low=1 << 20)
-    """Disk space for stored features, in bytes; the oldest policy versions make room."""
+    """The most disk space for stored features, in bytes. Features of the oldest policy versions make room for new ones."""
     held_out_share: float = bounded(0.1, above=0.0, below=1.0)
-    """Share of prompts, with all their samples, that judge candidates and are never trained on."""
+    """The share of prompts that judge candidates. No sample of these prompts is ever trained on."""
     confidence: float = bounded(0.95, low=0.5, below=1.0)
-    """Confidence that a candidate is not worse than the head in service; at most 1 - confidence of worse candidates pass."""
+    """How sure the publish gate must be that a candidate is not worse than the head in service. With 0.95, at most 5 % of
+    worse candidates are published."""
     tolerance: float = bounded(0.0, low=0.0)
-    """Mean accepted tokens a request and step by which a candidate may be worse and still be published."""
+    """By how many mean accepted tokens per request and step a candidate may be worse and still be published."""
     max_age_alarm: int | None = bounded(None, low=1)
-    """Age of a head, in policy versions, that raises an alarm; null is never."""
+    """The age of the serving head, in policy versions, that raises an alarm. `null` never raises one."""
 
 
 @dataclass(frozen=True)
 class FastestOfNConfig:
-    """`fastest_of_n`: engines that run out of requests take over stragglers of other engines, or race for them."""
+    """`fastest_of_n`: engines that run out of requests take over stragglers of other engines, or race for them.
+
+    The block turns this on, and `{}` has all defaults.
+    """
 
     enabled: bool = True
-    """False: each engine decodes its own share of the requests, as NeMo-RL distributes them."""
+    """Whether engines help each other. With `false`, each engine decodes the requests that NeMo-RL has given it."""
     max_racers: int = bounded(2, low=1, high=8)
-    """The most engines that decode one request at a time; 1: requests move, but no race starts."""
+    """The most engines that decode one request at the same time. With 1, requests move but do not race."""
     moving: bool = True
-    """Whether a request may move to another engine. False: it may be raced, but its first engine keeps decoding it."""
+    """Whether a request may move to another engine. With `false`, it may still be raced, but its first engine keeps
+    decoding it."""
     min_gain: float = bounded(0.1, low=0.0, high=1.0)
-    """Relative time that a move or race must be expected to save, of the time until the slower of two engines ends."""
+    """The share by which a move or a race must be expected to shorten the time until the slower of two engines ends."""
     methods: tuple[tuple[str, ...], ...] = ()
-    """Drafter types of each engine; engine i has entry i, modulo their number. Empty: every engine has all drafters."""
+    """The drafter types of each engine, such as `[[suffix], [ngram]]`. More engines than entries use the entries in turn.
+    With an empty list, every engine has all drafters."""
     ladder: str | None = None
-    """File with the decode speeds to start from: the `ladder.json` of an earlier run, or one that `specrollout-lab ladder`
-    wrote. null: they begin as an earlier start has kept them (`learned.warm_start`), or are learned from nothing."""
+    """A file of decode speeds to start from. It is the `ladder.json` of an earlier run, or a file that `specrollout-lab
+    ladder` wrote. With `null`, the run starts from what an earlier start has kept (`learned.warm_start`), or from
+    nothing."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the options allow neither moves nor races."""
@@ -104,11 +117,13 @@ class BudgetConfig:
     """`budget`: the number of draft tokens of a request in a step."""
 
     policy: str = choice(*BUDGET_POLICIES, default="auto")
-    """`auto`: as many as pay by the measured step times. `fixed`: always `k`."""
+    """How the number of draft tokens is chosen. `auto` drafts as many as pay by the measured step times. `fixed` always
+    drafts `k`."""
     k: int = bounded(3, low=0, high=64)
-    """Draft tokens of each request under `policy: fixed`."""
+    """Draft tokens of each request in a step, for `policy: fixed`."""
     margin: float = bounded(0.03, low=0.0, high=1.0)
-    """Under `policy: auto`, the relative gain in tokens a second that drafting must promise over no drafts."""
+    """For `policy: auto`, the gain that drafting must promise. It is the share by which drafting must make more tokens per
+    second than plain decoding."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +131,8 @@ class VerifyConfig:
     """`verify`: decodes some requests of each step again without drafts, and compares the tokens."""
 
     requests_per_step: int = bounded(0, low=0)
-    """Requests decoded twice in each step; 0 turns the check off."""
+    """Requests of each step that are decoded a second time without drafts. Only local runs do this, and it has no effect in
+    NeMo-RL. 0 turns the check off."""
 
 
 MOST_STEPS_AHEAD = 4
@@ -133,23 +149,28 @@ SHARED_ROWS = 1024
 
 @dataclass(frozen=True)
 class RunAheadConfig:
-    """`run_ahead`: engines decode coming steps' requests with the weights that they have. Those texts are drafts."""
+    """`run_ahead`: engines decode requests of coming steps with the weights that they have. These texts are drafts later.
+
+    The block turns this on, and `{}` has all defaults.
+    """
 
     enabled: bool = True
-    """False: engines idle while the policy trains, and in the slots that a draining rollout leaves empty."""
+    """Whether engines work for coming steps. With `false`, they idle while the policy trains, and in slots that a draining
+    rollout leaves empty."""
     steps: int | str = auto_or_bounded(low=1, high=MOST_STEPS_AHEAD)
-    """How many coming steps have requests in flight. `auto`: as many as free slots hold and updates leave right."""
+    """How many coming steps have requests in flight. `auto` plans as many as free slots can hold, and fewer if weight
+    updates leave little of their texts right."""
     branches: int = bounded(3, low=0, high=15)
-    """Most branches of a text that is made ahead; 0 for none."""
+    """The most branches of a text. A branch goes on with the runner-up where two tokens almost tie. 0 makes none."""
     most_drafts: int | str = auto_or_bounded(low=1, high=MOST_DRAFTS)
-    """The most draft tokens of such a text in one step; vLLM reserves KV cache for them. `auto`: 256, or 32 beside a drafter
-    with weights."""
+    """The most draft tokens of such a text in one step, for which vLLM reserves KV cache. `auto` means 256, or 32 beside a
+    drafter with weights or a remote drafter. Beside `dflash` or `dspark`, it is always `num_speculative_tokens`."""
     text_mib: int = bounded(1024, low=1)
-    """Most memory of the texts between two rollouts, in MiB on the driver. Texts of the farthest step make room first."""
+    """The most memory for texts between two rollouts, in MiB on the driver. Texts of the farthest step make room first."""
 
     @property
     def text_bytes(self) -> int:
-        """The same in bytes."""
+        """`text_mib` in bytes."""
         return self.text_mib << 20
 
 
@@ -158,15 +179,15 @@ class LearnedConfig:
     """`learned`: what engines learn is shared by all of them, and kept for the next start of the run."""
 
     history: bool = True
-    """Whether finished responses, from whichever engine, are drafts for later samples of their prompts."""
+    """Whether finished responses are drafts for later samples of their prompts. All engines share them."""
     history_mib: int = bounded(4096, low=1)
-    """Most disk space of these responses, in MiB; the oldest make room."""
+    """The most disk space for these responses, in MiB. The oldest make room for new ones."""
     warm_start: bool = True
-    """Whether an engine begins with the acceptance rates and step times that an engine like it has measured, and engines that
-    share requests with the decode speeds of engines like them."""
+    """Whether engines begin with what was measured before. An engine takes the acceptance rates and step times of an engine
+    like it, and engines that share requests take the decode speeds of engines like them."""
     folder: str | None = None
-    """Where all that is kept. null: in NeMo-RL `specrollout_learned` in the folder of checkpoints, in a local run `learned`
-    in its run folder."""
+    """The folder where all of this is kept. `null` means `specrollout_learned` in the folder of checkpoints, or in a local
+    run `learned` in its run folder."""
 
     @property
     def history_bytes(self) -> int:
@@ -176,33 +197,40 @@ class LearnedConfig:
 
 @dataclass(frozen=True)
 class SpecrolloutConfig:
-    """`policy.generation.specrollout`."""
+    """`policy.generation.specrollout`: all options of this package."""
 
     enabled: bool = True
-    """False: NeMo-RL and vLLM run as if this package were not installed."""
+    """Whether this package is in effect. With `false`, or without the block, NeMo-RL and vLLM run as if it were not
+    installed."""
     num_speculative_tokens: int = bounded(8, low=1, high=64)
-    """The most draft tokens of a request in one step; vLLM reserves KV cache for them."""
+    """The most draft tokens of a request in one step. vLLM reserves KV cache for them."""
     drafters: tuple[DrafterConfig, ...] = tagged(DRAFTERS, default=(SuffixDrafterConfig(), NgramDrafterConfig()))
-    """The drafters. The draft board picks among them for each request and step. Empty: no speculation, but the same sampler,
-    hence the same tokens."""
+    """The drafters, each type at most once. The draft board picks among them for each request and step. An empty list means
+    no speculation, but the same sampler and therefore the same tokens."""
     budget: BudgetConfig = BudgetConfig()
+    """How many draft tokens a request gets in a step."""
     verify: VerifyConfig = VerifyConfig()
+    """Decodes requests again without drafts, and compares the tokens."""
     draft_refresh: DraftRefreshConfig | None = None
-    """Trains the `eagle3` head while the policy is trained; null is off."""
+    """Trains the `eagle3` head while the policy trains. `null` is off."""
     fastest_of_n: FastestOfNConfig | None = None
-    """Lets engines take over or race each other's stragglers; null is off."""
+    """Lets engines take over each other's stragglers, or race for them. `null` is off."""
     run_ahead: RunAheadConfig | None = None
-    """Lets engines draft the responses of coming steps in free slots; null is off."""
+    """Lets engines draft responses of coming steps in free slots. `null` is off."""
     learned: LearnedConfig = LearnedConfig()
-    """What engines learn, shared by all of them and kept for the next start."""
+    """What engines learn, which all of them share and the next start keeps."""
     audit: bool = True
-    """Records every row of the run, so that `nemo-specrollout audit` can compute its tokens again; false records none."""
+    """Whether every row is recorded for `nemo-specrollout audit`, which computes its tokens again. A token takes 4 to 7
+    bytes."""
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
-    """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
+    """The log-prob gap that raises an alarm, in nats per token. The gap is the mean absolute difference between the
+    log-probs of engine and trainer."""
     http_seeds: str = choice("derived", "required", default="derived")
-    """Requests without a seed at an engine's HTTP server. `derived`: the prompt determines the seed. `required`: refused."""
+    """What an engine's HTTP server does with a request without a seed. `derived` derives the seed from the prompt.
+    `required` refuses the request."""
     tasks_without_drafts: tuple[str, ...] = ()
-    """Tasks whose rows are decoded without drafts: `task_name` of NeMo-RL's rows, the agent's name of NeMo-Gym's."""
+    """Tasks whose rows are decoded without drafts. They are the `task_name` of NeMo-RL's rows, or the agent's name of
+    NeMo-Gym's."""
 
     @property
     def most_drafts(self) -> int:

@@ -59,7 +59,7 @@ class TextDrafterConfig(DrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomDrafterConfig(TextDrafterConfig):
-    """`random`: drafts random tokens, which are always wrong; for worst cases."""
+    """`random`: drafts random tokens, which are always wrong. It is for measuring the worst case."""
 
     type: str = choice("random", default="random")
 
@@ -69,10 +69,10 @@ class LookupDrafterConfig(TextDrafterConfig):
     """Base of the drafters that look up a continuation of the latest tokens in earlier text."""
 
     max_order: int = bounded(6, low=2, high=16)
-    """Longest context, in tokens, by which a continuation is looked up."""
+    """The longest context, in tokens, by which a continuation is looked up."""
     num_slots: int | None = bounded(None, low=1 << 10, high=1 << 26)
-    """Contexts that the index remembers, a power of two; each takes 40 bytes, and the least used make room. null: sized by
-    the number and length of the requests, up to 1 GiB."""
+    """How many contexts the index remembers, a power of two. Each takes 40 bytes, and the least used make room for new
+    ones. `null` derives the number from the number and length of the requests, up to 1 GiB."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if `num_slots` is not a power of two."""
@@ -83,28 +83,31 @@ class LookupDrafterConfig(TextDrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixDrafterConfig(LookupDrafterConfig):
-    """`suffix`: looks up the text of sibling requests (same prompt) and of past rollouts."""
+    """`suffix`: looks up how texts of sibling samples, which have the same prompt, and of past rollouts went on."""
 
     type: str = choice("suffix", default="suffix")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NgramDrafterConfig(LookupDrafterConfig):
-    """`ngram`: looks up the request's own text."""
+    """`ngram`: looks up how the request's own text went on."""
 
     type: str = choice("ngram", default="ngram")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryDrafterConfig(LookupDrafterConfig):
-    """`history`: looks up finished responses to the same prompt, of all engines and earlier starts (`learned.history`)."""
+    """`history`: looks up finished responses to the same prompt, of all engines and earlier starts.
+
+    `learned.history` adds it beside `suffix`.
+    """
 
     type: str = choice("history", default="history")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AheadDrafterConfig(TextDrafterConfig):
-    """`ahead`: the text that a request brings along, made with older weights (`run_ahead`)."""
+    """`ahead`: drafts the text that a request brings along, which older weights have made. `run_ahead` adds it."""
 
     type: str = choice("ahead", default="ahead")
 
@@ -114,12 +117,13 @@ class ModelDrafterConfig(DrafterConfig):
     """Base of the drafters with weights that run inside the policy's engine, as vLLM's own speculator."""
 
     sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
-    """`shared_noise`: samples the drafter's distribution with the request's noise. `greedy`: takes its most likely token."""
+    """How drafts are drawn. `shared_noise` samples the drafter's distribution with the request's own noise. `greedy` takes
+    the most likely tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpDrafterConfig(ModelDrafterConfig):
-    """`mtp`: the multi-token prediction heads that are part of the policy."""
+    """`mtp`: drafts with the policy's own multi-token prediction heads, which must be in its folder."""
 
     type: str = choice("mtp", default="mtp")
 
@@ -129,19 +133,19 @@ class FolderDrafterConfig(ModelDrafterConfig):
     """Base of the drafters whose weights are in a folder of their own."""
 
     model: str = required("name the folder of its weights")
-    """Folder of the weights."""
+    """The folder of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3DrafterConfig(FolderDrafterConfig):
-    """`eagle3`: a head that reads the policy's hidden states."""
+    """`eagle3`: drafts with a draft head, which reads the policy's hidden states."""
 
     type: str = choice("eagle3", default="eagle3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelDrafterConfig(FolderDrafterConfig):
-    """`draft_model`: a small model."""
+    """`draft_model`: drafts with a small language model in the policy's engine, which needs the policy's tokenizer."""
 
     type: str = choice("draft_model", default="draft_model")
 
@@ -153,49 +157,50 @@ class BlockDrafterConfig(FolderDrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DflashDrafterConfig(BlockDrafterConfig):
-    """`dflash`: a head that drafts the tokens of a block independently of each other."""
+    """`dflash`: drafts a block of tokens in one pass, each of them independently of the others."""
 
     type: str = choice("dflash", default="dflash")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DsparkDrafterConfig(BlockDrafterConfig):
-    """`dspark`: a head whose block tokens each depend on the token before."""
+    """`dspark`: drafts a block of tokens in one pass, each of them depending on the one before."""
 
     type: str = choice("dspark", default="dspark")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteDrafterConfig(DrafterConfig):
-    """`remote`: a small model in an engine of its own, which drafts ahead while the policy's engine verifies."""
+    """`remote`: drafts with a small model in an engine of its own, which runs ahead while the policy's engine verifies."""
 
     type: str = choice("remote", default="remote")
     model: str = required("name the folder of its weights")
-    """Folder of the small model."""
+    """The folder of the small model."""
     weights_from: str | None = None
-    """Folder to which the draft model's trainer publishes weights; drafters load its newest subfolder while they draft, and
-    when they start. null: the weights of `model`, until `publish-draft` brings others."""
+    """A folder to which the draft model's trainer publishes weights. Drafters load its newest subfolder when they start,
+    and while they draft. With `null`, they keep the weights of `model` until `publish-draft` brings others."""
     sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
-    """`shared_noise` or `greedy`, as for the other drafters with weights."""
+    """How drafts are drawn, as for the drafters in the policy's engine."""
     workers: int = bounded(0, low=0, high=64)
-    """Drafter processes that the run starts and supervises, in NeMo-RL through Ray; 0 with `addresses`."""
+    """Drafter processes that the run starts and supervises, in NeMo-RL through Ray. Leave it at 0 with `addresses`."""
     addresses: tuple[str, ...] = ()
-    """Addresses of drafters that `serve-drafter` started, e.g. tcp://10.0.0.7:5570."""
+    """Addresses of drafters that `serve-drafter` started, such as `tcp://10.0.0.7:5570`."""
     gpus: float = bounded(0.0, low=0.0, high=1.0)
-    """GPUs of each drafter that NeMo-RL starts, beside the GPUs of `cluster`; 0.5: two share one, 0: on a CPU."""
+    """GPUs of each drafter that NeMo-RL starts, beside the GPUs of `cluster`. With 0.5 two drafters share one, and with 0
+    they run on a CPU."""
     most_ahead: int = bounded(24, low=1, high=64)
     """Draft tokens by which a drafter may be ahead of a request's committed text. Less than twice `num_speculative_tokens`
     makes drafters wait."""
     max_requests: int = bounded(256, low=1, high=4096)
-    """Requests that one drafter process serves at a time, all engines together."""
+    """The most requests that one drafter process serves at the same time, of all engines together."""
     allowed_hosts: tuple[str, ...] = ()
-    """IP addresses, networks and names of the hosts that may ask for drafts. A drafter looks names up when it starts. Empty
-    allows every host that knows the secret."""
+    """IP addresses, networks and names of the hosts that may ask for drafts. A drafter looks names up when it starts. An
+    empty list allows every host that knows the secret."""
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the drafter's vLLM engine, e.g. gpu_memory_utilization."""
+    """Arguments of the drafter's own vLLM engine, such as `gpu_memory_utilization`."""
     placement: str = choice("as_written", "auto", default="as_written")
-    """`as_written`, or with `workers` also `auto`: beside the policy's engine, inside it, or no drafter, whichever is
-    fastest by the times in `profile`. Only for local runs."""
+    """Where drafts are made. `as_written` takes the config as it is. `auto` is for local runs with `workers`, and drafts
+    beside the policy's engine, inside it or not at all, whichever is fastest by the times in `profile`."""
     profile: str | None = None
     """For `placement: auto`, the file that `specrollout-lab profile` wrote on this machine."""
     acceptance: float = bounded(0.8, low=0.0, high=1.0)
@@ -259,10 +264,8 @@ class RemoteDrafterConfig(DrafterConfig):
 DRAFTERS: dict[str, type[DrafterConfig]] = {
     cls.type: cls
     for cls in (
-        NgramDrafterConfig,
         SuffixDrafterConfig,
-        RandomDrafterConfig,
-        AheadDrafterConfig,
+        NgramDrafterConfig,
         HistoryDrafterConfig,
         Eagle3DrafterConfig,
         DraftModelDrafterConfig,
@@ -270,9 +273,11 @@ DRAFTERS: dict[str, type[DrafterConfig]] = {
         DflashDrafterConfig,
         DsparkDrafterConfig,
         RemoteDrafterConfig,
+        AheadDrafterConfig,
+        RandomDrafterConfig,
     )
 }
-"""The class of each `type`."""
+"""The class of each `type`, in the order in which docs/reference/block.md lists them."""
 
 
 def _types_of(base: type[DrafterConfig]) -> tuple[str, ...]:

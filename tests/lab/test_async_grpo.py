@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, STEP_ADDER
 from rollout_world import EnginesInTurn, WildPolicy
+from run_files import undefined
 from safetensors.torch import load_file
 from test_equality import requests
 from test_racing import noisy, spans_of
@@ -24,6 +25,7 @@ from lab.local.turn_engine import ReloadingTurnEngine
 from nemo_specrollout.config.block import BudgetConfig, RunAheadConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.generation.engine.requests import as_bytes
+from nemo_specrollout.reports.metric_table import LAB
 from nemo_specrollout.stragglers.decisions.request_estimates import LengthEstimator
 from nemo_specrollout.stragglers.decisions.speed_table import DecodeSpeedTable
 from nemo_specrollout.stragglers.decisions.speed_table_file import SpeedTableFile
@@ -211,6 +213,7 @@ logger: {{log_dir: {tmp_path / "run"}}}
     assert main(["run", str(config)]) == 0
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == 4 and not any(m["alarms"] for m in metrics)
+    assert [undefined(m, LAB) for m in metrics] == [[]] * 4
     assert max(m["policy_lag_max"] for m in metrics) == 1
     on_policy = [m["logprob_gap_on_policy"] for m in metrics if m["logprob_gap_on_policy"] is not None]
     assert on_policy and max(on_policy) < 1e-3
@@ -220,6 +223,7 @@ logger: {{log_dir: {tmp_path / "run"}}}
     assert sum(m["tail"]["moves"] + m["tail"]["races"] for m in metrics) > 0
     assert all(m["tail"]["diverged"] == m["tail"]["deaths"] == 0 and m["tail"]["saved_s"] is None for m in metrics)
     drafted = {n: sum(sum(m["acceptance"][n]["proposed"]) for m in metrics) for n in metrics[0]["acceptance"]}
+    assert drafted.pop("history") == 0  # it stands beside suffix by itself, but no prompt comes again in four steps
     assert set(drafted) == {"suffix", "remote", "eagle3"} and min(drafted.values()) > 0
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     samples = [s for line in lines for s in json.loads(line)["samples"]]

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.image import imread
 from run_files import COLUMNS, Page, metrics, trace, write_run
 
-from lab.bench.bench_charts import bench_chart
+from lab.bench.bench_charts import bench_chart, throughput_chart
 from lab.local.rollout_charts import drain_chart
 from lab.local.run_report import write_pages, write_results
 from nemo_specrollout.cli.main import main
@@ -268,6 +268,27 @@ def test_pictures(tmp_path: Path) -> None:
     assert imread(tmp_path / "bench.png").shape[1] == 1200
     _, picture = write_pages(write_full_run(tmp_path))
     assert imread(picture).shape[:2] == (840, 1200)
+
+
+def test_the_chart_of_tokens_a_second_has_plain_the_best_of_vllms_rows_and_ours(tmp_path: Path) -> None:
+    speeds = {
+        "plain": 10.0,
+        "vLLM's ngram k=5": 8.0,
+        "vLLM's eagle3 greedy k=5": 14.0,
+        "ours": 17.0,
+        "ours, head alone": 16.0,
+    }
+    rows = [
+        {"mode": mode, "batch": batch, "tokens_per_s": batch * speed, "speedup_vs_plain": speed / 10.0}
+        for batch in (1, 4, 32)
+        for mode, speed in speeds.items()
+    ]
+    throughput_chart(rows, tmp_path / "bench.png")
+    texts = (tmp_path / "bench.svg").read_text()
+    assert all(
+        f"<!-- {label} -->" in texts for label in ("plain decoding", "vLLM's best method", "this package", "1.70x")
+    )
+    assert "1.40x" not in texts and "1.60x" not in texts
 
 
 def test_bench_chart_of_a_row_without_numbers(tmp_path: Path) -> None:

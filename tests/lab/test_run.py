@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import QUICKSTART, ROOT, TINY_ROLLOUTS
+from run_files import undefined
 from safetensors.torch import save_file
 
 from lab.cli.main import main
@@ -25,6 +26,8 @@ from lab.local.run_directory import DirectoryLock
 from lab.local.run_sections import LossConfig, OptimizerConfig
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest
+from nemo_specrollout.reports import metric_table
+from nemo_specrollout.reports.metric_table import LAB
 
 pytestmark = pytest.mark.integration
 
@@ -131,10 +134,15 @@ def test_a_forced_on_policy_ratio_only_saves_a_pass(whole_run: Path, tmp_path: P
 def test_a_run_leaves_what_is_documented(whole_run: Path) -> None:
     records = metrics(whole_run)
     assert len(records) == NUM_STEPS and all(set(record) == METRICS for record in records)
+    assert [undefined(record, LAB) for record in records] == [[]] * NUM_STEPS
     traces = [json.loads(line) for line in (whole_run / "trace.jsonl").read_text().splitlines()]
     assert [len(t["rows"]) for t in traces] == [r["engine_steps"] for r in records]
     summary = json.loads((whole_run / "summary.json").read_text())
     assert set(summary) >= SUMMARY and summary["steps"] == NUM_STEPS and summary["completed"] is True
+    assert set(summary) <= {metric.name for metric in metric_table.SUMMARY if metric.runs != metric_table.NEMO_RL}
+    lines = [json.loads(line) for line in (whole_run / "samples.jsonl").read_text().splitlines()]
+    keys = {key for line in lines for sample in line["samples"] for key in sample}
+    assert keys <= {metric.name for metric in metric_table.SAMPLE}
     run = json.loads((whole_run / "run.json").read_text())
     assert {"command", "versions", "commit", "started"} <= set(run) and str(QUICKSTART) in run["command"]
     assert yaml.safe_load((whole_run / "config.yaml").read_text())["policy"]["generation"]["max_new_tokens"] == 48
@@ -308,6 +316,7 @@ def test_two_workers_make_the_samples_of_one(whole_run: Path, tmp_path: Path) ->
 def assert_tails_are_recorded(log_dir: Path) -> None:
     records = metrics(log_dir)
     assert [set(r) for r in records] == [METRICS | {"tail"}] * 2 and all(set(r["tail"]) == TAIL for r in records)
+    assert [undefined(record, LAB) for record in records] == [[], []]
     timelines = [json.loads(line) for line in (log_dir / "timeline.jsonl").read_text().splitlines()]
     assert [t["step"] for t in timelines] == [0, 1]
     for line, record in zip(timelines, records, strict=True):

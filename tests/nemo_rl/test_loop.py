@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from kept_weights import audit_of
 from nemo_rl_host import ROUNDING, Host, Run, count_equal, num_drafts
+from run_files import undefined
+
+from nemo_specrollout.reports.metric_table import NEMO_RL
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
@@ -49,6 +52,11 @@ def test_weights_move(runs: dict[str, Run], name: str) -> None:
 def test_synchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run], name: str, step: int) -> None:
     equal, total = count_equal(runs["sync_plain"], runs[name], step)
     assert equal == total == 16
+
+
+@pytest.mark.parametrize("name", AUDITED)
+def test_a_run_records_what_is_documented(runs: dict[str, Run], name: str) -> None:
+    assert [key for step in runs[name].metrics for key in undefined(step, NEMO_RL)] == []
 
 
 @pytest.mark.parametrize(
