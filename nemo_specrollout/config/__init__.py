@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines what a user may ask for: the strict block, the schema of a run, YAML, versions. Imports no torch."""
+"""Reads and checks the config of a run: YAML files, overrides, and the block `specrollout`. Imports no torch."""

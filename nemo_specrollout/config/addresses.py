@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses of remote drafters, tcp://HOST:PORT, and the hosts that may ask them for drafts. Nothing is looked up here."""
+"""Checks addresses of remote drafters (tcp://HOST:PORT) and the names of hosts that may ask them for drafts.
+
+No name is looked up here.
+"""
 
 import ipaddress
 import re
@@ -14,12 +17,12 @@ _ZONE = re.compile(r"[0-9A-Za-z_.-]+")
 
 
 def any_port(host: str) -> str:
-    """Returns the address by which a socket takes any free port of `host`, an IP address of this machine."""
+    """Returns the address with which a socket listens at any free port of `host`, an IP address of this machine."""
     return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns the host, without brackets, and the port of an address. Raises ValueError if it is none."""
+    """Returns the host, without brackets, and the port of tcp://HOST:PORT. Raises ValueError for any other text."""
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match[3]) > 65535:
         raise ValueError(f"{address!r} is not an address")
@@ -33,12 +36,15 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_host_name(text: str) -> bool:
-    """Returns whether `text` may be the name of a machine. What ends like an IPv4 address, with a number, is no name."""
+    """Returns whether `text` may be the name of a machine.
+
+    A text whose last part is a number is not one, because it is read as an IPv4 address.
+    """
     return _NAME.fullmatch(text) is not None and not text.rpartition(".")[2].isdecimal()
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether only this machine can reach `address`."""
+    """Returns whether only this machine can reach `address`. A text that is not an address gives False."""
     try:
         host, _ = split_address(address)
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -52,7 +58,7 @@ def check_listening_address(path: str, address: str) -> None:
 
 
 def check_addresses(path: str, addresses: Sequence[str]) -> None:
-    """Raises ConfigError unless each of `addresses` leads to a drafter of its own."""
+    """Raises ConfigError, with `path` as the field, unless `addresses` are valid and name different drafters."""
     known: dict[tuple[str, int], str] = {}
     for address in addresses:
         host, port = _checked(path, address)
@@ -80,7 +86,8 @@ def check_allowed_hosts(path: str, hosts: Sequence[str]) -> None:
 def network_of(host: str) -> Network | None:
     """Returns the network that `host`, an IP address or a network, stands for; None if it is neither.
 
-    An IPv6 address may have a zone, which is left out, and may stand for an IPv4 address, which is then returned.
+    The zone of an IPv6 address is ignored. If an IPv6 address stands for an IPv4 address, the network of the latter is
+    returned.
     """
     try:
         if "/" in host:
@@ -96,7 +103,11 @@ _ALLOW_ALL = "leave the list empty to allow every host that knows the secret"
 
 
 def _checked(path: str, address: str) -> tuple[str, int]:
-    """Returns host and port of an address. Raises ConfigError if it is none, or one that no socket can use."""
+    """Returns host and port of an address.
+
+    Raises ConfigError if `address` is not one, or if it is a link-local IPv6 address without its interface, which no socket
+    can use.
+    """
     try:
         host, port = split_address(address)
     except ValueError:

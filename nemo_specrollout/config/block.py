@@ -26,13 +26,19 @@ WITHDRAWN_TRIGGERS = {
 }
 """Triggers that only comparisons needed, with what to write instead."""
 MIXED_LOSS = '{"kl_div": 0.5, "tv": 0.5}'
-"""Half KL divergence, half total variation, as `speculators` writes it; best for a new head (docs/benchmarks/heads.md)."""
+"""A loss that is half KL divergence and half total variation, in the notation of `speculators`.
+
+It is the best one for a new head (docs/benchmarks/heads.md).
+"""
 LOSSES = ("kl_div", "tv", "nla", "lk_hybrid", "tv+kl_div")
 
 
 @dataclass(frozen=True)
 class DraftRefreshConfig:
-    """`draft_refresh`: trains the draft head while the policy trains. The block turns this on, and `{}` has all defaults."""
+    """`draft_refresh`: trains the draft head while the policy trains.
+
+    A config with this block turns it on, and `{}` stands for all defaults.
+    """
 
     trigger: str = choice(*TRIGGERS, default="auto", withdrawn=WITHDRAWN_TRIGGERS)
     """When the head is trained again. `auto` trains when that pays, by measured acceptance and measured costs. `interval`
@@ -57,14 +63,15 @@ class DraftRefreshConfig:
     """The loss that trains the head. It is the loss of that name in `speculators`, or the mean of two of them, which
     docs/benchmarks/heads.md compares."""
     learning_rate: float | None = bounded(None, above=0.0, high=1.0)
-    """The learning rate of AdamW. `null` means 1e-3 up to a hidden size of 256, falling to 3e-5 at a hidden size of 4096. A
-    candidate that is worse than the head in service cuts that default to a third."""
+    """The learning rate of AdamW. `null` means 1e-3 up to a hidden size of 256, falling to 3e-5 at a hidden size of 4096.
+    After a candidate that is worse than the head in service, this default is cut to a third."""
     ttt_steps: int = bounded(5, low=1, high=16)
     """How many positions ahead the head learns to draft from its own features."""
     tokens_per_batch: int | None = bounded(None, low=8)
     """Tokens of an optimizer step. `null` means 256 on a CPU and 4096 on a GPU."""
     rollout_capture_share: float = bounded(0.1, above=0.0, high=1.0)
-    """The share of requests whose features are stored during generation. The cost of capturing grows with it."""
+    """The share of requests whose features are stored during generation. Features are the policy's hidden states that the
+    head reads and is trained on. The cost of capturing them grows with the share."""
     store_bytes: int = bounded(4 << 30, low=1 << 20)
     """The most disk space for stored features, in bytes. Features of the oldest policy versions make room for new ones."""
     held_out_share: float = bounded(0.1, above=0.0, below=1.0)
@@ -73,7 +80,7 @@ class DraftRefreshConfig:
     """How sure the publish gate must be that a candidate is not worse than the head in service. With 0.95, at most 5 % of
     worse candidates are published."""
     tolerance: float = bounded(0.0, low=0.0)
-    """By how many mean accepted tokens per request and step a candidate may be worse and still be published."""
+    """How much worse a candidate may be and still be published, in mean accepted tokens per request and engine step."""
     max_age_alarm: int | None = bounded(None, low=1)
     """The age of the serving head, in policy versions, that raises an alarm. `null` never raises one."""
 
@@ -82,7 +89,7 @@ class DraftRefreshConfig:
 class FastestOfNConfig:
     """`fastest_of_n`: engines that run out of requests take over stragglers of other engines, or race for them.
 
-    The block turns this on, and `{}` has all defaults.
+    A config with this block turns it on, and `{}` stands for all defaults.
     """
 
     enabled: bool = True
@@ -95,8 +102,8 @@ class FastestOfNConfig:
     min_gain: float = bounded(0.1, low=0.0, high=1.0)
     """The share by which a move or a race must be expected to shorten the time until the slower of two engines ends."""
     methods: tuple[tuple[str, ...], ...] = ()
-    """The drafter types of each engine, such as `[[suffix], [ngram]]`. More engines than entries use the entries in turn.
-    With an empty list, every engine has all drafters."""
+    """The drafter types of each engine, such as `[[suffix], [ngram]]`. If there are more engines than entries, they use the
+    entries in turn. With an empty list, every engine has all drafters."""
     ladder: str | None = None
     """A file of decode speeds to start from. It is the `ladder.json` of an earlier run, or a file that `specrollout-lab
     ladder` wrote. With `null`, the run starts from what an earlier start has kept (`learned.warm_start`), or from
@@ -114,13 +121,13 @@ BUDGET_POLICIES = ("auto", "fixed")
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """`budget`: the number of draft tokens of a request in a step."""
+    """`budget`: the number of draft tokens of a request in an engine step."""
 
     policy: str = choice(*BUDGET_POLICIES, default="auto")
-    """How the number of draft tokens is chosen. `auto` drafts as many as pay by the measured step times. `fixed` always
-    drafts `k`."""
+    """How the number of draft tokens is chosen. `auto` drafts as many as pay, judged by the measured times of engine steps.
+    `fixed` always drafts `k`."""
     k: int = bounded(3, low=0, high=64)
-    """Draft tokens of each request in a step, for `policy: fixed`."""
+    """Draft tokens of each request in an engine step, for `policy: fixed`."""
     margin: float = bounded(0.03, low=0.0, high=1.0)
     """For `policy: auto`, the gain that drafting must promise. It is the share by which drafting must make more tokens per
     second than plain decoding."""
@@ -136,37 +143,40 @@ class VerifyConfig:
 
 
 MOST_STEPS_AHEAD = 4
-"""The most coming steps with requests in flight."""
+"""The most coming steps of which engines may decode requests early."""
 MOST_DRAFTS = 256
-"""The most draft tokens of a text that was made ahead in one step."""
+"""The most draft tokens that a request may take from a text made ahead in one engine step."""
 DRAFTS_OF_EACH = 32
-"""So many of them fit where all request slots of an engine are taken and have such texts."""
+"""Draft tokens for which every request has room in an engine step in which all slots are taken."""
 ALWAYS_FIT = 64
-"""Up to so many, every request may have all of them in every step. More of them share the rows of a step."""
+"""If `most_drafts` is at most this, every engine step has room for all of them in all slots. Else requests share the rows."""
 SHARED_ROWS = 1024
-"""Draft rows that a step has at least where requests share them."""
+"""The fewest draft rows for which an engine step has room if requests share them."""
 
 
 @dataclass(frozen=True)
 class RunAheadConfig:
-    """`run_ahead`: engines decode requests of coming steps with the weights that they have. These texts are drafts later.
+    """`run_ahead`: engines decode requests of coming steps with their present weights. These texts serve as drafts later.
 
-    The block turns this on, and `{}` has all defaults.
+    A config with this block turns it on, and `{}` stands for all defaults.
     """
 
     enabled: bool = True
-    """Whether engines work for coming steps. With `false`, they idle while the policy trains, and in slots that a draining
-    rollout leaves empty."""
+    """Whether engines decode requests of coming steps. With `false`, they are idle while the policy trains, and slots that
+    become free toward the end of a rollout stay empty."""
     steps: int | str = auto_or_bounded(low=1, high=MOST_STEPS_AHEAD)
     """How many coming steps have requests in flight. `auto` plans as many as free slots can hold, and fewer if weight
     updates leave little of their texts right."""
     branches: int = bounded(3, low=0, high=15)
-    """The most branches of a text. A branch goes on with the runner-up where two tokens almost tie. 0 makes none."""
+    """The most branches of a text. A branch goes on with the runner-up where two tokens almost tie. With 0, no branches are
+    made."""
     most_drafts: int | str = auto_or_bounded(low=1, high=MOST_DRAFTS)
-    """The most draft tokens of such a text in one step, for which vLLM reserves KV cache. `auto` means 256, or 32 beside a
-    drafter with weights or a remote drafter. Beside `dflash` or `dspark`, it is always `num_speculative_tokens`."""
+    """The most draft tokens that a request takes from such a text in one engine step. vLLM reserves KV cache for them. `auto`
+    means 256, or 32 beside a drafter with weights or a remote drafter. Beside `dflash` or `dspark`, the most is always
+    `num_speculative_tokens`."""
     text_mib: int = bounded(1024, low=1)
-    """The most memory for texts between two rollouts, in MiB on the driver. Texts of the farthest step make room first."""
+    """The most memory on the driver for texts that are kept between two rollouts, in MiB. If it does not suffice, texts of the
+    farthest step are dropped first."""
 
     @property
     def text_bytes(self) -> int:
@@ -179,7 +189,7 @@ class LearnedConfig:
     """`learned`: what engines learn is shared by all of them, and kept for the next start of the run."""
 
     history: bool = True
-    """Whether finished responses are drafts for later samples of their prompts. All engines share them."""
+    """Whether finished responses serve as drafts for later samples of their prompts. All engines share them."""
     history_mib: int = bounded(4096, low=1)
     """The most disk space for these responses, in MiB. The oldest make room for new ones."""
     warm_start: bool = True
@@ -203,12 +213,12 @@ class SpecrolloutConfig:
     """Whether this package is in effect. With `false`, or without the block, NeMo-RL and vLLM run as if it were not
     installed."""
     num_speculative_tokens: int = bounded(8, low=1, high=64)
-    """The most draft tokens of a request in one step. vLLM reserves KV cache for them."""
+    """The most draft tokens of a request in one engine step. vLLM reserves KV cache for them."""
     drafters: tuple[DrafterConfig, ...] = tagged(DRAFTERS, default=(SuffixDrafterConfig(), NgramDrafterConfig()))
-    """The drafters, each type at most once. The draft board picks among them for each request and step. An empty list means
-    no speculation, but the same sampler and therefore the same tokens."""
+    """The drafters, each type at most once. The draft board picks among them for each request and engine step. An empty list
+    means no speculation, but the same sampler and therefore the same tokens."""
     budget: BudgetConfig = BudgetConfig()
-    """How many draft tokens a request gets in a step."""
+    """How many draft tokens a request gets in an engine step."""
     verify: VerifyConfig = VerifyConfig()
     """Decodes requests again without drafts, and compares the tokens."""
     draft_refresh: DraftRefreshConfig | None = None
@@ -218,7 +228,7 @@ class SpecrolloutConfig:
     run_ahead: RunAheadConfig | None = None
     """Lets engines draft responses of coming steps in free slots. `null` is off."""
     learned: LearnedConfig = LearnedConfig()
-    """What engines learn, which all of them share and the next start keeps."""
+    """What engines learn, which is shared by all engines and kept for the next start of the run."""
     audit: bool = True
     """Whether every row is recorded for `nemo-specrollout audit`, which computes its tokens again. A token takes 4 to 7
     bytes."""
@@ -234,7 +244,7 @@ class SpecrolloutConfig:
 
     @property
     def most_drafts(self) -> int:
-        """The most draft tokens that a request gets in a step."""
+        """The most draft tokens that a request gets in an engine step."""
         if self.budget.policy == "fixed":
             return self.budget.k
         has_fixed_length = isinstance(self.model_drafter, BlockDrafterConfig)
@@ -246,10 +256,11 @@ class SpecrolloutConfig:
         return max(self.num_speculative_tokens, int(ahead))
 
     def most_draft_rows(self, num_slots: int) -> int:
-        """Returns the most draft tokens of a step of an engine with so many request slots.
+        """Returns the most draft tokens of one engine step, over all requests, for an engine with `num_slots` slots.
 
-        A text that was made ahead may have many of them, because few requests are left when a rollout ends. The more
-        requests a step has, the fewer drafts each of them may have, so that a step never has more rows than this.
+        A request with a text made ahead may have many drafts, because few requests are left when a rollout ends. The more
+        requests are in an engine step, the fewer drafts each of them may have, so that the step has no more draft rows than
+        this.
         """
         all_rows = num_slots * self.most_drafts
         if self.most_drafts <= ALWAYS_FIT:
@@ -273,7 +284,7 @@ class SpecrolloutConfig:
 
     @property
     def keeps_history(self) -> bool:
-        """True if finished responses are kept, and are drafts for later samples of their prompts."""
+        """True if finished responses are kept and serve as drafts for later samples of their prompts."""
         return self.enabled and self.learned.history and self.learned.folder is not None and self.suffix is not None
 
     @property
@@ -283,9 +294,9 @@ class SpecrolloutConfig:
 
     @property
     def with_own_drafters(self) -> "SpecrolloutConfig":
-        """The block with the drafters that `run_ahead` and `learned.history` need.
+        """The block with the drafters `ahead` and `history` added, if `run_ahead` and `learned.history` need them.
 
-        The history looks up texts like the drafter `suffix`, and is left out where the user wants none of that.
+        The drafter `history` looks up texts in the same way as `suffix`, so it is not added to a block without `suffix`.
         """
         added = list[DrafterConfig]()
         if self.keeps_history and self.suffix is not None:
@@ -298,7 +309,7 @@ class SpecrolloutConfig:
 
     @property
     def model_drafter(self) -> ModelDrafterConfig | None:
-        """The first drafter with weights in the policy's engine; an engine has at most one."""
+        """The first drafter with weights that runs in the policy's engine, if there is one. An engine has at most one."""
         return next((d for d in self.drafters if isinstance(d, ModelDrafterConfig)), None)
 
     @property
@@ -308,19 +319,22 @@ class SpecrolloutConfig:
 
     @property
     def drafters_of_engines(self) -> tuple[tuple[DrafterConfig, ...], ...]:
-        """The drafters of each kind of engine: one kind that has all, unless `fastest_of_n.methods` lists several."""
+        """The drafters of each kind of engine. Without `fastest_of_n.methods`, there is one kind, which has all drafters."""
         methods = () if self.fastest_of_n is None or not self.fastest_of_n.enabled else self.fastest_of_n.methods
         return tuple(tuple(d for d in self.drafters if d.type in types) for types in methods) or (self.drafters,)
 
     def of_engine(self, engine: int) -> "SpecrolloutConfig":
-        """Returns the block of one engine, with the drafters of its kind. Without a draft head, there is none to refresh."""
+        """Returns the block of engine number `engine`, with the drafters of its kind and without `fastest_of_n`.
+
+        It has no `draft_refresh` if no EAGLE-3 head is among these drafters.
+        """
         kinds = self.drafters_of_engines
         own = replace(self, fastest_of_n=None, drafters=kinds[engine % len(kinds)])
         return own if own.head is not None else replace(own, draft_refresh=None)
 
     @property
     def head(self) -> str | None:
-        """Folder, or name on the Hugging Face Hub, of the EAGLE-3 head, if one drafts."""
+        """Folder of the EAGLE-3 head, or its name on the Hugging Face Hub; None if no drafter is of type `eagle3`."""
         return next((d.model for d in self.drafters if isinstance(d, Eagle3DrafterConfig)), None)
 
     @property
@@ -330,7 +344,10 @@ class SpecrolloutConfig:
         return folder if self.head and folder.is_dir() else None
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if a drafter is named twice, an engine would have two with weights, or options contradict."""
+        """Raises ConfigError if the options contradict each other.
+
+        Examples are a drafter that is named twice, and two drafters with weights in one engine.
+        """
         types = [d.type for d in self.drafters]
         twice = next((name for name in types if types.count(name) > 1), "")
         raise_first_mistake(
@@ -362,7 +379,10 @@ class SpecrolloutConfig:
         )
 
     def _check_methods(self, path: str, types: list[str]) -> None:
-        """Raises ConfigError unless `methods` of `fastest_of_n`, at `path`, and the drafters' types name the same drafters."""
+        """Raises ConfigError unless `fastest_of_n.methods` names exactly the drafters of these `types`.
+
+        It also raises one if requests may only race, but all engines have the same drafters. `path` is that of `fastest_of_n`.
+        """
         fastest = self.fastest_of_n
         if fastest is None:
             return
@@ -388,4 +408,4 @@ class SpecrolloutConfig:
 
 
 OFF = SpecrolloutConfig(enabled=False)
-"""The block of a config without one."""
+"""The block that stands for a config without a block."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the block `specrollout`, or parts of it, at places of a config that nothing reads. A run would silently be without."""
+"""Finds the block `specrollout`, or parts of it, in places where nothing reads them, so that a run would ignore them."""
 
 import dataclasses
 import difflib
@@ -16,7 +16,7 @@ Keys = tuple[str, ...]
 _PLACE = tuple(BLOCK_PATH.split("."))
 _NAME = _PLACE[-1]
 _ALIKE = 0.85
-"""Similarity by `difflib` from which a key counts as the block's name misspelt, such as `specrolout`."""
+"""A key with at least this similarity (`difflib`) to the block's name, such as `specrolout`, counts as a misspelling of it."""
 _LONG_NAME = re.compile(r"spec[a-z]*roll")
 """Other spellings of the name, such as `speculative_rollout` and `nemo_specrollout`."""
 _COMMON_KEYS = {"enabled", "num_speculative_tokens", "budget", "verify"}
@@ -27,9 +27,9 @@ _SWITCHES = {field.name for field in dataclasses.fields(SpecrolloutConfig) if fi
 
 
 def place_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning of the block, or of a part of it, that is misspelt, misplaced or without a value.
+    """Yields a finding if the block, or a part of it, is misspelt, misplaced or without a value.
 
-    `tree` has the `defaults` and the overrides of the command line in it, so their mistakes are found, too.
+    `tree` is the merged config, so mistakes in files of `defaults` and in overrides of the command line are found, too.
     """
     generation = at(tree, ".".join(_PLACE[:-1]), {})
     if isinstance(generation, Mapping) and _NAME in generation and generation[_NAME] is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the drafters: one frozen dataclass for each `type` in the block's `drafters`; the secret of remote drafters."""
+"""Options of the drafters, with a frozen dataclass for each `type` in the block's `drafters`, and remote drafters' secret."""
 
 import os
 import secrets
@@ -19,9 +19,10 @@ _OF_A_CHECKPOINT = ("config.json", "model.safetensors", "model.safetensors.index
 
 
 def shared_secret(addresses: Iterable[str]) -> bytes:
-    """Returns the key from the environment for drafters at `addresses`; it may be empty if all are on the loopback.
+    """Returns the key for drafters at `addresses`, which is made from the secret in the environment.
 
-    Raises ConfigError if other machines can reach an address, and the secret is missing or short.
+    The key may be empty if only this machine can reach the addresses. Raises ConfigError if other machines can reach one, and
+    the secret is missing or has fewer than 16 characters.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if len(secret) < _SHORTEST_SECRET and not all(map(is_loopback, addresses)):
@@ -31,12 +32,18 @@ def shared_secret(addresses: Iterable[str]) -> bytes:
 
 
 def as_key(secret: str) -> bytes:
-    """Returns a secret as a key of the transport, at most 64 bytes. An environment may hold bytes that are no UTF-8."""
+    """Returns the first 64 bytes of a secret, as the key that protects messages.
+
+    Bytes that are not UTF-8, which an environment variable may have, come back as they were.
+    """
     return os.fsencode(secret)[:64]
 
 
 def secret_of_run() -> str:
-    """Returns the secret of drafters that a run starts, the environment's or a random one. Raises ConfigError if too short."""
+    """Returns the secret for drafters that a run starts, which is the environment's, or else a random one.
+
+    Raises ConfigError if the environment's secret is too short.
+    """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if secret and len(secret) < _SHORTEST_SECRET:
         fix = f"give it at least {_SHORTEST_SECRET} characters, or remove it: the run then makes a secret of its own"
@@ -72,7 +79,7 @@ class LookupDrafterConfig(TextDrafterConfig):
     """The longest context, in tokens, by which a continuation is looked up."""
     num_slots: int | None = bounded(None, low=1 << 10, high=1 << 26)
     """How many contexts the index remembers, a power of two. Each takes 40 bytes, and the least used make room for new
-    ones. `null` derives the number from the number and length of the requests, up to 1 GiB."""
+    ones. `null` derives it from the number and length of the requests, so that the index takes at most 1 GiB."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if `num_slots` is not a power of two."""
@@ -83,14 +90,14 @@ class LookupDrafterConfig(TextDrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixDrafterConfig(LookupDrafterConfig):
-    """`suffix`: looks up how texts of sibling samples, which have the same prompt, and of past rollouts went on."""
+    """`suffix`: looks up how the latest tokens went on in other samples of the same prompt and in past rollouts."""
 
     type: str = choice("suffix", default="suffix")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NgramDrafterConfig(LookupDrafterConfig):
-    """`ngram`: looks up how the request's own text went on."""
+    """`ngram`: looks up how the latest tokens went on earlier in the request's own text."""
 
     type: str = choice("ngram", default="ngram")
 
@@ -99,7 +106,7 @@ class NgramDrafterConfig(LookupDrafterConfig):
 class HistoryDrafterConfig(LookupDrafterConfig):
     """`history`: looks up finished responses to the same prompt, of all engines and earlier starts.
 
-    `learned.history` adds it beside `suffix`.
+    The option `learned.history` adds it to a block with `suffix`.
     """
 
     type: str = choice("history", default="history")
@@ -107,7 +114,7 @@ class HistoryDrafterConfig(LookupDrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AheadDrafterConfig(TextDrafterConfig):
-    """`ahead`: drafts the text that a request brings along, which older weights have made. `run_ahead` adds it."""
+    """`ahead`: drafts the text that older weights have made ahead for the request. The option `run_ahead` adds it."""
 
     type: str = choice("ahead", default="ahead")
 
@@ -123,7 +130,7 @@ class ModelDrafterConfig(DrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MtpDrafterConfig(ModelDrafterConfig):
-    """`mtp`: drafts with the policy's own multi-token prediction heads, which must be in its folder."""
+    """`mtp`: drafts with the policy's own multi-token prediction heads, whose weights must be in the policy's folder."""
 
     type: str = choice("mtp", default="mtp")
 
@@ -145,14 +152,14 @@ class Eagle3DrafterConfig(FolderDrafterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelDrafterConfig(FolderDrafterConfig):
-    """`draft_model`: drafts with a small language model in the policy's engine, which needs the policy's tokenizer."""
+    """`draft_model`: drafts with a small language model in the policy's engine. Its tokenizer must be the policy's."""
 
     type: str = choice("draft_model", default="draft_model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDrafterConfig(FolderDrafterConfig):
-    """Base of the heads that draft all tokens of a step, a block, in one pass."""
+    """Base of the heads that draft all of a request's tokens for an engine step, called a block, in one pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +196,10 @@ class RemoteDrafterConfig(DrafterConfig):
     """GPUs of each drafter that NeMo-RL starts, beside the GPUs of `cluster`. With 0.5 two drafters share one, and with 0
     they run on a CPU."""
     most_ahead: int = bounded(24, low=1, high=64)
-    """Draft tokens by which a drafter may be ahead of a request's committed text. Less than twice `num_speculative_tokens`
-    makes drafters wait."""
+    """The most draft tokens by which a drafter may be ahead of a request's committed text. With less than twice
+    `num_speculative_tokens`, drafters have to wait."""
     max_requests: int = bounded(256, low=1, high=4096)
-    """The most requests that one drafter process serves at the same time, of all engines together."""
+    """The most requests that one drafter process serves at the same time, counted over all engines."""
     allowed_hosts: tuple[str, ...] = ()
     """IP addresses, networks and names of the hosts that may ask for drafts. A drafter looks names up when it starts. An
     empty list allows every host that knows the secret."""
@@ -234,7 +241,10 @@ class RemoteDrafterConfig(DrafterConfig):
         check_allowed_hosts(f"{path}.allowed_hosts", self.allowed_hosts)
 
     def _check_weights_from(self, path: str) -> None:
-        """Raises ConfigError if `weights_from` can be no folder of publications. It need not be there yet."""
+        """Raises ConfigError if `weights_from` cannot be a folder to which weights are published.
+
+        The folder need not exist yet.
+        """
         named = self.weights_from
         if named is None:
             return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM the engines of a run will have. It need not be the one of the Python at hand, or there may be none here.
+"""Tells which vLLM the engines of a run will have. The Python that runs this module may have another one, or none.
 
-NeMo-RL starts engines in environments of their own. A login node without vLLM therefore gives the answer of the job, and so
-does the environment of NeMo-RL's driver.
+NeMo-RL starts engines in environments of their own, and this module reads from NeMo-RL's checkout what is in them. So a login
+node without vLLM gives the same answer as the job, and so does the environment of NeMo-RL's driver.
 """
 
 import os
@@ -22,17 +22,17 @@ class EngineVllm:
     """The vLLM of a run's engines, as far as it is known before they start."""
 
     version: str | None
-    """None if nothing here tells."""
+    """The version, or None if nothing on this machine tells it."""
     place: str
     """Where the version is from: `HERE`, `PINNED`, or words that name the engines' environment."""
     here: str | None
-    """The version in the Python at hand; None if there is none."""
+    """The version in this Python; None if it has no vLLM."""
     pin: Pin | None
-    """What NeMo-RL's checkout says; None without a checkout."""
+    """The vLLM that NeMo-RL's checkout pins; None without a checkout."""
 
 
 def vllm_here() -> EngineVllm:
-    """Returns the vLLM of the Python at hand, for engines that this Python starts itself."""
+    """Returns the vLLM of this Python, for engines that it starts itself."""
     here = vllm_version()
     return EngineVllm(here, HERE, here, None)
 
@@ -40,8 +40,9 @@ def vllm_here() -> EngineVllm:
 def engine_vllm(tree: Tree, variables: Mapping[str, str] = os.environ) -> EngineVllm:
     """Returns the vLLM that the engines of a config will have.
 
-    With `NEMO_RL_PY_EXECUTABLES_SYSTEM=1` it is the one here. Else it is what the engines' environment of NeMo-RL's checkout
-    has, or would get from `uv.lock` when it is made. Without a checkout, and for a local run, it is the one here.
+    In most runs it is the vLLM in the environment that NeMo-RL's checkout has made for its engines. If there is no such
+    environment yet, it is the version in `uv.lock`, from which NeMo-RL would make one. For a local run, without a checkout, or
+    with `NEMO_RL_PY_EXECUTABLES_SYSTEM=1`, by which NeMo-RL uses one Python for all, it is the vLLM of this Python.
     """
     here = vllm_version()
     checkout = nemo_rl_checkout() if runtime_of(tree) == "nemo_rl" else None
@@ -59,7 +60,11 @@ def engine_vllm(tree: Tree, variables: Mapping[str, str] = os.environ) -> Engine
 
 
 def vllm_differences(vllm: EngineVllm) -> Iterator[Finding]:
-    """Yields a finding for each thing about the engines' vLLM that a user may not expect: another one here, a doubtful pin."""
+    """Yields findings about what a user may not expect of the engines' vLLM.
+
+    They tell if NeMo-RL's pin has a problem, if this Python has another version, or if the engines' version is not the pinned
+    one.
+    """
     if vllm.pin is not None and (problem := vllm.pin.problem) is not None:
         yield Finding("vllm", problem, "warning")
     if vllm.place != HERE and vllm.here is not None and vllm.here != vllm.version:

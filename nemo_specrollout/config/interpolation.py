@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that are computed when they are read, such as ${mul:${policy.length}, 2} and ${oc.env:HF_HOME}."""
+"""Computes values that a config has as expressions, such as ${mul:${policy.length}, 2} and ${oc.env:HF_HOME}."""
 
 import operator
 import re
@@ -30,10 +30,10 @@ def register_resolvers() -> None:
 
 @contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Lets ${oc.env:NAME} read `variables` in place of this process's environment, within the block.
+    """Lets ${oc.env:NAME} read `variables` in place of this process's environment, within the `with` block.
 
-    Yields a mapping, which is filled as values are read: from the path of each value that needs a variable which is not
-    there and has no default, to the variable. Such a value is the variable's name after a `$`.
+    Yields a mapping from paths of values to names of variables. It gets an entry whenever a value is read whose variable is
+    missing and has no default. Such a value becomes the text `$NAME`.
     """
     unknown = dict[str, str]()
 
@@ -59,12 +59,15 @@ def _register_environment(function: Any) -> None:
 
 
 def resolved(tree: DictConfig) -> dict[str, Any]:
-    """Returns a config tree with every value computed. Raises OmegaConf's errors, and RecursionError for a circle."""
+    """Returns a config tree with every value computed.
+
+    Raises OmegaConf's errors, and RecursionError if values refer to each other in a circle.
+    """
     return dict(OmegaConf.to_container(tree, resolve=True))  # type: ignore[arg-type]
 
 
 def escaped(node: Any) -> Any:
-    """Returns a computed config tree as it must be written so that nothing in it is computed again."""
+    """Returns a computed config tree with each ${ in its texts escaped, so that a reader of the tree does not compute it."""
     if isinstance(node, Mapping):
         return {key: escaped(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
@@ -73,5 +76,8 @@ def escaped(node: Any) -> Any:
 
 
 def _escaped_text(text: str) -> str:
-    """Returns `text` with a backslash before each ${, and with backslashes before that doubled. Others mean themselves."""
+    """Returns `text` with a backslash put before each ${, and with backslashes directly before that doubled.
+
+    Backslashes in other places have no special meaning and stay as they are.
+    """
     return _INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", text)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults of vLLM and NeMo-RL versions, the configs that meet them, and what helps; without torch.
+"""Lists known faults of vLLM and NeMo-RL versions, with the configs that meet them and what helps. Imports no torch.
 
-Each fault was read in the code of its package or seen in a run. docs/upstream/ has a proposal to mend most of them. A fault
-that `check` can find in the installed files themselves is a finding (`nemo_rl_config.py`) and not listed here.
+Each fault was read in the code of its package or seen in a run. For most of them, docs/upstream/ has a proposal how to mend
+it. A fault that `check` can find in the installed files is reported as a finding (`nemo_rl_config.py`) and is not listed here.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ MOVED_MODULES = {
     "vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils",
     "vllm.entrypoints.openai.engine.protocol": "vllm.entrypoints.serve.engine.protocol",
 }
-"""Modules that NeMo-RL's HTTP server imports, and their newer names, the first since vLLM 0.32 and the second since 0.29.
+"""Modules that NeMo-RL's HTTP server imports, with their newer names. vLLM 0.32 renamed the first, and vLLM 0.29 the second.
 
-Our engine actor lends the server the old names.
+Our engine actor lets the server import them by their old names.
 """
 VLLM = "vllm"
 NEMO_RL = "nemo-rl"
@@ -56,10 +56,13 @@ class KnownTrap:
     before: Version | None = None
     """First version without the fault; None if there is none yet."""
     is_ours: bool = True
-    """Whether this package avoids the fault while the block is on. Else only the user can avoid it."""
+    """Whether this package avoids the fault while the block is on. If not, only the user can avoid it."""
 
     def is_in(self, version: str | None) -> bool:
-        """Returns whether a version has the fault. It may have it if the package is not installed here (None)."""
+        """Returns whether a version has the fault. An unknown version (None) counts as one that has it.
+
+        A version that does not begin with numbers counts as newer than all others.
+        """
         if version is None:
             return True
         numbers = version_numbers(version)
@@ -83,11 +86,11 @@ class MetTrap:
 
     trap: KnownTrap
     version: str | None
-    """Version here; None if it is not known, because the run may be elsewhere."""
+    """Version of the package in the run; None if it is not known, because the run may start on another machine."""
     is_avoided: bool
     """Whether this package avoids the fault in this run."""
     place: str = HERE
-    """Where the version is: `here`, or words for another place, such as those of `EngineVllm.place`."""
+    """Where this version is installed: `here`, or words for another place, such as those of `EngineVllm.place`."""
 
     @property
     def state(self) -> str:
@@ -105,8 +108,8 @@ class MetTrap:
 def known_traps(tree: Tree) -> list[MetTrap]:
     """Returns the faults that a config meets with the versions that its run will have, as far as they are known.
 
-    Of vLLM it is the version of the engines (`engine_vllm.py`). Of a package without a known version, all faults are told.
-    Raises ConfigError for a tree whose drafters cannot be read.
+    The version of vLLM is the one of the engines (`engine_vllm.py`). If a package's version is not known, the faults of all
+    its versions are returned. Raises ConfigError for a config whose drafters cannot be read.
     """
     vllm = engine_vllm(tree)
     versions = {VLLM: (vllm.version, vllm.place), NEMO_RL: (nemo_rl_version(), HERE)}
@@ -138,7 +141,7 @@ def _has_native_head(tree: Tree) -> bool:
 
 
 def _has_delta_rule(tree: Tree) -> bool:
-    """Returns whether the policy has layers of the gated delta rule, and a run drafts for it."""
+    """Returns whether the policy has layers of the gated delta rule, and the run has drafters."""
     families = families_of(str(at(tree, "policy.model_name")), model_config(tree) or {})
     return bool(drafter_types(tree)) and any(row["name"] == "hybrid, gated delta rule" for row in families)
 
@@ -152,8 +155,8 @@ def _serves_http(tree: Tree) -> bool:
 def _keeps_stale_prefixes(tree: Tree) -> bool:
     """Returns whether the engines of an asynchronous run cache prefixes, and keep them when weights change.
 
-    NeMo-RL lets vLLM drop them with `recompute_kv_cache_after_weight_updates`. vLLM does so if no request runs, which is
-    certain only without updates in flight.
+    With `recompute_kv_cache_after_weight_updates`, NeMo-RL asks vLLM to drop the cached prefixes. vLLM does so only if no
+    request is running, which is certain only without in-flight weight updates.
     """
     block = asynchronous_block(tree)
     is_controlled = at(tree, "async_rl") is not None
@@ -232,4 +235,4 @@ TRAPS = (
         "each prompt has a cache salt that names the weights, so no request finds a prefix of older ones",
     ),
 )
-"""Faults of versions that this package works with, because `check` refuses all others."""
+"""The known faults of supported versions. Faults of other versions are not listed, because `check` refuses those versions."""

@@ -30,15 +30,16 @@ _REPLACES = "_override_"
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the resolved tree of the file at `path`, on top of its `defaults`, with `overrides` applied.
+    """Returns the config of the file at `path`, merged with its `defaults`, with `overrides` applied and all values computed.
 
-    Later files of `defaults` win. Overrides have NeMo-RL's grammar. Raises ConfigError.
+    The file overrides its `defaults`, and later files of `defaults` override earlier ones. `overrides` have NeMo-RL's grammar.
+    Raises ConfigError for anything that cannot be read or merged.
     """
     return resolve_config(merge_config(path, overrides), path, overrides)
 
 
 def merge_config(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """Returns the tree of `load_config` as it is written: values such as ${oc.env:HOME} are not computed yet."""
+    """Returns the config of `load_config` before values such as ${oc.env:HOME} are computed."""
     tree = _load_with_defaults(path, ())
     for override in overrides:
         parse_override(override).apply(tree)
@@ -46,7 +47,10 @@ def merge_config(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def resolve_config(tree: DictConfig, path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the tree of `merge_config` with its values computed. Raises ConfigError, which names override or file."""
+    """Returns the tree of `merge_config` with its values computed.
+
+    Raises ConfigError if one cannot be computed. The error names the override that set the value, or else the file.
+    """
     register_resolvers()
     try:
         return resolved(tree)
@@ -59,7 +63,11 @@ def resolve_config(tree: DictConfig, path: Path, overrides: Sequence[str] = ()) 
 
 
 def new_keys(path: Path, overrides: Sequence[str]) -> list[tuple[str, str, list[str]]]:
-    """Returns valid overrides without `+` whose key the file at `path` lacks, with the missing name and its block's names."""
+    """Returns the overrides without `+` whose key is not in the config at `path`.
+
+    Each is a tuple of the override, the first name of its key that is missing, and the names that the block above it has.
+    Raises ConfigError for an override that cannot be read or applied.
+    """
     tree = _load_with_defaults(path, ())
     found = list[tuple[str, str, list[str]]]()
     for text in overrides:
@@ -86,7 +94,7 @@ def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
 
 
 def _parents(path: Path, tree: DictConfig) -> list[Path]:
-    """Returns the files that `defaults` of `tree`, read from `path`, names. Removes the key from `tree`."""
+    """Returns the files that `defaults` names in `tree`, which was read from `path`. Removes `defaults` from `tree`."""
     written = str(OmegaConf.to_container(tree, resolve=False).get("defaults"))  # type: ignore[union-attr]
     hint = f"; set {NEMO_RL_DIR} to the folder of your copy of NeMo-RL" if NEMO_RL_DIR in written else ""
     try:
@@ -103,7 +111,10 @@ def _parents(path: Path, tree: DictConfig) -> list[Path]:
 
 
 def _with_file(below: DictConfig, above: DictConfig, path: Path) -> DictConfig:
-    """Returns `below` merged with `above`, read from `path`, or replaced by its marked blocks."""
+    """Returns `below` with `above`, which was read from `path`, merged into it.
+
+    A block of `above` with the mark `_override_` replaces the block of `below`.
+    """
     for key in list(above):
         # A child may set a mandatory value (`???`). Interpolations are resolved after all merges.
         if OmegaConf.is_missing(above, key) or OmegaConf.is_interpolation(above, str(key)):

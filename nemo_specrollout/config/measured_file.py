@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of measurements: a command writes one, and a run or another command reads it."""
+"""Files of measurements, which one command writes and a run or another command reads."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from nemo_specrollout.storage.files import read_regular
 from nemo_specrollout.storage.text_files import parse_json
 
 _SHOWN = 300
-"""Characters of a reason that are shown. A reason quotes the value, which may be all of a wrong file."""
+"""The most characters of an error's reason that are shown. A reason quotes the value, which may be a whole wrong file."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class MeasuredFile:
 
 
 def check_columns(path: str, **columns: Sequence[float]) -> None:
-    """Raises ConfigError unless the columns at `path` are equally long, have values, and the first strictly increases."""
+    """Raises ConfigError unless the columns at `path` are equally long and not empty, and the first one strictly increases."""
     first, values = next(iter(columns.items()))
     if not values or len({len(column) for column in columns.values()}) > 1:
         sizes = ", ".join(f"{len(column)} {name}" for name, column in columns.items())

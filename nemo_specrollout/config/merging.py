@@ -25,11 +25,15 @@ _FIXES = {
 }
 """Usual fix of a mistake, by words of the parser's message."""
 UNREADABLE = (OmegaConfBaseException, yaml.YAMLError, ValueError, AttributeError, LookupError, RecursionError)
-"""Errors of OmegaConf and of the YAML parser about what a user wrote, beside TypeError."""
+"""Errors that OmegaConf and the YAML parser raise about what a user wrote. TypeError is another, which is handled apart."""
 
 
 def merged(below: DictConfig, above: DictConfig, where: str, other_fix: str = "") -> DictConfig:
-    """Returns `below` with `above` merged into it. Raises ConfigError, which begins with `where`."""
+    """Returns `below` with `above` merged into it.
+
+    Raises ConfigError if they do not fit together. Its message begins with `where`, and ends with `other_fix` if a block and a
+    list meet.
+    """
     try:
         return OmegaConf.merge(below, above)  # type: ignore[return-value]
     except TypeError as error:

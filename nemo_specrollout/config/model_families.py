@@ -22,11 +22,11 @@ _STATE_SIZES = ("ssm_state_size", "mamba_d_state", "state_size", "linear_num_val
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 
 NEWEST_FAMILY = (0, 32, 0)
-"""First vLLM whose V2 model runner the column `tested` is about. The column `older` is about those before it."""
+"""First version of vLLM whose V2 model runner the column `tested` is about. The column `older` is about earlier versions."""
 NOT_TRIED = "not tried"
 
 Row = dict[str, Any]
-"""A row of the tables: `name` and what is said of it, `drafts`, `tested` and `older`; the keys by which it is found."""
+"""A row of the tables. It has a name, the texts `drafts`, `tested` and `older`, and the patterns by which a config fits."""
 
 
 @cache
@@ -46,9 +46,10 @@ def all_options() -> list[Row]:
 
 
 def families_of(model: str, config: Mapping[str, Any]) -> list[Row]:
-    """Returns the rows of a model's families, by its config.json if that is known, else by its name; none if unknown.
+    """Returns the rows of the families that a model belongs to. The list is empty if none is known.
 
-    A dense model has no special layers, so it is dense only if it belongs to no other family.
+    The model is recognized by its config.json, or by its name if `config` is empty. A dense model has no special layers, so
+    the family `dense` is returned only if the model belongs to no other family.
     """
     names = [str(block.get("model_type", "")) for block in _blocks(config)] if config else [model]
     rows = [row for row in all_families() if any(re.search(row["match"], name.lower()) for name in names)]
@@ -70,7 +71,7 @@ def row_in_words(row: Row, version: str | None) -> str:
 
 
 def _fields(row: Row) -> Iterable[tuple[str, str]]:
-    """Returns paths in a config, and the beginnings of the values that turn an option on."""
+    """Returns pairs of a path in a config and the beginning of the values there that turn the option on."""
     return row.get("fields", {}).items()
 
 

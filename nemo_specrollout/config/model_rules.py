@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about the folders of a run's models: the files and numbers that vLLM needs of the policy and of its drafters.
+"""Checks that the folders of a run's models have the files and the sizes that vLLM needs of the policy and its drafters.
 
-What a head needs of its policy beyond that is in `heads/files`.
+A draft head has to fit its policy in more ways, which `heads/files` checks.
 """
 
 import os
@@ -41,7 +41,10 @@ _LONG_LENGTHS = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _CONFIG_OVERRIDES = ("policy.hf_config_overrides", f"{VLLM_KWARGS}.hf_overrides", f"{VLLM_KWARGS}.hf_config_path")
 """Keys that replace values of a policy's config.json."""
 _IN_THE_ENGINE = ("draft_model", "dflash", "dspark")
-"""Drafters that read the policy's positions. Heads of EAGLE-3 do so, too; `heads/files` checks them."""
+"""Drafters that draft at every position of a request, and so must be made for texts as long as `max_model_len`.
+
+The same holds for EAGLE-3 heads, which `heads/files` checks.
+"""
 _NATIVE_HEADS = ("eagle", "eagle3")
 
 
@@ -63,13 +66,13 @@ class _Model:
 
 
 def model_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about the folders of the models that the config names, and about drafters in the policy's own."""
+    """Yields the findings about the models that the config names, and about drafting layers of the policy itself (MTP)."""
     models = _models(tree)
     policy = models[0]
     found = [finding for model in models for finding in _loading(model, Path(policy.name))]
     yield from found
     if any(finding.kind == "error" for finding in found):
-        return  # what follows reads the same files
+        return  # the checks below read the same files
     yield from _policy_length(tree, policy)
     for model in models:
         yield from _sizes(tree, model)
@@ -85,7 +88,7 @@ def _models(tree: Tree) -> list[_Model]:
 
 
 def _loading(model: _Model, policy: Path) -> Iterator[Finding]:
-    """Yields an error about a model in a folder here that cannot be loaded, or a note about a folder elsewhere."""
+    """Yields an error if the model's folder cannot be loaded, or a note if its folder is not on this machine."""
     if model.folder is not None:
         try:
             check_model(model.folder, policy, model.kind)
@@ -105,7 +108,7 @@ def _layer_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _sizes(tree: Tree, model: _Model) -> Iterator[Finding]:
-    """Yields errors about a folder's positions, and about attention heads that the GPUs of an engine cannot share."""
+    """Yields findings if a model has too few positions, or attention heads that the GPUs of an engine cannot share equally."""
     if model.folder is None:
         return
     where = model.folder / "config.json"
@@ -132,7 +135,7 @@ def _sizes(tree: Tree, model: _Model) -> Iterator[Finding]:
 
 
 def _policy_length(tree: Tree, policy: _Model) -> Iterator[Finding]:
-    """Yields the error about texts that are longer than the policy was made for, where nothing stretches its positions."""
+    """Yields an error if `max_model_len` is above the policy's number of positions, and no setting extends that number."""
     length = at(tree, _MAX_LENGTH)
     allowed = os.environ.get(_LONG_LENGTHS) or at(tree, f"{VLLM_CFG}.env_vars.{_LONG_LENGTHS}")
     if policy.folder is None or allowed or not isinstance(length, int) or _is_overridden(tree):
@@ -156,7 +159,7 @@ def _is_overridden(tree: Tree) -> bool:
 
 
 def _mtp(tree: Tree, policy: _Model) -> Iterator[Finding]:
-    """Yields what is known against drafting by the policy's own layers for multi-token prediction."""
+    """Yields a finding if a run would draft with the policy's layers for multi-token prediction, but the policy has none."""
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else {}
     is_native = str(native.get("method", "")).endswith("mtp") and not native.get("model")
     if not is_native and not any(d.get("type") == "mtp" for d in named_drafters(tree)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A NeMo-RL config with the block `specrollout`: its script, its block for the vLLM workers, and its findings."""
+"""Checks a NeMo-RL config with the block `specrollout`, and tells the block in effect and the script that runs the config."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -40,7 +40,7 @@ from nemo_specrollout.installed.versions import (
 )
 
 ALGORITHMS = {"grpo": "GRPO", "ppo": "PPO", "distillation": "on-policy distillation"}
-"""NeMo-RL's blocks of algorithms that roll out, with their names."""
+"""The blocks of NeMo-RL's algorithms that have rollouts, with the names of the algorithms."""
 _KINDS = ("error", "warning", "note")
 _BLOCKS = (
     "grpo",
@@ -66,14 +66,14 @@ _BLOCKS = (
     "logger",
     "checkpointing",
 )
-"""Optional values that must be blocks of keys."""
+"""Paths of values that may be absent, and that must be blocks of keys if they are present."""
 
 
 def effective_config(tree: Tree) -> SpecrolloutConfig | None:
     """Returns the block of a NeMo-RL config; None if it is absent or has `enabled: false`.
 
-    With a `speculative_config` of the user, the block has no drafters: our sampler then verifies the drafts of vLLM's
-    drafter. Raises ConfigError for a block that is not valid, or that names drafters in addition.
+    If the user has set vLLM's `speculative_config`, the returned block has no drafters, and our sampler verifies the drafts of
+    vLLM's own drafter. Raises ConfigError for a block that is not valid, or that names drafters beside `speculative_config`.
     """
     if not block_is_on(tree):
         return None
@@ -92,7 +92,7 @@ def effective_config(tree: Tree) -> SpecrolloutConfig | None:
 def check_nemo_rl(tree: Tree) -> list[Finding]:
     """Returns all findings about a NeMo-RL config: errors, then warnings, then notes.
 
-    Of a block that is off, they say no more than where it would be read.
+    If the block is off, they only tell whether it is in a wrong place, and whether NeMo-RL can start engines without it.
     """
     return _checked(tree)[1]
 
@@ -111,7 +111,7 @@ def prepare_nemo_rl(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]
 
 
 def _checked(tree: Tree) -> tuple[SpecrolloutConfig | None, list[Finding]]:
-    """Returns the block, unless it is off or an error, and all findings."""
+    """Returns the block, or None if it is off or invalid, and all findings, sorted from errors to notes."""
     block = None
     found = list(malformed(tree))
     if not found:
@@ -168,9 +168,9 @@ def _nemo_rl_version() -> Iterator[Finding]:
 
 
 def _about_engines(tree: Tree, block: SpecrolloutConfig | None) -> Iterator[Finding]:
-    """Yields what is wrong or unexpected about the vLLM of the engines, and what of the block that vLLM cannot run.
+    """Yields findings about the vLLM of the engines, and about parts of the config that this version cannot run.
 
-    An unsupported version is an error where the run would have it for sure.
+    An unsupported version is an error if the run is certain to have it, and a warning otherwise.
     """
     vllm = engine_vllm(tree)
     yield from vllm_differences(vllm)
@@ -187,7 +187,7 @@ def _about_engines(tree: Tree, block: SpecrolloutConfig | None) -> Iterator[Find
 
 
 def _nemo_rl_alone(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning if NeMo-RL itself cannot start an engine with the vLLM of its engines."""
+    """Yields a warning if NeMo-RL without this package cannot start an engine with the vLLM that its engines have."""
     if at(tree, "policy.generation.backend") != "vllm":
         return
     vllm = engine_vllm(tree)
@@ -246,7 +246,10 @@ def _without_rollouts(tree: Tree) -> Finding | None:
 
 
 def script_of(tree: Tree) -> str:
-    """Returns the path of the script in a NeMo-RL checkout. Raises ConfigError for a config that no script runs."""
+    """Returns the path of the script that runs a config, relative to NeMo-RL's checkout.
+
+    Raises ConfigError for a config that no script runs.
+    """
     if (without := _without_rollouts(tree)) is not None:
         raise ConfigError(str(without))
     for script, fits in _SCRIPTS:

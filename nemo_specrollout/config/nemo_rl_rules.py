@@ -38,7 +38,7 @@ from nemo_specrollout.config.strict import nearest
 
 
 def trainer_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about NeMo-RL's draft heads and prompt files, whatever engine generates."""
+    """Yields the findings about NeMo-RL's draft heads and prompt files, which do not depend on the generation backend."""
     layers = at(tree, "policy.draft.aux_layer_indices")
     if at(tree, "policy.draft.enabled") and layers:
         text = f"{layers}; NeMo-RL sizes the head by it, and then captures its default layers: set it to null"
@@ -52,7 +52,10 @@ def _has_unseeded_clients(tree: Tree) -> bool:
 
 
 def _no_size(low: int, *others: int) -> Callable[[Any], bool]:
-    """Returns a function that tells whether a value is set, and is neither a whole number from `low` on nor in `others`."""
+    """Returns a function that tells whether a value is not a size.
+
+    Sizes are whole numbers from `low` on, the numbers in `others`, and None, which means that nothing is set.
+    """
 
     def trips(value: Any) -> bool:
         is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -62,7 +65,7 @@ def _no_size(low: int, *others: int) -> Callable[[Any], bool]:
 
 
 def _no_share(value: Any) -> bool:
-    """Returns whether a value is set, and is not a number above 0 and up to 1."""
+    """Returns whether a value is not a share. Shares are numbers above 0 and up to 1, and None, which is no value at all."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value is not None and not (is_number and 0 < value <= 1)
 
@@ -147,7 +150,10 @@ def _data_plane(tree: Tree) -> Iterator[Finding]:
 
 
 def _sampling(tree: Tree) -> Iterator[Finding]:
-    """Checks the log-probs: NeMo-RL trains on those after temperature, top-p and top-k (distributed/model_utils.py:848)."""
+    """Yields findings about the temperature, and about log-probs of the engine that are not those of the trainer.
+
+    NeMo-RL trains on the log-probs after temperature, top-p and top-k (distributed/model_utils.py:848).
+    """
     path = f"{GENERATION}.temperature"
     temperature = at(tree, path, 1.0)
     if not isinstance(temperature, int | float) or isinstance(temperature, bool) or not 0 < temperature <= 2:
@@ -175,7 +181,10 @@ def _native_drafts(tree: Tree) -> Iterator[Finding]:
 
 
 def _prompt_files(tree: Tree) -> Iterator[Finding]:
-    """Names the prompt files that a run would not find: it looks where it is started, then in NeMo-RL's checkout."""
+    """Yields a note for each prompt file that a run would not find.
+
+    A run looks for them in the folder where it is started, and then in NeMo-RL's checkout.
+    """
     checkout = nemo_rl_checkout()
     for path, name in strings_at(tree, PROMPT_FILES):
         if Path(name).is_file() or (checkout is not None and (checkout / name).is_file()):
@@ -197,11 +206,11 @@ _V1_METHODS = ("suffix", "custom_class", "medusa", "mlp_speculator")
 _V1_OPTIONS = ("parallel_drafting", "disable_padded_drafter_batch", "use_heterogeneous_vocab")
 """Options of `speculative_config` that only vLLM's V1 model runner has."""
 _PARALLEL_METHODS = ("dflash", "dspark")
-"""Methods that draft all positions in one pass by nature, with speculators of the V2 model runner."""
+"""Methods that always draft all positions in one pass, which the V2 model runner can do."""
 
 
 def backend_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the error about another engine than vLLM. Nothing else can then be said about the engines."""
+    """Yields an error if the generation backend is not vLLM. No other rule about the engines can be checked then."""
     if (backend := at(tree, f"{GENERATION}.backend")) != "vllm":
         text = f"{json.dumps(backend)}; specrollout works only in vLLM: set it to vllm"
         yield Finding(f"{GENERATION}.backend", text, "error")
@@ -283,7 +292,7 @@ def _parallelism(tree: Tree) -> Iterator[Finding]:
 
 
 def _lockstep(tensor: int, expert: int, feature: str, fix: str) -> Finding:
-    """Returns the error about a feature that engines do not all use in the same step."""
+    """Returns the error about a feature that lets an engine pause, if expert parallelism makes engines step in lockstep."""
     text = (
         f"{expert} with tensor_parallel_size {tensor} and {feature}; vLLM steps such engines in lockstep, so an engine that "
         f"pauses would hold up the others: {fix}"
@@ -335,13 +344,16 @@ def _number_of_engines(fastest: FastestOfNConfig, engines: int) -> Iterator[Find
 
 
 _FREE = (BLOCK_PATH, VLLM_KWARGS, "env", "runtime")
-"""Blocks and keys that NeMo-RL's configs need not have. specrollout checks the keys of its own block itself."""
+"""Blocks and keys that an override may add, because NeMo-RL's configs need not have them.
+
+The keys of specrollout's own block are checked when the block is built.
+"""
 _FREE_ENDINGS = ("env_vars", "kwargs", "overrides")
 """Endings of the names of blocks that take any key."""
 
 
 def unknown_overrides(path: Path, overrides: Sequence[str]) -> Iterator[Finding]:
-    """Yields a warning of each override that misspells a key of the config at `path`, and a note of any other new key."""
+    """Yields a warning for each override that misspells a key of the config at `path`, and a note for any other new key."""
     for override, name, known in new_keys(path, overrides):
         if _is_free(override):
             continue

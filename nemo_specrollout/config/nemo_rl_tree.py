@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads values of a config tree in NeMo-RL's shape, and evaluates tables of rules about them; without NeMo-RL."""
+"""Reads values of a config with NeMo-RL's keys, and evaluates tables of rules about them. NeMo-RL is not imported.
+
+A tree is the content of a config as nested mappings and lists.
+"""
 
 import json
 import os
@@ -47,7 +50,10 @@ def strings_at(tree: Tree, keys: Collection[str], above: str = "") -> Iterator[t
 
 
 def size_at(tree: Tree, path: str, default: int = 1, *, low: int = 1) -> int:
-    """Returns the integer at a dotted path; `default` if it is null. Raises ConfigError if it is not one, or below `low`."""
+    """Returns the integer at a dotted path; `default` if it is absent or null.
+
+    Raises ConfigError if the value is not an integer, or is below `low`.
+    """
     parent = path.rpartition(".")[0]
     block = at(tree, parent, {})
     value = at(tree, path)
@@ -91,7 +97,10 @@ def block_is_on(tree: Tree) -> bool:
 
 
 def native_drafts(tree: Tree) -> int:
-    """Returns the draft tokens a step of `speculative_config`; 0 if it is absent or, as in NeMo-RL, turned off by a zero."""
+    """Returns the draft tokens per request and engine step of vLLM's `speculative_config`; 0 if that is absent or off.
+
+    As in NeMo-RL, `num_speculative_tokens: 0` turns it off.
+    """
     config = at(tree, SPECULATIVE_CONFIG)
     is_block = isinstance(config, Mapping) and config
     return size_at(tree, f"{SPECULATIVE_CONFIG}.num_speculative_tokens", low=0) if is_block else 0
@@ -120,7 +129,10 @@ def asynchronous_block(tree: Tree) -> str | None:
 
 
 def stale_kv_field(tree: Tree) -> str | None:
-    """Returns the path of the false field because of which running requests keep the KV cache of older weights, if any."""
+    """Returns the path of the field that must be true for running requests to drop the KV cache of older weights.
+
+    Returns None if the field is true, or if weights do not change while requests run.
+    """
     block = "async_rl" if at(tree, "async_rl") is not None else asynchronous_block(tree)
     is_in_flight = block == "async_rl" or (block is not None and at(tree, f"{block}.in_flight_weight_updates"))
     field = f"{block}.recompute_kv_cache_after_weight_updates"
@@ -128,7 +140,11 @@ def stale_kv_field(tree: Tree) -> str | None:
 
 
 def nemo_rl_checkout() -> Path | None:
-    """Returns the checkout whose NeMo-RL a run here uses, if it is found: an importable one, else `NEMO_RL_DIR`."""
+    """Returns the checkout of NeMo-RL that a run on this machine uses; None if it is not found.
+
+    It is the one from which this Python imports NeMo-RL, or else the folder that the variable `NEMO_RL_DIR` names, or else the
+    checkout of NeMo-RL's container.
+    """
     if (importable := installed_source("nemo_rl")) is not None:
         return importable
     named = Path(os.environ.get(NEMO_RL_DIR) or DEFAULT_NEMO_RL_DIR)
@@ -155,7 +171,10 @@ class Finding:
 
     @classmethod
     def error(cls, sentence: object, prefix: str = "") -> Self:
-        """Returns the error that a sentence `subject: text` describes, or an exception with one."""
+        """Returns an error made of a sentence `subject: text`, or of an exception with such a message.
+
+        `prefix` is put before the subject.
+        """
         subject, _, text = str(sentence).partition(": ")
         return cls(prefix + subject, text, "error")
 
@@ -185,7 +204,7 @@ def broken(rules: Iterable[Rule], tree: Tree) -> Iterator[Finding]:
 
 
 def findings(*found: tuple[object, str, str, str]) -> Iterator[Finding]:
-    """Yields the findings (does it hold, subject, text, kind) whose first entry is true."""
+    """Yields a finding for each tuple (does it hold, subject, text, kind) whose first entry is true."""
     yield from (Finding(subject, text, kind) for holds, subject, text, kind in found if holds)
 
 
@@ -203,9 +222,10 @@ RUNTIMES = ("local", "nemo_rl")
 
 
 def runtime_of(tree: Tree) -> str:
-    """Returns `local` or `nemo_rl`, by the key `runtime`; else by the key that only NeMo-RL's configs have, a node's GPUs.
+    """Returns the runtime that a config is for, `local` or `nemo_rl`.
 
-    Raises ConfigError for another value.
+    The key `runtime` names it. Without that key, a config with `cluster.gpus_per_node` is for NeMo-RL, because only NeMo-RL's
+    configs have it. Raises ConfigError for another value of `runtime`.
     """
     runtime = tree.get("runtime", "nemo_rl" if at(tree, "cluster.gpus_per_node") else "local")
     if runtime not in RUNTIMES:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overrides of the command line, `key=value` and `~key`, read by Hydra's own parser as NeMo-RL reads them.
 
-A second parser would differ from it: to YAML, `on` is true and 10:00:00:00 is a number. Hydra is imported only where there
-is an override to read.
+Another parser would read some values in another way. To a YAML parser, for example, `on` is true and 10:00:00:00 is a number.
+Hydra is imported only when there is an override to read.
 """
 
 import re
@@ -44,7 +44,10 @@ class Override:
         return _where(self.text)
 
     def apply(self, tree: DictConfig) -> None:
-        """Changes `tree`. A new key needs no `+`, other than in NeMo-RL. Raises ConfigError."""
+        """Applies this override to `tree`. Unlike in NeMo-RL, a new key needs no `+`.
+
+        Raises ConfigError if the override does not fit the tree.
+        """
         try:
             self._apply(tree)
         except TypeError as error:
@@ -87,9 +90,9 @@ def key_of(text: str) -> str:
 
 
 def parse_override(text: str) -> Override:
-    """Returns the override that `text` means to NeMo-RL. Raises ConfigError.
+    """Returns the override that NeMo-RL would read from `text`. Raises ConfigError if `text` is not one override.
 
-    Raises ModuleNotFoundError if Hydra is not installed: no other grammar takes its place.
+    Raises ModuleNotFoundError if Hydra is not installed, because no other parser takes its place.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -108,7 +111,7 @@ def parse_override(text: str) -> Override:
 
 
 def _check_key(text: str, where: str) -> None:
-    """Raises ConfigError for the usual mistakes in a key, which Hydra's parser tells in words of its grammar."""
+    """Raises ConfigError for the usual mistakes in a key, because Hydra's errors about them use terms of its grammar."""
     key = key_of(text)
     if not key.strip() or not ("=" in text or text.startswith("~")):
         raise ConfigError(f"{where}: expected key=value, e.g. grpo.max_num_steps=3, or ~key")

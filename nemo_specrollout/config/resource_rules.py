@@ -32,7 +32,10 @@ _TRAINERS = {
     ),
     "policy.dtensor_cfg": ("tensor_parallel_size", "context_parallel_size"),
 }
-"""NeMo-RL's trainers, in the order in which it looks for the enabled one, with the sizes whose product is a group."""
+"""The blocks of NeMo-RL's trainers, in the order in which it looks for the enabled one.
+
+The product of the named sizes is the number of GPUs in a group of ranks.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class GpuShares:
 
 
 def resource_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about GPUs, with the sizes that NeMo-RL refuses, and about keys of logging services."""
+    """Yields the findings about GPUs and parallel sizes, keys of logging services, and kinds of GPUs."""
     yield from _gpus(tree)
     yield from _logging_keys(tree)
     yield from _architectures(tree)
@@ -55,7 +58,7 @@ def _gpus(tree: Tree) -> Iterator[Finding]:
     if at(tree, f"{teachers}.enabled") and at(tree, f"{teachers}.non_colocated_teachers.enabled"):
         return  # each teacher takes nodes by rules of its own
     if at(tree, "cluster.gpus_per_node") is None:
-        return  # `launch` takes the number of the cluster file
+        return  # `launch` takes the number from the cluster file
     wrong = list(_resources(tree))
     yield from wrong
     if not wrong:
@@ -104,7 +107,10 @@ def _resources(tree: Tree) -> Iterator[Finding]:
 
 
 def _reward_gpus(tree: Tree, key: str) -> int:
-    """Returns `num_nodes` or `gpus_per_node` of NeMo-RL's reward model; 0 if no data use it, or the SingleController runs."""
+    """Returns the value of `key`, `num_nodes` or `gpus_per_node`, for NeMo-RL's reward model.
+
+    Returns 0 if no data use that model, or if the config is for NeMo-RL's SingleController.
+    """
     data = at(tree, "data", {})
     blocks = [data.get(name) for name in ("train", "validation", "default")]
     each = [item for block in blocks for item in (block if isinstance(block, list) else [block])]
@@ -123,7 +129,8 @@ def _policy_nodes(tree: Tree) -> int:
 def gpu_shares(tree: Tree) -> GpuShares:
     """Returns the GPUs for training and generation (NeMo-RL: `setup` in algorithms/grpo.py, ppo.py and distillation.py).
 
-    A share is 0 or less if the other one leaves none. Raises ConfigError for a number that is none.
+    A share is 0 or negative if the other one takes all GPUs. Raises ConfigError for a size in the config that is not a whole
+    number.
     """
     nodes = _policy_nodes(tree)
     gpus = size_at(tree, "cluster.gpus_per_node")
@@ -139,7 +146,7 @@ def gpu_shares(tree: Tree) -> GpuShares:
 
 
 def _parallel_sizes(tree: Tree, shares: GpuShares) -> Iterator[Finding]:
-    """Yields the errors about parallel sizes: those of NeMo-RL's trainers and of its `VllmGeneration`."""
+    """Yields an error for each parallel size that NeMo-RL's trainer or its `VllmGeneration` would refuse."""
     yield from _indivisible(tree, VLLM_CFG, ("tensor_parallel_size", "pipeline_parallel_size"), shares.generation)
     trainer = next((name for name in _TRAINERS if at(tree, f"{name}.enabled")), None)
     if trainer is not None:
@@ -169,7 +176,10 @@ def _parallel_sizes(tree: Tree, shares: GpuShares) -> Iterator[Finding]:
 
 
 def _indivisible(tree: Tree, path: str, names: Sequence[str], gpus: int) -> Iterator[Finding]:
-    """Yields the error about a group of ranks, with sizes `names` of the block at `path`, that does not divide `gpus` GPUs."""
+    """Yields an error if `gpus` GPUs cannot be divided into groups of ranks.
+
+    The size of a group is the product of the sizes `names` in the block at `path`.
+    """
     sizes = {name: size_at(tree, f"{path}.{name}") for name in names}
     group = math.prod(sizes.values())
     if gpus > 0 and gpus % group == 0:
@@ -184,7 +194,7 @@ def _indivisible(tree: Tree, path: str, names: Sequence[str], gpus: int) -> Iter
 
 
 def _architectures(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning if, in NeMo-RL's environment, a variable is missing that its Megatron policy needs."""
+    """Yields a warning if NeMo-RL is installed here, but the environment lacks a variable that its Megatron policy needs."""
     if at(tree, "policy.megatron_cfg.enabled") and can_run_nemo_rl() and not os.environ.get(_ARCHITECTURES):
         text = (
             "not set; NeMo-RL's container sets it, and without it no Megatron policy starts: set it, e.g. to 9.0 10.0"
@@ -204,7 +214,7 @@ class _Service:
     without_key: tuple[str, ...]
     """Modes that need no key."""
     files: tuple[str, ...]
-    """Files in the home folder where its login command puts the key."""
+    """Files in the home folder where the service's login command puts the key."""
 
 
 _SERVICES = (
@@ -235,7 +245,7 @@ def _has_key(tree: Tree, service: _Service) -> bool:
 
 
 def _has_login(file: Path, service: str) -> bool:
-    """Returns whether a file of logins has a host with `service` in its name, or a server of one's own."""
+    """Returns whether a netrc file has a login for a host with `service` in its name, or for the host in WANDB_BASE_URL."""
     own_server = os.environ.get("WANDB_BASE_URL", "")
     try:
         return any(service in host or host in own_server for host in netrc.netrc(str(file)).hosts)

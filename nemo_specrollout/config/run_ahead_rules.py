@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings about the block `run_ahead`: where the next prompts are not known early, and numbers that cannot take effect."""
+"""Findings about the block `run_ahead`.
+
+They name settings with which the next prompts are not known early, and numbers that cannot take effect.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,7 +18,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
 )
 
 BYTES_OF_TOKEN = 10
-"""Memory of a token of a text on the driver: its id, the gap to the runner-up, and the runner-up's id."""
+"""Bytes on the driver for a token of a text made ahead: its id, its score gap to the runner-up, and the runner-up's id."""
 MIB = 1 << 20
 _PATH = f"{BLOCK_PATH}.run_ahead"
 _FIX = f"or remove {_PATH}"
@@ -41,7 +44,10 @@ def run_ahead_findings(tree: Tree, ahead: RunAheadConfig) -> Iterator[Finding]:
 
 
 def _about_asynchronous(tree: Tree, ahead: RunAheadConfig, block: str) -> Iterator[Finding]:
-    """Yields what asynchronous requests need so that they can begin again when weights change, and what has no effect."""
+    """Yields findings about settings of asynchronous runs, where requests have to begin again when weights change.
+
+    Errors name settings with which they cannot begin again. A warning names a number that has no effect.
+    """
     for name in ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates"):
         if not at(tree, f"{block}.{name}"):
             text = "false with run_ahead; asynchronous requests begin again when weights change, which needs it"
@@ -58,7 +64,7 @@ def _about_asynchronous(tree: Tree, ahead: RunAheadConfig, block: str) -> Iterat
 
 
 def _unknown_prompts(tree: Tree) -> Iterator[Finding]:
-    """Yields the loops of NeMo-RL in which nobody knows a coming step's prompts early."""
+    """Yields an error if a function of the user chooses each step's prompts, so that those of coming steps are not known."""
     path = "data.use_multiple_dataloader"
     if (value := at(tree, path)) not in (None, False):
         shown = "a block" if isinstance(value, Mapping) else json.dumps(value)
@@ -67,7 +73,7 @@ def _unknown_prompts(tree: Tree) -> Iterator[Finding]:
 
 
 def _about_filter(tree: Tree, ahead: RunAheadConfig, algorithm: str) -> Iterator[Finding]:
-    """Yields what is not known while rewards decide how many batches a step takes."""
+    """Yields an error if prompts of coming steps are not known, because rewards decide how many batches a step takes."""
     filtered = f"{algorithm}.use_dynamic_sampling"
     if at(tree, f"{GENERATION}.colocated.enabled", True):
         text = (
@@ -80,7 +86,7 @@ def _about_filter(tree: Tree, ahead: RunAheadConfig, algorithm: str) -> Iterator
 
 
 def _about_numbers(tree: Tree, ahead: RunAheadConfig, algorithm: str) -> Iterator[Finding]:
-    """Yields numbers that cannot take effect in this run."""
+    """Yields a warning for each number that cannot take effect in this run."""
     last = size_at(tree, f"{algorithm}.max_num_steps", 0, low=0)
     if isinstance(ahead.steps, int) and 0 < last <= ahead.steps:
         text = f"{ahead.steps}, but the run has {last} steps ({algorithm}.max_num_steps), so no text is made "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps requests in their engine although `fastest_of_n` may move or race them.
+"""Finds settings because of which requests stay in their engine, although `fastest_of_n` may move or race requests.
 
 Another engine continues a request with the text so far as its prompt. It makes the same tokens only if nothing depends on
-where the prompt ends. Parameters of single requests that depend on it are told by `is_portable`
-(generation/engine/vllm_requests.py). Here are the settings of whole engines and runs.
+where the prompt ends. This module finds settings of whole engines and runs that depend on it. For parameters of single
+requests, `is_portable` (generation/engine/vllm_requests.py) does so.
 """
 
 import json
@@ -23,7 +23,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
 )
 
 PLUGINS = "vllm.logits_processors"
-"""Group of the entry points by which an installed package adds a logits processor to every engine of vLLM's."""
+"""Group of the entry points by which an installed package adds a logits processor to every vLLM engine."""
 _MAY_COUNT = "a logits processor may count from the end of the prompt, as budgets do"
 _LACKS = "an engine that continues a request returns {} of its own tokens only"
 WHY_ALL_STAY = {
@@ -35,9 +35,12 @@ WHY_ALL_STAY = {
     "rswa_window": "the policy's attention sees all of the prompt, but only a window of the response",
     "canvas_length": "the policy is a diffusion model, which makes blocks of tokens from the end of the prompt on",
 }
-"""Why every request must stay in an engine, by what the engine has: arguments of vLLM, plugins, keys of a config.json."""
+"""Reasons why every request must stay in its engine.
+
+Each key is what the engine has: an argument of vLLM, plugins, or a key of the policy's config.json.
+"""
 ARGUMENTS_FOR_TOKENS = ("logits_processors", "watermark_config")
-"""Arguments of vLLM that make other tokens where a request continues from the text so far."""
+"""Arguments of vLLM with which a request gets other tokens if an engine continues it from the text so far."""
 _ARGUMENTS_FOR_OUTPUTS = ("enable_return_routed_experts", "return_sampling_mask")
 _POLICY_KEYS = ("rswa_window", "canvas_length")
 _STOP_AT_STRINGS = ("sliding_puzzle_game", "code", "retriever")
@@ -50,7 +53,7 @@ def plugins_here() -> list[str]:
 
 
 def staying_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning of each setting of a config because of which requests stay in their engine."""
+    """Yields a warning for each setting of a config because of which requests stay in their engine."""
     arguments = at(tree, VLLM_KWARGS, {})
     for name in (*ARGUMENTS_FOR_TOKENS, *_ARGUMENTS_FOR_OUTPUTS):
         if value := arguments.get(name):
@@ -73,7 +76,7 @@ def _none_moves(path: str, value: Any, why: str) -> Finding:
 
 
 def _some_stay(tree: Tree) -> Iterator[Finding]:
-    """Yields a warning of each kind of requests that stay while others may move."""
+    """Yields a warning for each kind of requests that stay while others may move."""
     for name in _STOP_AT_STRINGS:
         if at(tree, f"env.{name}") is not None and _is_used(tree, name):
             text = "its turns end at a string; with fastest_of_n such requests stay in their engine, so none moves"

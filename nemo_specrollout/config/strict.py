@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds frozen dataclasses from plain mappings; a mistake raises a sentence that names field, value and fix."""
+"""Builds frozen dataclasses from plain mappings. A mistake raises ConfigError, which names field, value and fix."""
 
 import collections.abc
 import dataclasses
@@ -16,13 +16,14 @@ Field = dataclasses.Field[Any]
 
 
 class ConfigError(ValueError):
-    """A value that cannot be run; the message names the field, the value and what to write instead."""
+    """The error about a value that cannot be used. Its message names the field, the value and what to write instead."""
 
 
 def raise_first_mistake(path: str, *mistakes: tuple[object, str, str]) -> None:
-    """Raises ConfigError for the first of `mistakes`, (is it made, field, value and fix), whose first entry is true.
+    """Raises ConfigError for the first of `mistakes` that was made.
 
-    Fields are relative to `path`; the empty one is `path` itself.
+    A mistake is a tuple: whether it was made, its field relative to `path`, and a text with the value and the fix. An empty
+    field stands for `path` itself.
     """
     for is_made, field, text in mistakes:
         if is_made:
@@ -70,7 +71,8 @@ def choice(
 ) -> Any:
     """Returns a dataclass field whose value must be one of `options`.
 
-    `withdrawn` maps values that were options once to what to write instead, which the error about such a value tells.
+    `withdrawn` maps values that were options once to texts that tell what to write instead. The error about such a value has
+    the text.
     """
     return dataclasses.field(default=default, metadata={"options": options, "withdrawn": withdrawn})
 
@@ -117,7 +119,7 @@ def build(cls: type[T], values: Any, path: str) -> T:
 def build_tagged(variants: Mapping[str, type[T]], values: Any, path: str) -> T:
     """Returns an instance of the dataclass that the key `type` of `values` names in `variants`.
 
-    A key of another variant is an error that names the types that have it, unless its value is the default there.
+    Raises ConfigError for a key that only other variants have, and names them, unless its value is the default there.
     """
     _check_keys(values, {name for cls in variants.values() for name in _fields(cls)}, path)
     if "type" not in values:

@@ -2,8 +2,8 @@
 """Options of vLLM that the V2 model runner of an older version refuses, so that no engine would start with the block on.
 
 vLLM alone runs such a config on its V1 model runner. This package needs V2, and so it refuses the option at `check` and at
-`install`, not minutes later in an engine's actor. Read from `VllmConfig._get_v2_model_runner_unsupported_features` of each
-version, and tried with `tests/test_older_families.py`.
+`install`, not minutes later in an engine actor. The options were read from
+`VllmConfig._get_v2_model_runner_unsupported_features` in each version of vLLM, and `tests/test_older_families.py` tries them.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class V2Lack:
-    """An option that V2 model runners before a version refuse."""
+    """An option of vLLM that the V2 model runner of older versions refuses."""
 
     paths: tuple[str, ...]
     """Fields that turn the option on."""
     taken_since: Version
-    """First version whose V2 model runner takes it."""
+    """First version whose V2 model runner accepts the option."""
     lack: str
-    """What the V2 model runner does there, as a verb phrase with vLLM's own words in quotation marks."""
+    """What the V2 model runner of older versions lacks, as a verb phrase with vLLM's own words in quotation marks."""
     values: tuple[str, ...] = ()
-    """Values that are refused; without any, every value but null, false, 1 and an empty one."""
+    """Values that are refused. If it is empty, every value is refused but null, false, 1 and empty ones."""
     fix: str = "remove it"
 
     def field_in(self, tree: Tree) -> str | None:

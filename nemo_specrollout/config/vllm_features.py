@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each supported version of vLLM has of the features of this package. Neither torch nor vLLM is imported.
+"""Tells which features of this package work with which supported version of vLLM. Imports neither torch nor vLLM.
 
-A login node, on which vLLM is not installed, gives the same answer as the job, because both ask this table. The engine finds
-out by names and signatures what its vLLM has, and `tests/test_older_vllm.py` compares the table with that.
+A login node, on which vLLM is not installed, gives the same answer as the job, because both ask this table. An engine finds
+out by names and signatures in vLLM what its version can do, and `tests/test_older_vllm.py` compares the table with that.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class VllmFeature:
     """A feature of this package that not every supported version of vLLM can have."""
 
     name: str
-    """As the documents call it."""
+    """The name of the feature in the documents."""
     since: Version
     """First version of vLLM with which it works."""
     otherwise: str
@@ -48,7 +48,7 @@ FEATURES = (DEVICE_CHOICE, DRAFT_MODEL)
 
 
 def refusals(block: SpecrolloutConfig, version: str) -> Iterator[str]:
-    """Yields a sentence with field, value and fix for each thing in a block that a version of vLLM cannot run."""
+    """Yields a sentence with field, value and fix for each drafter of a block that a version of vLLM cannot run."""
     for i, drafter in enumerate(block.drafters if block.enabled else ()):
         for feature in FEATURES:
             if drafter.type in feature.drafters and not feature.is_in(version):
