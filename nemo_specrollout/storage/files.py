@@ -20,7 +20,7 @@ LOCK = ".lock"
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces the file at `path` by `content`, which is on disk when this returns. Text is written as UTF-8.
 
-    On an OSError the old file stays. A process that dies during the call may leave the file of `replacing_file` beside it.
+    If this raises OSError, the old file stays. A process that dies during the call may leave a temporary file in the folder.
     """
     with replacing_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -28,7 +28,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a temporary file, which is synced and replaces the file at `path` if the block succeeds."""
+    """Yields the path for a temporary file. If the `with` block succeeds, that file is synced and replaces the file at `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

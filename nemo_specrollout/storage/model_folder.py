@@ -41,9 +41,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def size_in(config: Mapping[str, Any], name: str, where: object, default: int | None = None) -> int:
-    """Returns the whole number at `name`, which must be at least 1, or for null the `default` if one is given.
+    """Returns the value of `name` in a config, which must be a whole number of at least 1.
 
-    Raises ValueError about `where`.
+    If the value is absent or null, returns `default`, if one is given. Raises ValueError for any other value, with `where` at
+    the beginning of its message.
     """
     value = config.get(name)
     if value is None and default is not None:
@@ -73,7 +74,7 @@ def tokenizer_fingerprint(folder: Path) -> str:
 def stop_token_ids(folder: Path) -> list[int]:
     """Returns the ids that end a text, from the first of generation_config.json, config.json and tokenizer that has any.
 
-    Raises ValueError if one of the two config files has something else there.
+    Raises ValueError if one of the two config files has an `eos_token_id` that is neither a token id nor a list of them.
     """
     config = _read(folder / "config.json")
     ids = list[int]()
@@ -100,7 +101,10 @@ def longest_text(folder: Path) -> int | None:
 
 
 def rope_of(config: Mapping[str, Any], where: object) -> Mapping[str, Any]:
-    """Returns the block about rotary positions of a config, or {} without one. Raises ValueError about `where`."""
+    """Returns the block about rotary positions of a config, or {} without one.
+
+    Raises ValueError if it is not a block. Its message begins with `where`.
+    """
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(value := config.get(name) or {}, Mapping):
             raise ValueError(f"{where}: {name} is {value!r}; it must be a block of keys")
@@ -112,7 +116,7 @@ def rope_of(config: Mapping[str, Any], where: object) -> Mapping[str, Any]:
 def num_positions(config: Mapping[str, Any], where: object) -> int | None:
     """Returns the length of the longest text that a config allows, including YaRN's extension, or None if unknown.
 
-    Raises ValueError about `where` for values of a wrong type.
+    Raises ValueError for values of a wrong type. Its message begins with `where`.
     """
     rope = rope_of(config, where)
     is_yarn = "yarn" in (rope.get("rope_type"), rope.get("type"))
@@ -178,7 +182,10 @@ def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> li
 
 
 def check_model(folder: Path, policy: Path, kind: str = "") -> None:
-    """Raises ValueError for a model that vLLM cannot load, or that cannot draft for a policy as a drafter of this kind."""
+    """Raises ValueError for a model that vLLM cannot load, or that cannot draft for a policy as a drafter of this kind.
+
+    `kind` is the type of the drafter, or empty if the model is the policy itself.
+    """
     try:
         size = _vocab_size(folder)
         _ = stop_token_ids(folder)

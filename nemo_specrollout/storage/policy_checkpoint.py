@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the policy that a training run left, as a Hugging Face folder."""
+"""Finds the Hugging Face folder of the policy in a checkpoint of a training run."""
 
 import shlex
 from pathlib import Path
@@ -30,7 +30,10 @@ def hf_folder(checkpoint: Path) -> Path:
 
 
 def _converter(step: Path) -> str:
-    """Returns the command that converts a step folder to the Hugging Face folder DIR. For Megatron it needs a GPU."""
+    """Returns the command that converts NeMo-RL's folder of a step to the Hugging Face folder DIR.
+
+    The command for a Megatron checkpoint needs a GPU.
+    """
     weights = step / "policy" / "weights"
     iteration = max(weights.glob("iter_*"), default=None)
     script = "dcp"

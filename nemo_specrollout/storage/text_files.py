@@ -42,13 +42,16 @@ def text_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the place, "FILE, line N", and the value of each line that is not blank. Raises ValueError."""
+    """Yields the place, "FILE, line N", and the value of each line that is not blank.
+
+    Raises ValueError for a file that cannot be read, and for a line that is not JSON.
+    """
     for where, text in text_lines(path):
         yield where, json_of_line(text, where)
 
 
 def json_of_line(text: str, where: str) -> Any:
-    """Returns the value of a line of JSON at the place `where`. Raises ValueError."""
+    """Returns the value of a line of JSON. Raises ValueError, which names the place `where`, if it is not JSON."""
     try:
         return parse_json(text)
     except ValueError as error:

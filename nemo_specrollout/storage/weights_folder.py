@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder to which a draft model's trainer publishes weights, and which drafters watch. Does not load torch.
 
-Each publication is a subfolder whose name ends in its number, such as `version_12` or `step-300`, and the largest number is
-the newest. It should appear complete, by a rename. A name that begins with a dot belongs to one that is still being written.
+Each publication is a subfolder whose name ends in its number, such as `version_12` or `step-300`. The one with the largest
+number is the newest. A publication is written under a name that begins with a dot, and renamed when it is complete.
 """
 
 import os
@@ -79,7 +79,7 @@ def publish(weights: Path, into: Path, number: int) -> Path:
     """Copies the checkpoint in `weights` into `into` atomically, and removes all but the newest publications.
 
     Returns the new subfolder. Only publications that earlier calls of this function have made are removed. Raises OSError, and
-    ValueError if the number is not larger than all others, because drafters would continue with a larger one.
+    ValueError if another publication has a larger number or the same, because drafters would not load the new one.
     """
     newest = next(iter(publications(into)), None)
     if newest is not None and newest.number >= number:
