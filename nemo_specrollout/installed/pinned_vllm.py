@@ -33,7 +33,7 @@ class Pin:
     """What a checkout says about its vLLM."""
 
     locked: str | None
-    """Version in `uv.lock`, which an environment gets, or None if there is none or it is built from a folder."""
+    """Version in `uv.lock`, which a new environment gets. None if the file has none, as when vLLM is built from a folder."""
     asked: str | None
     """Version in `pyproject.toml`, or None if it names none."""
     damaged: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Pin:
 
 
 def read_pin(checkout: Path) -> Pin:
-    """Returns what the files of a checkout say. Missing files are ignored."""
+    """Returns what `uv.lock` and `pyproject.toml` of a checkout say about vLLM. Missing files are ignored."""
     damaged = []
     found: dict[str, str | None] = {}
     for name, version_in in (("uv.lock", _locked_version), ("pyproject.toml", _asked_version)):
@@ -91,7 +91,7 @@ def built_vllm(checkout: Path, *, is_async: bool, variables: Mapping[str, str] =
 
 
 def _locked_version(lock: Mapping[str, Any]) -> str | None:
-    """Returns the version that NeMo-RL's extra `vllm` has in `uv.lock`. Other packages there may need another one."""
+    """Returns the version of vLLM that `uv.lock` has for NeMo-RL's extra `vllm`. Other packages may need another version."""
     packages = lock.get("package", [])
     own: Mapping[str, Any] = next((package for package in packages if package.get("name") == _NEMO_RL), {})
     needed = own.get("optional-dependencies", {}).get(_EXTRA, [])

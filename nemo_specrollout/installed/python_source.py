@@ -50,7 +50,10 @@ class PythonSource:
         return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
     def find(self, name: str) -> tuple[str, ast.stmt | None] | None:
-        """Returns the module that defines a dotted name, and the definition, or None. Follows imports."""
+        """Returns the module that defines a dotted name, and the definition's syntax tree, or None if there is no such name.
+
+        Follows imports within the package. The syntax tree is None for a module, and for a name that is loaded lazily.
+        """
         module, _, attribute = name.rpartition(".")
         if self.file_of(name) is not None:
             return name, None
@@ -85,7 +88,7 @@ class PythonSource:
         return merged | dict(names_of(node.body))
 
     def definition(self, name: str) -> tuple[bool, ast.stmt | None]:
-        """Returns whether a module or class defines a dotted name, and the definition, which a module lacks."""
+        """Returns whether a module or class defines a dotted name, and the syntax tree of the definition, if there is one."""
         found = self.find(name)
         if found is not None:
             return True, found[1]

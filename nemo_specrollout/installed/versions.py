@@ -102,16 +102,16 @@ def can_run_nemo_rl() -> bool:
 
 
 def nemo_rl_is_a_release() -> bool:
-    """Returns whether NeMo-RL is found and is v0.7.0 or older, which are not supported."""
+    """Returns whether NeMo-RL is found and is a release up to v0.7.0, which this package does not support."""
     folder = _nemo_rl_folder()
     return folder is not None and not (folder / _NOT_IN_NEMO_RL_RELEASES).is_file()
 
 
 def nemo_rl_starts_alone(checkout: Path | None, version: str | None) -> bool:
-    """Returns whether engines of NeMo-RL in `checkout` start with their vLLM without this package, as far as that is known.
+    """Returns whether NeMo-RL in `checkout` can start its engines without this package, or True if that is not known.
 
-    `version` is that of the engines' vLLM, or None if they have this Python's. vLLM refuses a worker extension that has a
-    method of the same name as the worker (docs/upstream/nemo-rl-synchronize-device.md).
+    `version` is that of the engines' vLLM, or None if they have the vLLM of this Python. Engines do not start if NeMo-RL's
+    worker extension has a method of the same name as vLLM's worker (docs/upstream/nemo-rl-synchronize-device.md).
     """
     backend = "nemo_rl/models/generation/vllm/vllm_backend.py"
     if checkout is None or not _has_shared_method(checkout / backend):
