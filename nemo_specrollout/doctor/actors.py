@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section "NeMo-RL's actors", with the Python of each actor, whether it finds this package, and its vLLM.
+"""Section "NeMo-RL's actors" of `doctor`, with the Python of each actor, whether it finds this package, and its vLLM.
 
-As a script, this module loads NeMo-RL's table of environments and asks each Python.
+As the script of a child process, this module loads NeMo-RL's table of environments and asks each Python.
 """
 
 import functools

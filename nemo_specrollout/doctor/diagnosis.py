@@ -89,7 +89,8 @@ class Outcome:
 def run_child(module: str, order: Any, timeout_s: float, environment: Mapping[str, str] | None = None) -> Outcome:
     """Runs `python -m MODULE`, whose main code calls `answer`, and passes it `order`, a JSON value.
 
-    `environment` overrides variables of this process. Raises OSError if the process cannot be started.
+    Returns what the child told and how it ended. A child that runs for longer than `timeout_s` is killed. `environment`
+    overrides variables of this process. Raises OSError if the child cannot be started.
     """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="doctor-") as name:

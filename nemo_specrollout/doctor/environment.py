@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections "versions", "device" and "machine", about packages, GPUs and limits of the system. As a script it loads torch."""
+"""Sections "versions", "device" and "machine" of `doctor`, about packages, GPUs and limits of the system.
+
+As the script of a child process, this module loads torch and asks it for the GPUs.
+"""
 
 import os
 import platform
@@ -42,7 +45,10 @@ _RAY_TIMEOUT_S = 3.0
 
 
 def found_versions() -> dict[str, str]:
-    """Returns the versions of all installed packages of the section, without importing them."""
+    """Returns the versions of Python and of all installed packages that the section shows, by name.
+
+    The packages are not imported.
+    """
     known = versions.installed_versions()
     own = known.get("nemo-specrollout", "not installed, on the path")
     commit = versions.checkout_commit()

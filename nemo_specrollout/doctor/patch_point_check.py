@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section "patch points", about names of NeMo-RL and vLLM that this package uses. As a script it imports NeMo-RL's modules."""
+"""Section "patch points" of `doctor`, about names of NeMo-RL and vLLM that this package uses.
+
+As the script of a child process, this module imports NeMo-RL's modules.
+"""
 
 import importlib
 from collections.abc import Iterator, Sequence

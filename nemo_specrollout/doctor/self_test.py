@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections "engine" and "self-test", about an engine's settings and whether drafts change tokens.
+"""Sections "engine" and "self-test" of `doctor`, about an engine's settings and whether drafts change tokens.
 
-As a script, it decodes with a random model, plainly and with drafts, and compares the tokens.
+As the script of a child process, this module decodes with a random model, once plainly and once with drafts, and compares the
+tokens.
 """
 
 import os
@@ -31,7 +32,7 @@ CAUSES = {
     "out of memory": "End the other process that holds the memory, and run doctor again.",
     "No space left on device": "Free some disk in the temporary folder, or start the container with --shm-size=16g.",
 }
-"""Fixes by words of a log, of which the first match counts."""
+"""Words of the log of a failed self-test, with the fix. The first words that the log has count."""
 PLAIN = SpecrolloutConfig(drafters=())
 DRAFTED = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), budget=BudgetConfig("fixed", k=8))
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
@@ -57,7 +58,7 @@ ARGUMENTS = {
 
 
 def try_engines(module: str = __name__) -> Outcome:
-    """Runs the self-test in a separate process. It is the script of `module`, which is another one only in tests."""
+    """Runs `module` as a script in a child process, which is the self-test of this module except in tests."""
     quiet = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **EXACT}
     return run_child(module, None, TIMEOUT_S, {k: v for k, v in quiet.items() if k not in os.environ})
 
@@ -79,7 +80,7 @@ def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
 
 
 def diagnose_self_test(outcome: Outcome) -> Iterator[Diagnosis]:
-    """Yields diagnoses of tokens, drafts and time, and of the process if it failed. On a GPU, also of the precision."""
+    """Yields diagnoses of tokens, drafts and time, of the process if it failed, and on a GPU of the precision."""
     if outcome.told.get("facts", {}).get("device") == "cuda":
         precision = os.environ.get("TRITON_F32_DEFAULT", EXACT["TRITON_F32_DEFAULT"])
         yield SELF_TEST.ok("precision", f"float32; Triton's products in {precision}. In bfloat16 some texts may part")
@@ -120,7 +121,7 @@ def _cause(outcome: Outcome) -> str:
 
 
 def compare_engines(order: Any, tell: Tell) -> None:
-    """Reports the settings in force, then for each temperature the number of equal tokens, and then the drafts."""
+    """Decodes with and without drafts, and reports settings, equal tokens at each temperature, and counts of drafts."""
     from nemo_specrollout.generation.engine import process_state
     from nemo_specrollout.generation.engine.hosted_engine import device_facts, engine_facts, start_vllm
     from nemo_specrollout.generation.engine.remote_calls import WorkerCalls
@@ -141,7 +142,7 @@ def compare_engines(order: Any, tell: Tell) -> None:
 
 
 def _responses(llm: Any, temperature: float) -> list[list[int]]:
-    """Returns responses to prompts that repeat themselves, so that both drafters find continuations."""
+    """Returns the token ids of responses to prompts that repeat themselves, so that both drafters find continuations."""
     from nemo_specrollout.generation.engine.requests import RolloutRequest, rollout_extra_args
     from nemo_specrollout.generation.engine.vllm_requests import RolloutSamplingParams
 

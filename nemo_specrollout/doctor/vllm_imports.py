@@ -13,7 +13,7 @@ from nemo_specrollout.installed.versions import version_numbers
 PACKAGE = Path(__file__).parents[1]
 GPU = "vllm.v1.worker.gpu"
 ENOUGH = (0, 32, 0)
-"""First version that has everything, so that nothing of `generation/runners/before_0_32.py` is used."""
+"""First version that has every name, so that nothing of `generation/runners/before_0_32.py` is used."""
 LATER = (
     f"{GPU}.spec_decode.adaptive_verification",
     "vllm.triton_utils.dispatcher",
@@ -76,7 +76,11 @@ def _is_in(name: str, owner: str) -> bool:
 
 
 def attributes_of(tree: ast.Module, owners: Mapping[str, str], context: type[ast.expr_context]) -> Iterator[str]:
-    """Yields the attributes that a file reads or sets of variables, with their `owners` by the variables' names."""
+    """Yields the dotted names of the attributes that a file reads or sets of the variables in `owners`.
+
+    `owners` maps a variable's name to the name of what it holds, with which the results begin. `context` is `ast.Load` for
+    attributes that are read, and `ast.Store` for those that are set.
+    """
     found = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, context))
     for node in found:
         if isinstance(node.value, ast.Name) and node.value.id in owners:
