@@ -102,7 +102,7 @@ class _Progress:
         return time.monotonic() - self._began
 
     def row_done(self, done: int, total: int) -> None:
-        """Notes a row."""
+        """Notes that `done` of `total` rows are audited, and prints a line if the last one was some seconds ago."""
         now = time.monotonic()
         if done == 1:  # the first row has loaded the policy
             self._loaded = now
@@ -114,7 +114,7 @@ class _Progress:
 
 
 def _numbers(text: str | None) -> list[int]:
-    """Returns the steps in a text such as "10,20". Raises ConfigError."""
+    """Returns the steps in a text such as "10,20". Raises ConfigError if it has anything else."""
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     wrong = next((part for part in parts if not part.isdecimal()), None)
     if wrong is not None:
@@ -123,7 +123,10 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _given(texts: list[str], run: Any, steps: list[int]) -> dict[int, Path]:
-    """Returns the folders that `--weights` names, by policy version. Raises ConfigError."""
+    """Returns the folders that `--weights` names, by policy version.
+
+    Raises ConfigError for a missing folder, or if it is not clear of which policy version its weights are.
+    """
     found = {}
     for text in texts:
         version, has_version, folder = text.partition("=")

@@ -27,11 +27,13 @@ from nemo_specrollout.stragglers.decisions.speed_table_file import ladder_of
 
 @dataclass(frozen=True)
 class Subject:
-    """A config, and everything that is known about it without a prediction."""
+    """A config, and what `check` and `doctor` say about it."""
 
     tree: dict[str, Any]
     lines: list[tuple[str, str]]
+    """Names and sentences that describe the run."""
     block: SpecrolloutConfig
+    """The block, or `OFF` if it is off or the config has errors."""
     findings: list[Finding]
 
     @property
@@ -51,7 +53,10 @@ class Subject:
 
 
 def check(parsed: argparse.Namespace) -> int:
-    """Prints what the config means on this machine, and its errors, one per line. Returns 0 if it can run."""
+    """Prints what the config means on this machine, and its errors, one per line.
+
+    Returns the exit code, which is 0 if the config can run.
+    """
     subject = describe_config(read_nemo_rl_config(parsed.config, parsed.overrides))
     unknown = ((finding.kind, str(finding)) for finding in unknown_overrides(parsed.config, parsed.overrides))
     traps = ((trap.state, str(trap)) for trap in subject.traps)
@@ -78,14 +83,17 @@ def _advice(subject: Subject) -> list[tuple[str, str]]:
 
 
 def read_nemo_rl_config(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Returns the tree of a config for NeMo-RL. Raises ConfigError, also for a config of the laboratory."""
+    """Returns the tree of a config for NeMo-RL.
+
+    Raises ConfigError if the config cannot be read, or is one for local runs of the laboratory (`lab`).
+    """
     tree = load_config(path, overrides)
     check_runtime(tree)
     return tree
 
 
 def check_runtime(tree: Tree) -> None:
-    """Raises ConfigError for a config of the laboratory."""
+    """Raises ConfigError for a config of the laboratory, which has the runtime `local`."""
     if runtime_of(tree) == "local":
         raise ConfigError("runtime: 'local'; use `specrollout-lab`, or set runtime=nemo_rl for a run in NeMo-RL")
 
@@ -106,7 +114,7 @@ def describe_config(tree: dict[str, Any]) -> Subject:
 
 
 def _refused_arguments(tree: Tree, block: SpecrolloutConfig) -> Iterator[Finding]:
-    """Yields the error about an argument of vLLM with which the block cannot be put into effect."""
+    """Yields an error if the block cannot take effect together with the config's arguments of vLLM."""
     try:
         with_specrollout(at(tree, VLLM_KWARGS, {}), block, "cuda")
     except ValueError as error:
@@ -114,7 +122,7 @@ def _refused_arguments(tree: Tree, block: SpecrolloutConfig) -> Iterator[Finding
 
 
 def _ladder_faults(block: SpecrolloutConfig) -> Iterator[Finding]:
-    """Yields the error about a file of decode speeds from which a run could not start."""
+    """Yields an error if the config names a file of decode speeds that a run could not read."""
     try:
         ladder_of(block)
     except ConfigError as error:
@@ -122,7 +130,10 @@ def _ladder_faults(block: SpecrolloutConfig) -> Iterator[Finding]:
 
 
 def _tokenizer_faults(tree: Tree) -> Iterator[Finding]:
-    """Yields errors about a tokenizer in a local folder, which it loads with transformers if that is installed."""
+    """Yields an error if the tokenizer does not suit the prompts.
+
+    A tokenizer in a local folder is loaded for this, if transformers is installed. Others are not checked.
+    """
     folder = Path(str(at(tree, "policy.tokenizer.name", at(tree, "policy.model_name"))))
     if not folder.is_dir() or find_spec("transformers") is None:
         return

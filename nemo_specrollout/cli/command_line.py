@@ -85,7 +85,7 @@ class Program:
     """Command that installs missing packages, in which `{extra}` stands for the extra of the user's command in brackets."""
 
     def parse(self, arguments: list[str] | None) -> tuple[Command, argparse.Namespace]:
-        """Returns the command and its parsed arguments, or exits by argparse. Flags may precede key=value."""
+        """Returns the command and its parsed arguments. Flags may precede key=value. Wrong arguments end the process."""
         parser = argparse.ArgumentParser(prog=self.name, description=self.text, allow_abbrev=False)
         subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
         for command in self.commands:
@@ -103,7 +103,7 @@ class Program:
 
     def run(self, arguments: list[str] | None) -> int:
         """Runs a command, and returns its exit code."""
-        for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows its number
+        for stream in (sys.stdout, sys.stderr):  # a character that the terminal lacks is shown by its number
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         command, parsed = self.parse(arguments)
@@ -125,7 +125,10 @@ class Program:
             return code
 
     def _lack(self, error: BaseException, command: Command) -> tuple[str, int] | None:
-        """Returns sentence and exit code for a missing package, or None in NeMo-RL and for a module of this repository."""
+        """Returns a sentence and an exit code if `error` is about a Python package that is not installed.
+
+        Returns None for any other error, for a missing module of this repository, and once NeMo-RL is loaded.
+        """
         package = str(getattr(error, "name", "")).partition(".")[0]
         ours = {module.partition(".")[0] for module in (__name__, command.function)}
         if not isinstance(error, ModuleNotFoundError) or package in ours or "nemo_rl" in sys.modules:
@@ -149,7 +152,8 @@ def check_out(path: Path, name: str = "--out") -> None:
 def use_threads(count: int = 1) -> None:
     """Sets the number of OpenMP threads, unless the environment does. Call it before torch is loaded.
 
-    The barriers of OpenMP spin, so with two threads any other load on the machine makes a step ten times slower.
+    Threads of OpenMP wait for each other in a busy loop. So with two threads, any other load on the machine makes an engine
+    step ten times slower.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(count))
 

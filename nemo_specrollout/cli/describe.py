@@ -86,8 +86,8 @@ def describe_speculation(
 ) -> list[tuple[str, str]]:
     """Returns names and sentences on drafters, budget and exactness.
 
-    `native` is the user's `speculative_config`, if any. The run starts remote drafters at `workers_place`. With
-    `begins_again`, `run_ahead` only serves requests that start over when weights change while they run.
+    `native` is the user's `speculative_config`, if any. `workers_place` says in words where the run starts remote drafters.
+    With `begins_again`, `run_ahead` only serves requests that start over when weights change while they run.
     """
     if not block.enabled:
         return [("speculation", "off: exactly vLLM's own sampler and no drafts")]
@@ -261,7 +261,9 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
 
 
 def _describe_family(tree: Tree, version: str | None, abilities: VllmAbilities) -> list[tuple[str, str]]:
-    """Returns what drafts mean for the model's families and the run's options, and why the host chooses drafts.
+    """Returns lines about what drafts mean for the model's families and the run's options.
+
+    If the host has to choose the drafts of each engine step, a line says why.
 
     `version` is that of the engines' vLLM, or None if it is not known.
     """
@@ -317,7 +319,10 @@ def _describe_placement(tree: Tree) -> str:
 
 
 def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether vLLM schedules a step before the previous one has ended, which its own n-gram drafts do not allow."""
+    """Returns whether vLLM schedules an engine step before the previous one has ended.
+
+    vLLM's own n-gram drafts do not allow that.
+    """
     given = vllm_kwargs.get("async_scheduling")
     native = vllm_kwargs.get("speculative_config")
     method = native.get("method") if isinstance(native, Mapping) else None
@@ -325,7 +330,10 @@ def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:
 
 
 def engine_in_words(vllm_kwargs: Mapping[str, Any], vllm: EngineVllm, *, on_gpu: bool, is_eager: bool) -> str:
-    """Returns a line like the one that a run prints at its start, without importing vLLM, which takes too long."""
+    """Returns a line about the engine, like the one that a run prints at its start.
+
+    vLLM is not imported for it, because that would take too long.
+    """
     compilation = vllm_kwargs.get("compilation_config")
     if is_asynchronous(vllm_kwargs):
         scheduling = "asynchronous scheduling"

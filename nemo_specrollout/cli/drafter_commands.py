@@ -23,7 +23,10 @@ _LONGEST_PATH = 4095
 
 
 def serve_drafter(parsed: argparse.Namespace) -> int:
-    """Drafts until it is interrupted. Raises ConfigError, if possible before anything is loaded."""
+    """Runs a remote drafter until it is interrupted.
+
+    Raises ConfigError if the drafter cannot start. Most mistakes are found before anything is loaded.
+    """
     check_listening_address("--address", parsed.address)
     shared_secret([parsed.address])
     tree = load_config(parsed.config, parsed.overrides)
@@ -52,7 +55,8 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
 def publish_draft(parsed: argparse.Namespace) -> int:
     """Publishes new weights to the folder `weights_from` or to running drafters at addresses. Returns the exit code.
 
-    Raises ConfigError if a drafter does not or could not use them. Such a drafter continues with its old weights.
+    Raises ConfigError if a drafter refuses the weights or does not answer, or if drafters that watch the folder would refuse
+    them. Such a drafter continues with its old weights.
     """
     drafter = _remote_drafter(load_config(parsed.config, parsed.overrides))
     if not 0 <= (parsed.version or 0) < 2**63:
@@ -110,7 +114,10 @@ def _publish_to_folder(drafter: RemoteDrafterConfig, into: str, weights: Path, v
 
 
 def _is_utf8(text: str) -> bool:
-    """Returns whether `text` can be encoded. Python reads other bytes of the command line as lone surrogates."""
+    """Returns whether `text` can be encoded as UTF-8.
+
+    Python represents other bytes of the command line by lone surrogates, which cannot be encoded.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

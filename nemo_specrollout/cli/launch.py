@@ -25,9 +25,11 @@ from nemo_specrollout.storage.files import LOCK, lock_folder, write_atomically
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Writes the run directory and submits `args.jobs` jobs. Returns 0 if Slurm accepted all of them. Raises ConfigError.
+    """Writes the run directory and submits `args.jobs` jobs. Returns 0 if Slurm accepted all of them.
 
-    NeMo-RL adds checkpoints and logs. After the first submission, config and code stay the same.
+    Raises ConfigError if the run cannot be launched, or Slurm does not accept a job. NeMo-RL adds checkpoints and logs to the
+    run directory. After the first submission the code in it stays the same, and only keys in `MAY_CHANGE` of the config may
+    change.
     """
     counts = (("--nodes", args.nodes, 1), ("--extra-nodes", args.extra_nodes, 0), ("--jobs", args.jobs, 1))
     for name, count, least in counts:
@@ -94,7 +96,10 @@ def _enter_checkout(nemo_rl: str) -> None:
 
 
 def _container(settings: slurm.ClusterSettings, is_dry: bool) -> list[Finding]:
-    """Returns a note if a dry run here does not see the container's file. Raises ConfigError in a real launch."""
+    """Returns a note if a dry run does not find the container's file on this machine.
+
+    Raises ConfigError if a real launch does not find it.
+    """
     file = settings.container
     if not file.startswith("/") or os.path.isfile(file):
         return []
@@ -131,9 +136,10 @@ def gpus_beside(block: SpecrolloutConfig | None) -> int:
 
 
 def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int, extra_nodes: int) -> list[Finding]:
-    """Returns a note about the GPUs that NeMo-RL leaves to our actors, which need `beside`. A node has `present`.
+    """Returns a note about the GPUs that NeMo-RL leaves to our actors.
 
-    Raises ConfigError if the numbers do not fit, because `ray.sub` gives all GPUs of a node to Ray.
+    `beside` is the number of GPUs that our actors need, and `present` the number in a node, or None if it is not known. Raises
+    ConfigError if the numbers do not fit, because `ray.sub` gives all GPUs of a node to Ray.
     """
     taken = cluster["gpus_per_node"]
     nodes = cluster["num_nodes"]
@@ -160,7 +166,11 @@ def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int, e
 
 
 def _extra_nodes(taken: int, present: int, nodes: int, beside: int, extra_nodes: int) -> list[Finding]:
-    """Returns a note about nodes that NeMo-RL does not count, for our actors. Raises ConfigError if the numbers do not fit."""
+    """Returns a note about the `extra_nodes` for our actors, which NeMo-RL does not count.
+
+    `taken` and `present` are the GPUs of a node that NeMo-RL takes and that the node has. `nodes` is the number of NeMo-RL's
+    nodes, and `beside` the number of GPUs that our actors need. Raises ConfigError if the numbers do not fit.
+    """
     if taken > present:
         text = f"{taken}, but slurm.gpus_per_node (GPUS_PER_NODE) is {present}"
         raise ConfigError(f"cluster.gpus_per_node: {text}; add cluster.gpus_per_node={present}")
@@ -203,7 +213,7 @@ def _check_directory(run: Path, tree: dict[str, Any], settings: slurm.ClusterSet
 
 
 def _check_owner(run: Path) -> None:
-    """Raises ConfigError if another user's job has made a file there that a job of this user must write."""
+    """Raises ConfigError if another user owns a file of the run directory that a job of this user must write."""
     for name in (SUBMISSIONS, LOCK, "slurm", "slurm/newest_start", "checkpoints", "logs"):
         path = run / name
         is_closed = path.exists() and not os.access(path, os.W_OK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of a launched run, with what is written for the job to read and what the job will compute from it."""
+"""The config of a launched run, both as it is written for the job and as the job will compute it."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class LaunchedConfig:
     written: str
     """YAML in which values such as ${oc.env:HF_HOME} are kept as the user wrote them, so that the job computes them."""
     tree: dict[str, Any]
-    """What the job computes from it, as far as the job's variables are known here."""
+    """The config with all values as the job will compute them, as far as the job's variables are known here."""
     findings: list[Finding]
     """Findings about values that are not known here."""
 
@@ -42,7 +42,7 @@ class LaunchedConfig:
 def launched_config(
     path: Path, overrides: Sequence[str], settings: slurm.ClusterSettings, num_nodes: int, run: str
 ) -> LaunchedConfig:
-    """Returns the config of the run directory `run`. Raises ConfigError."""
+    """Returns the config for the run directory `run`. Raises ConfigError for a config that cannot be read or launched."""
     _refuse_keys_of_flags(overrides)
     config = merge_config(path, overrides)
     variables = slurm.job_environment(settings)
@@ -55,7 +55,10 @@ def launched_config(
 
 
 def written_config(run: Path, settings: slurm.ClusterSettings) -> dict[str, Any]:
-    """Returns what a job would compute from the config that an earlier launch wrote into `run`. Raises ConfigError."""
+    """Returns the config that an earlier launch wrote into `run`, with all values as a job would compute them.
+
+    Raises ConfigError if it cannot be read.
+    """
     path = run / "config.yaml"
     return _computed(merge_config(path), path, (), slurm.job_environment(settings))[0]
 
@@ -98,7 +101,7 @@ def _refuse_keys_of_flags(overrides: Sequence[str]) -> None:
 
 
 def _decisions(tree: Mapping[str, Any], settings: slurm.ClusterSettings, num_nodes: int, run: str) -> dict[str, Any]:
-    """Returns the values that launch gives to keys of the config. Raises ConfigError."""
+    """Returns the values that launch sets in the config, by key. Raises ConfigError if they do not fit the config."""
     sections = {name: tree.get(name, {}) for name in ("cluster", "checkpointing", "logger")}
     for name, section in sections.items():
         raise_first_mistake("", (not isinstance(section, dict), name, f"expected a block of keys, got {section!r}"))

@@ -32,7 +32,10 @@ _EXCLUSIVE = (
 
 
 def refresh_draft(parsed: argparse.Namespace) -> int:
-    """Makes the head. Returns 0 if it is at --out, 3 if the gate refused it. Raises ConfigError, and KeyboardInterrupt."""
+    """Trains or refreshes a draft head. Returns 0 if the head is at --out, and 3 if the publish gate refused it.
+
+    Raises ConfigError for a flag or a file that cannot be used, and KeyboardInterrupt if it is interrupted.
+    """
     options = _options_of(parsed)
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # nothing else competes for the cores
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -54,7 +57,7 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
 
 
 def _options_of(parsed: argparse.Namespace) -> RefreshOptions:
-    """Returns the parsed flags as a record. Raises ConfigError with flag, value and fix."""
+    """Returns the parsed flags as `RefreshOptions`. Raises ConfigError with flag, value and fix."""
     given = {name: getattr(parsed, name) for name in _FIELDS if getattr(parsed, name) is not None}
     try:
         options = build(RefreshOptions, {name: _value(name, value) for name, value in given.items()}, "")
@@ -111,13 +114,13 @@ class TerminalView:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Shows `text` while the block runs."""
+        """Shows `text` while the `with` block runs."""
         with self.console.status(text):
             yield
 
     @contextmanager
     def bar(self, text: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-        """Shows a progress bar while the block runs.
+        """Shows a progress bar while the `with` block runs.
 
         Yields the function that moves the bar: `move(done)`, or `move(done, total=..., description=...)`.
         """

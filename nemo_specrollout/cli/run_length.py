@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The length of a run in steps and epochs, the time after which NeMo-RL saves and stops, and whether all of it is done."""
+"""Reads the length of a run and the time after which NeMo-RL saves and stops, and finds out whether a run is complete."""
 
 import re
 from dataclasses import dataclass
@@ -44,7 +44,10 @@ def values_of_a_job(tree: Tree) -> list[str]:
 
 
 def save_by_s(tree: Tree) -> int | None:
-    """Returns the seconds of training after which NeMo-RL saves and stops, or None without a limit. Raises ConfigError."""
+    """Returns the seconds of training after which NeMo-RL saves and stops, or None without a limit.
+
+    Raises ConfigError if the config's value is not DD:HH:MM:SS.
+    """
     own = at(tree, MUST_SAVE_BY)
     if own is None:
         return None
@@ -65,10 +68,11 @@ def newest_step(tree: Tree) -> int:
 def is_complete(tree: Tree, made_steps: int, elapsed_s: float) -> bool:
     """Returns whether NeMo-RL, which returned without an error after `elapsed_s` seconds, has certainly completed the run.
 
-    The other reason to return is the time of `checkpoint_must_save_by`. NeMo-RL stops after the step with which its training
-    loop, plus the mean time of its steps, reaches that time. The loop began later than the process, and its `made_steps` steps
-    took no longer than the process did, so a process that ends earlier was not stopped by time. A process without a step
-    proves nothing, because NeMo-RL's asynchronous loop returns without an error if it cannot start.
+    NeMo-RL also returns without an error when the time `checkpoint_must_save_by` is up. It then stops after the first step at
+    which the time of its training loop so far, plus the mean time of a step, reaches that limit. The loop began later than the
+    process, and its `made_steps` steps took no longer than the process did. So if `elapsed_s` plus `elapsed_s / made_steps` is
+    below the limit, NeMo-RL was not stopped by time. Without any step the answer is False, because NeMo-RL's asynchronous loop
+    returns without an error if it cannot start.
     """
     limit_s = save_by_s(tree)
     return made_steps > 0 and (limit_s is None or elapsed_s * (1 + 1 / made_steps) < limit_s)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slurm for `launch`, with a cluster's settings and a run's job script and `sbatch` line. `ray.sub` does the rest."""
+"""Reads a cluster's settings for `launch`, and makes the job script and the `sbatch` line of a run.
+
+NeMo-RL's `ray.sub` does the rest.
+"""
 
 import dataclasses
 import hashlib
@@ -33,7 +36,7 @@ VARIABLES = {
     "mounts": "MOUNTS",
     "setup_command": "SETUP_COMMAND",
 }
-"""Environment variables of settings, with NeMo-RL's and Slurm's own names where they exist."""
+"""The environment variable of each setting. If NeMo-RL or Slurm has a name for such a variable, it is that name."""
 CLUSTER_FLAGS = {
     "account": "Slurm account",
     "partition": "Slurm partition",
@@ -47,7 +50,7 @@ _NOT_IN_A_FOLDER = re.compile(r"[^\w/.+@=~^-]")
 _NOT_IN_A_CONTAINER = re.compile(r"[\s*?\[\]]")
 _TO_REACH_SLURM = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"}
 _OF_AN_ALLOCATION = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SPANK|PMI|PMI2|PMIX)_.*")
-"""Variables that Slurm sets in an allocation, and options for its commands. A job gets its own."""
+"""Variables that Slurm sets in an allocation, and variables that stand for options of its commands. A job gets its own."""
 _OF_THIS_MACHINE = {
     "CUDA_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
@@ -77,7 +80,10 @@ _UNSET_IN_THE_JOB = " ".join(re.findall(r"^unset (.+)", _JOB.template, re.MULTIL
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """A cluster and its NeMo-RL. Paths are absolute. `ray.sub` does not quote, so no value has special characters."""
+    """Settings of a cluster and its NeMo-RL. Paths are absolute.
+
+    No value may have special characters, because `ray.sub` writes values into scripts without quotes.
+    """
 
     account: str
     partition: str
@@ -96,7 +102,8 @@ class ClusterSettings:
     sbatch_args: tuple[str, ...] = ()
     """More arguments for `sbatch`, e.g. `--gres=gpu:8`."""
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Variables of every process of the job, e.g. `HF_HOME`. They are written into the run directory, so no secrets."""
+    """Variables of every process of the job, e.g. `HF_HOME`. They are written into the run directory, so none may be a secret.
+    """
 
     def check(self, path: str) -> None:
         """Raises ConfigError for a value that Slurm or `ray.sub` cannot handle."""
@@ -132,7 +139,10 @@ class ClusterSettings:
 
 
 def read_settings(file: Path | None, flags: Mapping[str, str | None]) -> ClusterSettings:
-    """Returns the settings. Each comes from `flags`, or else from `file`, or else from the environment. Raises ConfigError."""
+    """Returns the settings. Each comes from `flags`, or else from `file`, or else from the environment.
+
+    Raises ConfigError for a setting that is missing or not valid.
+    """
     environment = {name: os.environ[variable] for name, variable in VARIABLES.items() if os.environ.get(variable)}
     values: dict[str, Any] = {**environment, **_read_file(file), **{k: v for k, v in flags.items() if v}}
     for name in ("account", "partition", "time", "container", "nemo_rl"):

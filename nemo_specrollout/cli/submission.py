@@ -59,7 +59,7 @@ class Job:
 
 
 def lacks_an_answer(complaint: str) -> bool:
-    """Returns whether these words of a command mean that Slurm has not answered."""
+    """Returns whether `complaint`, the error output of a Slurm command, means that Slurm has not answered."""
     return _NO_ANSWER.search(complaint) is not None
 
 
@@ -85,7 +85,8 @@ def jobs_of(run: str, settings: ClusterSettings) -> list[Job] | None:
 def refuse_jobs_of_others(run: str, jobs: Iterable[Job]) -> None:
     """Raises ConfigError if a job of another user waits or runs for this run directory.
 
-    `singleton` only keeps jobs of one user apart, so jobs of two users would run at once and write the same checkpoints.
+    By the option `--dependency=singleton`, a job waits for jobs of the same user only. So jobs of two users would run at the
+    same time and write the same checkpoints.
     """
     for job in jobs:
         if job.user_id != os.getuid() and job.state not in _ENDED:

@@ -54,8 +54,8 @@ class Terminated(KeyboardInterrupt):
 class Interrupts:
     """Context in which SIGINT raises KeyboardInterrupt, SIGTERM raises Terminated, and both are remembered.
 
-    Python ignores exceptions in a finalizer or a callback from C++, so `check` raises such a lost one again. Only the main
-    thread can set signal handlers. In other threads the context changes nothing.
+    Python drops an exception that is raised in a finalizer or in a callback from C++, so `check` raises the remembered one
+    again. Only the main thread can set signal handlers. In other threads the context changes nothing.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,8 @@ class Interrupts:
 def scratch_folder() -> Iterator[None]:
     """Context in which temporary files of this process and its children go into a new folder, which is then removed.
 
-    vLLM leaves a file of each engine, and Ray a folder of each run. Folders that killed commands left are removed as well.
+    Without it, vLLM would leave a file for each engine, and Ray a folder for each run. Folders that killed commands have left
+    are removed as well.
     """
     usual = Path(tempfile.gettempdir())
     named = os.environ.get("TMPDIR")
@@ -93,7 +94,7 @@ def scratch_folder() -> Iterator[None]:
         # Compiled kernels stay for the next run.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(usual / f"torchinductor_{getpass.getuser()}"))
     for left in usual.glob(f"{PREFIX}*"):
-        with suppress(OSError), (left / LOCK).open() as lock:  # another user's, one in use, or not one of these
+        with suppress(OSError), (left / LOCK).open() as lock:  # raised if it is another user's, in use, or of another kind
             if time.time() - left.stat().st_mtime > LEFT_BEHIND_S:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left, ignore_errors=True)

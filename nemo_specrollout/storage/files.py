@@ -28,7 +28,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """Yields the path for a temporary file. If the `with` block succeeds, that file is synced and replaces the file at `path`."""
+    """Yields the path for a temporary file, which is synced and replaces the file at `path` if the `with` block succeeds."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
