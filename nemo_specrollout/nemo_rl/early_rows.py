@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a coming step are decoded early (`run_ahead`), and with which seeds."""
+"""Chooses the rows of a coming step that are decoded early (`run_ahead`), and computes their seeds."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class NextPrompt:
     has_media: bool = False
     """True if images, videos or audio belong to it, which its tokens alone do not bring to the engine."""
     gym_row: Mapping[str, Any] | None = None
-    """NeMo-Gym's row, if an agent writes the prompt. The data loader has no tokens of it then."""
+    """NeMo-Gym's row, if an agent writes the prompt. In this case `token_ids` is not the prompt."""
 
 
 def early_rows(
@@ -50,7 +50,7 @@ def early_rows(
 def early_rows_of_samples(
     prompts: Iterable[NextPrompt], samples_per_prompt: int, run_seed: int, epoch: int, opt_out: TaskOptOut
 ) -> list[EarlyRow]:
-    """Returns the same as `early_rows` under the SingleController, whose seeds follow from dataset row and epoch."""
+    """Returns the same as `early_rows`, for the SingleController, under which seeds follow from dataset row and epoch."""
     samples = [(prompt, i) for prompt in prompts if prompt.index is not None for i in range(samples_per_prompt)]
     seeds = [
         sample_seed(run_seed, Sample(prompt.index, i, epoch), prompt.token_ids)

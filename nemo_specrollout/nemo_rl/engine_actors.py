@@ -75,11 +75,11 @@ class _SeededEngine(EngineActorCalls):
     llm: Any
     _vllm_config: Any
     _racing: Any = None
-    """The engine's end of the exchange of requests, once it has joined."""
+    """The engine's side of the exchange of requests, or None before the engine has joined it."""
     _most_branches: int = 0
     """Most branches of a text that is made ahead."""
     _made_awake: EarlyMade | None = None
-    """What the engine had made of a plan when it fell asleep, kept until somebody asks for it."""
+    """The texts of coming steps that the engine had made when it was put to sleep, kept until somebody asks for them."""
     _recorder: RequestRecorder | None = None
     """None if the run records no rows."""
 
@@ -230,7 +230,7 @@ class EngineActor(_SeededEngine, VllmGenerationWorkerImpl):
         self._racing = TurnShard(self.llm, engine, partial(ask_exchange, actor, engine), idle)
 
     def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
-        """Receives rows of coming steps, which it decodes in free slots."""
+        """Receives rows of coming steps, which the engine decodes in free slots (`EngineActorCalls`)."""
         self._roll().plan(rows, scale, kept)
 
     def _roll(self) -> RollingEngine:
@@ -273,9 +273,9 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     _prefixes: FreshPrefixes
     """Decodes every request except the rows that `_one_policy` decodes."""
     _one_policy: OnePolicyStream | None = None
-    """None unless rows start over when weights change."""
+    """Decodes rows that start over when weights change, or None if no rows do."""
     _new_kv: NewKv | None = None
-    """None unless the KV of running requests is recomputed with new weights."""
+    """Recomputes the KV of running requests with new weights, or None if it is kept."""
     _rolling: RollingStream | None = None
     """Decodes rows of coming steps, once any was planned."""
 
@@ -348,7 +348,10 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return self.llm.vllm_config
 
     def _setup_vllm_openai_api_server(self, app: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sets up NeMo-RL's HTTP server, also where vLLM has moved its modules. Clients may send a seed in a header."""
+        """Sets up NeMo-RL's HTTP server, also if vLLM has moved the modules that it imports.
+
+        Clients may send a seed in a header.
+        """
         lend_old_names()
         app.add_middleware(SeedHeader)
         return super()._setup_vllm_openai_api_server(app, *args, **kwargs)
@@ -399,9 +402,9 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         await self._racing.leave("it ended no turn before new weights came")
 
     async def specrollout_plan_ahead(self, rows: list[EarlyRow], scale: float, kept: float) -> None:
-        """Receives rows of coming steps, which it starts to decode in free slots.
+        """Receives rows of coming steps, which the engine starts to decode in free slots (`EngineActorCalls`).
 
-        Where requests start over when weights change, no rows are planned, and branches of these requests use the slots.
+        If requests start over when weights change, no rows are planned, and branches of these requests use the slots.
         """
         if self._one_policy is not None:
             self._one_policy.expect(scale)
@@ -417,7 +420,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     async def specrollout_end_ahead(self, *, keeps_cache: bool) -> EarlyMade:
         """Removes all rows of coming steps from the engine. Returns what was made of them, even if the engine sleeps now.
 
-        Where requests start over, their branches continue until the weights change.
+        If requests start over when weights change, nothing is removed, because their branches continue until then.
         """
         if self._one_policy is not None:
             return EarlyMade({}, self._one_policy.take_figures())

@@ -29,11 +29,11 @@ _WORKERS = {
     "VllmInternalWorkerExtensionWithCheckpointEngine": "nemo_specrollout.nemo_rl.vllm_workers.NemoRlCheckpointEngineWorker",
 }
 MTP_FROM_FOLDER = "specrollout_mtp_from_folder"
-"""Key of vLLM's `additional_config`. True if the trainer does not train the native heads, so that no refit brings them."""
+"""Key of vLLM's `additional_config`. True if the trainer does not train the policy's MTP layers, so no refit brings them."""
 HEADER = b"x-specrollout-seed"
 """HTTP header in which a client sends a seed if it cannot send one in the body."""
 _RENDERED_AT_ONCE = 16
-"""Number of prompts that the server renders at a time, so that requests of the step do not wait long behind them."""
+"""Number of coming prompts that the server renders at a time, so that requests of the step do not wait long behind them."""
 _MOST_DIGITS = len(str(2**63))
 """Most digits of a seed. Without a bound, Python raises an error for a number of several thousand digits."""
 
@@ -44,7 +44,10 @@ header_seed: ContextVar[int | None] = ContextVar("specrollout_header_seed", defa
 def engine_arguments(
     llm_kwargs: Mapping[str, Any], generation_config: Mapping[str, Any], block: SpecrolloutConfig
 ) -> dict[str, Any]:
-    """Returns NeMo-RL's arguments for vLLM, with our vLLM worker, the drafters and the block. Raises ConfigError."""
+    """Returns NeMo-RL's arguments for vLLM with our vLLM worker, the drafters and the block added.
+
+    Raises ConfigError if this vLLM cannot run the block.
+    """
     compat.check_version()
     compat.check_features(block)
     allow_text_drafters()
@@ -96,7 +99,7 @@ class RequestSeeds(RowSeeds):
 
     def _of_request(self, params: Any, tokens: Sequence[int]) -> Any:
         if EXTRA_ARGS_KEY in (params.extra_args or {}):
-            return RolloutSamplingParams.of(params)  # which vLLM asks whether they are valid
+            return RolloutSamplingParams.of(params)  # vLLM asks an object of this class whether it is valid
         with refused_as_by_vllm():
             check_seed(params)
         given = header_seed.get() if params.seed is None else params.seed

@@ -324,7 +324,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self._has_checked_epoch = True
 
     def _rows_of(self, version: int, prompts: list[NextPrompt]) -> list[EarlyRow]:
-        """Returns the rows for `prompts` of the step that follows training step number `version`."""
+        """Returns the rows for `prompts` of the step whose rows are sampled after `version` training steps."""
         samples = self.facts.samples_per_prompt
         seeds = RowSeeds(self.facts.seed, version)
         gym_rows = [prompt.gym_row for prompt in prompts if prompt.gym_row is not None]
@@ -356,7 +356,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
 
 def _token_s(metrics: dict[str, float], num_engines: int) -> float | None:
-    """Returns the seconds of an engine for one token by plain decoding in this step, or None if they are not known."""
+    """Returns the seconds that one engine would take for a token of this step by plain decoding, or None if not known."""
     seconds = metrics.get(f"{PREFIX}plain_estimate_s")
     num_tokens = metrics.get(f"{PREFIX}num_tokens")
     return seconds * num_engines / num_tokens if seconds is not None and num_tokens else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online refresh of the draft head, by a trainer actor beside the run and the driver's end of it.
+"""Refreshes the draft head online. An actor beside the run trains the head, and the driver's side supervises that actor.
 
 The driver never waits for the training of a head. No failure here ends the run, because the engines keep the head they have.
 """
@@ -50,7 +50,7 @@ class SpecrolloutHeadTrainer:
     def after_steps(self, version: int, facts: Sequence[StepFacts]) -> RefreshRecord:
         """Decides after each step in `facts` whether a refresh is due, and refreshes the head if the last decision says so.
 
-        `version` is the policy that computed the newest features. Returns the record of the last step.
+        `version` is the policy version that computed the newest features. Returns the record of the last step.
         """
         from safetensors.torch import load_file
 
@@ -72,7 +72,9 @@ def _local_folder(name: str) -> Path:
 
 
 class HeadRefresh:
-    """The driver's end. Owns the trainer, the step facts that wait for it, and the record of which head the engines have.
+    """The driver's side of the refresh.
+
+    It owns the trainer actor, the step facts that wait for the trainer, and the record of which head the engines have.
 
     The trainer's first answer is the `FeatureSource` of the head, and all others are `RefreshRecord`s. The engines load a
     published head at the next refit. Steps that still run with the old head until then are reported by their seconds only.
@@ -102,14 +104,15 @@ class HeadRefresh:
         self._in_service: PublishedHead | None = None
         self._to_load = folder.published()
         self._record: RefreshRecord | None = None
-        # A trainer on a GPU starts after all processes of NeMo-RL, because it gets what these leave.
+        # A trainer on a GPU starts after all processes of NeMo-RL, because it gets a GPU that these leave.
         self._starts_later = bool(self._config.trainer_gpus)
         self._trainer = None if self._starts_later else start()
 
     def policy_updated(self, version: int) -> None:
-        """Saves the teacher for rollouts of policy `version`, and loads the latest head into the engines.
+        """Prepares the engines for policy version `version`.
 
-        Call it after a refit, before the requests of the new policy.
+        The policy's LM head and embedding are saved as the teacher with which a head is trained on the rollouts of this
+        version, and the latest head is loaded into the engines. Call it after a refit, before requests get the new weights.
         """
         if self._starts_later:
             self._starts_later = False
@@ -117,7 +120,7 @@ class HeadRefresh:
         self._read_answer()
         if self._trainer is not None:
             self._folder.forget_old(version)
-            # All engines have the same policy, so only the first one saves it.
+            # All engines have the same weights, so only the first one saves them.
             self._tell(WorkerCalls.specrollout_save_teacher, [(str(self._folder.teacher(version)),)])
         head = self._to_load
         self._to_load = None
@@ -129,7 +132,7 @@ class HeadRefresh:
     def after_step(self, version: int, facts: StepFacts | None) -> dict[str, float]:
         """Reports a finished step to the trainer if it is idle. Returns metrics of the heads since the previous call.
 
-        `version` is the policy of the step's rollouts, and `facts` is None if there were none.
+        `version` is the policy version of the step's rollouts, and `facts` is None if there were none.
         """
         self._read_answer()
         if self._source is not None:

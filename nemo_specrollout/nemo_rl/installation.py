@@ -151,7 +151,7 @@ def _check_block(block: SpecrolloutConfig, policy: Any) -> None:
         drafter_spec(block.remote, policy["generation"]["vllm_cfg"])
         secret_of_run()
     vllm_kwargs = policy["generation"].get("vllm_kwargs") or {}
-    try:  # a step of vLLM may have no room for drafts
+    try:  # an engine step may have no room for drafts
         with_specrollout({k: v for k, v in vllm_kwargs.items() if k != "speculative_config"}, block, "cuda")
     except ValueError as error:
         raise ConfigError(f"policy.generation.{error}") from error
@@ -161,7 +161,8 @@ def _run_facts(config: Any, block: SpecrolloutConfig) -> RunFacts:
     """Returns the facts of a run that starts or resumes from a checkpoint.
 
     The folder of heads is beside the checkpoints, so that a resumed run finds it. The log folder would not do, because
-    NeMo-RL makes a new one at every start. A run that starts from the configured policy starts from the configured head.
+    NeMo-RL makes a new one at every start. A run that starts from the configured policy also starts from the configured head,
+    so a head that an earlier run has published is withdrawn.
     """
     from nemo_rl.utils.checkpoint import CheckpointManager
 

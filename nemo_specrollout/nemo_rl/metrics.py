@@ -41,7 +41,10 @@ def step_metrics(done_E: Sequence[EngineTotals]) -> dict[str, float]:
 
 
 def _seconds(done: EngineTotals, num_engines: int) -> tuple[float, float | None]:
-    """Returns the mean seconds of the engines' steps, and an estimate for the same tokens without drafts (None if unknown)."""
+    """Returns the seconds of a step's rollout, and an estimate for the same tokens without drafts (None if unknown).
+
+    Both are means over the engines.
+    """
     rollout_s = (done.decode_s + done.other_s) / num_engines
     if not done.estimated_s:
         return rollout_s, None
@@ -97,7 +100,10 @@ def step_facts(done: EngineTotals, num_engines: int, seconds: float, steps_to_co
 
 
 def _num_tokens(done: EngineTotals) -> int:
-    """Returns the number of tokens that the engines emitted, which is one per request and step plus the accepted drafts."""
+    """Returns the number of tokens that the engines emitted.
+
+    It is one per request and engine step, plus the accepted drafts.
+    """
     return done.num_request_steps + sum(map(sum, dict(done.accepted).values()))
 
 

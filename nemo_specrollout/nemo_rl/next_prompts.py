@@ -18,7 +18,7 @@ class PeekingLoader(StatefulDataLoader):
     _batches: PeekedBatches | None = None
     """Batches of the current epoch."""
     num_taken = 0
-    """Batches that the loader has given since it was made."""
+    """Number of batches that the loader has given since it was made."""
 
     def __iter__(self) -> Iterator[Any]:
         self._batches = PeekedBatches(super().__iter__(), super().state_dict)
@@ -60,7 +60,7 @@ def prompts_of(shown: Mapping[str, Any]) -> list[NextPrompt]:
 
 
 def _gym_row(info: Any) -> Mapping[str, Any] | None:
-    """Returns the environment's part of a prompt if it is a row of NeMo-Gym, and otherwise None."""
+    """Returns `info`, the environment's part of a prompt, if it is a row of NeMo-Gym, and otherwise None."""
     return info if isinstance(info, Mapping) and "responses_create_params" in info else None
 
 

@@ -97,7 +97,10 @@ def _result_changes(point: PatchPoint, found: Signature) -> list[Change]:
 
 
 def check_patch_points(points: Sequence[PatchPoint], source: PythonSource | None = None) -> None:
-    """Raises ConfigError if a NeMo-RL lacks one of `points` or has it in another form. `source` None is the installed one."""
+    """Raises ConfigError if a NeMo-RL lacks one of `points` or has it in another form.
+
+    `source` is the source of that NeMo-RL, or None for the installed one.
+    """
     if source is None:
         folder = installed_source(NEMO_RL)
         if folder is None:

@@ -76,7 +76,7 @@ def engine_environment() -> dict[str, Any]:
 def is_loss_of_a_process(error: BaseException | None) -> bool:
     """Returns whether an error came from a lost or unreachable process or node, and not from the program itself.
 
-    An `RpcError` is Ray's, or gRPC's own where NeMo-RL asks Ray for the memory of all nodes.
+    An `RpcError` counts as such an error. It is Ray's, or gRPC's own if NeMo-RL was asking Ray for the memory of all nodes.
     """
     lost = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError)
     seen = set[int]()
@@ -180,8 +180,8 @@ class EngineClient:
     ) -> Any:
         """Calls a method of an engine actor without waiting. Returns Ray's reference to the reply.
 
-        NeMo-RL refuses positional arguments, so no method of the table takes any. `arguments` exists only because the type
-        checker needs both kinds to compare them with the method.
+        NeMo-RL refuses positional arguments, so no method of `EngineActorCalls` takes any. `arguments` exists only because the
+        type checker needs both kinds to compare them with the method.
         """
         assert not arguments, f"name the arguments of {method.__name__}"
         actor = self._group.get_dp_leader_worker_idx(engine)
@@ -208,7 +208,7 @@ class EngineClient:
 
 
 def failure_text(error: Exception) -> str:
-    """Returns the last line of an error's text, without the guesses about an actor's exit that Ray appends."""
+    """Returns the last line of an error's text, without what Ray appends about the possible causes of an actor's exit."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].partition(" Worker exit type")[0]
 

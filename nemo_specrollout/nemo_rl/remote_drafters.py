@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remote drafters that run as Ray actors, and the driver's end, which supervises them and tells engines their addresses.
+"""Runs remote drafters as Ray actors. The driver's side supervises them, and tells the engines their addresses.
 
 The driver never waits for a drafter. No failure here ends the run, because without drafters the engines decode plainly.
 """
@@ -124,7 +124,10 @@ class _Drafter:
         return self.status is not None and silence_s > (HANG_S if self.status.is_up else START_S)
 
     def _failed(self, reason: str, *, is_alive: bool = True) -> str | None:
-        """Restarts the actor's process if it `is_alive`. Returns a sentence, or None if the failure was reported before."""
+        """Notes a failure, and restarts the actor's process if it `is_alive`.
+
+        Returns a sentence about the failure, or None if one was returned before.
+        """
         where = self._where
         was_told = self.is_told
         self.status = None
@@ -136,7 +139,7 @@ class _Drafter:
 
 
 class RemoteDrafters:
-    """Owns the run's drafters, and knows which addresses the engines have.
+    """Owns the run's remote drafters, and tells the engines their addresses.
 
     Drafters on GPUs start at the first `update`, when all processes of NeMo-RL have their GPUs. Others start at once.
     """
@@ -151,7 +154,7 @@ class RemoteDrafters:
         self._sent: list[str] = []
 
     def update(self, engines: EngineClient) -> None:
-        """Sends the drafters' addresses to the engines if they have changed. Safe during a rollout."""
+        """Looks after the drafters, and sends their addresses to the engines if they have changed. Safe during a rollout."""
         if self._drafters is None:
             self._drafters = [_Drafter(link) for link in self._start()]
         for number, drafter in enumerate(self._drafters):
@@ -200,6 +203,9 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
 
 
 def stats_between(before: Sequence[DrafterStats], after: Sequence[DrafterStats]) -> dict[str, Any]:
-    """Returns the figures of `DrafterStats` over all engines, between two readings of `EngineClient.drafter_stats`."""
+    """Returns the figures of `DrafterStats`, summed over all engines, of the time between two readings of their stats.
+
+    Both `before` and `after` come from `EngineClient.drafter_stats`.
+    """
     pairs = zip(before, after, strict=True)
     return DrafterStats.together([now.since(earlier) for earlier, now in pairs]).figures()

@@ -27,7 +27,7 @@ EPOCH_KEY = "specrollout_epoch"
 
 
 class ControlledGeneration(SpecrolloutGeneration):
-    """Generation that the driver builds, and that the SingleController's actor uses and supervises."""
+    """Generation that the driver builds and the SingleController's actor uses. That actor also supervises the engines."""
 
     is_supervised_elsewhere = True
 
@@ -57,16 +57,22 @@ class ControlledGeneration(SpecrolloutGeneration):
         return self._early_gym_rows([row for row, _ in gym], seeds)
 
     def _end_ahead(self, *, keeps_cache: bool = False, is_interrupted: bool = False) -> None:
-        """Ends the work on texts of coming steps. Cached prefixes stay, because vLLM would not drop them amid requests."""
+        """Ends the work on texts of coming steps.
+
+        Cached prefixes stay, because vLLM does not drop them while requests run.
+        """
         super()._end_ahead(keeps_cache=True, is_interrupted=is_interrupted)
 
 
 class SeededRollouts(AsyncRolloutImpl):
-    """NeMo-RL's rollouts of one prompt. Each knows its sample in all of its turns, and also when it is retried."""
+    """NeMo-RL's rollouts of one prompt.
+
+    Each rollout knows the identity of its sample in all of its turns, also when it is retried.
+    """
 
     async def _run_single_rollout(self, input_sample: Any, traj_idx: int, *args: Any, **kwargs: Any) -> Any:
         length = sum(len(message["token_ids"]) for message in input_sample["message_log"])
-        current_sample.set(_sample(input_sample, traj_idx, length))  # NeMo-RL runs it as a task of its own
+        current_sample.set(_sample(input_sample, traj_idx, length))  # each rollout is an asyncio task of its own
         current_tasks.set([input_sample["task_name"]])
         return await super()._run_single_rollout(input_sample, traj_idx, *args, **kwargs)
 

@@ -66,7 +66,10 @@ class EngineStillDecodes(RuntimeError):
 
 
 class ExchangeDriver:
-    """The driver's end of the exchange. Owns its actor. If the actor is lost, the run goes on without moves and races."""
+    """The driver's side of the exchange, which owns the exchange's actor.
+
+    If the actor is lost, the run goes on without moves and races.
+    """
 
     def __init__(self, actor: Any, engines: EngineClient, log: StepLog) -> None:
         """`actor` is the exchange that `start_exchange` has started, and `engines` are the engines that share it."""
@@ -88,7 +91,9 @@ class ExchangeDriver:
     def paused(
         self, patience_s: float = PAUSE_PATIENCE_S, silence_s: float = SILENCE_S, leave_s: float = PATIENCE_S
     ) -> Iterator[None]:
-        """Context of a refit of asynchronous engines. All turns have ended when it begins, so no engine works for others.
+        """Context of a refit of asynchronous engines.
+
+        Before its body begins, it waits until all turns have ended, so that no engine decodes requests of others.
 
         Every `patience_s` seconds it reports which engines it waits for. An engine that ends no turn within `silence_s`
         seconds leaves the exchange for good. Raises EngineStillDecodes if even that does not succeed within `leave_s` seconds.
@@ -133,7 +138,7 @@ class ExchangeDriver:
         )
 
     def figures(self) -> Mapping[str, float]:
-        """Returns the figures since the previous call by name, or none if the actor is lost."""
+        """Returns figures of moves and races since the previous call, by name, or none if the actor is lost."""
         return self._call(StragglerExchange.take_figures) or {}
 
     def speed_table(self, policy: str) -> SpeedTableFile | None:
@@ -169,7 +174,10 @@ def start_exchange(
 
 
 def kept_speeds(block: SpecrolloutConfig, generation_config: Any, num_engines: int) -> KeptSpeeds:
-    """Returns the kept decode speeds of engines like these. `generation_config` is NeMo-RL's."""
+    """Returns the object that reads and keeps decode speeds of engines like those of this run.
+
+    `generation_config` is NeMo-RL's.
+    """
     about = {
         "vllm": vllm_version(),
         "device": _device(),
@@ -277,8 +285,9 @@ class Supervisor:
         self._requested += seeds
 
     def end_step(self, version: int) -> dict[str, float]:
-        """Ends the step of the policy `version`: logs its samples and alarms, and refreshes the head if that is due.
+        """Ends the step whose rows policy version `version` has sampled.
 
+        Logs the samples and alarms of the step, and reports it to the head trainer, which refreshes the head if that is due.
         Returns the metrics since `begin_step` by name, or none if there was no `begin_step`.
         """
         before = self._before
@@ -319,7 +328,7 @@ class Supervisor:
         return metrics
 
     def _exchanged(self, exchange: ExchangeDriver) -> dict[str, float]:
-        """Logs what moved and raced in the step, and keeps the decode speeds. Returns metrics of the tail."""
+        """Logs what moved and raced in the step, and keeps the decode speeds. Returns metrics about the rollout's tail."""
         log = self._log
         log.entries["tail"] = exchange.figures()
         table = exchange.speed_table(self._config["model_name"])

@@ -33,7 +33,10 @@ check_patch_points(WORKER_POINTS)
 
 
 class ExtensionOverrides:
-    """Loads a trainer's draft weights into the drafter, never into a module of the policy, and times weight updates."""
+    """Our overrides of NeMo-RL's worker extension.
+
+    They load a trainer's draft weights into the drafter, never into a module of the policy, and time weight updates.
+    """
 
     model_runner: Any
     vllm_config: Any
