@@ -24,7 +24,8 @@ _SHOWN = 10
 def audit(parsed: argparse.Namespace) -> int:
     """Audits rows of a run, prints the verdict, and keeps it beside the records for the report.
 
-    Returns 0 if every row is the policy's, 1 if one is not, and 2 if no row could be audited. Raises ConfigError.
+    Returns 0 if the policy has sampled every audited row, 1 if it has not sampled one of them, and 2 if no row could be
+    audited. Raises ConfigError for bad flags, and for a run without the records that an audit needs.
     """
     steps = _numbers(parsed.steps)
     if parsed.rows < 1:

@@ -129,7 +129,7 @@ class TerminalView:
             yield lambda done, **changes: progress.update(task, completed=done, **changes)
 
     def judged(self, judgement: "Judgement") -> None:
-        """Prints a table of the held-out acceptance before and after, by draft position."""
+        """Prints a table of the acceptance on held-out prompts before and after the refresh, by draft position."""
         before = judgement.before
         after = judgement.after
         measured = [after] if before is None else [before, after]

@@ -22,12 +22,13 @@ from nemo_specrollout.reports.start_facts import BEGAN, NAME_OF_START
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Runs NeMo-RL's own script with our block in effect. Returns 0 when it has ended well. Raises ConfigError.
+    """Runs NeMo-RL's own script with our block in effect, and returns the exit code.
 
-    It resumes from `checkpointing.checkpoint_dir`. If this Python has no NeMo-RL, this process becomes the same command in the
-    environment of NeMo-RL's driver. The file `parsed.when_done` is made if the run is complete, but not if its time was up.
-    After an error of the run, the last line says how to continue, and `EXIT_LOST` is returned if Ray has lost a process. In a
-    job of `launch`, the process ends when a later start of the job has taken over the run.
+    The run resumes from `checkpointing.checkpoint_dir`. If this Python has no NeMo-RL, this process becomes the same command
+    in the environment of NeMo-RL's driver. The exit code is 0 if the script has ended without an error. In this case the file
+    `parsed.when_done` is made if the run is complete, but not if its time was up. After an error of the run, the last line of
+    the output says how to continue, and the exit code is `EXIT_LOST` if Ray has lost a process. In a job of `launch`, the
+    process ends when a later start of the job has taken over the run. Raises ConfigError for a config that cannot run.
     """
     os.environ.setdefault(BEGAN, str(int(time.time())))  # the value survives the change to NeMo-RL's environment
     tree = read_nemo_rl_config(parsed.config, parsed.overrides)

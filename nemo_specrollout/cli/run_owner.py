@@ -16,7 +16,7 @@ from pathlib import Path
 from nemo_specrollout.reports.start_facts import NAME_OF_START
 
 FILE = "SPECROLLOUT_NEWEST_START"
-"""Variable with the file's path, which the job's script sets. An older copy of the code in a run directory ignores it."""
+"""Variable with the path of this file. The job's script sets it. Older copies of the code in run directories ignore it."""
 INTERVAL_S = 10.0
 """Seconds between two checks of the file, which is short compared with a start of container, Ray and engines."""
 EXIT_TAKEN_OVER = 75

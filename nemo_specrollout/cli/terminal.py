@@ -94,7 +94,7 @@ def scratch_folder() -> Iterator[None]:
         # Compiled kernels stay for the next run.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(usual / f"torchinductor_{getpass.getuser()}"))
     for left in usual.glob(f"{PREFIX}*"):
-        with suppress(OSError), (left / LOCK).open() as lock:  # raised if it is another user's, in use, or of another kind
+        with suppress(OSError), (left / LOCK).open() as lock:  # it is another user's, in use, or of another kind
             if time.time() - left.stat().st_mtime > LEFT_BEHIND_S:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left, ignore_errors=True)

@@ -379,7 +379,7 @@ class SpecrolloutConfig:
         )
 
     def _check_methods(self, path: str, types: list[str]) -> None:
-        """Raises ConfigError unless `fastest_of_n.methods` names exactly the drafters of these `types`.
+        """Raises ConfigError unless `fastest_of_n.methods` is empty, or names exactly the drafters of these `types`.
 
         It also raises one if requests may only race, but all engines have the same drafters. `path` is that of `fastest_of_n`.
         """

@@ -82,7 +82,7 @@ class KnownTrap:
 
 @dataclass(frozen=True)
 class MetTrap:
-    """A known fault that a config meets with the packages that are installed here."""
+    """A known fault that a config meets with the packages that its run will have."""
 
     trap: KnownTrap
     version: str | None

@@ -30,11 +30,11 @@ class Override:
     """A change of one key."""
 
     text: str
-    """As the user wrote it."""
+    """The override as the user wrote it."""
     kind: str
     """`=` sets a key, `+` adds one that is not there yet, `++` does either, and `~` removes one."""
     key: str
-    """Names, separated by dots."""
+    """The key that is changed, as names separated by dots."""
     value: Any
     """The new value; of `~`, the value that the key must have, or None for any."""
 

@@ -64,7 +64,7 @@ V2_LACKS = (
         "set processed_logprobs",
     ),
 )
-"""All such options that NeMo-RL's config can name, except those that `model_rules.py` refuses with every version."""
+"""All such options that NeMo-RL's config can name, except those that `nemo_rl_rules.py` refuses with every version."""
 
 
 def v2_lacks(tree: Tree, version: str | None) -> Iterator[Finding]:

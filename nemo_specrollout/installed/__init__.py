@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions and source of installed packages, read without importing them. No torch."""
+"""Reads versions and source of installed packages without importing them. Imports no torch."""

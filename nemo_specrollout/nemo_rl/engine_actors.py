@@ -61,7 +61,7 @@ _rows: ContextVar[list[Row] | None] = ContextVar("specrollout_rows", default=Non
 
 
 def _rows_of(data: BatchedDataDict[Any]) -> list[Row] | None:
-    """Returns the rows, or None if the generation that made `data` is not ours."""
+    """Returns the rows of `data`, or None if the generation that made `data` is not ours."""
     columns = [data.get(key) for key in (SEEDS_KEY, ROOTS_KEY, DRAFTS_KEY, RECORD_KEY)]
     if any(column is None for column in columns):
         return None

@@ -108,7 +108,11 @@ def _num_tokens(done: EngineTotals) -> int:
 
 
 def head_metrics(ends: Sequence[StepEnd]) -> dict[str, float]:
-    """Returns alarms, the age of the oldest head in policy versions, and the share of engines whose head lies dormant."""
+    """Returns metrics of the draft heads by name.
+
+    They are the number of alarms, the age of the oldest head in policy versions, and the share of engines whose head is
+    dormant.
+    """
     metrics = {"canary_alarms": float(sum("event" in alarm for end in ends for alarm in end.alarms))}
     ages = [end.policy_version - end.head_version for end in ends if end.head_version is not None]
     if ages:

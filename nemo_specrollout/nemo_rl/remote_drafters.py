@@ -203,9 +203,9 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
 
 
 def stats_between(before: Sequence[DrafterStats], after: Sequence[DrafterStats]) -> dict[str, Any]:
-    """Returns the figures of `DrafterStats`, summed over all engines, of the time between two readings of their stats.
+    """Returns what `DrafterStats` says about the time between two readings, over all engines together, by name.
 
-    Both `before` and `after` come from `EngineClient.drafter_stats`.
+    `before` and `after` are results of `EngineClient.drafter_stats`.
     """
     pairs = zip(before, after, strict=True)
     return DrafterStats.together([now.since(earlier) for earlier, now in pairs]).figures()

@@ -21,13 +21,16 @@ import numpy as np
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 SEEDS_KEY = "specrollout_seeds"
-"""Key of a generation's input, with the seed of each row."""
+"""Key of a generation's input. Its value is the seed of each row."""
 ROOTS_KEY = "specrollout_prompt_lengths"
-"""Key of a generation's input, with the length of each conversation's first prompt in tokens."""
+"""Key of a generation's input. Its value is the length of each conversation's first prompt in tokens."""
 DRAFTS_KEY = "specrollout_speculate"
-"""Key of a generation's input, with whether each row may have drafts. Over HTTP a key of `vllm_xargs`, where 0 means no."""
+"""Key of a generation's input. Its value tells for each row whether it may have drafts.
+
+An HTTP request may have this key in `vllm_xargs`, with 0 for no drafts.
+"""
 RECORD_KEY = "specrollout_record"
-"""Key of a generation's input, with whether each row is recorded for an audit."""
+"""Key of a generation's input. Its value tells for each row whether it is recorded for an audit."""
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd
 _MAX_PROMPTS = 1 << 16
 """Number of prompts that `Conversations` remembers. When there are more, the older half is forgotten."""

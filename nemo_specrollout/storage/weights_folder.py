@@ -2,7 +2,8 @@
 """A folder to which a draft model's trainer publishes weights, and which drafters watch. Does not load torch.
 
 Each publication is a subfolder whose name ends in its number, such as `version_12` or `step-300`. The one with the largest
-number is the newest. A publication is written under a name that begins with a dot, and renamed when it is complete.
+number is the newest. A trainer should write a publication under a name that begins with a dot, which drafters ignore, and
+rename it when it is complete.
 """
 
 import os
