@@ -348,10 +348,7 @@ class AsyncEngineActor(_SeededEngine, VllmAsyncGenerationWorkerImpl):
         return self.llm.vllm_config
 
     def _setup_vllm_openai_api_server(self, app: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sets up NeMo-RL's HTTP server, also if vLLM has moved the modules that it imports.
-
-        Clients may send a seed in a header.
-        """
+        """Sets up NeMo-RL's HTTP server, whose imports work in newer vLLMs too. Clients may send a seed in a header."""
         lend_old_names()
         app.add_middleware(SeedHeader)
         return super()._setup_vllm_openai_api_server(app, *args, **kwargs)
