@@ -112,7 +112,8 @@ class HeadRefresh:
         """Prepares the engines for policy version `version`.
 
         The policy's LM head and embedding are saved as the teacher with which a head is trained on the rollouts of this
-        version, and the latest head is loaded into the engines. Call it after a refit, before requests get the new weights.
+        version, and the latest head is loaded into the engines. Call it after a refit, before the first request of this
+        version.
         """
         if self._starts_later:
             self._starts_later = False
