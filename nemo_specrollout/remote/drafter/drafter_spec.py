@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a drafter, and the counters that it reports. No torch."""
+"""Settings of a drafter, and the counters that it reports. This module does not load torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

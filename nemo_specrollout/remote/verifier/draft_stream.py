@@ -4,7 +4,8 @@
 The draft stream is a table of draft buffers. The host writes it and the device reads it, without waiting for each other.
 A row is usually outdated when it is read. It holds draft tokens, and the length that the text had when they were drafted (the
 base). A kernel compares the first draft tokens with the tokens that the device has sampled since then. If they are equal, the
-other draft tokens are the proposal. A half-written row is at worst a wrong draft.
+other draft tokens are the proposal. If the device reads a half-written row, the worst
+result is a wrong draft.
 
 Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence, W tokens for which a row has room,
 X = 2 + 2 W columns of the table (base, count, tokens, evidence levels).
@@ -36,7 +37,7 @@ class DraftStream:
     """Owns the table, where the host writes `table_SX` at any time, and `propose` reads it on the device."""
 
     def __init__(self, table_SX: np.ndarray, on_device: Callable[[], torch.Tensor]) -> None:
-        """`on_device` returns the int32 table as the device reads it, which is the same memory or a copy that it starts."""
+        """`on_device` returns the int32 table as the device reads it, which is the same memory, or a copy begun then."""
         self.table_SX = table_SX
         self._on_device = on_device
         table_SX[:] = 0
@@ -79,7 +80,8 @@ class RemoteDrafter:
         self.side = VerifierSide(1 + secrets.randbits(61), num_slots, num_drafters, stream.most_ahead, model)
         self._token_ids_SL = np.zeros((num_slots, max_model_len), np.int32)
         self._lengths_S = np.zeros(num_slots, np.int64)
-        self._tenures_S = np.zeros(num_slots, np.int64)  # odd while a request has the slot
+        # How often each slot was taken or freed. The number is odd while a request has the slot.
+        self._tenures_S = np.zeros(num_slots, np.int64)
         self._lock = Lock()
         self._host_s = 0.0
         self.set_addresses(addresses, secret)
@@ -114,7 +116,7 @@ class RemoteDrafter:
                 self._vacate(slot)
 
     def token_callback(self, slots_B: np.ndarray) -> Callable[[Sequence[Sequence[int]]], None]:
-        """Returns a function to call, in any thread, with the tokens of this step's requests when they are on the host."""
+        """Returns a function to call, in any thread, with the tokens of this engine step once they are on the host."""
         return partial(self._committed, slots_B.tolist(), self._tenures_S[slots_B].tolist())
 
     def propose(self, texts: Texts, proposals: Proposals) -> None:
@@ -125,7 +127,7 @@ class RemoteDrafter:
         self.stream.propose(texts, proposals)
 
     def stats(self) -> DrafterStats:
-        """Returns the drafter stats since the start. Waits for the device."""
+        """Returns the drafter stats since the start. The call waits for the device."""
         num_request_steps, num_supplied, num_at_hand = self.stream.counts_3.tolist()
         with self._lock:
             peers = self.side.peers
@@ -155,7 +157,7 @@ class RemoteDrafter:
             self.side.close(slot)
 
     def _committed(self, slots: list[int], tenures: list[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Appends a step's tokens, except for requests that have left their slots or that have no remote drafts."""
+        """Appends an engine step's tokens to the texts, except of requests that have left their slots or get no drafts."""
         longest = self._token_ids_SL.shape[1]
         with self._lock:
             for slot, tenure, new in zip(slots, tenures, token_ids, strict=True):
@@ -167,7 +169,7 @@ class RemoteDrafter:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Reads what has arrived, and sends what is new."""
+        """Reads the messages that have arrived, and sends what the drafters do not know yet."""
         now_s = self._receive()
         for drafter, message in self.side.follow(self._token_ids_SL, self._lengths_S, now_s):
             reason = self._send(drafter, message)
