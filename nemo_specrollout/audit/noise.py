@@ -100,7 +100,7 @@ _SMALLEST_OF_PHILOX = 4.6566127342e-10
 
 
 def _philox_uniform(seed: int, positions: Integers, tokens: Integers) -> Floats:
-    """Returns uniform numbers from Philox of the token, with a key that is Philox of the position with the seed as its key."""
+    """Returns uniform numbers, where Philox makes a key from seed and position, and then a number from key and token."""
     position_seeds = _philox(_words(seed), positions.astype(_U32))
     position_seeds, counters = np.broadcast_arrays(position_seeds, tokens.astype(_U32))
     numbers = _philox((position_seeds, np.zeros_like(position_seeds)), counters).astype(np.int32).astype(np.int64)

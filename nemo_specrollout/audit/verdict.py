@@ -11,7 +11,7 @@ from nemo_specrollout.audit.replay import RowReplay
 from nemo_specrollout.audit.rows import Array
 
 _FACTOR = 8.0
-"""How many times the rounding error of the audit's own computation is still taken for rounding.
+"""Factor on the rounding error of the audit's own computation, up to which a difference counts as rounding.
 
 The audit also computes every row in the engine's precision, and compares that with a finer one. Engine and audit add the same
 numbers in different orders, so their errors are of similar size over many rows, but may be a few times larger or smaller in a

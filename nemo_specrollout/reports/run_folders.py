@@ -23,7 +23,7 @@ from nemo_specrollout.reports.records import (
 from nemo_specrollout.reports.starts import RunOfStarts, Start, separate_runs, without_failed
 
 SCRIPT = "job.sh"
-"""Script of the jobs, by which a run directory of `launch` is recognized."""
+"""Name of the script of the jobs, by which a run directory of `launch` is recognized."""
 LOGS = "logs"
 """Folder of NeMo-RL's logs in a run directory of `launch`."""
 
@@ -43,8 +43,8 @@ class RunFolders:
 def find_folders(path: Path) -> RunFolders:
     """Returns the folders of a run, given its run directory, its log folder, or the folder of one of its starts.
 
-    The run directory of `launch` and its log folder are equivalent. Raises ConfigError with a sentence if there are no
-    records.
+    The run directory of `launch` and the log folder in it give the same result. Raises ConfigError with a sentence if there
+    are no records.
     """
     launched = _launched(path)
     logs = launched / LOGS if launched else path

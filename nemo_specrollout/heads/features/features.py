@@ -79,7 +79,7 @@ class SequenceFeatures:
 
 
 def is_held_out(prompt_ids: torch.Tensor | Sequence[int], share: float) -> bool:
-    """Returns whether a prompt's sequences are held out from training. Its hash decides, so that a `share` of prompts is."""
+    """Returns whether a prompt's sequences are held out from training. Its hash decides, so that a `share` of prompts are."""
     data = np.ascontiguousarray(np.asarray(prompt_ids), dtype="<i8").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < share * 2**64
 
