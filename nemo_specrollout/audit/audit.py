@@ -65,7 +65,7 @@ def audit_rows(run: RecordedRun, weights: Weights, places: Sequence[Place], on_r
     """Computes rows again, judges them, and returns the audit.
 
     Rows of one policy version are computed together, so that each version is loaded once. All rows are judged at the end,
-    because only then it is known how large a difference counts as rounding.
+    because only then is it known how large a difference counts as rounding.
     """
     replays = list[RowReplay]()
     skipped = list[Skipped]()

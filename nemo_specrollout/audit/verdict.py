@@ -45,7 +45,7 @@ class RowVerdict:
     first_foreign: int | None
     """Number of the first token that rounding does not explain, or None if there is none."""
     why: str = ""
-    """What differs there, in words."""
+    """Description of what differs there, or empty."""
     whose: int | None = None
     """Another policy version of which the row is a sample, or None if none is known."""
 

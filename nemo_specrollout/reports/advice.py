@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advises from a run's own records whether moves and races, texts of coming steps, or remote drafters would pay in it.
 
-Each of these mechanisms fills time of engines that would be idle, or takes work out of their steps. It can gain at most
-this time, which every run records. So this bound needs no knowledge of the policy or the hardware. For a mechanism
-that is on, the run's own measurements replace the bound.
+Each of these mechanisms fills time of engines that would be idle, or takes work out of their steps. It can gain at most this
+time, which every run records. So this bound needs no knowledge of the policy or the hardware. For a mechanism that is on, the
+run's own measurements replace the bound.
 """
 
 import math
@@ -51,7 +51,7 @@ def lines_of(advice: Sequence[Advice]) -> Iterator[str]:
 
 
 def idle_share(steps: Sequence[Record]) -> float:
-    """Returns the share of their time in which engines waited for the last one to end, or NaN with one engine."""
+    """Returns the share of the engines' time in which they waited for the last one to end, or NaN with one engine."""
     shared = [step for step in steps if math.isfinite(number(step, "engine_idle_share"))]
     seconds = series(shared, "rollout_s")
     return reduced(np.sum, series(shared, "engine_idle_share") * seconds) / reduced(np.sum, seconds)

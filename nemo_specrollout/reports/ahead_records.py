@@ -34,9 +34,9 @@ def kept_figures(kept: Mapping[str, Any]) -> dict[str, float]:
 def saved_figures(figures: Mapping[str, float], acceptance: Mapping[str, Any]) -> dict[str, float]:
     """Returns the estimated seconds that texts made ahead have saved in a rollout, or nothing if that is not known.
 
-    Of the time that all drafts have saved, the drafter `ahead` is credited with a share, which is its share of the accepted
-    drafts.
-    `figures` has the step's `plain_estimate_s` and `rollout_s`, and `acceptance` its counts by drafter.
+    The time that all drafts have saved is divided among the drafters in proportion to their accepted drafts. The drafter of
+    these texts is `ahead`. `figures` has the step's `plain_estimate_s` and `rollout_s`, and `acceptance` its counts by
+    drafter.
     """
     accepted = {name: sum(counts["accepted"]) for name, counts in acceptance.items()}
     if "plain_estimate_s" not in figures or not accepted.get("ahead"):

@@ -225,7 +225,10 @@ def in_ranges(numbers: Sequence[int]) -> str:
 
 
 def reward_window(num_steps: int) -> int:
-    """Returns the number of steps over which rewards are averaged, because steps differ in their problems. It is a fifth."""
+    """Returns the number of steps over which rewards are averaged, which is a fifth of the run.
+
+    Rewards are averaged because steps have different problems.
+    """
     return max(1, num_steps // 5)
 
 
@@ -279,7 +282,7 @@ def refreshes(steps: Sequence[Record]) -> list[tuple[Any, Record]]:
 def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[str, float]:
     """Returns by how many steps the policies that began `samples` lag behind `policy_version`, which is trained on them.
 
-    Also counts the samples that got new weights. `samples` belong to one line of `samples.jsonl`.
+    The result also counts the samples that got new weights. `samples` belong to one line of `samples.jsonl`.
     """
     spans = [sample["policy_spans"] for sample in samples if sample and sample.get("policy_spans")]
     lags = [policy_version - min(version for version, _ in sample_spans) for sample_spans in spans]

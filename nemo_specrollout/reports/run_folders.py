@@ -85,7 +85,7 @@ def read_run(folders: RunFolders) -> Run:
 
 
 def latest_run(log_dir: Path) -> Run | None:
-    """Returns the newest start in a log folder that has made a step and has readable records, or None without any."""
+    """Returns, of a log folder, the newest start with a finished step and readable records, or None if there is none."""
     starts = filter(_is_start, log_dir.glob("exp_*")) if log_dir.is_dir() else ()
     newest_first = sorted(starts, key=lambda folder: -int(folder.name.removeprefix("exp_")))
     for folder in (log_dir, *(start / FOLDER for start in newest_first)):

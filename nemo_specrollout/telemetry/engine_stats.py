@@ -174,7 +174,7 @@ class StepTrace:
         self._is_open, self._was_idle = True, False
 
     def end_step(self, host_s: float = 0.0, draft_s: float = 0.0) -> tuple[int, int, float] | None:
-        """Ends the step, in which our host work took `host_s` and a drafter with weights took `draft_s`.
+        """Ends the step, in which this package's host work took `host_s` and a drafter with weights took `draft_s`.
 
         Returns (requests, rows, seconds without `draft_s`) for a pure decode step, and None for any other step.
         """

@@ -58,8 +58,8 @@ class SampleStats:
 def _merged_spans(one: SampleStats, other: SampleStats) -> tuple[Spans, tuple[int, ...]]:
     """Returns the policy spans of a sample that two engines have decoded, and where they computed the whole text again.
 
-    An engine computes the whole text of a request that moves to it. That makes no difference if the same policy
-    version had computed the KV cache of all tokens before.
+    An engine computes the whole text of a request that moves to it. That makes no difference if the same policy version had
+    computed the KV cache of all tokens before.
     """
     begun = {stats.policy_spans[0][1] for stats in (one, other)}
     is_read = {*one.read_again, *other.read_again, *begun}

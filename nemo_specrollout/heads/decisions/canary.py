@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 COLLAPSE_SHARE = 1 / 3
-"""Acceptance after a collapse, as a share of the expected acceptance."""
+"""Acceptance that is assumed after a collapse, as a share of the expected acceptance."""
 STALE_SHARE = 0.75
 """Share of the acceptance after the last publish below which a head is stale."""
 THRESHOLD = math.log(1e9)
@@ -24,14 +24,14 @@ MEMORY_DRAFTED = 20_000.0
 ENOUGH_DRAFTED = 500.0
 """Number of draft tokens after which the normal level of acceptance counts as known."""
 GATE_DRAFTED = 4000.0
-"""Number of draft tokens that the acceptance measured by the publish gate counts for."""
+"""Number of draft tokens as which the publish gate's measurement of acceptance counts."""
 MIN_REQUESTS = 16
-"""Minimum number of requests behind a collapse alarm, because the last few requests of a rollout may just be hard to
-draft for."""
+"""Minimum number of requests behind a collapse alarm, because the last few requests of a rollout may just be hard to draft
+for."""
 MIN_RATE = 1e-3
 MAX_RATE = 0.999
 WEIGHT_CAUSES = ("non_finite", "all_zero", "shared", "differs", "layer_ids", "rope")
-"""Causes in the head's weights or config. If acceptance collapses for none of these, the tasks may have changed."""
+"""Causes of a collapse that lie in the head's weights or config. If it has none of them, the tasks may have changed."""
 
 
 @dataclass(frozen=True)

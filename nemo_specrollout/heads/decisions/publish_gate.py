@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The publish gate, which decides by a paired test on held-out sequences whether a trained head replaces the current one.
 
-Shapes: N sequences. The acceptance length is the mean number of tokens by which a request grows in an engine step, which is
-1 without drafts.
+Shapes: N sequences. The acceptance length is the mean number of tokens by which a request grows in an engine step, which is 1
+without drafts.
 """
 
 import math
@@ -53,9 +53,9 @@ class PublishGate:
         weights_N: np.ndarray,
         groups_N: np.ndarray | None = None,
     ) -> GateDecision:
-        """Compares the acceptance lengths of the candidate and the head in service, float [N] each.
+        """Returns the decision, from the acceptance lengths of the candidate and of the head in service, float [N] each.
 
-        `current_N` is None if no head is in service. `weights_N` is the number of tokens of each sequence. `groups_N` numbers
+        `current_N` is None if no head is in service. `weights_N` has the number of tokens of each sequence. `groups_N` numbers
         the prompts, or is None if all differ. Raises ValueError if lengths differ or a weight is not positive.
         """
         is_first = current_N is None
@@ -95,7 +95,7 @@ class PublishGate:
 def lower_bound(
     differences_N: np.ndarray, weights_N: np.ndarray, groups_N: np.ndarray, confidence: float
 ) -> tuple[float, float]:
-    """Returns the weighted mean of the differences and its one-sided lower confidence bound. Needs at least two groups.
+    """Returns the weighted mean of the differences and its one-sided lower confidence bound, for two or more groups.
 
     The standard error is that of the jackknife over groups. If differences are skewed towards losses, Student's quantile is
     too optimistic, so it is widened as in Hall, "On the removal of skewness by transformation" (JRSS B, 1992), with twice the

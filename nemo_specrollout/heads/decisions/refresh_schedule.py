@@ -17,7 +17,7 @@ LEARNING_WEIGHT = 0.5
 MIN_RECOVERY = 0.05
 MAX_RECOVERY = 1.5
 MIN_FALL = 0.02
-"""Loss of acceptance length below which recovery cannot be measured."""
+"""Loss of acceptance length below which the recovery by a refresh cannot be measured."""
 MAX_BACKOFF = 64
 """Maximum factor on `min_gap` after refused candidates."""
 FIRST_REFRESH_S = 8.0
@@ -96,7 +96,7 @@ class RefreshDecision:
 
     refresh: bool
     gain_s: float
-    """Seconds that a refresh saves until the run ends."""
+    """Seconds that a refresh is expected to save until the run ends."""
     reason: str
     """Sentence for the log."""
 

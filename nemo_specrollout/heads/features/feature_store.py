@@ -34,7 +34,7 @@ SHARD_OVERHEAD_BYTES = 1024
 
 @dataclass(frozen=True)
 class FeatureSource:
-    """The policy that computed the features of a store. All features of a store agree in all fields but the name."""
+    """The policy that computed the features of a store. All fields except the name are the same for all of them."""
 
     policy_name: str
     """Folder or name of the policy, for people who read the file."""

@@ -202,7 +202,7 @@ def _answer(prompt: list[int], response: list[int], where: str) -> Iterator[Roll
 
 
 def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
-    """Yields a text for each generated span of a line of NeMo-RL, where the mask is 1. The span must follow other tokens."""
+    """Yields a text for each span with mask 1 (generated tokens) of a line of NeMo-RL, unless no tokens precede the span."""
     rows, masks = (_as_batch(record[key], f"{where}: {key}") for key in _AS_LOGGED)
     given = record.get("input_lengths")
     lengths = [len(row) for row in rows] if _is_absent(given) else given if isinstance(given, list) else [given]

@@ -125,8 +125,8 @@ def read_head_tensors(folder: Path, framework: str = "pt", only: tuple[str, ...]
 def check_head(folder: Path, policy_folder: Path, length: int | None = None, *, read_tensors: bool = True) -> HeadFacts:
     """Returns the facts of a head, after checking that it is complete and fits the policy and texts of `length` tokens.
 
-    `length` is None if it is not known. Raises ValueError if a check fails. Without `read_tensors` no floats are read, so
-    the check takes only milliseconds.
+    `length` is None if it is not known. Raises ValueError if a check fails. Without `read_tensors` no floats are read, so the
+    check takes only milliseconds.
     """
     facts = read_head_facts(folder)
     policy = read_policy_facts(policy_folder)
@@ -154,8 +154,8 @@ def misfit(head: str, policy: str, length: int | None = None) -> str | None:
 def nested_layer_ids(eagle_config: Mapping[str, Any] | None, num_layers: int) -> tuple[int, ...]:
     """Returns the layers whose inputs a head reads, from the `eagle_config` nested in its config, or else vLLM's default.
 
-    Returns () if the policy has too few layers for the default. Heads of SpecForge's default read the same states, but their
-    configs name the layers that output these states, which are the layers before. So ids that are exactly these count as the
+    Returns () if the policy has too few layers for the default. A head that SpecForge trains with its default reads the same
+    states, but its config names the layers that output them, which are the layers before. So exactly those ids count as the
     default.
     """
     ids = tuple((eagle_config or {}).get(LAYER_IDS_FIELD) or ())

@@ -71,7 +71,7 @@ class HeadFolder:
         return self.path / "teachers" / f"policy_{version}.safetensors"
 
     def candidate(self, step: int, published: bool) -> Path:
-        """Returns the folder for a head that was judged after RL step `step`, and then published or refused."""
+        """Returns the folder for a head that was judged after RL step `step`, which is `refused/` if the head was refused."""
         return self.path / (f"step_{step}" if published else "refused")
 
     def published(self) -> PublishedHead | None:

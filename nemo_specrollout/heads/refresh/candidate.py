@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates, which are the heads that refreshes have trained, with their comparison with the head in service, and cards."""
+"""Comparison of a candidate, which is a head that a refresh has trained, with the head in service, and its head card."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from nemo_specrollout.sampling.seeds import content_hash
 from nemo_specrollout.storage.files import write_atomically
 
 MIN_GAIN = 0.05
-"""Least number of accepted drafts per engine step by which `Refresh.gain` divides, so that it stays finite."""
+"""Smallest number of accepted drafts per engine step by which `Refresh.gain` divides, so that the gain stays finite."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def refresh_head(
 ) -> Refresh:
     """Trains a copy of `start`, and judges it against `current`, the head in service.
 
-    `start` is either `current` or an earlier candidate that the gate refused although it seemed better. If training fails,
-    the result is a refused candidate and not an error.
+    `start` is either `current` or an earlier candidate that the gate refused although it seemed better. If training fails, the
+    result is a refused candidate and not an error.
     """
     started = time.perf_counter()
     trainer = HeadTrainer(copy.deepcopy(start), settings)

@@ -72,12 +72,12 @@ HELD_OUT_TOKENS = 60_000
 CHECKED_SEQUENCES = 64
 """Number of sequences by which the refresh checks that the policy itself has sampled the rollouts."""
 CHUNK_TEXTS = 64
-"""Number of texts whose features are computed together. A continued refresh has the same chunks, so it
-computes the same features."""
+"""Number of texts whose features are computed together. A continued refresh has the same chunks, so it computes the same
+features."""
 FLUSH_EVERY_S = 15.0
 """Seconds between two writes of features."""
 SMALLEST_STORE_BYTES = 1 << 24
-"""Size limit, in bytes, of the feature store of a few short rollouts. More rollouts have a larger one."""
+"""Smallest size limit of a feature store, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ class RefreshJob:
 def refresh_offline(options: RefreshOptions, view: Any, check: Callable[[], None] = lambda: None) -> bool:
     """Makes a draft head from stored rollouts, and returns whether it was published.
 
-    If DIR is the folder of the new head, features, trainer and candidate are kept in `DIR.partial`, so that a repeated command
-    continues from them. Nothing else is written before the publish gate has decided. A call that fails before it has stored
-    features removes the `DIR.partial` that it has created. `view` and `check` are as in `RefreshJob`. Raises ValueError for
-    bad input and OSError for a full disk.
+    Features, trainer and candidate are kept in `DIR.partial`, where DIR is the folder of the new head, so that a repeated
+    command continues from them. Nothing else is written before the publish gate has decided. A call that fails before it has
+    stored features removes the `DIR.partial` that it has created. `view` and `check` are as in `RefreshJob`. Raises ValueError
+    for bad input and OSError for a full disk.
     """
     state = RefreshState(Path(options.out), options.replace)
     try:
@@ -182,7 +182,7 @@ def _refreshed(job: RefreshJob, trainer: HeadTrainer, data: RefreshData) -> Refr
 
 
 def _on_step(job: RefreshJob, trainer: HeadTrainer, data: RefreshData, move: Callable[..., None]) -> OnStep:
-    """Returns a function to call after each step, which saves, measures and moves the progress bar when each is due."""
+    """Returns a function to call after each step, which saves the trainer, measures acceptance and moves the progress bar."""
     sample = first_tokens(data.held_out, LIVE_TOKENS)
     acceptance = ""
     saved = time.monotonic()

@@ -87,7 +87,7 @@ class OnlineRefresh:
     def train(self, data: RefreshData, settings: TrainingSettings, budget: Budget | None = None) -> Refresh:
         """Trains and judges a candidate, and adapts the schedule and the learning rate to the result.
 
-        `data` must lack nothing. `budget` is by default what the schedule allows.
+        `data.lacking` must be None. `budget` is by default what the schedule allows.
         """
         budget = budget or Budget(seconds=self._schedule.budget_s())
         refresh = refresh_head(self.head, self._promising or self.head, data, settings, budget, self._judge)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder DIR.partial, which keeps what an offline refresh of the head DIR has done, so that a killed one can go on."""
+"""The folder DIR.partial with the progress of an offline refresh of the head DIR, from which a killed one continues."""
 
 import json
 import os

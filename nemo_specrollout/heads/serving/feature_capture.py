@@ -145,7 +145,7 @@ class FeatureCapture(Participant):
         self._timer.stop(None)
 
     def _count_seconds(self) -> None:
-        """Adds the seconds of the captures that the device has completed. Does not wait for the others."""
+        """Adds the seconds of the captures that the device has completed, without waiting for the others."""
         self.seconds += sum(seconds for _, seconds in self._timer.finished())
 
     def _owners(self, batch: Any, num_rejected_B: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ class FeatureCapture(Participant):
         self.version = version
 
     def take(self) -> list[SequenceFeatures]:
-        """Returns all sequences that are complete or were cut, and keeps them no longer."""
+        """Returns all sequences that are complete or were cut, and forgets them."""
         self._flush()
         for key in self._ended:
             self._finish(self._under_way.pop(key))

@@ -161,7 +161,7 @@ def layer_config(folder: Path) -> Mapping[str, Any]:
 
 
 def rope_difference(head: Mapping[str, Any], other: Mapping[str, Any], whose: str = "the policy's") -> str:
-    """Returns the RoPE parameters of two configs that differ, such as "its rope_theta is 5000.0, the policy's 10000.0".
+    """Returns in words which RoPE parameters differ, as in "its rope_theta is 5000.0, the policy's 10000.0".
 
     The result is empty if none differ, or if one config has different RoPE parameters for its layers.
     """

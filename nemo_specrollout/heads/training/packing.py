@@ -68,9 +68,9 @@ def pack(
     """Returns the batch of `pieces`, padded to `num_rows` rows if given.
 
     As in vLLM (`shift_batch` of `speculators`), row t has token t+1, the auxiliary states at t and the final state at t+1.
-    From it the head learns the distribution of token t+2. The loss leaves out rows whose token belongs to the prompt or
-    is the last of its sequence. It also leaves out the first `ttt_steps` - 1 rows of a piece, because `speculators` would
-    compare them with drafts from the piece before.
+    From it the head learns the distribution of token t+2. The loss leaves out rows whose token belongs to the prompt or is the
+    last of its sequence. It also leaves out the first `ttt_steps` - 1 rows of a piece, because `speculators` would compare
+    them with drafts from the piece before.
     """
     parts = [_rows(sequences[piece.sequence], piece, document, ttt_steps) for document, piece in enumerate(pieces)]
     batch = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}

@@ -39,8 +39,8 @@ class TrainingSettings:
     """Hyperparameters of the training. Raises ValueError for an unknown loss."""
 
     loss: str = MIXED_LOSS
-    """Name of a loss of `speculators`, or JSON of several with weights. Acceptance depends on the total variation
-    distance. But this alone gives an untrained head almost no gradient, so the default adds a divergence to it."""
+    """Name of a loss of `speculators`, or JSON of several with weights. Acceptance depends on the total variation distance.
+    But this alone gives an untrained head almost no gradient, so the default adds a divergence to it."""
     tv_after: float = 1.0
     """Share of a training after which the loss is total variation alone (Bebop, arXiv 2606.12370). 1 means never."""
     learning_rate: float = 3e-3

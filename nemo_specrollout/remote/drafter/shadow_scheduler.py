@@ -21,7 +21,7 @@ class TextChange:
     """Index of the first token that may differ. `tokens` is the text from there on."""
     tokens: list[int]
     num_computed: int
-    """Number of tokens of the new text whose KV is in the cache."""
+    """Number of tokens of the new text that are in the KV cache."""
 
 
 class ShadowScheduler(Scheduler):
@@ -96,7 +96,7 @@ class ShadowScheduler(Scheduler):
         return rows
 
     def _note_change(self, request: Any, start: int, most_computed: int) -> None:
-        """Notes that a text differs from index `start` on, and that the KV of its first `most_computed` tokens is valid."""
+        """Notes that a text differs from `start` on, and that only its first `most_computed` tokens may be in the KV cache."""
         request.num_computed_tokens = min(request.num_computed_tokens, most_computed)
         self._changed[request.request_id] = min(start, self._changed.get(request.request_id, start))
 

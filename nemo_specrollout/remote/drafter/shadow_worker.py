@@ -37,8 +37,8 @@ class ShadowWorker(_NativeWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, and replaces the sampler's `sample` by one that also computes evidence levels."""
         super().load_model(*args, **kwargs)
-        # `sample_with_score_gap` writes to one of several columns of levels. A drafter drafts one token per step, so there is
-        # only one column.
+        # `sample_with_score_gap` writes to one of several columns of levels. A drafter drafts one token per engine step, so
+        # there is only one column.
         self._column = torch.zeros((), dtype=torch.int64, device=self.model_runner.device)
         self.model_runner.sampler.sample = self.sample
 

@@ -21,7 +21,7 @@ class DrafterStats:
     num_supplied: int = 0
     """Number of these request steps with a draft at hand."""
     num_at_hand: int = 0
-    """Number of draft tokens at hand in these request steps, counting at most as many as a step may verify."""
+    """Number of draft tokens at hand in these request steps, where each step counts no more than it may verify."""
     num_kept: int = 0
     """Number of draft tokens that came in time and for the right text."""
     num_wrong: int = 0

@@ -51,7 +51,7 @@ DRAFT_ROW = np.dtype(
     [
         ("owner", np.int64),  # number of the request or, inside of a drafter, of its shadow sequence
         ("position", np.int64),  # index of the token in the text
-        ("prefix_hash", np.uint64),  # of all tokens before it; the engine leaves 0, and `append` fills it in
+        ("prefix_hash", np.uint64),  # of all tokens before it. The engine writes 0, and `append` fills it in.
         ("token", np.int32),
         ("level", np.int8),  # evidence level (`drafters.base`)
     ],

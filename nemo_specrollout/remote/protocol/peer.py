@@ -52,14 +52,14 @@ class Peer:
     """Time at which it is greeted next, or at which a greeting counts as unanswered."""
     pause_s: float = FIRST_PAUSE_S
     ready_s: float = 0.0  # Time at which it became ready.
-    waiting_since_s: float | None = None  # Time of the first step that it has not answered.
-    told_s: float = 0.0  # Time of the latest step that it was sent.
+    waiting_since_s: float | None = None  # Time of the first `Step` that it has not answered.
+    told_s: float = 0.0  # Time of the latest `Step` that it was sent.
     last_number: int = -1  # Number of its latest `Drafts`.
-    num_steps: int = 0  # Steps that it was sent since its `Welcome`.
+    num_steps: int = 0  # Number of `Step` messages that it was sent since its `Welcome`.
     unread: deque[tuple[int, int]] = field(default_factory=deque)
     """Number and bytes of text of each `Step` that opened requests and that the drafter has not answered yet."""
-    num_rows: int = 0  # Draft tokens that it sent.
-    num_asked: int = 0  # Requests that it was asked to draft for, summed over steps.
+    num_rows: int = 0  # Number of draft tokens that it has sent.
+    num_asked: int = 0  # Number of requests that it was asked to draft for, summed over `Step` messages.
     num_failures: int = 0
 
     @property
@@ -109,9 +109,9 @@ class Peer:
         self.resume_at_s = now_s + LONGEST_PAUSE_S
 
     def note_step(self, num_requests: int, now_s: float) -> bool:
-        """Notes that the drafter is sent a step, while it has `num_requests` of our requests.
+        """Notes that the drafter is sent a `Step`, while it has `num_requests` of our requests.
 
-        Returns whether an answer to an earlier step is overdue.
+        Returns whether the answer to an earlier `Step` is overdue.
         """
         self.told_s = now_s
         self.num_asked += num_requests

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's shadow sequences, each with the committed text of a verifier's request and the tokens drafted beyond it.
 
-Shapes: N rows of a message, M shadow sequences in a step of the engine.
+Shapes: N rows of a message, M shadow sequences in an engine step.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ _SHADOW = np.dtype(
         ("committed", np.int64),  # length of the text that the verifier is known to have.
         ("end", np.int64),  # length of the text with the drafts.
         ("window", np.int64),  # maximum number of draft tokens beyond the committed text.
-        ("limit", np.int64),  # longest text; 0 of a free shadow.
+        ("limit", np.int64),  # longest text, or 0 for a free shadow.
         ("stopped", np.int64),  # position of a drafted token that ends the text, or NOT_STOPPED.
     ]
 )
@@ -59,7 +59,7 @@ class ShadowSequences:
     def commit(
         self, shadows_N: np.ndarray, rows_N: np.ndarray, tokens: np.ndarray
     ) -> tuple[list[Correction], np.ndarray]:
-        """Applies the commits of a `Step`, `COMMIT_ROW` [N], in which shadow -1 stands for an unknown request.
+        """Applies the commits of a `Step`, `COMMIT_ROW` [N]. In `shadows_N`, -1 stands for an unknown request.
 
         Returns corrections for the engine, and which rows belong to requests that have to be opened again, bool [N].
         """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages over ZeroMQ, with a ROUTER socket in each drafter, and in each verifier a DEALER socket for each drafter.
 
-Each frame carries a keyed hash of its content and direction. No call but `wait` blocks. A drafter answers each message that
-it refuses with the reason, so that the verifier can report it.
+Each frame carries a keyed hash of its content and direction. No call but `wait` blocks. A drafter answers each message that it
+refuses with the reason, so that the verifier can report it.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def _unseal(frame: bytes, secret: bytes, sender: bytes) -> bytes:
 
 
 class _BoundedSocket:
-    """A ZeroMQ socket with limits on what it queues. Owns the socket."""
+    """Owns a ZeroMQ socket with limits on what it queues."""
 
     def __init__(self, kind: int, secret: bytes, address: str) -> None:
         self._secret = secret
@@ -97,7 +97,7 @@ class DrafterSocket(_BoundedSocket):
         """Reason of the latest of these refusals."""
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
-        """Yields the messages that have arrived, each with its sender. Answers those that are refused."""
+        """Yields the messages that have arrived, each with its sender, and answers those that it refuses."""
         for _ in range(MAX_FRAMES):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -154,7 +154,7 @@ class VerifierSide:
             self._take_drafts(drafter, message, now_s)
 
     def fail(self, drafter: int, reason: str, now_s: float) -> None:
-        """Marks a drafter as failed, because it cannot be reached or breaks the protocol. Its requests wait."""
+        """Marks a drafter as failed, because it cannot be reached or breaks the protocol. Its requests wait for another."""
         if self.peers[drafter].state in (PeerState.READY, PeerState.GREETED):
             self._take_all_back(drafter)
             self.peers[drafter].fail(reason, now_s)
@@ -191,7 +191,7 @@ class VerifierSide:
         self.peers[drafter].welcome(message, now_s)
 
     def _take_back(self, slots: np.ndarray) -> None:
-        """Takes the requests in `slots` away from their drafters. The next ones need their whole texts."""
+        """Takes the requests in `slots` away from their drafters. Their next drafters get the whole texts."""
         self._drafter_of[slots] = NO_DRAFTER
         self._is_told[slots] = False
         self.buffers.close(slots)
@@ -256,8 +256,8 @@ class VerifierSide:
     ) -> Step:
         """Returns the next `Step` for a drafter, with commits of the requests that it knows and openings of some others.
 
-        The openings take at most `room` bytes of text. Together with the openings that the drafter has not read yet, they
-        take at most `OPENED_BYTES`. The oldest requests come first, because they are the most likely to end last.
+        The openings take at most `room` bytes of text. Together with the openings that the drafter has not read yet, they take
+        at most `OPENED_BYTES`. The oldest requests come first, because they are the most likely to end last.
         """
         peer = self.peers[drafter]
         peer.num_steps += 1
@@ -313,7 +313,7 @@ class VerifierSide:
             self.fail(drafter, "sends far more drafts than it was asked for", now_s)
             return
         if peer.note_answer(drafts):
-            self._is_told[self.slots_of(drafter)] = False  # it gets all texts again, and drafts all of them again
+            self._is_told[self.slots_of(drafter)] = False  # it gets all texts again, and drafts anew for all of them
         self.buffers.add(rows)
         for slot in self._slots_named(drafter, drafts, drafts.lacking):
             self._is_told[slot] = False  # it is opened again, at another drafter if this one is full
@@ -328,7 +328,7 @@ class VerifierSide:
     def _slots_named(self, drafter: int, drafts: Drafts, requests: bytes) -> list[int]:
         """Returns the slots of the drafter's requests among `requests`, which are int64 numbers as bytes.
 
-        Leaves out a request that was opened by a step which the drafter had not yet read when it named the request.
+        A request is left out if it was opened by a `Step` that the drafter had not yet read when it named the request.
         """
         slots = []
         for request in column(requests, np.int64).tolist():

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The remote drafters of an engine as a single drafter, which proposes what they have sent so far and never waits.
 
-The draft stream is a table of draft buffers. The host writes it and the device reads it, without waiting for each other.
-A row is usually outdated when it is read. It holds draft tokens, and the length that the text had when they were drafted (the
-base). A kernel compares the first draft tokens with the tokens that the device has sampled since then. If they are equal, the
-other draft tokens are the proposal. If the device reads a half-written row, the worst
-result is a wrong draft.
+The draft stream is a table of draft buffers. The host writes it and the device reads it, without waiting for each other. A row
+is usually outdated when it is read. It holds draft tokens, and the length that the text had when they were drafted (the base).
+A kernel compares the first draft tokens with the tokens that the device has sampled since then. If they are equal, the other
+draft tokens are the proposal. A half-written row leads to nothing worse than a wrong draft.
 
 Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence, W tokens for which a row has room,
 X = 2 + 2 W columns of the table (base, count, tokens, evidence levels).
@@ -98,7 +97,7 @@ class RemoteDrafter:
                     self.side.move(drafter, "" if address else "not placed yet")
 
     def open(self, requests: Sequence[StreamRequest]) -> None:
-        """Assigns slots to requests, whose texts the drafters read at the same time as the engine."""
+        """Assigns slots to requests, so that the drafters read their texts while the engine does."""
         with self._lock:
             for r in requests:
                 self._vacate(r.slot)
@@ -120,7 +119,7 @@ class RemoteDrafter:
         return partial(self._committed, slots_B.tolist(), self._tenures_S[slots_B].tolist())
 
     def propose(self, texts: Texts, proposals: Proposals) -> None:
-        """Reads what has arrived, and then writes the proposals (see `DraftStream.propose`)."""
+        """Reads the messages that have arrived, and then writes the proposals (see `DraftStream.propose`)."""
         with self._lock:
             self._receive()
             self.side.buffers.write(self.stream.table_SX)
@@ -192,7 +191,7 @@ class RemoteDrafter:
         return socket.send(message)
 
     def _receive(self) -> float:
-        """Reads what has arrived, and returns the time at which it began to do so."""
+        """Reads the messages that have arrived, and returns the time at which it began."""
         now_s = time.monotonic()
         for drafter, socket in enumerate(self._sockets):
             try:
