@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audits whether the recorded rows of a run are what the policy samples, without vLLM and the code that made the rows."""
+"""Audits whether a run's recorded rows are what the policy samples. It needs neither vLLM nor the code that made the rows."""

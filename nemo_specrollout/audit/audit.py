@@ -17,14 +17,14 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.reports.records import in_ranges
 
 OnRow = Callable[[int, int], None]
-"""Callback that receives the number of rows that are done, and of all chosen rows."""
+"""Callback that receives the number of rows that are done, and the number of all chosen rows."""
 
 
 def choose(run: RecordedRun, weights: Weights, steps: Sequence[int], num_rows: int) -> list[Place]:
     """Returns `num_rows` rows of each step, spread evenly over the step.
 
-    Without `steps`, the newest step is taken for which all policies are available. Raises ConfigError for a step that the run
-    does not have, and if no step can be audited.
+    Without `steps`, the newest step is taken for which all policy versions are available. Raises ConfigError for a step that
+    the run does not have, and if no step can be audited.
     """
     unknown = [step for step in steps if step not in run.steps]
     if unknown:
@@ -38,7 +38,7 @@ def choose(run: RecordedRun, weights: Weights, steps: Sequence[int], num_rows: i
 
 
 def auditable_steps(run: RecordedRun, weights: Weights) -> list[int]:
-    """Returns the steps for which the weights of all policies that sampled rows are available."""
+    """Returns the steps for which the weights of all policy versions that sampled rows are available."""
     versions = {step: {v for row in rows for v in row.versions} for step, rows in run.steps.items()}
     known = {version: weights.is_known(version) for version in set().union(*versions.values())}
     return [step for step, needed in versions.items() if needed and all(known[version] for version in needed)]
@@ -62,9 +62,10 @@ def _newest(run: RecordedRun, weights: Weights) -> list[int]:
 
 
 def audit_rows(run: RecordedRun, weights: Weights, places: Sequence[Place], on_row: OnRow) -> Audit:
-    """Computes rows again and judges them. Rows of one policy are done together, so that each policy is loaded once.
+    """Computes rows again, judges them, and returns the audit.
 
-    What rounding explains is only known after all rows are computed, so they are judged at the end.
+    Rows of one policy version are computed together, so that each version is loaded once. All rows are judged at the end,
+    because only then is it known how large a difference counts as rounding.
     """
     replays = list[RowReplay]()
     skipped = list[Skipped]()
@@ -122,7 +123,7 @@ def _check_vocabulary(row: RecordedRow, weights: Weights, dtype: str) -> None:
 
 
 def _other_policy(row: RecordedRow, weights: Weights, facts: EngineFacts, rounding: Rounding) -> int | None:
-    """Returns the version of the policy just before or after the recorded one if the row is a sample of that policy."""
+    """Returns the policy version just before or after the recorded one if the row is a sample of that version, or None."""
     if len(row.policy_spans) > 1:
         return None
     ((version, first),) = row.policy_spans

@@ -43,7 +43,7 @@ class NoiseScheme:
 
     @property
     def largest_noise(self) -> float:
-        """Returns the upper bound of the noise. A token whose logit is further below another token's score cannot win."""
+        """Upper bound of the noise. A token cannot win if its logit is further than this below another token's score."""
         return float(-np.log(-np.log1p(-self.smallest)))
 
 
@@ -63,7 +63,10 @@ def _mixed(state: Any, key: Any) -> Any:
 
 
 def _murmur_uniform(seed: int, positions: Integers, tokens: Integers) -> Floats:
-    """Hashes the two words of the seed, the position and the token by MurmurHash3. Takes the middle of the hash's interval."""
+    """Returns uniform numbers from MurmurHash3 of the seed's two words, the position and the token.
+
+    Each number is the middle of the interval for which its hash stands.
+    """
     state: Any = np.zeros(1, _U32)
     for word in _words(seed):
         state = _mixed(state, word)
@@ -97,7 +100,7 @@ _SMALLEST_OF_PHILOX = 4.6566127342e-10
 
 
 def _philox_uniform(seed: int, positions: Integers, tokens: Integers) -> Floats:
-    """Makes a seed of 32 bits from seed and position by Philox, and a number from that seed and the token by Philox again."""
+    """Returns uniform numbers, where Philox makes a key from seed and position, and then a number from key and token."""
     position_seeds = _philox(_words(seed), positions.astype(_U32))
     position_seeds, counters = np.broadcast_arrays(position_seeds, tokens.astype(_U32))
     numbers = _philox((position_seeds, np.zeros_like(position_seeds)), counters).astype(np.int32).astype(np.int64)

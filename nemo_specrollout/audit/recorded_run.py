@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that a run has recorded, by step, and the policy versions that sampled them."""
+"""The rows (samples) that a run has recorded, by step, and the policy versions that sampled them."""
 
 import json
 import math
@@ -26,7 +26,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row of a step is recorded, and which policies sampled it."""
+    """Where a row of a step is recorded, and which policy versions sampled it (see `RecordedRow`)."""
 
     step: int
     number: int
@@ -35,13 +35,13 @@ class Place:
     policy_spans: Spans
     read_again: tuple[int, ...]
     file: Path | None
-    """None if no engine has recorded the row."""
+    """File of the row, or None if no engine has recorded it."""
     row: int = 0
     """Number of the row in the file."""
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions of the policies that sampled the row, each once."""
+        """The policy versions that sampled the row, each once."""
         return tuple(dict.fromkeys(version for version, _ in self.policy_spans))
 
 
@@ -49,7 +49,7 @@ class RecordedRun:
     """The records of a run with one or several starts. Rows are read one at a time."""
 
     def __init__(self, run: Run) -> None:
-        """Reads the samples and the names of the rows of `run`. Raises ConfigError if the run has recorded no rows."""
+        """Reads which rows `run` has and where they are recorded. Raises ConfigError if it has recorded none."""
         self._damaged = list[str]()
         self._open = lru_cache(_FILES_IN_MEMORY)(RowFile)
         self.steps = dict[int, list[Place]]()
@@ -113,7 +113,7 @@ class RecordedRun:
         )
 
     def _places(self, folder: Path) -> dict[int, tuple[Path, int]]:
-        """Returns file and place of each row by its seed. If a row was made again after a restart, the last one counts."""
+        """Returns, by seed, each row's file and number in it. If a row was made again after a restart, the last one counts."""
         found = {}
         for file in sorted((folder / FOLDER).glob("*.npz")):
             try:
@@ -126,7 +126,7 @@ class RecordedRun:
 
 
 def _folders(run: Run) -> list[tuple[Path, float]]:
-    """Returns the folders of a run's records, each with the first step that a later start of the run has made again."""
+    """Returns the folders of a run's records, each with the first step that a later start has made again, or inf."""
     if not isinstance(run, RunOfStarts):
         return [(run.folder, math.inf)]
     return [(start.folder / RECORDS, bound) for start, bound in zip(run.starts, run.bounds, strict=True)]
@@ -158,7 +158,7 @@ def _rows_by_step(
 
 
 def keep_result(folder: Path, result: Mapping[str, Any]) -> None:
-    """Adds the result of an audit to those that are stored beside the records, where the report finds them."""
+    """Adds the result of an audit to the file `audit.json` in `folder`, which is read for the report."""
     earlier = read_object_or_nothing(folder / AUDITS).get("audits")
     audits = [*(earlier if isinstance(earlier, list) else []), result][-_KEPT_AUDITS:]
     write_atomically(folder / AUDITS, json.dumps({"audits": audits}, indent=1) + "\n")

@@ -13,7 +13,7 @@ from nemo_specrollout.audit.rows import EngineFacts, FinishedRow, write_rows
 ROWS_OF_A_FILE = 512
 """Number of rows after which a file is written, even if more are coming."""
 MOST_TOKENS = 1 << 26
-"""Most tokens that may wait for a slow disk, which are about 512 MB. Further rows are not recorded."""
+"""Maximum number of tokens that may wait for a slow disk, which take about 512 MB. Further rows are not recorded."""
 
 
 class RowRecorder:
@@ -23,7 +23,7 @@ class RowRecorder:
     """
 
     def __init__(self, folder: Path, facts: EngineFacts) -> None:
-        """Starts the thread, which makes the folder for its first file."""
+        """Starts the thread, which creates `folder` when it writes the first file."""
         self._folder = folder
         self._facts = facts
         self._open = list[FinishedRow]()
@@ -48,7 +48,7 @@ class RowRecorder:
             self.flush()
 
     def flush(self) -> None:
-        """Hands all rows to the thread, as at the end of a batch or of a step."""
+        """Hands all rows to the thread, for example at the end of a batch or of a step."""
         with self._lock:
             rows = self._open
             self._open = []

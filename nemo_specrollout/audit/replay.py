@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a recorded row by Hugging Face's forward pass over its text, with the weights that made each part of it.
+"""Replays a recorded row by transformers' forward pass over its text, with the weights that sampled each part of it.
 
 Shapes: T tokens of the response, P positions of one piece, V vocabulary.
 """
@@ -16,7 +16,7 @@ from nemo_specrollout.audit.rows import Array, RecordedRow
 from nemo_specrollout.audit.scores import Sampled, sample
 
 POSITIONS_AT_ONCE = 256
-"""Most positions of a forward pass. This bounds the memory of the logits to 150 MB for a vocabulary of 150,000."""
+"""Maximum number of positions in a forward pass, so that the logits take at most 150 MB for a vocabulary of 150,000."""
 Model = Any
 """A causal language model of transformers."""
 
@@ -27,9 +27,9 @@ class RowReplay:
 
     row: RecordedRow
     token_ids: Array
-    """The policy's own tokens, each given the recorded text before it."""
+    """The tokens that the policy samples, each after the recorded text before it."""
     gaps: Array
-    """Difference between the best score and that of the recorded token, which is 0 where that one is the best."""
+    """Difference between the best score and that of the recorded token. It is 0 where the recorded token is the best."""
     logprobs: Array
     """Log-prob of the recorded token."""
     own_rounding: Array
@@ -58,8 +58,8 @@ def replay(
 ) -> RowReplay:
     """Computes what the policy samples at each position of a row.
 
-    Tokens of several policies are computed piece by piece. The first piece reads the whole prompt, and each later one reads
-    the keys and values that the earlier weights have left, as in the engine.
+    If several policy versions sampled the row, it is computed in pieces. The first piece reads the whole prompt. Each later
+    one continues with the keys and values that the earlier weights have left, as in the engine.
 
     Args:
         row: the recorded row, with at least one token.
@@ -67,7 +67,7 @@ def replay(
             engine.
         coarse_model_of: returns the same model in the precision of the engine, which shows the effect of rounding alone.
         noise: how the run's vLLM derives the noise.
-        raw_logprobs: whether the engine's log-probs are those of unprocessed logits.
+        raw_logprobs: whether the engine's log-probs are those of the logits before the sampling parameters are applied.
     """
     parts = _sampled(row, fine_model_of, noise, raw_logprobs)
     coarse = _sampled(row, coarse_model_of, None, raw_logprobs)
@@ -90,20 +90,20 @@ def _sampled(
 
 
 class Piece(NamedTuple):
-    """Part of a row's text that one policy reads in order to sample the tokens after it."""
+    """Part of a row's text that one policy version reads in order to sample the tokens that follow."""
 
     version: int
     begin: int
     """First token whose logits are needed."""
     end: int
     is_read_again: bool
-    """True if the policy also reads the whole text before it again."""
+    """True if this policy version first computes all text before the piece again."""
 
 
 def pieces(row: RecordedRow) -> list[Piece]:
     """Returns the pieces of a row.
 
-    A policy that samples position p reads the token at p - 1. No policy reads the last token.
+    To sample position p, a policy version reads the token at p - 1. So none reads the last token.
     """
     starts = [first - 1 for _, first in row.policy_spans]
     ends = [*starts[1:], len(row.text) - 1]
@@ -115,7 +115,7 @@ def pieces(row: RecordedRow) -> list[Piece]:
 def _logits(row: RecordedRow, model_of: Callable[[int], Model]) -> Iterator[tuple[int, Array]]:
     """Yields the number of a token of the response, and the logits of that token and the next ones, shape [P, V].
 
-    They are float64 if the model is, and otherwise float32.
+    The logits are float64 if the model is, and otherwise float32.
     """
     text = torch.from_numpy(row.text.astype(np.int64))
     last_of_prompt = len(row.prompt_token_ids) - 1

@@ -6,12 +6,12 @@ has finished together, which are B rows with U different prompts.
 
 | array | content |
 |---|---|
-| `facts` | JSON as bytes: format, engine, version of vLLM, dtype, and the different sampling parameters of the rows |
+| `facts` | JSON as bytes, with format, engine, version of vLLM, dtype, and the different sampling parameters of the rows |
 | `seeds_B` | seed of the noise in the engine, int64 |
 | `params_B`, `prompts_B` | index of the row's sampling parameters and of its prompt, int32 |
 | `prompt_lengths_U`, `lengths_B` | tokens of each prompt and of each response, int32 |
 | `prompt_tokens`, `tokens` | token ids of all prompts and of all responses, one after another, int32 |
-| `logprobs` | the engine's log-prob of each token in `tokens`, float32; NaN where it was not asked for |
+| `logprobs` | the engine's log-prob of each token in `tokens`, float32, or NaN where it was not asked for |
 """
 
 import json
@@ -53,7 +53,7 @@ class RowParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the response never has."""
     unknown: tuple[str, ...] = ()
-    """Descriptions of what else changes the row's tokens and cannot be computed by an audit, such as "structured outputs"."""
+    """What else changes the row's tokens and cannot be computed by an audit, such as "structured outputs"."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RowParams":
@@ -94,10 +94,10 @@ class RecordedRow:
     logprobs: Array
     """The engine's log-prob of each token of the response, float32, shape [T], and NaN where it is not known."""
     policy_spans: tuple[tuple[int, int], ...]
-    """Version of each policy that sampled, and the first position that it sampled, counted from the start of the prompt."""
+    """Each policy version that sampled, with the first position that it sampled, counted from the start of the prompt."""
     params: RowParams = field(default_factory=RowParams)
     read_again: tuple[int, ...] = ()
-    """First positions of those spans before which the engine recomputed the KV of the whole text."""
+    """First positions of those spans before which the engine recomputed the KV cache of the whole text."""
 
     @property
     def text(self) -> Array:
@@ -114,7 +114,7 @@ class EngineFacts:
     vllm: str
     """Version of vLLM, which determines the noise."""
     dtype: str
-    """Precision of the engine: float32, bfloat16 or float16."""
+    """Precision of the engine, which is float32, bfloat16 or float16."""
     raw_logprobs: bool = False
     """True if its log-probs are those of the logits before temperature, penalties and the like."""
 
@@ -152,7 +152,7 @@ def _joined(parts: Sequence[Any], dtype: Any) -> Array:
 
 
 class RowFile:
-    """A file of rows, of which only what is asked for is read."""
+    """A file of rows, whose arrays of tokens are read only when a row is asked for."""
 
     def __init__(self, path: Path) -> None:
         """Opens a file. Raises ValueError with its name and fault if it is damaged or of another version."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes with numpy which token a policy samples at each position, from its logits, the row's parameters and the noise.
 
-vLLM applies these in the order allowed tokens, logit bias, minimum length, penalties, bad words, temperature, min-p, top-k,
-top-p, noise.
+vLLM changes the logits in the order allowed tokens, logit bias, minimum length, penalties, bad words, temperature, min-p,
+top-k and top-p, and then adds the noise, which gives the scores.
+
 Source: `vllm/v1/worker/gpu/sample/sampler.py` of vLLM 0.25.1 to 0.32.
 
 Shapes: P positions, V vocabulary, T tokens of the response.
@@ -26,7 +27,7 @@ class Sampled:
     token_ids_P: Array
     """The token with the best score, int64."""
     gap_P: Array
-    """Difference between the best score and the recorded token's, float64. It is 0 if that is the best, inf if excluded."""
+    """Best score minus the recorded token's, float64. It is 0 if that token is the best, and inf if it is excluded."""
     logprob_P: Array
     """Log-prob of the recorded token in the distribution that is sampled from, float64."""
 
@@ -39,9 +40,9 @@ def sample(
     Args:
         row: the recorded row, whose own tokens are the text before each position.
         first: index of the first token of the response to sample, from 0.
-        logits_PV: logits after the text before each of these tokens, float32 or float64. They are changed.
+        logits_PV: logits after the text before each of these tokens, float32 or float64. The function changes them.
         noise: how the run's vLLM derives the noise, or None if only log-probs are needed.
-        raw_logprobs: whether the log-probs are those of the logits as they are given.
+        raw_logprobs: whether to return log-probs of the logits as they are given, before the parameters are applied.
     """
     params = row.params
     recorded_P = row.token_ids[first : first + len(logits_PV)].astype(np.int64)
@@ -90,7 +91,7 @@ def _apply_penalties(logits_V: Array, row: RecordedRow, response: Array) -> None
 
 
 def _exclude_unlikely(logits_PV: Array, params: RowParams) -> None:
-    """Applies min-p, top-k and top-p. A token that ties with the last one kept is kept too by top-k."""
+    """Applies min-p, top-k and top-p. Top-k also keeps a token that ties with the last one that it keeps."""
     vocabulary = logits_PV.shape[1]
     if params.min_p > 0:
         bound_P1 = logits_PV.max(axis=1, keepdims=True) + np.float32(np.log(params.min_p))

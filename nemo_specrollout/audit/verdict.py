@@ -11,7 +11,7 @@ from nemo_specrollout.audit.replay import RowReplay
 from nemo_specrollout.audit.rows import Array
 
 _FACTOR = 8.0
-"""Rounding is taken to explain this many times the error that it makes in the audit's own computation.
+"""Factor on the rounding error of the audit's own computation, up to which a difference counts as rounding.
 
 The audit also computes every row in the engine's precision, and compares that with a finer one. Engine and audit add the same
 numbers in different orders, so their errors are of similar size over many rows, but may be a few times larger or smaller in a
@@ -45,9 +45,9 @@ class RowVerdict:
     first_foreign: int | None
     """Number of the first token that rounding does not explain, or None if there is none."""
     why: str = ""
-    """What differs there, in words."""
+    """Description of what differs there, or empty."""
     whose: int | None = None
-    """Version of another policy of which the row is a sample, if there is one."""
+    """Another policy version of which the row is a sample, or None if none is known."""
 
     @property
     def is_policys(self) -> bool:
@@ -66,17 +66,17 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What rounding explains in the rows of an audit, in nats."""
+    """The largest differences that count as rounding in the rows of an audit, in nats."""
 
     logprob: float
-    """Largest difference of a log-prob."""
+    """Largest difference between the engine's and the audit's log-prob of a token."""
     score: float
     """Largest gap between the best score and that of the recorded token. It is smaller than `logprob`, because a token changes
     only at near-ties, which are rarer than large errors of a log-prob."""
 
     @classmethod
     def of(cls, replays: Iterable[RowReplay]) -> "Rounding":
-        """Returns the largest differences that rounding can explain in these rows, estimated from the audit's own rounding."""
+        """Returns the largest differences that count as rounding in these rows, estimated from the audit's own rounding."""
         own = np.concatenate([np.zeros(1), *(replayed.own_rounding for replayed in replays)])
         largest = float(own.max())
         return cls(_FACTOR * largest, max(2 * largest, _FACTOR * float(np.quantile(own, 0.99))))
@@ -156,7 +156,7 @@ class Audit:
 
 
 def judge(replayed: RowReplay, rounding: Rounding) -> RowVerdict:
-    """Judges a row, given what rounding can explain."""
+    """Returns the verdict on a row, given the differences that count as rounding."""
     is_other_T = replayed.gaps > rounding.score
     is_off_T = replayed.logprob_differences > rounding.logprob
     foreign = np.flatnonzero(is_other_T | is_off_T)
@@ -175,7 +175,7 @@ def judge(replayed: RowReplay, rounding: Rounding) -> RowVerdict:
 
 
 def _why(replayed: RowReplay, first: int, is_other_T: Array, is_off_T: Array) -> str:
-    """Describes what differs from token `first` on, and what that tells about weights, noise or text."""
+    """Returns a phrase about what differs from token `first` on, and what this says about weights, noise or text."""
     if not is_off_T.any():
         if is_other_T.sum() > 1:
             count = f"{is_other_T.sum()} of {len(is_other_T)} tokens"

@@ -13,22 +13,22 @@ from nemo_specrollout.storage.model_folder import tensor_files, tensor_shapes
 from nemo_specrollout.storage.policy_checkpoint import hf_folder
 
 _IN_MEMORY = 2
-"""Number of policies that are in memory at a time. A row during which weights changed needs two, in each of two passes."""
+"""Number of policy versions that are in memory at a time. A row during which the weights changed needs two at once."""
 
 
 class Weights:
     """Finds and loads the weights of a run's policy versions.
 
-    A policy is loaded twice, once as the engine had it, and once with the same numbers in the finer precision of the audit.
+    Each policy version is loaded twice, once in the engine's precision, and once with the same numbers in a finer one.
     """
 
     def __init__(self, run: RecordedRun, given: Mapping[int, Path], device: str) -> None:
-        """`given` has folders by policy version, which take precedence over the run's own. `device` does the computation."""
+        """`given` has folders by policy version, which take precedence over the run's own. `device` has the models."""
         self._run = run
         self._given = given
         self._device = device
         self._policies: dict[tuple[str, int], tuple[Any, Any]] = {}
-        """Both models of the policies in memory, the oldest first."""
+        """Both models of the policy versions in memory, by dtype and version, the oldest first."""
 
     def folder(self, version: int) -> str:
         """Returns the Hugging Face folder of a policy version, or the name of the run's first policy on the Hub.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remote drafters, which run in processes of their own, with the protocol, its verifier side and its drafter side."""
+"""Remote drafters, which draft in processes of their own, and the protocol by which they talk to verifiers."""

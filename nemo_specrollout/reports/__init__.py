@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts and pages of a run, for runs of the local runner and of NeMo-RL alike."""
+"""Charts and pages about a run, which the lab's local runner or NeMo-RL has made."""

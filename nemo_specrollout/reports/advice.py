@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advises from a run's own records whether moves and races, texts of coming steps, or remote drafters would pay in it.
 
-Each of these mechanisms fills time of engines that would be idle, or takes work out of their steps. How much time that is
-bounds what it can gain, and every run records it. The bound needs no knowledge of the policy or the hardware. For a mechanism
-that is on, the run's own measurements replace the bound.
+Each of these mechanisms fills time of engines that would be idle, or takes work out of their steps. It can gain at most this
+time, which every run records. So this bound needs no knowledge of the policy or the hardware. For a mechanism that is on, the
+run's own measurements replace the bound.
 """
 
 import math
@@ -19,7 +19,7 @@ WORTHWHILE = 0.05
 DRAFT_MODELS = ("draft_model", "remote")
 """Types of drafters with weights that can run outside of the policy's engine."""
 EXPERIMENTAL = "experimental, see docs/benchmarks/specactor.md"
-"""Words for mechanisms that never paid in a measurement or simulation, or never more than what they compete with."""
+"""Words for mechanisms that never paid in a measurement or simulation, or never paid more than their alternatives."""
 
 
 class Advice(NamedTuple):
@@ -51,7 +51,7 @@ def lines_of(advice: Sequence[Advice]) -> Iterator[str]:
 
 
 def idle_share(steps: Sequence[Record]) -> float:
-    """Returns the share of the engines' time that they waited for the last one to end, or NaN with one engine."""
+    """Returns the share of the engines' time in which they waited for the last one to end, or NaN with one engine."""
     shared = [step for step in steps if math.isfinite(number(step, "engine_idle_share"))]
     seconds = series(shared, "rollout_s")
     return reduced(np.sum, series(shared, "engine_idle_share") * seconds) / reduced(np.sum, seconds)
@@ -128,7 +128,7 @@ def _ahead(steps: Sequence[Record], block: Mapping[str, Any]) -> Iterator[Advice
 
 
 def _order(steps: Sequence[Record]) -> str:
-    """Describes the worth of an engine's idle second, and which moves were declined for it, if a run has both."""
+    """Returns a phrase about the worth of an idle engine's second, and the moves left out for it, or "" if not known."""
     worth = reduced(np.mean, series(steps, "tail.early_worth"))
     if not math.isfinite(worth):
         return ""

@@ -8,14 +8,14 @@ from typing import Any
 def flight_figures(in_flight: Sequence[int]) -> dict[str, float]:
     """Returns the numbers of tokens that were in flight for the following steps when the current step's weights arrived.
 
-    `in_flight` begins with the number for the current step. The next step has the key `ahead_tokens_2`, because its texts
-    will be two updates away from the weights that made the first of them.
+    `in_flight` has such a number for each step, from the current one on. The next step has the key `ahead_tokens_2`, because
+    its texts will be two updates away from the weights that made the first of them.
     """
     return {f"ahead_tokens_{k}": float(tokens) for k, tokens in enumerate(in_flight, 1) if k > 1}
 
 
 def kept_figures(kept: Mapping[str, Any]) -> dict[str, float]:
-    """Returns how right a step's texts were, and where they diverged from the responses, or nothing without texts.
+    """Returns how much of a step's texts was right, and where they parted from the responses, or nothing without texts.
 
     `kept` has the counts of `KeptCounts` (run_ahead/texts.py) by name.
     """
@@ -34,8 +34,9 @@ def kept_figures(kept: Mapping[str, Any]) -> dict[str, float]:
 def saved_figures(figures: Mapping[str, float], acceptance: Mapping[str, Any]) -> dict[str, float]:
     """Returns the estimated seconds that texts made ahead have saved in a rollout, or nothing if that is not known.
 
-    The drafter `ahead` is credited with the time that all drafts have saved in proportion to its share of accepted drafts.
-    `figures` has the step's `plain_estimate_s` and `rollout_s`, and `acceptance` its counts by drafter.
+    The time that all drafts have saved is divided among the drafters in proportion to their accepted drafts. The drafter of
+    these texts is `ahead`. `figures` has the step's `plain_estimate_s` and `rollout_s`, and `acceptance` its counts by
+    drafter.
     """
     accepted = {name: sum(counts["accepted"]) for name, counts in acceptance.items()}
     if "plain_estimate_s" not in figures or not accepted.get("ahead"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The charts and the picture of a run, as SVG text and PNG files. Panels without any number are left out."""
+"""The charts of a run as SVG text, and its picture as a PNG file. Panels without any number are left out."""
 
 import io
 import math

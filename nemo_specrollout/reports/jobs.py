@@ -59,7 +59,7 @@ class End:
 
 @dataclass(frozen=True)
 class Launch:
-    """The jobs of a run in the order of their submission, and by id how Slurm ended them."""
+    """The jobs of a run in the order of their submission, and how Slurm ended them, by the job's id."""
 
     jobs: Sequence[Job] = ()
     ends: Mapping[str, Sequence[End]] = field(default_factory=dict)

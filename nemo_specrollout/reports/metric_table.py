@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures that a run records: name, unit, meaning, and the runs that have them. docs/reference/metrics.md shows them.
+"""The figures that a run records, with name, unit, meaning and the runs that have them, as docs/reference/metrics.md shows.
 
 A name with a dot is a key of an object in a step's line of `metrics.jsonl`, such as `tail.moves`. A word in angle brackets
 stands for the name of a drafter, or for a number. Meanings are Markdown, in which a file below docs becomes a link.

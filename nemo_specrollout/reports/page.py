@@ -35,7 +35,7 @@ def card(title: str, value: str, note: str, kind: str = "") -> str:
 
 
 def step_list(title: str, of: Iterable[tuple[Any, str]], kind: str = "") -> str:
-    """Returns a section that lists steps with a sentence each, or "" if there are none. `kind` is "alarms" or empty."""
+    """Returns a section that lists steps, each with a sentence, or "" if there are none. `kind` is "alarms" or empty."""
     items = "".join(f"<li>step {escape(str(step))}: {escape(text)}</li>" for step, text in of)
     return f'<section class="{kind}"><h2>{escape(title)}</h2><ul>{items}</ul></section>' if items else ""
 
@@ -65,7 +65,10 @@ def text_table(
     rows: Sequence[tuple[Sequence[str], bool]],
     notes: Sequence[str] = (),
 ) -> str:
-    """Returns a section with a table of texts and sentences below it. `headings` are HTML. A row tells if it is bad."""
+    """Returns a section with a table of texts, and below it the sentences of `notes`.
+
+    `headings` are HTML. Each of `rows` has the texts of its cells, and whether they are marked as bad.
+    """
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     body = ""
     for cells, is_bad in rows:
@@ -91,7 +94,7 @@ def in_digits(value: float, spec: str, unit: str = "") -> str:
 
 
 def folded(summary: str, text: str) -> str:
-    """Returns a section that opens to `text`."""
+    """Returns a section that shows `summary` until a reader opens it to see `text`."""
     return f"<section><details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details></section>"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Panels of charts. Each `draw_` function and each `LinePanel` draws one pair of axes with a value for each step.
 
-The palette is that of Okabe and Ito, which colour-blind readers can distinguish too. A NaN is a gap in its line.
+The palette is that of Okabe and Ito, which colour-blind readers can also distinguish. A NaN is a gap in its line.
 """
 
 import math
@@ -59,11 +59,11 @@ STYLE: dict[Any, Any] = {
 FLOOR = 1e-9
 """Height at which a log axis draws a zero."""
 MAX_COUNT_LABELS = 16
-"""Most draft positions that get a label with their number of proposals."""
+"""Maximum number of draft positions that get a label with their number of proposals."""
 MAX_MARKERS = 40
-"""Most steps for which a line has a marker for each step."""
+"""Maximum number of steps for which a line has a marker at each step."""
 MAX_BARS = 120
-"""Most steps for which the phases of a step are drawn as bars."""
+"""Maximum number of steps for which the phases of a step are drawn as bars."""
 DASHES = (0, (4, 3))
 Values = str | Callable[[Sequence[Record]], np.ndarray]
 """Key of a step, or a function that returns a value for each step."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the records of a run, of the lab and of NeMo-RL alike, and computes figures of a whole run.
+"""Reads the records of a run that the lab or NeMo-RL has made, and computes figures of the whole run.
 
 The folder of a run has `run.json`, which says how the run was made, and `metrics.jsonl`, in which each line is a step. A
 number that is missing, null or not finite becomes NaN, so that an unfinished run can be shown.
@@ -22,7 +22,7 @@ from nemo_specrollout.storage.text_files import parse_json, whole_number
 
 Record = Mapping[str, Any]
 FORMAT = 1
-"""Version of the records, which is `records` in `run.json`."""
+"""Version of the format of the records, which `run.json` has as `records`."""
 RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
 HISTORY = "history"
 """Key of a step with what the engines' history of responses held and has done since the start (`learned.history`)."""
@@ -43,7 +43,7 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
 )
 """Keys of a step whose values have an inner structure that the report reads, with their types."""
 _MOST_STEPS = 1 << 53
-"""Bound up to which a float can represent every whole number. A larger one in a record means damage."""
+"""Bound up to which a float can represent every whole number. A larger number in a record means damage."""
 _LARGEST = 1e300
 """Largest number that is drawn or added up. A larger one in a record counts as missing."""
 _COUNTS = ("tokens_checked", "tokens_equal", "deaths", "seeds_derived")
@@ -91,7 +91,7 @@ class Run:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Returns the last record of each step of a run, in order. Incomplete lines are skipped, and keys with null left out.
+    """Returns the last record of each step of a run, in order. Incomplete lines and keys with null are left out.
 
     Raises ConfigError with file, line and key if a value whose structure the report reads has another type.
     """
@@ -175,7 +175,7 @@ def naming_damage(place: Path) -> Iterator[None]:
 
 
 def _shares(step: Record) -> dict[str, float]:
-    """Returns the seconds of a step that belong to no phase, and the share of generation, if the step's time is known."""
+    """Returns a step's seconds outside of all phases, and the share of generation, or nothing if its time is not known."""
     step_s = number(step, "step_s")
     if not step_s > 0:
         return {}
@@ -225,7 +225,10 @@ def in_ranges(numbers: Sequence[int]) -> str:
 
 
 def reward_window(num_steps: int) -> int:
-    """Returns over how many steps rewards are averaged, a fifth of the run, because steps have different problems."""
+    """Returns the number of steps over which rewards are averaged, which is a fifth of the run.
+
+    Rewards are averaged because steps have different problems.
+    """
     return max(1, num_steps // 5)
 
 
@@ -279,7 +282,7 @@ def refreshes(steps: Sequence[Record]) -> list[tuple[Any, Record]]:
 def policy_lag(samples: Sequence[Record | None], policy_version: int) -> dict[str, float]:
     """Returns by how many steps the policies that began `samples` lag behind `policy_version`, which is trained on them.
 
-    Also counts the samples that got new weights. `samples` belong to one line of `samples.jsonl`.
+    The result also counts the samples that got new weights. `samples` belong to one line of `samples.jsonl`.
     """
     spans = [sample["policy_spans"] for sample in samples if sample and sample.get("policy_spans")]
     lags = [policy_version - min(version for version, _ in sample_spans) for sample_spans in spans]
@@ -366,7 +369,7 @@ def _tail_summary(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def _ahead_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Returns what was made ahead in a run, or nothing without it. Shares are means over the steps that had texts."""
+    """Returns what was made ahead in a run, or nothing if nothing was. Shares are means over the steps that had texts."""
     made = [step for step in steps if number(step, "ahead_tokens") > 0]
     if not made:
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes `report.html` and `picture.png` of a run from its records, for runs of the lab and of NeMo-RL alike."""
+"""Writes `report.html` and `picture.png` of a run from its records, which the lab or NeMo-RL has made."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ from nemo_specrollout.storage.files import write_atomically
 
 PAGE, PICTURE = "report.html", "picture.png"
 MAX_ROWS = 200
-"""Most rows of a table, and most alarms in the list, because a run may have thousands of steps."""
+"""Maximum number of rows in a table, and of alarms in the list, because a run may have thousands of steps."""
 COLUMNS = {
     "step": ("step", "d"),
     "reward": ("reward", ".3f"),
@@ -76,7 +76,7 @@ def write_pages(folder: Path, extras_of: Callable[[Run], Extras] = lambda _: (()
 def write_pages_of(run: Run, extras_of: Callable[[Run], Extras] = lambda _: ((), ())) -> tuple[Path, Path]:
     """Writes report and picture into the run's folder, each atomically, and returns their paths.
 
-    `extras_of` adds to them for a kind of run. Raises ConfigError for damaged records, and OSError.
+    `extras_of` returns what a kind of run adds to them. Raises ConfigError for damaged records, and OSError.
     """
     report = run.folder / PAGE
     picture = run.folder / PICTURE
@@ -112,7 +112,7 @@ def _page(run: Run, sections: Sequence[str]) -> str:
 
 
 def _versions(run: Run) -> dict[str, str]:
-    """Returns the versions of packages. Where they differ between the starts of a run, it has all of them in order."""
+    """Returns the versions of packages. Where they differ between the starts of a run, all are listed in order."""
     abouts = [start.about for start in run.starts] if isinstance(run, RunOfStarts) else [run.about]
     found: dict[str, dict[str, None]] = {}
     for about in abouts:
@@ -213,7 +213,7 @@ def _history_card(run: Run, totals: Mapping[str, tuple[np.ndarray, np.ndarray]])
 
 
 def _advice(run: Run) -> str:
-    """Returns the table of what would pay in this run, or nothing if its records do not tell."""
+    """Returns the table that says which mechanisms would pay in this run, or nothing if its records do not tell."""
     rows = [(advice, False) for advice in advice_of_run(run)]
     if not rows:
         return ""

@@ -23,7 +23,7 @@ from nemo_specrollout.reports.records import (
 from nemo_specrollout.reports.starts import RunOfStarts, Start, separate_runs, without_failed
 
 SCRIPT = "job.sh"
-"""Script of the jobs, by which a run directory of `launch` is recognized."""
+"""Name of the script of the jobs, by which a run directory of `launch` is recognized."""
 LOGS = "logs"
 """Folder of NeMo-RL's logs in a run directory of `launch`."""
 
@@ -43,8 +43,8 @@ class RunFolders:
 def find_folders(path: Path) -> RunFolders:
     """Returns the folders of a run, given its run directory, its log folder, or the folder of one of its starts.
 
-    The run directory of `launch` and its log folder are equivalent. Raises ConfigError with a sentence if there are no
-    records.
+    The run directory of `launch` and the log folder in it give the same result. Raises ConfigError with a sentence if there
+    are no records.
     """
     launched = _launched(path)
     logs = launched / LOGS if launched else path
@@ -85,7 +85,7 @@ def read_run(folders: RunFolders) -> Run:
 
 
 def latest_run(log_dir: Path) -> Run | None:
-    """Returns the newest start in a log folder that has made a step and has readable records, or None without any."""
+    """Returns, of a log folder, the newest start with a finished step and readable records, or None if there is none."""
     starts = filter(_is_start, log_dir.glob("exp_*")) if log_dir.is_dir() else ()
     newest_first = sorted(starts, key=lambda folder: -int(folder.name.removeprefix("exp_")))
     for folder in (log_dir, *(start / FOLDER for start in newest_first)):

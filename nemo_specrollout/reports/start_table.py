@@ -75,7 +75,7 @@ def start_card(run: RunOfStarts) -> str:
 
 
 def start_list(run: RunOfStarts) -> str:
-    """Returns the section with a row for each start and a sentence for each job without one, but no empty columns."""
+    """Returns the section with a row per start and a sentence per job without a start. Empty columns are left out."""
     rows = rows_of(run)
     shown = [i for i in range(len(COLUMNS)) if any(row.cells[i] for row in rows)]
     notes = [f"{row.start} cannot be read: {row.problem}." for row in rows if row.problem]

@@ -42,7 +42,7 @@ class Start:
     def first_step(self) -> int | None:
         """Number of the first step that the start makes, at least 1, or None if that is not known.
 
-        Before its first step, it is known from the checkpoint from which the start continues.
+        Before the start has made a step, the number follows from the checkpoint from which it continues.
         """
         facts = self.about.get(START)
         known = whole_number(facts.get("first_step")) if isinstance(facts, Mapping) else None
@@ -84,7 +84,10 @@ class Start:
 
 @dataclass(frozen=True)
 class RunOfStarts(Run):
-    """A run with several starts, or one that `launch` has started. Its steps are those that count, in order."""
+    """A run with several starts, or one that `launch` has started.
+
+    Its `steps` are those that no later start has made again, in order.
+    """
 
     starts: Sequence[Start] = ()
     """All starts, the oldest first."""
@@ -93,7 +96,7 @@ class RunOfStarts(Run):
 
     @classmethod
     def of(cls, folder: Path, starts: Sequence[Start], launch: Launch | None = None) -> "RunOfStarts":
-        """Builds the run, whose pages are in `folder`. Facts such as versions are those of its newest start."""
+        """Returns the run, whose pages are in `folder`. Facts such as versions are those of its newest start."""
         steps = list[Record]()
         for start, bound in zip(starts, _bounds(starts), strict=True):
             steps += [{**step, START: start.name} for step in start.steps if step["step"] < bound]
@@ -107,7 +110,7 @@ class RunOfStarts(Run):
 
     @property
     def lost(self) -> Mapping[str, Sequence[Record]]:
-        """The steps of each start, by its name, that a later start makes again."""
+        """By the name of each start, those of its steps that a later start makes again."""
         bounds = zip(self.starts, self.bounds, strict=True)
         return {start.name: [step for step in start.steps if step["step"] >= bound] for start, bound in bounds}
 
@@ -147,13 +150,16 @@ def _bounds(starts: Sequence[Start]) -> list[float]:
 
 
 def separate_runs(starts: Sequence[Start]) -> int:
-    """Returns to how many runs the starts of a log folder belong. One that begins at the first step starts a new run."""
+    """Returns how many runs the starts of a log folder belong to. A start at the first step begins a new run."""
     begins = [start.first_step for start in starts if start.first_step is not None]
     return 1 + sum(first <= 1 for first in begins[1:])
 
 
 def without_failed(starts: Sequence[Start]) -> Sequence[Start]:
-    """Returns the starts of a log folder without those that began at the first step and made none, but always the newest."""
+    """Returns the starts of a log folder without failed ones, which began at the first step and made none.
+
+    If all have failed, the newest is returned.
+    """
     return [start for start in starts if start.steps or start.problem or (start.first_step or 1) > 1] or starts[-1:]
 
 

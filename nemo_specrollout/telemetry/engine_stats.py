@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of what an engine did, with a trace of its latest steps, sums over all steps, and counters.
 
-Sums can be added over engines, and subtracted to get the sums of a period. Shapes: S steps, T steps that are kept, C columns.
+A step is an engine step in this module. Sums can be added over engines, and subtracted to get the sums of a period.
+
+Shapes: S steps, T steps that are kept, C columns.
 """
 
 import time
@@ -47,9 +49,9 @@ class EngineTotals:
     num_rows: int = 0
     """Number of rows that were sampled, which are one for each request and one for each draft token."""
     host_s: float = 0.0
-    """Seconds of our own host work within steps, not counting drafters with weights."""
+    """Seconds of this package's own work on the host within steps, without drafters with weights."""
     draft_s: float = 0.0
-    """Seconds of a drafter with weights."""
+    """Seconds that a drafter with weights took."""
     other_s: float = 0.0
     """Seconds of steps that also computed prompts, where speculation changes nothing."""
     decode_s: float = 0.0
@@ -57,17 +59,20 @@ class EngineTotals:
     estimated_s: float = 0.0
     """Seconds of those pure decode steps whose time without drafts is known."""
     plain_s: float = 0.0
-    """Seconds that the tokens of those steps would have taken without drafts."""
+    """Seconds that the tokens of the steps in `estimated_s` would have taken without drafts."""
     num_weight_updates: int = 0
     num_derived_seeds: int = 0
-    """Number of requests without a seed of their own, see `nemo_rl/engine_inputs.py`."""
+    """Number of requests that came without a seed and got one (`nemo_rl/engine_inputs.py`)."""
     proposed: DraftCounts = ()
-    """Numbers of draft tokens that were verified."""
+    """Numbers of draft tokens that were verified, by drafter and position."""
     accepted: DraftCounts = ()
 
     @classmethod
     def of(cls, steps: StepRows, plain_step_s: np.ndarray | None) -> "EngineTotals":
-        """Sums steps of a trace. `plain_step_s` has the seconds of a step without drafts by number of requests, if known."""
+        """Returns the sums over steps of a trace.
+
+        `plain_step_s` has the seconds of a step without drafts, by its number of requests, or is None if not known.
+        """
         requests_S, rows_S, seconds_S = map(steps.column, ("num_requests", "num_rows", "seconds"))
         is_decode_S = steps.column("is_decode") > 0
         decode_s = float(seconds_S[is_decode_S].sum())
@@ -91,7 +96,7 @@ class EngineTotals:
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> "EngineTotals":
-        """Builds the record from its fields, whose tuples may have become lists."""
+        """Returns the record with these fields, whose tuples may have become lists on the way."""
         counts = {k: tuple((name, tuple(row)) for name, row in wire[k]) for k in ("proposed", "accepted")}
         return cls(**{**wire, **counts})
 
@@ -169,7 +174,7 @@ class StepTrace:
         self._is_open, self._was_idle = True, False
 
     def end_step(self, host_s: float = 0.0, draft_s: float = 0.0) -> tuple[int, int, float] | None:
-        """Ends the step, in which our host work took `host_s` and a drafter with weights took `draft_s`.
+        """Ends the step, in which this package's host work took `host_s` and a drafter with weights took `draft_s`.
 
         Returns (requests, rows, seconds without `draft_s`) for a pure decode step, and None for any other step.
         """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 MAX_KEPT = 1 << 16
-"""Most ended requests whose statistics are kept until they are taken. The oldest ones are dropped."""
+"""Maximum number of ended requests whose statistics are kept until they are taken. Beyond it, the oldest are dropped."""
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -20,21 +20,21 @@ class SampleStats:
     """Statistics of one sample."""
 
     policy_spans: Spans
-    """Version of each policy that sampled, and the first position that it sampled, counted from the start of the prompt.
+    """Each policy version that sampled, with the first position that it sampled, counted from the start of the prompt.
 
-    A policy that came while the prompt was read has the position after the first token that it has read."""
+    A version that came while the prompt was being read has the position after the first token that it has read."""
     head_versions: tuple[int, int]
     """Versions of the head in service when the request began and when it ended."""
     num_drafted: int
     """Number of draft tokens that were verified."""
     num_accepted: int
     read_again: tuple[int, ...] = ()
-    """First positions of those spans before which the engine recomputed the KV of the whole text with the policy of the span.
-    In other spans a policy reads the KV that earlier ones have left."""
+    """First positions of those spans before which the engine recomputed the KV cache of the whole text with the policy version
+    of the span. In other spans, a version reads the KV cache that earlier versions have left."""
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "SampleStats":
-        """Builds the record from its fields, whose tuples may have become lists."""
+        """Returns the record with these fields, whose tuples may have become lists on the way."""
         spans = tuple(map(tuple, wire["policy_spans"]))
         heads = tuple(wire["head_versions"])
         read_again = tuple(wire.get("read_again", ()))
@@ -42,7 +42,7 @@ class SampleStats:
 
     @classmethod
     def of_spans(cls, policy_spans: Iterable[Sequence[int]], read_again: Iterable[int]) -> "SampleStats":
-        """Returns a record with only the policies, from JSON values."""
+        """Returns a record that has only policy spans, from JSON values."""
         spans = tuple((int(version), int(first)) for version, first in policy_spans)
         return cls(spans, (0, 0), 0, 0, tuple(map(int, read_again)))
 
@@ -56,9 +56,10 @@ class SampleStats:
 
 
 def _merged_spans(one: SampleStats, other: SampleStats) -> tuple[Spans, tuple[int, ...]]:
-    """Returns the policy spans of a sample that two engines have decoded, and where they read the whole text again.
+    """Returns the policy spans of a sample that two engines have decoded, and where they computed the whole text again.
 
-    An engine reads the whole text of a request that moves to it. That makes no difference if all KV is of its own policy.
+    An engine computes the whole text of a request that moves to it. That makes no difference if the same policy version had
+    computed the KV cache of all tokens before.
     """
     begun = {stats.policy_spans[0][1] for stats in (one, other)}
     is_read = {*one.read_again, *other.read_again, *begun}
@@ -87,13 +88,13 @@ class StepEnd:
     head_is_dormant: bool | None = None
     """None without a drafter with weights."""
     began: Sequence[str] = ()
-    """What the engine began with from earlier starts, in phrases that end a sentence. Reported only once."""
+    """What the engine had from earlier starts when it began, in phrases that end a sentence. Each is reported only once."""
     history: Mapping[str, Any] | None = None
     """`HistoryFacts` of the engine as plain values, or None without a history."""
 
     @classmethod
     def from_wire(cls, reply: Mapping[str, Any]) -> "StepEnd":
-        """Builds the record from the vLLM worker's reply."""
+        """Returns the record from the vLLM worker's reply."""
         samples = [(seed, SampleStats.from_wire(stats)) for seed, stats in reply["sample_stats"]]
         return cls(**{**reply, "sample_stats": samples})
 
@@ -107,11 +108,11 @@ class _Record:
     row: int = -1
     """Row of the archive with the counts of a request that has left its slot."""
     is_taken: bool = False
-    """True if nothing is kept when it leaves its slot, because it was taken before or is no sample."""
+    """True if nothing is kept when the request leaves its slot, because it was taken before or is no sample."""
 
     def read_whole_text(self, version: int, num_tokens: int) -> None:
-        """Notes that policy `version` recomputes the KV of all tokens, as after a preemption."""
-        # A preempted request loses a token that vLLM has not returned yet, which this policy samples again.
+        """Notes that policy version `version` recomputes the KV cache of all tokens, as after a preemption."""
+        # A preempted request loses a token that vLLM has not returned yet, which this version samples again.
         kept = tuple(span for span in self.policy_spans if span[1] < num_tokens) or self.policy_spans[:1]
         self.policy_spans = kept
         self.read_again = tuple(first for first in self.read_again if first < num_tokens)
@@ -183,7 +184,7 @@ class SampleStatsLog:
             del self._ended[next(iter(self._ended))]
 
     def policy_updated(self, version: int, positions_S: Sequence[int]) -> None:
-        """Starts a span of policy `version` in each running request, at the position that it samples next."""
+        """Starts a span of policy version `version` in each running request, at the position that it samples next."""
         self.policy_version = version
         for slot, record in self._running.items():
             record.is_taken |= self._begins_again
@@ -192,7 +193,7 @@ class SampleStatsLog:
     def take(self, seeds: Sequence[int] | None) -> dict[int, SampleStats]:
         """Returns the statistics of the requests with these seeds, running or ended, or of all ended ones if None.
 
-        vLLM frees the slot of a request one step after its last one, so an ended request may still have a slot.
+        vLLM frees the slot of a request one engine step after its last one, so an ended request may still have a slot.
         """
         archive = self._archive.cpu()
         counts_S2 = self._counts_S2.cpu()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The canary of a draft head, which raises an alarm if acceptance collapses or declines, and names the likely cause.
 
-It is needed because nothing else fails if a head is all zeros or sees the wrong layers. Its drafts are merely never right.
+It is needed because a head that is all zeros or reads the wrong layers causes no error. Its drafts are just never accepted.
 
 Shapes: K draft positions. A rate at position k is P(the first k + 1 drafts are all accepted).
 """
@@ -12,25 +12,26 @@ from dataclasses import dataclass, field
 import numpy as np
 
 COLLAPSE_SHARE = 1 / 3
-"""Acceptance after a collapse, as a share of the expected acceptance."""
+"""Acceptance that is assumed after a collapse, as a share of the expected acceptance."""
 STALE_SHARE = 0.75
 """Share of the acceptance after the last publish below which a head is stale."""
 THRESHOLD = math.log(1e9)
-"""Score of an alarm: the logarithm of the draft tokens per false alarm."""
+"""Score at which an alarm is raised. It is the logarithm of the number of draft tokens per false alarm."""
 OVERDISPERSION = 2.0
-"""Factor on the variance of a step's accepted drafts, because requests differ beyond chance."""
+"""Factor on the variance of the accepted drafts of an engine step, because requests differ by more than chance."""
 MEMORY_DRAFTED = 20_000.0
 """Number of draft tokens after which earlier counts decay to 1/e."""
 ENOUGH_DRAFTED = 500.0
 """Number of draft tokens after which the normal level of acceptance counts as known."""
 GATE_DRAFTED = 4000.0
-"""Weight of the publish gate's figure, in draft tokens."""
+"""Number of draft tokens as which the publish gate's measurement of acceptance counts."""
 MIN_REQUESTS = 16
-"""Minimum number of requests behind a collapse alarm, because the last few of a rollout may just be hard to draft for."""
+"""Minimum number of requests behind a collapse alarm, because the last few requests of a rollout may just be hard to draft
+for."""
 MIN_RATE = 1e-3
 MAX_RATE = 0.999
 WEIGHT_CAUSES = ("non_finite", "all_zero", "shared", "differs", "layer_ids", "rope")
-"""Causes in the head's weights or config. Without one of these, a change of tasks may be the explanation."""
+"""Causes of a collapse that lie in the head's weights or config. If it has none of them, the tasks may have changed."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,9 @@ class _Evidence:
     score: float = 0.0
     """Log likelihood ratio of a collapse to a healthy head, at least 0."""
     carried: float = 0.0
-    """Score at the last event, which counts in full afterwards, however few requests follow."""
+    """Score at the last event. It counts in full afterwards, however few requests there are then."""
     num_requests: int = 0
-    """Largest number of requests in a step since the last event."""
+    """Largest number of requests in an engine step since the last event."""
     num_drafted: float = 0.0
     num_accepted: float = 0.0
     num_expected: float = 0.0
@@ -130,7 +131,7 @@ class Level:
     def rates(self, num_positions: int) -> np.ndarray:
         """Returns the rates at the first positions, float64 [num_positions].
 
-        Rates of positions that were not seen yet continue the mean decline of those that were.
+        Positions without drafts so far get rates that continue the mean decline over the positions with drafts.
         """
         rates_K = np.clip(self.accepted_K / np.maximum(self.drafted_K, 1.0), MIN_RATE, MAX_RATE)[self.drafted_K >= 1.0]
         step = float(rates_K[-1] ** (1 / len(rates_K))) if len(rates_K) else MIN_RATE
@@ -212,11 +213,11 @@ class Canary:
         return self._decline(health)
 
     def _collapse(self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth) -> Alarm | None:
-        """Adds a step to the evidence. Returns an alarm if it is enough.
+        """Adds an engine step to the evidence for a collapse, and returns an alarm if there is enough of it.
 
-        Since the last event, the score grows by at most `THRESHOLD / MIN_REQUESTS` for each request of the largest step. So
-        reaching the threshold from zero takes a step of `MIN_REQUESTS` requests. This is wanted because the last few requests
-        of a rollout may just be hard to draft for.
+        Since the last event, the score grows by at most `THRESHOLD / MIN_REQUESTS` for each request of the largest engine
+        step. So it can only rise from zero to the threshold if an engine step has `MIN_REQUESTS` requests. This is wanted
+        because the last few requests of a rollout may just be hard to draft for.
         """
         evidence = self._evidence
         rates_K = self.level.rates(len(drafted_K))
@@ -255,7 +256,8 @@ class Canary:
 def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K: np.ndarray) -> float:
     """Returns the log likelihood ratio of a collapse to the rates `rates_K`, in units of independent draft tokens.
 
-    The sum is divided by the factor by which nested positions and content increase the variance of the accepted number.
+    Draft tokens are not independent, because each is accepted only with those before it, and because requests differ. So the
+    sum over all tokens is divided by the factor by which this increases the variance of the number of accepted tokens.
     """
     dead_K = COLLAPSE_SHARE * rates_K
     missed_K = drafted_K - accepted_K

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The publish gate, which decides by a paired test on held-out sequences whether a trained head replaces the current one.
 
-Shapes: N sequences. The acceptance length is the mean number of tokens that a request emits in a decode step, 1 without
-drafts.
+Shapes: N sequences. The acceptance length is the mean number of tokens by which a request grows in an engine step, which is 1
+without drafts.
 """
 
 import math
@@ -12,11 +12,11 @@ import numpy as np
 from scipy.special import stdtrit  # the quantile of Student's t
 
 MIN_FIRST_GAIN = 0.1
-"""Acceptance length that a first head must gain compared with no drafts."""
+"""Gain in acceptance length, compared with no drafts, that a run's first head needs."""
 MIN_SAMPLES = 8
 """Minimum number of held-out prompts."""
 SKEWNESS_WEIGHT = 2.0
-"""Factor on the sample skewness, which underestimates the true one."""
+"""Factor on the skewness of the sample, which is usually smaller than the true skewness."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,11 @@ class GateDecision:
 
 
 class PublishGate:
-    """Publishes a candidate if, at `confidence`, it is worse by no more than `tolerance` in acceptance length.
+    """Publishes a candidate if its acceptance length is, at `confidence`, at most `tolerance` below the current head's.
 
     The test is a one-sided paired t-test of the weighted mean difference. Samples of one prompt are not independent, so they
-    count as one. A first head must beat no drafts by `MIN_FIRST_GAIN`. `confidence` is at least 0.5 and below 1.
+    count as one. If no head is in service, the candidate is compared with no drafts, plus `MIN_FIRST_GAIN`. `confidence` is at
+    least 0.5 and below 1.
     """
 
     def __init__(self, confidence: float = 0.95, tolerance: float = 0.0) -> None:
@@ -52,9 +53,9 @@ class PublishGate:
         weights_N: np.ndarray,
         groups_N: np.ndarray | None = None,
     ) -> GateDecision:
-        """Compares the acceptance lengths of the candidate and the head in service, float [N] each.
+        """Returns the decision, from the acceptance lengths of the candidate and of the head in service, float [N] each.
 
-        `current_N` is None if no head is in service. `weights_N` is the number of tokens of each sequence. `groups_N` numbers
+        `current_N` is None if no head is in service. `weights_N` has the number of tokens of each sequence. `groups_N` numbers
         the prompts, or is None if all differ. Raises ValueError if lengths differ or a weight is not positive.
         """
         is_first = current_N is None
@@ -94,7 +95,7 @@ class PublishGate:
 def lower_bound(
     differences_N: np.ndarray, weights_N: np.ndarray, groups_N: np.ndarray, confidence: float
 ) -> tuple[float, float]:
-    """Returns the weighted mean of the differences and its one-sided lower confidence bound. Needs at least two groups.
+    """Returns the weighted mean of the differences and its one-sided lower confidence bound, for two or more groups.
 
     The standard error is that of the jackknife over groups. If differences are skewed towards losses, Student's quantile is
     too optimistic, so it is widened as in Hall, "On the removal of skewness by transformation" (JRSS B, 1992), with twice the

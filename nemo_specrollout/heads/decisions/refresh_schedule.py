@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides whether to refresh the draft head after an RL step, for how long, and at which learning rate.
 
-The acceptance length is the mean number of tokens that a request emits in a decode step, 1 without drafts.
+The acceptance length is the mean number of tokens by which a request grows in an engine step, which is 1 without drafts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from nemo_specrollout.config.block import DraftRefreshConfig
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 
 FIRST_SURPLUS = 0.1
-"""Acceptance length that the first refresh is expected to gain beyond the loss since the last publish."""
+"""Acceptance length that the first refresh is expected to gain in addition to what was lost since the last publish."""
 LEARNING_WEIGHT = 0.5
-"""Weight of the latest refresh in the outlook."""
+"""Weight of the latest refresh in the outlook (`RefreshOutlook`)."""
 MIN_RECOVERY = 0.05
 MAX_RECOVERY = 1.5
 MIN_FALL = 0.02
-"""Loss of acceptance length below which recovery cannot be measured."""
+"""Loss of acceptance length below which the recovery by a refresh cannot be measured."""
 MAX_BACKOFF = 64
 """Maximum factor on `min_gap` after refused candidates."""
 FIRST_REFRESH_S = 8.0
@@ -37,31 +37,35 @@ class DecodeCosts:
     """Seconds of decoding with and without drafts."""
 
     plain_s: float
-    """Seconds of a token without drafts."""
+    """Seconds per token without drafts."""
     drafted_step_s: float
-    """Seconds of a request's step with drafts, which is its share of the batch's step, whatever is accepted."""
+    """Seconds of an engine step with drafts, divided by its requests. How many drafts are accepted does not matter."""
 
     @classmethod
     def measured(
         cls, rollout_s: float, plain_estimate_s: float | None, num_tokens: int, num_request_steps: int
     ) -> "DecodeCosts":
-        """Returns the costs of a measured rollout. `plain_estimate_s` is its duration without drafts, if known."""
+        """Returns the costs of a rollout of `rollout_s` seconds.
+
+        `plain_estimate_s` is its duration without drafts, if known. `num_request_steps` is the sum over its engine steps of
+        the requests in each.
+        """
         return cls((plain_estimate_s or rollout_s) / num_tokens, rollout_s / num_request_steps)
 
     def token_s(self, acceptance_length: float) -> float:
-        """Returns the seconds of a token, assuming that drafts are not made where they do not pay."""
+        """Returns the seconds per token, assuming that nothing is drafted if drafts do not pay."""
         return min(self.plain_s, self.drafted_step_s / max(acceptance_length, 1.0))
 
 
 @dataclass(frozen=True)
 class RefreshOutlook:
-    """Expected result of the next refresh. At first, it is expected to recover the whole loss and a little more."""
+    """Expected result of the next refresh. The first one is expected to recover the whole loss and a little more."""
 
     refresh_s: float
     recovery: float = 1.0
     """Share of the loss since the last publish that a refresh recovers."""
     surplus: float = FIRST_SURPLUS
-    """Acceptance length that a refresh gains beyond that."""
+    """Acceptance length that a refresh gains in addition to the recovery."""
     num_rejected: int = 0
     """Number of candidates in a row that the gate has refused."""
 
@@ -79,7 +83,7 @@ class RefreshOutlook:
         return RefreshOutlook(_towards(self.refresh_s, seconds), recovery, surplus)
 
     def after_rejection(self, seconds: float) -> "RefreshOutlook":
-        """Returns the outlook after the gate refused a candidate of `seconds`: expected gains halve."""
+        """Returns the outlook after a refresh of `seconds` whose candidate was refused, which halves the expected gains."""
         recovery = max(MIN_RECOVERY, _towards(self.recovery, 0.0))
         return RefreshOutlook(
             _towards(self.refresh_s, seconds), recovery, _towards(self.surplus, 0.0), self.num_rejected + 1
@@ -92,7 +96,7 @@ class RefreshDecision:
 
     refresh: bool
     gain_s: float
-    """Seconds that a refresh saves until the run ends."""
+    """Seconds that a refresh is expected to save until the run ends."""
     reason: str
     """Sentence for the log."""
 
@@ -112,16 +116,16 @@ class StepFacts:
     steps_to_come: int
     costs: DecodeCosts
     head_share: float = 1.0
-    """Share of the requests' decode steps in which the head drafted."""
+    """Share of the request steps in which the head drafted (`head_use`)."""
 
 
 def head_use(
     proposed: Mapping[str, Sequence[int]], accepted: Mapping[str, Sequence[int]], num_request_steps: int
 ) -> tuple[float | None, float]:
-    """Returns acceptance length and share of a head in a rollout, from each drafter's draft tokens by position.
+    """Returns the acceptance length of a head in a rollout, and the share of the request steps in which it drafted.
 
-    The length is the mean number of tokens in steps of a request in which the head drafted, or None if there are none. The
-    share is that of these steps in all requests' decode steps.
+    A request step is one request in one engine step. `proposed` and `accepted` are the numbers of draft tokens by position,
+    for each drafter. The acceptance length counts only request steps in which the head drafted, and is None if there are none.
     """
     head = next((name for name in proposed if name in MODEL_DRAFTERS), None)
     if head is None or not proposed[head][0]:
@@ -133,9 +137,10 @@ def head_use(
 class RefreshSchedule:
     """Decides after each RL step whether to refresh, as `config.trigger` says. Owns the history of the run's refreshes.
 
-    The trigger `auto` refreshes when the stale head has cost as much time since the last refresh as a refresh takes. This
-    ski-rental rule never costs more than twice the optimum. In addition, the rest of the run must repay the refresh with a
-    margin of `config.margin`. The gap `config.min_gap` doubles after each candidate in a row that the gate has refused.
+    The trigger `auto` refreshes when the stale head has cost as much time since the last refresh as a refresh takes. This is
+    the ski-rental rule, which never costs more than twice the optimum. In addition, the rest of the run must repay the refresh
+    with a margin of `config.margin`. The gap `config.min_gap` doubles with each further candidate in a row that the gate
+    refuses.
 
     Before the first publish, a better head is expected to draft in every step. Afterwards it is expected to draft in the
     largest share of steps that the published head reached. With `in_background`, the run does not wait for training. Then
@@ -147,7 +152,7 @@ class RefreshSchedule:
         self._in_background = in_background
         self.outlook = RefreshOutlook(config.max_train_seconds or FIRST_REFRESH_S)
         self.length: float | None = None
-        """Decayed mean of the acceptance length, or None if the head has not drafted since the last publish."""
+        """Decayed mean of the head's acceptance length, or None if it has not drafted since the last publish."""
         self.published_length: float | None = None
         """Acceptance length right after the last publish, or at the start of the run."""
         self.steps_since = 0
@@ -173,7 +178,7 @@ class RefreshSchedule:
         return self.decide(num_tokens, facts.steps_to_come, facts.costs)
 
     def decide(self, num_tokens: float, steps_to_come: int, costs: DecodeCosts) -> RefreshDecision:
-        """Returns the decision in the current state, for a run with `num_tokens` tokens in each coming step."""
+        """Returns the decision in the current state, for a run with `num_tokens` tokens in each remaining RL step."""
         length = self.length or 1.0
         cost_s = 0.0 if self._in_background else self.outlook.refresh_s
         fall = max(0.0, (self.published_length or 1.0) - length)
@@ -222,7 +227,7 @@ class RefreshSchedule:
         return True, outlook
 
     def budget_s(self) -> float:
-        """Returns the most training seconds of the next refresh, its share of the run minus the time already used."""
+        """Returns the maximum seconds of training of the next refresh, within what is left of `max_time_share`."""
         share = self._config.max_time_share
         usual_s = max(FIRST_REFRESH_S, self._step_s) if self._in_background else FIRST_REFRESH_S
         wanted_s = self._config.max_train_seconds or usual_s
@@ -232,7 +237,7 @@ class RefreshSchedule:
         return max(SHORTEST_S, min(wanted_s, left_s if self._in_background else left_s / (1.0 - share)))
 
     def refreshed(self, seconds: float, gain: float | None) -> None:
-        """Notes a finished refresh. `gain` is `Refresh.gain` of the candidate."""
+        """Notes a finished refresh of `seconds`. `gain` is `Refresh.gain`, which is None if the candidate was refused."""
         self.run_s += 0.0 if self._in_background else seconds
         self.waited_s += seconds
         self.steps_since = 0
@@ -246,16 +251,17 @@ class RefreshSchedule:
 
 
 class RefreshRate:
-    """Owns the factor on the usual learning rate for the next refresh.
+    """Owns the factor by which the usual learning rate is multiplied for the next refresh.
 
-    A converged head gets worse at a learning rate that suits an unfinished head, and a few steps do not repair that.
+    It is needed because a converged head gets worse at a learning rate that suits an unfinished head, and the few steps of a
+    refresh do not repair that.
     """
 
     def __init__(self) -> None:
         self.share = 1.0
 
     def judged(self, difference: float, published: bool) -> None:
-        """Adjusts the share after a candidate was judged. `difference` is `Refresh.difference`; NaN changes nothing."""
+        """Adjusts the share after a candidate was judged. `difference` is `Refresh.difference`. NaN changes nothing."""
         if published:
             self.share = min(1.0, self.share * RATE_STEP**0.5)
         elif difference < 0.0:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features from which a head learns, with their sources and their store on disk."""
+"""The features from which a draft head learns, the rollouts that they come from, and their store on disk."""

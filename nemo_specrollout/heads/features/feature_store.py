@@ -27,14 +27,14 @@ FORMAT = 2
 INDEX = "index.json"
 SHARD_BYTES = 64 << 20
 SEQUENCE_OVERHEAD_BYTES = 512
-"""Most bytes that a sequence takes in a shard in addition to its tensors."""
+"""Maximum number of bytes that a sequence takes in a shard in addition to its tensors."""
 SHARD_OVERHEAD_BYTES = 1024
-"""Most bytes that a shard takes in addition to its sequences."""
+"""Maximum number of bytes that a shard takes in addition to its sequences."""
 
 
 @dataclass(frozen=True)
 class FeatureSource:
-    """Policy that computed the features of a store. All fields except the name must agree within a store."""
+    """The policy that computed the features of a store. All fields except the name are the same for all of them."""
 
     policy_name: str
     """Folder or name of the policy, for people who read the file."""
@@ -53,7 +53,7 @@ class FeatureReader:
         self.folder = folder
 
     def shards(self) -> list[Path]:
-        """Returns the files, newest policy version first."""
+        """Returns the store's shards, which are its files of features, newest policy version first."""
         return sorted(self.folder.glob("shard-*.safetensors"), key=_age, reverse=True)
 
     def sequences(self, held_out: bool) -> Iterator[SequenceFeatures]:
@@ -94,7 +94,7 @@ def _read(shard: Path, held_out: bool) -> Iterator[SequenceFeatures]:
 
 
 def data_hash(sequences: Iterable[SequenceFeatures]) -> str:
-    """Returns a hash of tokens and policy versions for the card of a head. It does not depend on the order."""
+    """Returns a hash of tokens and policy versions, for the head card. It does not depend on the order of the sequences."""
     contents = (f.token_ids_T.numpy().tobytes() + f.policy_version.to_bytes(8, "little") for f in sequences)
     return hashlib.sha256(b"".join(sorted(hashlib.sha256(data).digest() for data in contents))).hexdigest()
 
@@ -106,7 +106,7 @@ def newest_sequences(stores: Sequence[FeatureReader], held_out: bool, max_tokens
 
 
 def first_tokens(sequences: Iterable[SequenceFeatures], max_tokens: int) -> list[SequenceFeatures]:
-    """Returns the first sequences, up to the one that reaches `max_tokens` tokens in total."""
+    """Returns the first sequences, up to and including the one that reaches `max_tokens` tokens in total."""
     found: list[SequenceFeatures] = []
     num_tokens = 0
     for features in sequences:
@@ -154,7 +154,7 @@ class FeatureStore(FeatureReader):
             self._lock.close()
 
     def append(self, features: SequenceFeatures, prompt_ids: torch.Tensor | Sequence[int] | None = None) -> None:
-        """Keeps a copy of a sequence, which is on disk after the next flush.
+        """Keeps a copy of a sequence, which the next flush writes to disk.
 
         `prompt_ids` decides whether the sequence is held out, and is by default the sequence's own prompt. Raises ValueError
         if the features do not fit the source or the store, or if their prompt is unknown, and OSError as `flush` does.
@@ -168,20 +168,20 @@ class FeatureStore(FeatureReader):
         self._buffered_bytes += num_bytes
 
     def keep(self, captured: Iterable[SequenceFeatures]) -> None:
-        """Stores those sequences that begin in the prompt and have a generated token, as a head needs both to learn."""
+        """Stores those sequences that begin in the prompt and have a generated token, because a head needs both to learn."""
         for features in captured:
             if features.first_position < features.prompt_length < features.first_position + features.num_tokens:
                 self.append(features)
         self.flush()
 
     def forget_after(self, version: int) -> None:
-        """Drops features of policy versions above `version`, from which a resumed run continues."""
+        """Drops the features of policy versions above `version`, when a resumed run continues from `version`."""
         for shard in self.shards():
             if _age(shard)[0] > version:
                 shard.unlink()
 
     def flush(self) -> None:
-        """Writes what was appended. If that raises OSError, the store lacks some or all of it but is otherwise intact."""
+        """Writes what was appended since the last flush. After an OSError, some of it is missing, but the rest is intact."""
         buffer = self._buffer
         self._buffer = {}
         self._buffered_bytes = 0
@@ -223,7 +223,7 @@ class FeatureStore(FeatureReader):
     def _make_room(self, num_bytes: int, age: tuple[float, float] = (math.inf, 0)) -> bool:
         """Drops the oldest shards until `num_bytes` more fit.
 
-        Returns False and drops none if that would need shards newer than `age`.
+        If this would drop shards that are newer than `age`, it drops none and returns False.
         """
         shards = [(shard, shard.stat().st_size) for shard in self.shards()]
         older = [(shard, size) for shard, size in shards if _age(shard) < age]
@@ -260,7 +260,7 @@ def _copied(features: SequenceFeatures) -> SequenceFeatures:
 
 
 def _serialized(sequences: list[tuple[SequenceFeatures, bool]]) -> bytes:
-    """Returns the content of a shard from sequences, each with whether it is held out."""
+    """Returns the content of a shard. `sequences` are pairs of a sequence and whether it is held out."""
     tensors: dict[str, torch.Tensor] = {}
     facts = []
     for i, (f, held_out) in enumerate(sequences):

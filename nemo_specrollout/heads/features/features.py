@@ -19,7 +19,9 @@ from transformers import AutoModel, PreTrainedModel
 CHUNK_ELEMENTS = 1 << 24
 """Approximate number of logits in memory at a time."""
 MAX_EXCESS, WARN_EXCESS = 2.0, 0.5
-"""Surprise beyond the policy's entropy, in nats per token, above which rollouts are refused or cause a warning."""
+"""Limits of the surprise (minus the mean log-prob) of rollouts beyond the policy's entropy, in nats per token.
+
+Rollouts above the first limit are refused, and above the second they cause a warning."""
 
 Text = tuple[Sequence[int], int]
 """Token ids of a prompt with its response, and the length of the prompt."""
@@ -36,13 +38,13 @@ class SequenceFeatures:
     final_TH: torch.Tensor
     """States after the final norm, [T, H]. The policy's LM head turns them into logits of the next token."""
     prompt_length: int
-    """Number of tokens of the sequence that were given. A head learns to draft the tokens after them."""
+    """Number of tokens of the prompt. A head learns to draft the tokens after them."""
     policy_version: int
     """Version of the weights that computed the features."""
     first_position: int = 0
     """Position of the first token in the sequence."""
     prompt_ids_P: torch.Tensor | None = None
-    """The whole prompt, int32 [P]. Set if its first tokens were in the KV cache, so that the features begin later."""
+    """The whole prompt, int32 [P], if the features begin later because its first tokens were in the KV cache. Else None."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids_T) == len(self.aux_TF) == len(self.final_TH), "features must cover the same tokens"
@@ -77,7 +79,7 @@ class SequenceFeatures:
 
 
 def is_held_out(prompt_ids: torch.Tensor | Sequence[int], share: float) -> bool:
-    """Returns whether all sequences of this prompt are held out from training. This is so for a `share` of all prompts."""
+    """Returns whether a prompt's sequences are held out from training. Its hash decides, so that a `share` of prompts are."""
     data = np.ascontiguousarray(np.asarray(prompt_ids), dtype="<i8").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < share * 2**64
 
@@ -110,10 +112,10 @@ def load_policy(
 def hf_features(
     policy: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int], max_tokens: int = 8192
 ) -> list[SequenceFeatures]:
-    """Returns the features of `texts` in their order, by forward passes in the policy's dtype.
+    """Returns the features of `texts` in the same order, from forward passes in the policy's dtype.
 
-    Each text must have a generated token. The feature of layer i is the residual stream before the policy's layer i. A pass
-    has at most `max_tokens` positions including padding, except that a longer text has a pass of its own.
+    Each text must have a generated token. The feature of layer i is the residual stream before the policy's layer i. A forward
+    pass has at most `max_tokens` positions including padding, but a text that is longer gets a pass of its own.
     """
     found: dict[int, SequenceFeatures] = {}
     for batch in _micro_batches([len(ids) for ids, _ in texts], max_tokens):
@@ -132,7 +134,10 @@ def hf_features(
 
 
 def _micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yields indices of texts of similar length, as many as take `max_tokens` positions when padded, but at least one."""
+    """Yields lists of indices of texts with similar lengths.
+
+    A list takes at most `max_tokens` positions when its texts are padded, or has one text.
+    """
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batch and (len(batch) + 1) * lengths[i] > max_tokens:
@@ -149,8 +154,8 @@ def check_surprise(
 ) -> str | None:
     """Returns a warning if the generated tokens look like another policy's, and otherwise None.
 
-    Token ids of another tokenizer may be valid ids, so only their probabilities reveal the difference. For its own samples,
-    the mean log-prob is about minus the policy's entropy. Temperature 0 counts as 1. Raises ValueError if the tokens cannot be
+    Token ids of another tokenizer may be valid ids, so only their probabilities reveal the difference. The mean log-prob of
+    the policy's own samples is about minus its entropy. Temperature 0 counts as 1. Raises ValueError if the tokens cannot be
     the policy's, because they are less likely than uniform guesses, or far less likely than its entropy suggests.
     """
     rows = max(1, CHUNK_ELEMENTS // len(lm_head_VH))

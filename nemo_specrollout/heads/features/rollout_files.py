@@ -5,8 +5,9 @@ A line of a JSONL file of rollouts has one of three forms, and may have further 
   {"prompt_token_ids": [...], "response_token_ids": [...]}
   {"prompt": "...", "response": "..."}, which the policy's tokenizer encodes unchanged
   token_ids, token_loss_mask and input_lengths, as NeMo-RL's GRPO logs them in train_data_step{N}.jsonl.
-A key whose value is null or NaN counts as absent, because tables of several forms have all their columns in every row. A
-prompt with a response that is null or empty is a turn without text, such as one of tool calls alone, and is left out.
+A key whose value is null or NaN counts as absent, because a table that mixes these forms has the columns of all of them in
+every row. A line with a prompt, but with a response that is null or empty, is left out. It is a turn without text, such as one
+that only calls tools.
 Every error is a ValueError that names file, line, field and fix.
 """
 
@@ -24,9 +25,9 @@ from nemo_specrollout.heads.features.features import Text, is_held_out, loading_
 from nemo_specrollout.storage.text_files import json_lines, whole_number
 
 MIN_PROMPTS = 16
-"""Minimum number of different prompts to train and judge a head."""
+"""Minimum number of different prompts that are needed to train and judge a head."""
 MIN_HELD_OUT_PROMPTS = 8
-"""Minimum number of different prompts to judge a head."""
+"""Minimum number of different held-out prompts that are needed to judge a head."""
 FORMS = "prompt_token_ids and response_token_ids, prompt and response, or token_ids and token_loss_mask as NeMo-RL logs them"
 _AS_LOGGED = ("token_ids", "token_loss_mask")
 _AS_IDS = ("prompt_token_ids", "response_token_ids")
@@ -38,7 +39,7 @@ Encode = Callable[[str, bool], list[int]]
 
 @dataclass(frozen=True)
 class RolloutText:
-    """A response with all tokens before it. Each turn of a conversation is a text of its own."""
+    """A response with all tokens before it. Each of the policy's turns in a conversation makes a text of its own."""
 
     token_ids: list[int]
     """Tokens of prompt and response."""
@@ -117,9 +118,10 @@ def read_rollouts(
 
 
 def held_out_share(prompts: Iterable[Sequence[int]], wanted: float) -> float:
-    """Returns the share of prompts to hold out: `wanted`, or the next larger percentage that holds out 8 prompts.
+    """Returns the share of prompts to hold out, which is `wanted` if this holds out at least 8 of `prompts`.
 
-    Raises ValueError for fewer than 16 different prompts, and if no share leaves a prompt to train on.
+    Otherwise it is the next larger whole percentage that does. Raises ValueError for fewer than 16 different prompts, and if
+    no share leaves a prompt to train on.
     """
     different = {tuple(p) for p in prompts}
     if len(different) < MIN_PROMPTS:
@@ -151,7 +153,7 @@ def _encoder(policy_folder: Path) -> Encode:
 
 
 def token_ids_of(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
-    """Returns the ids of a text. If it `begins` a sequence, it gets the special tokens for that unless it has them."""
+    """Returns the ids of a text. A text that `begins` a sequence gets the special tokens for that if it lacks them."""
     ids = list(tokenizer(text, add_special_tokens=begins)["input_ids"])
     added = len(os.path.commonprefix([ids, tokenizer("")["input_ids"]])) if begins else 0  # noqa: RUF071 (lists)
     return ids[added:] if ids[:added] == ids[added : 2 * added] else ids
@@ -200,7 +202,7 @@ def _answer(prompt: list[int], response: list[int], where: str) -> Iterator[Roll
 
 
 def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
-    """Yields a text for each generated span, where the mask is 1, that follows other tokens in a line of NeMo-RL."""
+    """Yields a text for each span with mask 1 (generated tokens) of a line of NeMo-RL, unless no tokens precede the span."""
     rows, masks = (_as_batch(record[key], f"{where}: {key}") for key in _AS_LOGGED)
     given = record.get("input_lengths")
     lengths = [len(row) for row in rows] if _is_absent(given) else given if isinstance(given, list) else [given]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells from their files, without torch, whether drafters fit a policy, especially heads that draft whole blocks."""
+"""Checks whether drafters with weights fit a policy, above all DFlash and DSpark heads, which draft a block of tokens at once.
+
+The checks read the drafters' files and do not load torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,13 +18,14 @@ _ARCHITECTURES = {
     "dspark": ("Qwen3DSparkModel", "Qwen3OmniDSparkModel", "DSparkDraftModel", "Gemma4DSparkModel", "K3DSparkModel"),
 }
 _OWN_SAMPLERS = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "dflash2"}
-"""Architectures that choose among candidates in kernels of their own, without the policy's noise."""
+"""Architectures that choose among candidate tokens in kernels of their own, which do not use the policy's noise."""
 
 
 def drafter_misfits(block: SpecrolloutConfig, policy: str, length: Any) -> list[str]:
-    """Returns why heads and drafters of whole blocks do not fit the policy, or texts of `length` tokens if that is known.
+    """Returns a sentence for each draft head of the configuration `block` that does not fit the policy or its texts.
 
-    Models that are given by their names on the Hub pass.
+    The longest text has `length` tokens, which is ignored if it is not an int. Heads and policies that are given by their
+    names on the Hub pass, because their files are not known.
     """
     found = list[str | None]()
     length = length if isinstance(length, int) else None
@@ -96,7 +100,7 @@ def _layers_read(config: Mapping[str, Any]) -> Sequence[int]:
 
 
 def _shape_misfit(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Returns a sentence if layers are missing, or if the input width of the first one contradicts the config."""
+    """Returns a sentence if layers are missing, or if the input width of `fc` contradicts the config, and otherwise None."""
     layer = config.get("transformer_layer_config") or config
     wanted = layer.get("num_hidden_layers") or 0
     there = {number for name in shapes if (number := layer_number(name)) is not None}

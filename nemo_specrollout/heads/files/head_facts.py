@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and checks the folder of an EAGLE-3 head, with its config, the headers of its tensors, and the tensors.
 
-Two layouts are supported, which are that of `speculators` with a nested `transformer_layer_config`, and the flat one of vLLM
-and ModelOpt with `midlayer.*`. Tensor names are given in the first one. Only functions that read tensors load torch.
+The config may have either of two layouts. In the one of `speculators`, `transformer_layer_config` describes the decoder layer.
+In the flat one of vLLM and ModelOpt, the config itself does, and the tensors of the layer are called `midlayer.*`. This module
+gives tensor names as in the first layout. Only functions that read tensors load torch.
 
 Shapes: D tokens that the head can draft.
 """
@@ -36,7 +37,7 @@ class PolicyFacts:
     max_position_embeddings: int
     """Longest context in tokens."""
     is_untied: bool
-    """True if the config says that the LM head is not the embedding. Many configs say nothing about it."""
+    """True if the config says that the LM head is not tied to the embedding. Many configs say nothing about it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class HeadFacts:
     draft_vocab_size: int
     max_position_embeddings: int
     layer_ids: tuple[int, ...]
-    """Layers of the policy whose inputs the head reads. Empty if the config has none in a place that all of vLLM reads."""
+    """Layers of the policy whose inputs the head reads. Empty if the config has none at its top level, where all of vLLM
+    looks."""
     flags: Mapping[str, bool]
     """Switches of the architecture, by their names in `speculators`."""
     shapes: Mapping[str, Shape]
@@ -111,7 +113,7 @@ def read_head_facts(folder: Path) -> HeadFacts:
 
 
 def read_head_tensors(folder: Path, framework: str = "pt", only: tuple[str, ...] = ("",)) -> "dict[str, torch.Tensor]":
-    """Returns the tensors whose names end in one of `only`, as arrays if the framework is `np`."""
+    """Returns the tensors whose names end in one of `only`, by name. They are numpy arrays if the framework is `np`."""
     tensors: dict[str, torch.Tensor] = {}
     for file in _tensor_files(folder):
         with safe_open(file, framework) as opened:
@@ -123,8 +125,8 @@ def read_head_tensors(folder: Path, framework: str = "pt", only: tuple[str, ...]
 def check_head(folder: Path, policy_folder: Path, length: int | None = None, *, read_tensors: bool = True) -> HeadFacts:
     """Returns the facts of a head, after checking that it is complete and fits the policy and texts of `length` tokens.
 
-    `length` None means unknown. Raises ValueError if a check fails. Without `read_tensors` no floats are read, so that it
-    takes only milliseconds.
+    `length` is None if it is not known. Raises ValueError if a check fails. Without `read_tensors` no floats are read, so the
+    check takes only milliseconds.
     """
     facts = read_head_facts(folder)
     policy = read_policy_facts(policy_folder)
@@ -140,7 +142,7 @@ def check_head(folder: Path, policy_folder: Path, length: int | None = None, *, 
 
 
 def misfit(head: str, policy: str, length: int | None = None) -> str | None:
-    """Returns why a head does not fit a policy and a run's length, or None if it fits or if either is no local folder."""
+    """Returns why a head does not fit a policy or texts of `length` tokens. None if it fits, or if one is no local folder."""
     if Path(head).is_dir() and Path(policy).is_dir():
         try:
             check_head(Path(head), Path(policy), length, read_tensors=False)
@@ -150,10 +152,11 @@ def misfit(head: str, policy: str, length: int | None = None) -> str | None:
 
 
 def nested_layer_ids(eagle_config: Mapping[str, Any] | None, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose inputs a head reads, which its nested `eagle_config` names, or else vLLM's default.
+    """Returns the layers whose inputs a head reads, from the `eagle_config` nested in its config, or else vLLM's default.
 
-    Returns () if the policy has too few layers for the default. SpecForge has the same default, but names the layers whose
-    outputs the head reads, which are the layers before. So such names are taken for the default.
+    Returns () if the policy has too few layers for the default. A head that SpecForge trains with its default reads the same
+    states, but its config names the layers that output them, which are the layers before. So exactly those ids count as the
+    default.
     """
     ids = tuple((eagle_config or {}).get(LAYER_IDS_FIELD) or ())
     default = (2, num_layers // 2, num_layers - 3)
@@ -164,7 +167,7 @@ def nested_layer_ids(eagle_config: Mapping[str, Any] | None, num_layers: int) ->
 
 
 def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int, where: str) -> None:
-    """Raises ValueError, which begins with `where`, unless the ids are distinct layers of the policy."""
+    """Raises ValueError with a text that begins with `where`, unless the ids are distinct layers of the policy."""
     if not layer_ids:
         raise ValueError(f"{where}: {LAYER_IDS_FIELD} is absent, and vLLM would guess; write the ids of its training")
     if len(set(layer_ids)) < len(layer_ids) or min(layer_ids) < 0 or max(layer_ids) >= num_layers:
@@ -173,7 +176,7 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int, where: str) -> 
 
 
 def check_values(facts: HeadFacts, tensors: "Mapping[str, torch.Tensor]") -> None:
-    """Raises ValueError for tensors that are not finite or all zero, and for invalid maps of the vocabulary."""
+    """Raises ValueError for a tensor that is not finite or is all zero, and for invalid vocabulary maps `d2t` and `t2d`."""
     import torch
 
     for name, tensor in ((n, t) for n, t in tensors.items() if t.is_floating_point()):
@@ -185,7 +188,7 @@ def check_values(facts: HeadFacts, tensors: "Mapping[str, torch.Tensor]") -> Non
 
 
 def _check_maps(facts: HeadFacts, tensors: Mapping[str, Any]) -> None:
-    """Raises ValueError for invalid maps of the vocabulary, which may be torch or numpy arrays of any integer type."""
+    """Raises ValueError for invalid vocabulary maps `d2t` and `t2d`, which may be torch tensors or numpy arrays."""
     import numpy as np
 
     index_D = np.arange(facts.draft_vocab_size)
@@ -289,7 +292,7 @@ def _layer_shapes(facts: HeadFacts, is_first: bool) -> dict[str, Shape]:
 
 
 def _longest_text(config: Mapping[str, Any], folder: Path) -> int:
-    """Returns the length of the longest text that a config allows, including the extension by YaRN."""
+    """Returns the length in tokens of the longest text that a config allows, including the extension by YaRN."""
     where = folder / "config.json"
     length = num_positions(config, where)
     return size_in(config, "max_position_embeddings", where) if length is None else length

@@ -12,12 +12,13 @@ from nemo_specrollout.storage.files import write_atomically
 from nemo_specrollout.storage.model_folder import read_object
 
 NUM_KEPT = 3
-"""Number of newest heads and teachers that are kept. After an alarm, an engine reads its head and the one before it."""
+"""Number of the newest heads, and of the newest teachers (see `HeadFolder`), that are kept. After an alarm, an engine reads
+its head and the one before it."""
 
 
 @dataclass(frozen=True)
 class PublishedHead:
-    """The head in service. The numbers are None if an older version of this package has published it."""
+    """The head in service. Its numbers are None if an older version of this package published it."""
 
     folder: Path
     policy_version: int | None = None
@@ -28,7 +29,7 @@ class PublishedHead:
 
 @dataclass(frozen=True)
 class RefreshRecord:
-    """The outcome of an RL step for the head, for logs and for other processes."""
+    """What an RL step has decided about the head, and what came of it, for logs and for other processes."""
 
     decision: str
     """Whether the head was refreshed, and why."""
@@ -50,7 +51,7 @@ class RefreshRecord:
 
 
 class HeadFolder:
-    """The layout of the folder. The object has no state, and every call reads the disk.
+    """The layout of a run's folder of draft heads. The object keeps no state, and every call reads the disk.
 
     `features/` has the feature store, or one for each engine. `teachers/` has the LM head and embedding of each policy
     version. `step_N/` is a head that passed the gate, and `refused/` is the last one that did not. `published.json` names the
@@ -70,7 +71,7 @@ class HeadFolder:
         return self.path / "teachers" / f"policy_{version}.safetensors"
 
     def candidate(self, step: int, published: bool) -> Path:
-        """Returns the folder of a head that was judged after `step`."""
+        """Returns the folder for a head that was judged after RL step `step`, which is `refused/` if the head was refused."""
         return self.path / (f"step_{step}" if published else "refused")
 
     def published(self) -> PublishedHead | None:
@@ -94,7 +95,11 @@ class HeadFolder:
         (self.path / "published.json").unlink(missing_ok=True)
 
     def forget_old(self, version: int) -> None:
-        """Removes old heads, and teachers of all versions except `version` and the ones just before it."""
+        """Removes old heads and teachers.
+
+        The `NUM_KEPT` newest heads and the head in service stay, and so do the teachers of policy version `version` and the
+        ones just before it.
+        """
         published = self.published()
         heads = sorted(self.path.glob("step_*"), key=lambda p: p.stat().st_mtime)
         for head in heads[:-NUM_KEPT]:

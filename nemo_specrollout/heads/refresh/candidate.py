@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates, which are heads that were trained in a refresh, compared with the head in service, and described by a card."""
+"""Comparison of a candidate, which is a head that a refresh has trained, with the head in service, and its head card."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from nemo_specrollout.sampling.seeds import content_hash
 from nemo_specrollout.storage.files import write_atomically
 
 MIN_GAIN = 0.05
-"""Lower bound on the accepted drafts per step of a head in service, so that ratios stay finite."""
+"""Smallest number of accepted drafts per engine step by which `Refresh.gain` divides, so that the gain stays finite."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Refresh:
 
     @property
     def difference(self) -> float:
-        """The gate's difference, or minus infinity if training failed."""
+        """The gate's difference in acceptance length, or minus infinity if training failed."""
         return -math.inf if self.judgement is None else self.judgement.decision.difference
 
     @property
@@ -85,7 +85,7 @@ class Refresh:
 
     @property
     def gain(self) -> float | None:
-        """Accepted drafts per step of the published head divided by those of the head before, or None if refused."""
+        """Accepted drafts per engine step of the new head, divided by those of the head before. None if it was refused."""
         judgement = self.judgement
         if not self.published or judgement is None:
             return None
@@ -99,13 +99,16 @@ class Judge:
 
     gate: PublishGate
     num_drafts: int
-    """Drafts per step for which acceptance is measured."""
+    """Number of draft tokens of a request in an engine step, for which acceptance is measured."""
     temperature: float = 1.0
 
     def compare(
         self, candidate: DraftHead, current: DraftHead | None, held_out: Sequence[SequenceFeatures]
     ) -> Judgement:
-        """Compares two heads sequence by sequence. All samples of a prompt count as one."""
+        """Returns the judgement of `candidate` against `current`, which is None if no head is in service.
+
+        The heads are compared on each sequence of `held_out`, and all sequences of one prompt count as one sample.
+        """
         after = measure_acceptance(candidate, held_out, self.num_drafts, self.temperature)
         before = None if current is None else measure_acceptance(current, held_out, self.num_drafts, self.temperature)
         weights_N = after.count_NK[:, 0]
@@ -123,9 +126,10 @@ class Judge:
 def refresh_head(
     current: DraftHead, start: DraftHead, data: RefreshData, settings: TrainingSettings, budget: Budget, judge: Judge
 ) -> Refresh:
-    """Trains a copy of `start`, which is `current` or a promising candidate, and judges it against `current`.
+    """Trains a copy of `start`, and judges it against `current`, the head in service.
 
-    If training fails, the result is a refused candidate and not an error.
+    `start` is either `current` or an earlier candidate that the gate refused although it seemed better. If training fails, the
+    result is a refused candidate and not an error.
     """
     started = time.perf_counter()
     trainer = HeadTrainer(copy.deepcopy(start), settings)
@@ -142,7 +146,7 @@ def refresh_head(
 
 
 def num_prompts(held_out: Sequence[SequenceFeatures]) -> int:
-    """Returns the number of different prompts whose sequences have a token to draft."""
+    """Returns the number of different prompts, without those whose sequences have no token that a head can draft."""
     return len({_prompt_hash(s) for s in held_out if s.num_draftable})
 
 

@@ -66,17 +66,18 @@ SAVE_EVERY_S = 15.0
 MEASURE_EVERY_S = 20.0
 """Minimum seconds between two measurements of acceptance during training."""
 LIVE_TOKENS = 1_000
-"""Most held-out tokens with which acceptance is measured during training."""
+"""Maximum number of held-out tokens on which acceptance is measured during training."""
 HELD_OUT_TOKENS = 60_000
-"""Most held-out tokens with which the heads are judged."""
+"""Maximum number of held-out tokens on which the heads are judged."""
 CHECKED_SEQUENCES = 64
-"""Number of sequences with which it is checked that rollouts are the policy's own."""
+"""Number of sequences by which the refresh checks that the policy itself has sampled the rollouts."""
 CHUNK_TEXTS = 64
-"""Number of texts whose features are computed together. Chunks are the same after an interruption, so features are too."""
+"""Number of texts whose features are computed together. A continued refresh has the same chunks, so it computes the same
+features."""
 FLUSH_EVERY_S = 15.0
 """Seconds between two writes of features."""
 SMALLEST_STORE_BYTES = 1 << 24
-"""Size limit of the feature store for few rollouts, bytes."""
+"""Smallest size limit of a feature store, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class RefreshJob:
     view: Any
     """Output for the user, a `cli.refresh_draft.TerminalView`."""
     check: Callable[[], None]
-    """Raises KeyboardInterrupt if the user asked to stop. Called between steps."""
+    """Function that raises KeyboardInterrupt if the user asked to stop. It is called between steps and between chunks."""
     policy: Path
     facts: PolicyFacts
     device: torch.device
@@ -99,11 +100,12 @@ class RefreshJob:
 
 
 def refresh_offline(options: RefreshOptions, view: Any, check: Callable[[], None] = lambda: None) -> bool:
-    """Makes the head, and returns whether it was published.
+    """Makes a draft head from stored rollouts, and returns whether it was published.
 
-    Everything that took time is kept in `DIR.partial`, and nothing else is written before the gate has decided. A folder that
-    this call has created is removed if it has nothing to continue from. `view` and `check` are as in `RefreshJob`. Raises
-    ValueError for bad input and OSError for a full disk.
+    Features, trainer and candidate are kept in `DIR.partial`, where DIR is the folder of the new head, so that a repeated
+    command continues from them. Nothing else is written before the publish gate has decided. A call that fails before it has
+    stored features removes the `DIR.partial` that it has created. `view` and `check` are as in `RefreshJob`. Raises ValueError
+    for bad input and OSError for a full disk.
     """
     state = RefreshState(Path(options.out), options.replace)
     try:
@@ -124,7 +126,7 @@ def refresh_offline(options: RefreshOptions, view: Any, check: Callable[[], None
 
 
 def _start(options: RefreshOptions, state: RefreshState, view: Any, check: Callable[[], None]) -> RefreshJob:
-    """Finds device and policy, and returns the job."""
+    """Returns the job, after finding its device and the Hugging Face folder of its policy."""
     # transformers shows a bar for every load, and reports the unused LM head as unexpected.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -137,7 +139,7 @@ def _start(options: RefreshOptions, state: RefreshState, view: Any, check: Calla
 
 
 def _make_head(job: RefreshJob) -> None:
-    """Trains and judges a candidate, and moves it into its place."""
+    """Trains and judges a new head, and moves it to `--out`, or to the folder for refused heads beside it."""
     options = job.options
     state = job.state
     settings = TrainingSettings(
@@ -158,7 +160,7 @@ def _make_head(job: RefreshJob) -> None:
 
 
 def _refreshed(job: RefreshJob, trainer: HeadTrainer, data: RefreshData) -> Refresh:
-    """Trains a head, or continues its training, and then saves and judges the candidate."""
+    """Trains a head, or continues its training, saves it as the candidate, judges it, and returns the result."""
     options = job.options
     state = job.state
     if state.trainer.is_file():
@@ -180,7 +182,7 @@ def _refreshed(job: RefreshJob, trainer: HeadTrainer, data: RefreshData) -> Refr
 
 
 def _on_step(job: RefreshJob, trainer: HeadTrainer, data: RefreshData, move: Callable[..., None]) -> OnStep:
-    """Returns the function that saves the trainer, measures acceptance and moves the bar, each when it is due."""
+    """Returns a function to call after each step, which saves the trainer, measures acceptance and moves the progress bar."""
     sample = first_tokens(data.held_out, LIVE_TOKENS)
     acceptance = ""
     saved = time.monotonic()
@@ -207,7 +209,7 @@ def _on_step(job: RefreshJob, trainer: HeadTrainer, data: RefreshData, move: Cal
 
 @torch.no_grad()
 def _save_candidate(job: RefreshJob, head: DraftHead) -> None:
-    """Saves the head, after rounding it to the saved type, so that the judged head is the saved one."""
+    """Rounds the head to the dtype in which it is saved, so that the gate judges the saved values, and saves it."""
     dtype = getattr(torch, job.options.dtype)
     for parameter in head.learned().values():
         parameter.copy_(parameter.to(dtype))
@@ -239,7 +241,7 @@ def _close(state: RefreshState, view: Any) -> bool:
 
 
 def _named_files(options: RefreshOptions) -> list[Path]:
-    """Returns the files and folders that must not change during a refresh. Raises ValueError for missing ones."""
+    """Returns the files and folders that the options name, which must not change. Raises ValueError if one is missing."""
     policy = Path(options.policy)
     draft = options.draft_folder
     if not policy.is_dir():
@@ -251,7 +253,7 @@ def _named_files(options: RefreshOptions) -> list[Path]:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Turns errors of writing, including those of torch.save and safetensors for a full disk, into OSError with a fix."""
+    """Turns errors of writing, such as those of torch.save and safetensors for a full disk, into an OSError with a fix."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -263,7 +265,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _captured(job: RefreshJob) -> tuple[DraftHead, FeatureStore]:
-    """Returns the head from which training starts, and a store with the features of as many rollouts as fit.
+    """Returns the head from which training starts, and a store with the features of as many rollouts as `--store-gb` allows.
 
     Raises ValueError for rollouts that cannot be used, and OSError for a full disk.
     """
@@ -275,7 +277,8 @@ def _captured(job: RefreshJob) -> tuple[DraftHead, FeatureStore]:
     for sentence in sentences:
         job.view.say(sentence)
     share = held_out_share((t.first_prompt for t in texts), options.held_out_share)
-    # The gate counts all samples of a prompt as one, so later turns of a held-out conversation cannot be used.
+    # Later turns of a held-out conversation are left out. Their prompts are longer than the first one, so the gate would
+    # count them as samples of other prompts, although they depend on the first turn.
     texts = [t for t in texts if t.is_first_turn or not is_held_out(t.first_prompt, share)]
     head = _starting_head(job, texts)
     per_token = 4 + (len(head.layer_ids) + 1) * facts.hidden_size * job.feature_dtype.itemsize
@@ -305,7 +308,7 @@ def _captured(job: RefreshJob) -> tuple[DraftHead, FeatureStore]:
 
 
 def _capture(job: RefreshJob, texts: Sequence[RolloutText], store: FeatureStore, lm_head_VH: torch.Tensor) -> None:
-    """Stores the features that the store lacks. Raises ValueError if the rollouts cannot be the policy's own."""
+    """Computes and stores the missing features. Raises ValueError if the policy cannot have sampled the texts."""
     num_done = store.num_sequences()
     if num_done >= len(texts):
         return
@@ -330,7 +333,7 @@ def _capture(job: RefreshJob, texts: Sequence[RolloutText], store: FeatureStore,
 
 
 def _data_of(store: FeatureStore) -> RefreshData:
-    """Reads a store. Raises ValueError if it has too little data for training or for judging."""
+    """Returns the sequences of a store. Raises ValueError if they are too few to train or to judge a head."""
     held_out = first_tokens(_shuffled(store, held_out=True), HELD_OUT_TOKENS)
     data = RefreshData(_shuffled(store, held_out=False), held_out)
     if (lacking := data.lacking) is not None:
@@ -352,7 +355,7 @@ def _data_facts(job: RefreshJob, data: RefreshData, share: float) -> dict[str, A
 
 
 def _shuffled(store: FeatureStore, held_out: bool) -> list[SequenceFeatures]:
-    """Returns the training or the held-out sequences in a random order that does not depend on the shards."""
+    """Returns the training or the held-out sequences in an order that is random but depends only on their tokens."""
 
     def key(features: SequenceFeatures) -> tuple[bytes, int]:
         ids = features.token_ids_T.numpy().tobytes()

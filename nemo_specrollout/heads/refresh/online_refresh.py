@@ -17,16 +17,17 @@ from nemo_specrollout.heads.training.trainer import BATCH_TOKENS, Budget, Traini
 from nemo_specrollout.storage.model_folder import tokenizer_fingerprint
 
 TRAINING_TOKENS = 60_000
-"""Most tokens from which a refresh learns."""
+"""Maximum number of tokens from which a refresh learns."""
 HELD_OUT_TOKENS = 6_000
-"""Most held-out tokens with which a refresh is judged."""
+"""Maximum number of held-out tokens on which a candidate is judged."""
 
 
 class OnlineRefresh:
-    """Owns the head in service of a run, with the trigger, the learning rate and the gate of its refreshes.
+    """Owns the head that a run has in service, with the trigger, the learning rate and the gate of its refreshes.
 
-    Example: if `online.decide(facts)` says so, call `online.refresh(...)`, which trains and judges a candidate. If it passes
-    the gate, it is written into `folder` and is `online.head` from then on. The caller loads it into the engines.
+    After each RL step, call `online.decide(facts)`. If it decides for a refresh, call `online.refresh(...)`, which trains and
+    judges a candidate. A candidate that passes the gate is published in `folder` and is `online.head` from then on. The caller
+    then loads it into the engines.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class OnlineRefresh:
         temperature: float,
         in_background: bool = False,
     ) -> None:
-        """Starts with the head that `folder` names, or else with `first_head`. Raises ValueError if it does not fit.
+        """Starts with the head that `folder` has in service, or else with `first_head`.
 
-        With `in_background`, the run goes on while a refresh trains.
+        `temperature` is that of the rollouts. With `in_background`, the run goes on while a refresh trains. Raises ValueError
+        if the head does not fit the policy.
         """
         assert block.draft_refresh is not None
         self._config = config = block.draft_refresh
@@ -58,7 +60,7 @@ class OnlineRefresh:
         self._rate = RefreshRate()
 
     def decide(self, facts: StepFacts) -> RefreshDecision:
-        """Returns whether to refresh. Call it once in each RL step."""
+        """Returns the decision whether to refresh the head now. Call it once in each RL step."""
         return self._schedule.after_step(facts)
 
     def set_policy_weights(self, policy_tensors: Mapping[str, torch.Tensor]) -> None:
@@ -68,7 +70,10 @@ class OnlineRefresh:
                 head.set_policy_weights(policy_tensors)
 
     def settings(self) -> TrainingSettings:
-        """Returns the trainer's settings for the next refresh, based on a third of a new head's learning rate."""
+        """Returns the trainer's settings for the next refresh.
+
+        If the block sets no learning rate, it is a third of a new head's, or less after candidates that were worse.
+        """
         base = default_learning_rate(self.head.model.hidden_size) / 3
         return TrainingSettings(
             loss=MIXED_LOSS if self._config.loss == "tv+kl_div" else self._config.loss,
@@ -80,7 +85,10 @@ class OnlineRefresh:
         )
 
     def train(self, data: RefreshData, settings: TrainingSettings, budget: Budget | None = None) -> Refresh:
-        """Trains and judges a candidate on complete data, and adapts the schedule and the learning rate to the result."""
+        """Trains and judges a candidate, and adapts the schedule and the learning rate to the result.
+
+        `data.lacking` must be None. `budget` is by default what the schedule allows.
+        """
         budget = budget or Budget(seconds=self._schedule.budget_s())
         refresh = refresh_head(self.head, self._promising or self.head, data, settings, budget, self._judge)
         self._schedule.refreshed(refresh.seconds, refresh.gain)
@@ -93,7 +101,7 @@ class OnlineRefresh:
 
     @property
     def source(self) -> FeatureSource:
-        """The policy and its layers from whose features the head learns."""
+        """The policy that computes the features from which the head learns, and the layers that the head reads."""
         return source_of(self.head, self._policy_folder)
 
     def refresh(
@@ -106,7 +114,8 @@ class OnlineRefresh:
     ) -> RefreshRecord:
         """Trains a head on the newest features of all engines, and publishes it if it passes the gate.
 
-        `step` is the RL step that has ended. `policy_tensors` are the LM head and embedding of `policy_version`.
+        `decision` is that of `decide`, and `step` is the RL step that has ended. `policy_tensors` are the LM head and
+        embedding of `policy_version`. Returns the record of the outcome, which says so if there are too few features.
         """
         data = RefreshData(
             newest_sequences(stores, held_out=False, max_tokens=TRAINING_TOKENS),
@@ -138,7 +147,7 @@ class OnlineRefresh:
 
 
 def source_of(head: DraftHead, policy_folder: Path) -> FeatureSource:
-    """Returns the policy and its layers from whose features a head learns."""
+    """Returns the policy that computes the features from which a head learns, and the layers that the head reads."""
     model = head.model
     tokenizer = tokenizer_fingerprint(policy_folder)
     return FeatureSource(str(policy_folder), tokenizer, model.verifier_vocab_size, model.hidden_size, head.layer_ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of an offline refresh. The flags of `nemo-specrollout refresh-draft` have their names, bounds and help texts."""
+"""Options of an offline refresh. Each is a flag of `nemo-specrollout refresh-draft` and has its name, bounds and help text."""
 
 import dataclasses
 from dataclasses import asdict, dataclass
@@ -19,7 +19,10 @@ DTYPES = ("float32", "bfloat16")
 def _flag(
     text: str, metavar: str, default: Any = dataclasses.MISSING, options: tuple[str, ...] = (), **bounds: float
 ) -> Any:
-    """Returns a field for the flag of the same name, whose value is one of `options` or within bounds as in `bounded`."""
+    """Returns the dataclass field of an option, with `text` as the help text of its flag.
+
+    The value must be one of `options`. If there are none, it must lie within `bounds`, which are those of `bounded`.
+    """
     checked = choice(*options) if options else bounded(**bounds)
     return dataclasses.field(default=default, metadata={**checked.metadata, "help": text, "metavar": metavar})
 
@@ -87,7 +90,7 @@ class RefreshOptions:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """Options that must be the same for a command to continue an interrupted one."""
+        """Values, by name, of the options that a command must repeat to continue an interrupted one."""
         return {name: value for name, value in asdict(self).items() if name not in MAY_DIFFER}
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder DIR.partial of an unfinished offline refresh, from which a killed command is continued."""
+"""The folder DIR.partial with the progress of an offline refresh of the head DIR, from which a killed one continues."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_confi
 
 
 class RefreshState:
-    """Owns DIR.partial while a refresh makes the head DIR.
+    """Owns DIR.partial while a refresh makes the head in the folder DIR.
 
     The folder receives `arguments.json` (the options, with sizes and times of the input files), `features/`, `trainer.pt`,
     `candidate/` and `verdict.json` in this order. Each of them is complete or missing. The methods are called in the order
@@ -25,7 +25,10 @@ class RefreshState:
     """
 
     def __init__(self, out: Path, replace: bool) -> None:
-        """Checks the place of the new head without writing anything. Raises ValueError if the head must not go there."""
+        """Checks, without writing, that the new head may go to `out`, and raises ValueError if not.
+
+        With `replace`, `out` may have a head already.
+        """
         if not out.name:
             raise ValueError(f"--out {out}: name a folder that does not exist")
         self.out = out
@@ -59,7 +62,7 @@ class RefreshState:
     def open(self, arguments: Mapping[str, Any], inputs: Iterable[Path]) -> bool:
         """Starts a refresh or continues one, and returns whether it continues one.
 
-        Raises ValueError if that one had other arguments, or if its input files and folders have changed.
+        Raises ValueError if the refresh to continue had other arguments, or if its input files and folders have changed.
         """
         wanted = json.loads(json.dumps({"arguments": dict(arguments), "inputs": _fingerprint(inputs, self.out)}))
         continues = any(p.name != LOCK for p in self.folder.glob("*"))
@@ -74,14 +77,14 @@ class RefreshState:
         return continues
 
     def verdict(self) -> tuple[bool, str] | None:
-        """Returns whether the candidate was published, and why, or None if it was not moved into its place yet."""
+        """Returns whether the candidate was published, and why, or None if it was not yet moved out of DIR.partial."""
         if self.candidate.exists() or not self._verdict.is_file():
             return None
         published, reason = json.loads(self._verdict.read_text())
         return bool(published), str(reason)
 
     def put(self, published: bool, reason: str) -> None:
-        """Moves the candidate to `out` or to `refused`, instead of the head that is there.
+        """Moves the candidate to `out` if it is published, else to `refused`, in place of a head that is there.
 
         `out` always has a complete head except between two renames. After a crash at that moment, `recover` restores it.
         """
@@ -96,7 +99,7 @@ class RefreshState:
         _remove(self.replaced)
 
     def discard(self) -> None:
-        """Removes the folder of a refresh that is finished, or has nothing to continue from."""
+        """Removes the folder, because the refresh is finished or has left nothing from which to continue."""
         self.release()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -139,7 +142,7 @@ def _as_flag(name: str, value: Any) -> str:
 
 
 def _fingerprint(inputs: Iterable[Path], out: Path) -> dict[str, list[int]]:
-    """Returns size and time of every file in `inputs`, without the files that this refresh writes."""
+    """Returns bytes and change time (ns) of every file in `inputs`, without those that this refresh writes."""
     files = [f for path in inputs for f in ([path] if path.is_file() else sorted(path.rglob("*"))) if f.is_file()]
     own = f"{out}.partial{os.sep}"
     named = [f for f in files if f.name != LOCK and not str(f).startswith(own)]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a draft head in a running engine. Loads it, watches its drafts, and captures features for its next training."""
+"""Serving of a draft head in a running engine, which loads it, watches its drafts and captures features to train it on."""

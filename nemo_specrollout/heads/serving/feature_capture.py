@@ -35,7 +35,7 @@ CAPTURE_BYTES = 64 << 20
 CAPTURE_TIME_SHARE = 0.02
 """Share of the engine's time that capturing may take."""
 OUTBOX_BYTES = 512 << 20
-"""Most bytes of captured sequences that the host keeps until they are taken."""
+"""Maximum number of bytes of captured sequences that the host keeps until they are taken."""
 
 
 @dataclass
@@ -51,12 +51,14 @@ class _Sequence:
 
 
 class FeatureCapture(Participant):
-    """Collects `SequenceFeatures` of a share of the requests. Owns the buffer on the device, and the sequences until taken.
+    """Collects `SequenceFeatures` of a share of the requests.
 
-    Requests are chosen by their seeds. Early ones are left out, because their step will decode them again. None are chosen
-    while capturing has taken more than its share of the engine's time. On a GPU, time is measured on the device, because the
-    host only launches the work. Sequences that are not taken are dropped beyond a limit, oldest first. A sequence is cut where
-    the weights change, so that each part has one version.
+    It owns the buffer on the device, and the captured sequences until they are taken. If too many are not taken, the oldest
+    are dropped. A sequence is cut where the weights change, so that each part has one policy version.
+
+    Requests are chosen by their seeds. Requests of coming steps are left out, because they are decoded again in their own
+    step. No request is chosen while capturing has taken more than its share of the engine's time. On a GPU, this time is
+    measured on the device, because the host only launches the work.
     """
 
     def __init__(self, runner: Any, share: float) -> None:
@@ -74,7 +76,7 @@ class FeatureCapture(Participant):
         self._ids_S = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=self._device)
         self._id_of_slot = np.zeros(runner.max_num_reqs, np.int32)
         self._num_opened = 0
-        """Number of requests that were captured so far. The count after a request is its identity in the buffer."""
+        """Number of requests that were chosen so far, which also numbers the requests in the buffer, from 1."""
         self._num_rows = 0
         """Number of rows of the buffer that are in use."""
         self._under_way: dict[int, _Sequence] = {}
@@ -119,7 +121,7 @@ class FeatureCapture(Participant):
         self._id_of_slot[list(slots)] = 0
 
     def observe(self, step: DraftStep) -> None:
-        """Gathers the rows that a step has computed for captured requests. Rows of rejected drafts get no owner."""
+        """Gathers the rows that an engine step has computed for captured requests, without rows of rejected drafts."""
         batch, _, _, final_hidden_RH, aux_hidden, _, num_rejected_B, *_ = step.inputs
         captured_B = self._id_of_slot[batch.idx_mapping_np] > 0
         num_most = int(batch.num_scheduled_tokens[captured_B].sum())
@@ -143,11 +145,11 @@ class FeatureCapture(Participant):
         self._timer.stop(None)
 
     def _count_seconds(self) -> None:
-        """Adds the seconds of the captures that the device has completed. Does not wait for the others."""
+        """Adds the seconds of the captures that the device has completed, without waiting for the others."""
         self.seconds += sum(seconds for _, seconds in self._timer.finished())
 
     def _owners(self, batch: Any, num_rejected_B: torch.Tensor) -> torch.Tensor:
-        """Returns the captured request of each row of the forward pass, int32 [R], or 0 for none."""
+        """Returns the captured request to which each row of the forward pass belongs, int32 [R], where 0 is none."""
         ends_B = batch.query_start_loc[1 : batch.num_reqs + 1]
         rows_R = torch.arange(batch.num_tokens, dtype=ends_B.dtype, device=self._device)
         request_R = torch.searchsorted(ends_B, rows_R, right=True).clamp_(max=batch.num_reqs - 1)
@@ -155,7 +157,7 @@ class FeatureCapture(Participant):
         return self._ids_S[batch.idx_mapping][request_R] * is_kept_R
 
     def weights_updated(self, version: int) -> None:
-        """Cuts the running sequences, because later rows are computed by weights of `version`."""
+        """Cuts the running sequences, because weights of policy version `version` compute the rows from now on."""
         self._flush()
         for key in list(self._under_way):
             sequence = self._under_way[key]
@@ -164,7 +166,7 @@ class FeatureCapture(Participant):
         self.version = version
 
     def take(self) -> list[SequenceFeatures]:
-        """Returns all sequences that are complete or cut."""
+        """Returns all sequences that are complete or were cut, and forgets them."""
         self._flush()
         for key in self._ended:
             self._finish(self._under_way.pop(key))
@@ -175,7 +177,7 @@ class FeatureCapture(Participant):
         return done
 
     def store(self, folder: str, max_bytes: int, held_out_share: float, source: Mapping[str, Any]) -> None:
-        """Writes all sequences that are complete or cut to the feature store in `folder`.
+        """Writes all sequences that are complete or were cut to the feature store in `folder`.
 
         `source` has the fields of a `FeatureSource`, and the other arguments are those of `FeatureStore`. Raises OSError or
         ValueError if the store cannot be written.
@@ -213,9 +215,10 @@ class FeatureCapture(Participant):
             sequence.hidden.append(hidden[start:end])
 
     def _finish(self, sequence: _Sequence) -> None:
-        """Keeps a sequence without its last token, and without a step that was computed after it.
+        """Adds a sequence to those that `take` returns, without the last token of its response and what follows it.
 
-        With asynchronous scheduling, an engine may compute one more step before it learns that a request has ended.
+        Rows may follow the last token, because with asynchronous scheduling an engine may compute one more step before it
+        learns that a request has ended. They are dropped, and so is a sequence of fewer than `SHORTEST` tokens.
         """
         request = sequence.request
         first = sequence.first_position

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the weights of a draft head into a running engine, and compares its modules and its RoPE with the policy's.
 
-vLLM lets a drafter use the policy's embedding and LM head where its own are missing from the checkpoint or equal. Loading
-draft weights into a shared module would overwrite the policy (docs/upstream/nemo-rl-draft-refit.md).
+vLLM lets a drafter share the policy's embedding and LM head where its own are missing from the checkpoint or equal the
+policy's. Loading draft weights into a shared module would overwrite the policy (docs/upstream/nemo-rl-draft-refit.md).
 """
 
 import copy
@@ -26,12 +26,12 @@ from nemo_specrollout.heads.files.head_facts import check_values, nested_layer_i
 LM_HEAD = "lm_head"
 EMBEDDING = "embed_tokens"
 GATHERED_ROWS = 8192
-"""Number of rows of a vocabulary that are gathered from all ranks at a time."""
+"""Number of rows of the embedding or LM head that are gathered from all ranks at a time."""
 _ROPE_DEFAULTS = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 1.0}
 
 
 def shared_modules(policy: nn.Module, draft: nn.Module) -> list[str]:
-    """Returns the paths in `draft` of the leaf modules whose parameters are the policy's own, sorted."""
+    """Returns the sorted paths of those leaf modules of `draft` whose parameters are the policy's own."""
     owned = {id(p) for p in policy.parameters()}
     return sorted(
         name
@@ -41,10 +41,11 @@ def shared_modules(policy: nn.Module, draft: nn.Module) -> list[str]:
 
 
 def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable[str]) -> list[str]:
-    """Copies the modules of `draft` that are the policy's own and that weights of these names would overwrite.
+    """Replaces shared modules of `draft` by copies if loading weights of these names would overwrite them.
 
-    Returns the paths of the copies in `draft`. A weight's name tells only the last part of its module's path, because a loader
-    may rename the parts before. For example, `lm_head.weight` stands for every module that is called `lm_head`.
+    Returns the paths of the copies in `draft`. A shared module is one that is also the policy's. A weight's name tells only
+    the last part of its module's path, because a loader may rename the parts before. For example, `lm_head.weight` stands for
+    every module that is called `lm_head`.
     """
     leaves = {parts[-2] for name in weight_names if len(parts := name.split(".")) > 1}
     paths = [path for path in shared_modules(policy, draft) if path.rpartition(".")[2] in leaves]
@@ -59,7 +60,7 @@ def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
     """Gives a draft head an LM head of its own where vLLM lets it share the policy's.
 
     vLLM shares the two if they are equal at the start, as they are in a head that was never trained. Loading a head later
-    would then overwrite the policy's. The embedding stays shared, because no head learns one.
+    would then overwrite the policy's LM head. The embedding stays shared, because no head learns one.
     """
     originals = {path: draft.get_submodule(path) for path in shared_modules(policy, draft)}
     for path in part_from_policy(policy, draft, [f"{LM_HEAD}.weight"]):
@@ -72,7 +73,7 @@ def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
 def load_published_head(runner: Any, folder: Path) -> None:
     """Replaces the weights of the runner's head by those in `folder`.
 
-    Raises ValueError if the weights are broken or belong to another kind of head. The engine then keeps its own.
+    Raises ValueError if the weights are broken or belong to another kind of head. The engine then keeps its present head.
     """
     facts = read_head_facts(folder)
     tensors = read_head_tensors(folder)
@@ -119,9 +120,9 @@ def policy_teachers(runner: Any) -> dict[str, torch.Tensor]:
 
 
 def _policy_embedding(model: nn.Module, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Returns the policy's embedding under a head's name for it, because a head without an embedding uses the policy's.
+    """Returns the policy's embedding by the name that heads use, for a published head that has none.
 
-    The result is empty where this rank has only a part of it, in which case the engine's head keeps its own.
+    The result is empty if this rank has only a part of the embedding. Then the engine's head keeps the one that it has.
     """
     found = (p for name, p in model.named_parameters() if name.endswith(f"{EMBEDDING}.weight"))
     weight = next(found, torch.empty(0))
@@ -129,7 +130,7 @@ def _policy_embedding(model: nn.Module, vocab_size: int) -> dict[str, torch.Tens
 
 
 def reload_draft_weights(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Loads checkpoint tensors into the drafter's model, even if its layers have repacked their weights."""
+    """Loads tensors of a checkpoint into the drafter's model, even if its layers have repacked their weights."""
     draft = runner.speculator.model
     with set_current_vllm_config(runner.vllm_config), torch.device(runner.device):
         layerwise.initialize_layerwise_reload(draft)
@@ -138,7 +139,7 @@ def reload_draft_weights(runner: Any, tensors: Mapping[str, torch.Tensor]) -> No
 
 
 def _all_rows(layer: VocabParallelEmbedding) -> torch.Tensor:
-    """Returns all rows of a vocabulary, gathered in parts because the device may not have room for all of them."""
+    """Returns a layer's rows of all ranks, on the CPU, gathered in parts because a device may not have room for all."""
     weight = layer.get_parameter("weight").detach()
     if layer.tp_size == 1:
         return weight[: layer.org_vocab_size].to("cpu", copy=True)
@@ -151,7 +152,7 @@ def _all_rows(layer: VocabParallelEmbedding) -> torch.Tensor:
 
 
 def layer_config(folder: Path) -> Mapping[str, Any]:
-    """Returns the part of a head's config.json that describes its decoder layer, or {} if there is no readable file."""
+    """Returns the part of a head's config.json that describes its decoder layer, or {} if the file cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
@@ -160,9 +161,9 @@ def layer_config(folder: Path) -> Mapping[str, Any]:
 
 
 def rope_difference(head: Mapping[str, Any], other: Mapping[str, Any], whose: str = "the policy's") -> str:
-    """Returns the RoPE parameters of two configs that differ, such as "its rope_theta is 5000.0, the policy's 10000.0".
+    """Returns in words which RoPE parameters differ, as in "its rope_theta is 5000.0, the policy's 10000.0".
 
-    The result is empty if none differ, or if the layers of one config differ among themselves.
+    The result is empty if none differ, or if one config has different RoPE parameters for its layers.
     """
     mine = rope_parameters(head)
     theirs = rope_parameters(other)
@@ -173,7 +174,10 @@ def rope_difference(head: Mapping[str, Any], other: Mapping[str, Any], whose: st
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns RoPE parameters by the names of transformers 5, from any layout of the config, or None if layers differ."""
+    """Returns a config's RoPE parameters by their names in transformers 5, or None if its layers differ in them.
+
+    The config may have any layout.
+    """
     named = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in named.values()):
         return None
@@ -184,7 +188,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _load_weights(head: nn.Module, load: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-    """Does a head's `load_weights` without the map of a whole vocabulary, on which vLLM >= 0.32 fails."""
+    """Calls a head's `load_weights` without the `d2t` of a head that drafts all tokens, on which vLLM >= 0.32 fails."""
     has_map = head.draft_id_to_target_id is not None
     return load(head, (pair for pair in weights if has_map or "d2t" not in pair[0] or pair[1].any()))
 

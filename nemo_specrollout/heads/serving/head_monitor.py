@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches a drafter with weights while it drafts, raises an alarm within a few steps, and turns a broken drafter off.
+"""Watches a drafter with weights while it drafts, raises an alarm if acceptance falls, and turns a broken drafter off.
 
-The counts of drafts show that something is wrong. The weights are read only after an alarm, to find the cause.
+The counts of verified and accepted drafts show within a few engine steps that something is wrong. The weights are read only
+after an alarm, to find the cause.
 """
 
 import logging
@@ -25,11 +26,11 @@ CHECK_STEPS = 8
 class HeadMonitor(Participant):
     """Owns an engine's canary and the alarms that it raised.
 
-    The counts come from the draft board, and reach the host one check late.
+    The counts of drafts come from the draft board, and reach the host one check late.
 
-    A collapse of acceptance with a fault in the weights turns the drafter off until the next head or wake-up. A mere decline
-    does not. Nor does a collapse without a known fault, after which drafter and canary start over because the tasks may have
-    changed.
+    If acceptance collapses and the weights have a fault, the drafter is turned off until the next head is loaded or the engine
+    wakes up. If they have none, the tasks may have changed, so the drafter and the canary only forget what they have learned.
+    After a mere decline, the drafter goes on.
     """
 
     def __init__(
@@ -46,27 +47,30 @@ class HeadMonitor(Participant):
         self._alarms: list[dict[str, Any]] = []
 
     def began(self, event: str, **known: Any) -> None:
-        """Starts a period after a refit, publish or wake, in which acceptance should be as before or as the gate measured."""
+        """Notes a refit, publish or wake-up, after which acceptance should be as before, or as the publish gate measured.
+
+        `known` has further arguments of `Canary.begin`.
+        """
         self._canary.begin(event, **known)
         if event != "refit":
             self._model.is_allowed = True
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms since the last call, as plain values."""
+        """Returns the alarms since the last call, each as a dict of plain values."""
         self._check()
         alarms = self._alarms
         self._alarms = []
         return alarms
 
     def end_step(self, slots_B: np.ndarray, output: Any) -> Any:
-        """Counts an engine step, and checks the counts from time to time."""
+        """Counts an engine step, checks the drafts every `CHECK_STEPS` steps, and returns `output` unchanged."""
         self._num_steps += 1
         if self._num_steps % CHECK_STEPS == 0:
             self._check()
         return output
 
     def woke_up(self) -> None:
-        """Starts a new period, because the head's weights may have been dropped and reloaded."""
+        """Tells the canary of the wake-up, because the head's weights may have been dropped and reloaded."""
         self.began("wake")
 
     def _check(self) -> None:
@@ -81,7 +85,7 @@ class HeadMonitor(Participant):
                 self._raise(replace(alarm, health=self._service.health()))
 
     def _raise(self, alarm: Any) -> None:
-        """Records an alarm, and stops the drafter if it is broken."""
+        """Records an alarm, turns off the drafter if it is broken, and restarts it after a collapse without a fault."""
         is_collapse = self._canary.is_silent
         is_off = is_collapse and alarm.cause in WEIGHT_CAUSES
         if is_off:

@@ -21,13 +21,14 @@ from nemo_specrollout.heads.serving.head_loading import (
 from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 ZERO_IF_UNUSED = (".bias", "mask_embedding")
-"""Endings of parameters that may be zero in a sound head. DFlash and DSpark embed masks separately from the vocabulary."""
+"""Name endings of parameters that may be all zero in a sound head. The `mask_embedding` of DFlash and DSpark is that of their
+mask token, which they keep apart from the embedding of the vocabulary."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class ServedDrafter(Protocol):
-    """What head service and head monitor need of the drafter that runs the head (`generation/drafting/model_drafter.py`)."""
+    """What head service and head monitor need from the drafter that runs the head (`generation/drafting/model_drafter.py`)."""
 
     is_allowed: bool
     """False while a broken head must not draft."""
@@ -44,7 +45,7 @@ class ServedDrafter(Protocol):
 
 
 class HeadService:
-    """Owns the choice of an engine's head: its folder, and its version in the sample stats."""
+    """Owns the choice of the head that an engine serves, with its folder and its policy version in the sample stats."""
 
     def __init__(self, runner: Any, model: ServedDrafter, samples: SampleStatsLog, folder: Path | None) -> None:
         """`folder` has the head with which the engine was started, or is None if it is not known."""
@@ -54,7 +55,7 @@ class HeadService:
         self._folder = folder
 
     def load(self, folder: Path, version: int) -> None:
-        """Loads the published head of `folder`, trained for the policy of `version`. It drafts from now on.
+        """Loads the published head in `folder`, which was trained for policy version `version` and drafts from now on.
 
         Raises ValueError for a head unlike the one with which the engine was started.
         """
@@ -69,15 +70,15 @@ class HeadService:
         return self._samples.policy_version - self._samples.head_version
 
     def health(self) -> HeadHealth:
-        """Returns what is wrong with the head in service. Reads every weight, and waits for the device."""
+        """Returns what is wrong with the head in service. The call reads every weight and waits for the device."""
         return head_health(self._runner, self._folder, self.age_in_versions)
 
 
 def head_health(runner: Any, folder: Path | None, age_in_versions: int = 0) -> HeadHealth:
-    """Returns what is wrong with the engine's head, without drafting.
+    """Returns what is wrong with the weights and the config of an engine's head, without drafting.
 
-    The engine should have the head of `folder`. If a kernel has repacked a weight in the engine, only the weight's file is
-    checked.
+    The engine should have the head that is in `folder`. If a kernel has repacked a weight in the engine, this function checks
+    the weight in the folder alone.
     """
     draft = runner.speculator.model
     owned = {id(p) for p in runner.model.parameters()}

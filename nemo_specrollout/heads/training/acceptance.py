@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected acceptance of a head's drafts by the policy, on sequences that the head did not learn from.
 
-The head runs as it does in vLLM, on the policy's states for the first draft and on its own hidden states after that. It
-starts after each token of a response. Let TV be the total variation distance of the two distributions. With shared noise
-(`sampling/`), the probability of acceptance is between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978). This module measures
-the upper bound, which ranks heads as the engine does but is slightly too high.
+The head runs as it does in vLLM, which means that it reads the policy's states for its first draft token and its own hidden
+states for the others. A *start* is a token of a response after which the head drafts, and every token of the response is one.
+
+Let TV be the total variation distance between the policy's and the head's distribution of a token. With shared noise
+(`sampling/`), the probability that a draft is accepted is between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978). This
+module measures the upper bound, which ranks heads as the engine does but is slightly too high.
 
 Shapes: N sequences, R rows (starts), K draft positions, V the policy's vocabulary, D the head's, H hidden size,
 F = auxiliary layers * H, C rows of a chunk, P positions to which a chunk attends.
@@ -27,7 +29,7 @@ MAX_CHUNK_ROWS = 512
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Sums over the starts of each sequence, by draft position, float [N, K].
+    """Sums over the starts of each sequence, by draft position. All arrays are float [N, K].
 
     A start near the end of its sequence counts for fewer positions.
     """
@@ -46,17 +48,17 @@ class Acceptance:
 
     @property
     def survival_rate_K(self) -> np.ndarray:
-        """Rate by position at which all drafts up to this position are accepted."""
+        """Survival by draft position, which is the rate at which all drafts up to this position are accepted."""
         return _ratio(self.survived_NK.sum(0), self.count_NK.sum(0))
 
     @property
     def expected_length(self) -> float:
-        """Expected number of tokens of a verification step, including the policy's own."""
+        """Expected acceptance length, in tokens per engine step, which counts the policy's own token too."""
         return 1.0 + float(self.survival_rate_K.sum())
 
     @property
     def expected_length_N(self) -> np.ndarray:
-        """Expected number of tokens of a verification step in each sequence, for paired comparisons."""
+        """Expected acceptance length in each sequence, in tokens per engine step, for paired comparisons."""
         return 1.0 + _ratio(self.survived_NK, self.count_NK).sum(1)
 
 
@@ -80,9 +82,10 @@ def probabilities(logits_RV: Tensor, temperature: float) -> Tensor:
 
 
 def overlap(policy_RD: Tensor, head_RD: Tensor) -> Tensor:
-    """Returns 1 - TV of two distributions, float32 [R].
+    """Returns 1 - TV of the policy's and the head's distributions, float32 [R].
 
-    `policy_RD` has the policy's probabilities of the tokens that the head can draft. Drafts of all others are rejected.
+    `policy_RD` has the policy's probabilities of the D tokens that the head can draft. The rest of its probability counts as
+    rejection, because the head never drafts the other tokens.
     """
     return torch.minimum(policy_RD, head_RD).sum(-1)
 
@@ -92,8 +95,9 @@ def draft_logits(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yields (first row, draft position, logits [C, D]) chunk by chunk. Row t reads token t+1 and the states at t.
 
-    The logits equal those of the training forward of `speculators`, whose windows do not slide with the drafts. The rows of a
-    chunk attend to the first-draft keys of all earlier rows and to their own later keys. Only first-draft keys stay cached.
+    The logits equal those of the training forward of `speculators`, except with sliding-window attention, because its windows
+    do not move on with the draft position. A row attends to the keys that all rows up to it have for their first drafts, and
+    to its own keys for its later drafts. Only the keys for first drafts stay cached for the next chunk.
     """
     model = head.model
     num_rows = features.num_tokens - 1
@@ -118,7 +122,7 @@ def draft_logits(
 
 
 def _mask(causal_CP: Tensor, start: int, k: int, window: int | None) -> Tensor:
-    """Returns the keys that the rows of a chunk see in a layer at draft position `k`, bool [C, P], as in vLLM."""
+    """Returns which keys the rows of a chunk see in a layer at draft position `k`, bool [C, P]. `window` slides as in vLLM."""
     own_CC = torch.eye(len(causal_CP), dtype=torch.bool, device=causal_CP.device)
     width = window or causal_CP.shape[1] + k + 1
     return torch.cat(
@@ -127,7 +131,7 @@ def _mask(causal_CP: Tensor, start: int, k: int, window: int | None) -> Tensor:
 
 
 def _projected(model: Any, aux_1CF: Tensor) -> Tensor:
-    """Returns the head's first hidden states, [1, C, H]."""
+    """Returns the hidden states [1, C, H] that the head computes from the policy's auxiliary states, for the first draft."""
     if model.input_norm is not None:
         aux_1CF = model.input_norm(aux_1CF)
     elif model.fc_norm is not None:

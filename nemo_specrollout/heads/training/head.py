@@ -60,14 +60,14 @@ _COPY_FILE = "copy it again"
 
 
 class DraftHead:
-    """The network that learns, with copies of the policy's LM head and embedding, which training does not change.
+    """A draft head that can be trained, with copies of the policy's LM head and embedding, which training does not change.
 
-    `model.verifier_lm_head` computes the policy's logits of the draft vocabulary from the policy's final hidden states after
-    the norm. `teacher_VH` is the same matrix for the whole vocabulary.
+    `teacher_VH` is the policy's LM head. `model.verifier_lm_head` has its rows of the draft vocabulary, and computes the
+    policy's logits of these tokens from the policy's hidden states after the final norm.
     """
 
     def __init__(self, config: Eagle3SpeculatorConfig, draft_token_ids: torch.Tensor | None, policy: Path) -> None:
-        """Makes a network with random weights, and with the LM head and embedding of the policy in a folder.
+        """Makes a head with random weights, and with the LM head and embedding of the policy in the folder `policy`.
 
         `draft_token_ids` are the policy's ids of the draft vocabulary, int64 [D], or None for the whole vocabulary.
         """
@@ -115,8 +115,8 @@ class DraftHead:
     def set_policy_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copies the policy's LM head and embedding from tensors with Hugging Face names. Other tensors are ignored.
 
-        If there is only an embedding, it serves as both unless the config unties them. Raises ValueError for a shape that is
-        not the policy's.
+        If `tensors` has an embedding but no LM head, the embedding serves as both unless the policy's config says that the two
+        differ. Raises ValueError for a shape that is not the policy's.
         """
         embedding = tensors.get(EMBEDDING)
         lm_head = tensors.get(LM_HEAD, None if self._is_untied else embedding)
@@ -135,7 +135,7 @@ class DraftHead:
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
     """Returns the auxiliary layers of a new head, which are an early, a middle and a late one.
 
-    Unlike with the defaults of vLLM and NeMo-RL, the three are different for shallow policies too. Raises ValueError for a
+    Unlike the defaults of vLLM and NeMo-RL, these are three different layers for shallow policies too. Raises ValueError for a
     policy of fewer than four layers.
     """
     if num_layers < 4:
@@ -162,8 +162,9 @@ def create_head(
 ) -> DraftHead:
     """Returns an untrained float32 head of one layer that resembles the policy, so that it learns in fewer steps.
 
-    By default it reads `default_layer_ids` and drafts all tokens. `seed` is for the weights that are not the policy's. Raises
-    ValueError for layer ids that the policy does not have.
+    By default the head reads the inputs of the layers of `default_layer_ids`, and can draft all tokens. `seed` is for the
+    random weights, which are those that are not copied from the policy. Raises ValueError for layer ids that the policy does
+    not have.
     """
     facts = read_policy_facts(policy_folder)
     layer_ids = tuple(layer_ids) if layer_ids is not None else default_layer_ids(facts.num_layers)
@@ -212,10 +213,10 @@ def load_eagle3_head(folder: Path, policy_folder: Path, device: torch.device | s
 
 
 def save_head(head: DraftHead, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes the folder completely or not at all, and replaces an existing one.
+    """Writes a head to `folder`, completely or not at all, and replaces a head that is there.
 
-    An embedding that equals the policy's is left out, and vLLM then drafts with the policy's own. `from_pretrained` of
-    `speculators` fills the gap with random values until `_load_verifier_weights(overwrite_embed_tokens=True)` is called.
+    An embedding that equals the policy's is left out, because vLLM then uses the policy's. `from_pretrained` of `speculators`
+    puts random values in its place, until `_load_verifier_weights(overwrite_embed_tokens=True)` is called.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -245,7 +246,7 @@ def save_head(head: DraftHead, folder: Path, dtype: torch.dtype = torch.float32)
 def _head_config(
     layer: PretrainedConfig, policy_folder: Path, device: torch.device | str, layer_ids: Sequence[int], **values: Any
 ) -> Eagle3SpeculatorConfig:
-    """Returns the config of a head in the layout of `speculators`, with the draft vocabulary and switches in `values`."""
+    """Returns the config of a head in the layout of `speculators`. `values` are its further fields."""
     layer._attn_implementation = "simple_flex_attention" if torch.device(device).type == "cuda" else "sdpa"
     return Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
@@ -261,7 +262,7 @@ def _head_config(
 
 
 def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Returns the named tensors that the policy has. Raises ValueError without an embedding under its Hugging Face name."""
+    """Returns those of the named tensors that the policy has. Raises ValueError if it has no embedding of the usual name."""
     wanted = {*names, EMBEDDING}
     found = dict[str, torch.Tensor]()
     for file in sorted(policy_folder.glob("*.safetensors")):
@@ -278,9 +279,10 @@ def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[st
 
 @torch.no_grad()
 def _copy_policy_layers(head: DraftHead, policy_folder: Path, num_layers: int) -> None:
-    """Copies the policy's weights that have the head's shapes, which are LM head, norms and last layer.
+    """Copies the policy's LM head, norms and last layer into the head, as far as they have the same shapes.
 
-    The head's attention also reads an embedding. Its weights for that come from the first layer, which also reads it.
+    The head's attention reads an embedding beside the hidden state. Its weights for the embedding are copied from the policy's
+    first layer, which also reads an embedding.
     """
     model = head.model
     hidden = head.model.hidden_size

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs sequences into long rows, which are the batches of the training forward of `speculators`.
+"""Packs several sequences into each batch of the training forward of `speculators`.
+
+A row of a batch is one position of a sequence, with its token and the policy's states.
 
 Shapes: S rows of a packed batch, H hidden size, F = auxiliary layers * H.
 """
@@ -13,9 +15,9 @@ from torch import Tensor
 from nemo_specrollout.heads.features.features import SequenceFeatures
 
 PADDING = -1
-"""Document id of rows that only fill a batch."""
+"""Document id of the rows that only fill up a batch."""
 RECENT_BATCHES = 64
-"""Number of latest batches into which a piece may be put."""
+"""Number of the latest batches that may still receive a piece."""
 
 Batch = dict[str, Tensor]
 """Tensors [1, S, ...] by the argument names of `speculators`' training forward (`pack`)."""
@@ -31,14 +33,15 @@ class Piece:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in a batch, which is one fewer than tokens."""
+        """Number of rows that the piece takes. It is one less than its tokens, because a row pairs two of them (`pack`)."""
         return self.stop - self.start - 1
 
 
 def plan_batches(lengths: Sequence[int], max_rows: int, generator: torch.Generator) -> list[list[Piece]]:
-    """Returns the pieces of each batch. In random order, each piece goes into the first recent batch with room for it.
+    """Returns the pieces of each batch of at most `max_rows` rows, for sequences of `lengths` tokens.
 
-    Sequences of more than `max_rows` rows are cut into pieces that share a token, so that no row is lost.
+    In random order, each piece goes into the first of the latest `RECENT_BATCHES` batches that has room for it. Sequences of
+    more than `max_rows` rows are cut into pieces. Neighboring pieces share a token, so that no row is lost.
     """
     pieces = [
         Piece(i, start, min(start + max_rows + 1, length))
@@ -64,10 +67,10 @@ def pack(
 ) -> Batch:
     """Returns the batch of `pieces`, padded to `num_rows` rows if given.
 
-    As in vLLM (`shift_batch` of `speculators`), a row has token t+1, the auxiliary states at t and the final state at t+1.
-    The head learns the distribution of token t+2. The loss leaves out prompts and the distribution after a sequence's last
-    token. It also leaves out the first `ttt_steps` - 1 rows of a piece, which `speculators` would compare with drafts from the
-    piece before.
+    As in vLLM (`shift_batch` of `speculators`), row t has token t+1, the auxiliary states at t and the final state at t+1.
+    From it the head learns the distribution of token t+2. The loss leaves out rows whose token belongs to the prompt or is the
+    last of its sequence. It also leaves out the first `ttt_steps` - 1 rows of a piece, because `speculators` would compare
+    them with drafts from the piece before.
     """
     parts = [_rows(sequences[piece.sequence], piece, document, ttt_steps) for document, piece in enumerate(pieces)]
     batch = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}

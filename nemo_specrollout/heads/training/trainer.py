@@ -27,7 +27,10 @@ BFLOAT16_HIDDEN = 512
 
 
 def default_learning_rate(hidden_size: int) -> float:
-    """Returns the learning rate of a new head, a power law through 3e-3 at size 256 (measured) and 1e-4 at 4096 (usual)."""
+    """Returns the default learning rate of a new head.
+
+    It is 3e-3 up to a hidden size of 256, where this was measured, and falls by a power law to 1e-4 at 4096, which is usual.
+    """
     return 3e-3 * min(1.0, (256 / hidden_size) ** 1.227)
 
 
@@ -36,10 +39,10 @@ class TrainingSettings:
     """Hyperparameters of the training. Raises ValueError for an unknown loss."""
 
     loss: str = MIXED_LOSS
-    """Name of a loss of `speculators`, or JSON of several with weights. Acceptance depends on the total variation. Alone it
-    gives an untrained head almost no gradient, so a divergence is added to it."""
+    """Name of a loss of `speculators`, or JSON of several with weights. Acceptance depends on the total variation distance.
+    But this alone gives an untrained head almost no gradient, so the default adds a divergence to it."""
     tv_after: float = 1.0
-    """Share of a training after which the loss is only total variation (Bebop, arXiv 2606.12370), where 1 means never."""
+    """Share of a training after which the loss is total variation alone (Bebop, arXiv 2606.12370). 1 means never."""
     learning_rate: float = 3e-3
     """Learning rate after warm-up. For hidden sizes other than 256, see `default_learning_rate`."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -47,7 +50,7 @@ class TrainingSettings:
     warmup_steps: int = 20
     """Steps over which the learning rate rises linearly from 0."""
     ttt_steps: int = 5
-    """Number of draft positions that are trained. From the second on, the head runs on its own hidden states."""
+    """Number of draft positions that are trained. From the second on, the head reads its own hidden states."""
     batch_tokens: int = 256
     """Number of rows of a packed batch. Longer sequences are cut."""
     max_grad_norm: float = 1.0
@@ -81,7 +84,7 @@ class Budget:
         assert (self.steps is None) != (self.seconds is None) and (self.steps or self.seconds or 0) > 0
 
     def used_share(self, progress: TrainingProgress) -> float:
-        """Returns the share of the budget that is used, 1 at the end."""
+        """Returns the share of the budget that a training has used, which is 1 at the end."""
         if self.steps is not None:
             return min(1.0, progress.steps / self.steps)
         assert self.seconds is not None
@@ -112,10 +115,10 @@ class HeadTrainer:
     def train(
         self, sequences: Sequence[SequenceFeatures], budget: Budget, on_step: OnStep = lambda step, total, loss: None
     ) -> TrainingProgress:
-        """Trains until the budget is used, with as many passes over the data as that takes. Returns the totals.
+        """Trains until the budget is used, with as many passes over the data as that takes.
 
-        Raises ValueError if there is nothing to learn from. Raises FloatingPointError for a loss or gradient that is not
-        finite, and leaves the head as it was before that step.
+        Returns the progress at the end. Raises ValueError if there is nothing to learn from. Raises FloatingPointError for a
+        loss or gradient that is not finite, and leaves the head as it was before that step.
         """
         progress = self.progress
         batches = self._batches(sequences)
@@ -188,7 +191,7 @@ class HeadTrainer:
         """Returns the loss of the training forward of `speculators`."""
         settings = self.settings
         device = self.head.device
-        # Compiled kernels on a GPU need batches of one shape. No batch may have fewer rows than draft positions.
+        # Compiled kernels on a GPU need batches of one shape. On a CPU, a batch needs a row per draft position.
         num_rows = settings.batch_tokens if self._is_cuda else settings.ttt_steps
         batch = pack(sequences, pieces, settings.ttt_steps, num_rows)
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

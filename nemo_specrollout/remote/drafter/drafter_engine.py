@@ -22,7 +22,7 @@ from nemo_specrollout.storage.weights_folder import check_like
 WORKER = "nemo_specrollout.remote.drafter.shadow_worker.ShadowWorker"
 SCHEDULER = "nemo_specrollout.remote.drafter.shadow_scheduler.ShadowScheduler"
 _CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types whose values are checked. For smaller types, torch cannot tell whether values are finite."""
+"""Dtypes whose values are checked. For smaller dtypes, torch cannot tell whether values are finite."""
 
 
 class DrafterEngine:
@@ -61,7 +61,7 @@ class DrafterEngine:
             raise RuntimeError(
                 f"vLLM built {type(self._scheduler).__name__} although scheduler_cls names specrollout's ShadowScheduler"
             )
-        # One token less than vLLM allows, because vLLM frees a request that reaches its limit.
+        # `self.model` allows one token less than vLLM does, because vLLM frees a request that reaches its limit.
         config = engine.model_config
         self._folder = model
         self._shapes = folders.tensor_shapes(folders.tensor_files(model))  # the files may change while the drafter runs
@@ -69,7 +69,7 @@ class DrafterEngine:
         self.model = DraftModel(config.get_vocab_size(), tokenizer, config.max_model_len - 1)
 
     def open(self, shadow: int, opening: Open) -> None:
-        """Adds a shadow sequence, whose text is read in the next step. Raises ValueError if vLLM refuses the request."""
+        """Adds a shadow sequence, whose text the next engine step reads. Raises ValueError if vLLM refuses the request."""
         from vllm import SamplingParams
 
         from nemo_specrollout.generation.engine import vllm_requests

@@ -16,7 +16,7 @@ from nemo_specrollout.remote.protocol.transport import DrafterSocket
 IDLE_WAIT_S = 0.05
 """Longest wait for a message, in seconds, while no shadow sequence may draft."""
 LONGEST_READING_S = 0.25
-"""Seconds after which a turn reads no further messages, because verifiers drop a drafter that does not answer."""
+"""Seconds after which a turn of the loop reads no further messages, because verifiers drop a drafter that does not answer."""
 STATUS_PERIOD_S = 1.0
 """Seconds between two status reports."""
 
@@ -85,7 +85,7 @@ class DrafterService:
         return len(shadows_M) > 0
 
     def _use_new_weights(self, watch: WeightsWatch) -> None:
-        """Drafts with the weights that the watch has read since the last call, if any."""
+        """Loads the weights that the watch has read since the last call, if there are any, into the engine."""
         new = watch.take()
         if new is not None:
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a drafter, and the counters that it reports. No torch."""
+"""Settings of a drafter, and the counters that it reports. This module does not load torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.strict import ConfigError
 
 CPU_KV_BYTES = 256 << 20
-"""Size of a drafter's KV cache on a CPU."""
+"""Size of a drafter's KV cache on a CPU, in bytes."""
 GPU_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that a drafter with the whole GPU takes."""
 
@@ -32,7 +32,7 @@ class DrafterReport:
     """Counters and state of a drafter."""
 
     address: str
-    """Address at which it listens, empty until it does."""
+    """Address at which it listens, or empty before that."""
     is_up: bool = False
     """True if the engine has started."""
     num_steps: int = 0
@@ -65,7 +65,7 @@ def drafter_spec(
     *,
     on_cpu: bool = True,
 ) -> DrafterSpec:
-    """Returns the settings of a drafter for engines with NeMo-RL's `vllm_cfg`. Raises ConfigError without a model."""
+    """Returns the settings of a drafter for engines with NeMo-RL's `vllm_cfg`. Raises ConfigError if its model is missing."""
     if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
         raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")
     memory: dict[str, float] = {"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}

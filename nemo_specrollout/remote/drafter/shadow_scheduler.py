@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler of a drafter's engine, whose shadow sequences run ahead, sleep, and are corrected in place.
+"""The scheduler of a drafter's engine, which lets shadow sequences draft or sleep, and corrects their texts in place.
 
-A corrected shadow sequence keeps its KV up to the wrong token, so that none of its text is computed twice.
+A corrected shadow sequence keeps its KV cache up to the wrong token, so that none of its text is computed twice.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,15 @@ class TextChange:
     """Index of the first token that may differ. `tokens` is the text from there on."""
     tokens: list[int]
     num_computed: int
-    """Number of tokens of the new text whose KV is in the cache."""
+    """Number of tokens of the new text that are in the KV cache."""
 
 
 class ShadowScheduler(Scheduler):
-    """vLLM's scheduler, which runs only the shadows in `awake`, in that order, and the prompts of new ones.
+    """vLLM's scheduler, which runs only the shadow sequences in `awake`, in that order, and the prompts of new ones.
 
-    Invariants: exactly the first `num_computed_tokens` of a shadow's text are in its KV. Sampled tokens leave the engine only
-    through `take_drafted`. `_changed` has, by request id, the first index at which a vLLM worker's text may differ.
+    At any time, exactly the first `num_computed_tokens` tokens of a shadow's text are in the KV cache. Sampled tokens leave
+    the engine only through `take_drafted`. `_changed` has, by request id, the first index at which a vLLM worker's text may
+    differ.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,12 +54,12 @@ class ShadowScheduler(Scheduler):
         self._note_change(request, num_kept, num_kept)
 
     def read_again(self) -> None:
-        """Drops the KV of all texts, because the weights have changed. A text is read again when its shadow is awake."""
+        """Drops all texts' KV cache, because the weights have changed. A text is read again when its shadow is awake."""
         for request in self.requests.values():
             self._note_change(request, request.num_tokens, 0)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedules a step of the awake shadows, and adds the changed texts to vLLM's output."""
+        """Schedules an engine step of the awake shadows, and adds the changed texts to vLLM's output."""
         running = self.running
         awake = [self._shadows[m] for m in self.awake]
         is_awake = {r.request_id for r in awake}
@@ -95,7 +96,7 @@ class ShadowScheduler(Scheduler):
         return rows
 
     def _note_change(self, request: Any, start: int, most_computed: int) -> None:
-        """Notes that a text differs from index `start` on, and that the KV of its first `most_computed` tokens is valid."""
+        """Notes that a text differs from `start` on, and that only its first `most_computed` tokens may be in the KV cache."""
         request.num_computed_tokens = min(request.num_computed_tokens, most_computed)
         self._changed[request.request_id] = min(start, self._changed.get(request.request_id, start))
 

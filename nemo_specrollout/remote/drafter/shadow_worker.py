@@ -27,7 +27,7 @@ class ShadowWorker(_NativeWorker):
 
     model_runner: Any
     _levels_R: torch.Tensor
-    """Evidence levels of the last step, int8 [R], on the host as soon as the step's tokens are."""
+    """Evidence levels of the last engine step, int8 [R], which are on the host as soon as its tokens are."""
 
     def init_device(self) -> None:
         """Builds the model runner, and checks that it is one that this package knows."""
@@ -37,13 +37,13 @@ class ShadowWorker(_NativeWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, and replaces the sampler's `sample` by one that also computes evidence levels."""
         super().load_model(*args, **kwargs)
-        # `sample_with_score_gap` writes to one of several columns of levels. A drafter drafts one token per step, so there is
-        # only one column.
+        # `sample_with_score_gap` writes to one of several columns of levels. A drafter drafts one token per engine step, so
+        # there is only one column.
         self._column = torch.zeros((), dtype=torch.int64, device=self.model_runner.device)
         self.model_runner.sampler.sample = self.sample
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Changes the texts of corrected requests, then executes the step."""
+        """Changes the texts of corrected requests, then executes the engine step."""
         change_texts(self.model_runner.req_states, scheduler_output.specrollout_changes)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
@@ -66,7 +66,7 @@ class ShadowWorker(_NativeWorker):
         """Returns tokens, int64 [R], and the logits after all sampling parameters, including the temperature.
 
         Replaces `sample` of vLLM's sampler. It samples the same tokens, and also computes `_levels_R`. `rows` are the further
-        arguments of vLLM's `apply_sampling_params`, which versions have added to.
+        arguments of vLLM's `apply_sampling_params`, of which newer versions have more.
         """
         sampler = self.model_runner.sampler
         states = sampler.sampling_states

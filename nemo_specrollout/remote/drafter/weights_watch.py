@@ -25,9 +25,10 @@ class NewWeights:
 class WeightsWatch:
     """Owns the thread, the weights that were read and are not in use yet, and a list of unusable publications.
 
-    The thread reads and checks files. The drafter's loop takes what was read between two of its turns. A publication that
-    cannot be used is not tried again unless its files change, and the newest usable one before it is used instead. If the
-    newest one is removed, the drafter goes back to the one before it.
+    A publication is a folder with a checkpoint, inside the watched folder. The thread reads and checks its files, and the
+    drafter's loop takes what was read, between two of its turns. A publication that cannot be used is not tried again unless
+    its files change, and the newest usable one before it is used instead. If the newest publication is removed, the drafter
+    goes back to the one before it.
     """
 
     def __init__(self, folder: Path, read: Callable[[Path], list[tuple[str, Any]]]) -> None:
@@ -63,7 +64,7 @@ class WeightsWatch:
         return ready
 
     def refuse(self, weights: NewWeights, reason: str) -> None:
-        """Notes that the drafter could not use what it had taken."""
+        """Notes that the drafter could not use the weights that it had taken, and why."""
         self._note(weights.publication, reason)
 
     def look(self) -> None:

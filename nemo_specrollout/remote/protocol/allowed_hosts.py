@@ -9,7 +9,7 @@ from nemo_specrollout.config.strict import ConfigError
 
 
 class AllowedHosts:
-    """Owns the networks of `allowed_hosts`. Names are looked up once, when it is built."""
+    """Owns the networks of `allowed_hosts`. Names of hosts are looked up once, when the object is built."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         """Takes IP addresses, networks and names. An empty list allows all hosts. Raises ConfigError for an unknown name."""

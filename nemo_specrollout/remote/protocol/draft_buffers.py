@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verifier's draft buffers, which hold the tokens drafted beyond the committed text of each request.
 
-Both sides keep the last positions of each text in a ring of tokens that are chained by prefix hashes. The prefix hash of a
-position covers the request's seed and all tokens before that position.
+Both sides keep the last positions of each text in a ring buffer, where each token has a prefix hash. The prefix hash of a
+position is a hash of the request's seed and of all tokens before that position.
 
 Shapes: S request slots, b some of them, N rows of a message, L longest sequence, X columns of a draft stream's table.
 """
@@ -20,9 +20,9 @@ SLOT_BITS = 16
 """Number of low bits of a request's number that hold its slot, so that the slot is found without a table."""
 SLOT_MASK = (1 << SLOT_BITS) - 1
 LEAST_SURVIVAL = 0.02
-"""Smallest probability of being reached at which a draft token is worth the drafter's time."""
+"""Smallest survival (probability that all drafts so far are right) at which a draft token is worth the drafter's time."""
 FIRST_RATE = 0.9
-"""Assumed share of right drafts (given that all drafts before were right) of a request without history."""
+"""Assumed probability that a draft of a request without history is right if all drafts before it are."""
 
 BASE, COUNT, TOKENS = 0, 1, 2
 """Columns of a draft stream's table (`draft_stream.py`). A row has the length of the text for which the drafts were made, the
@@ -50,13 +50,13 @@ _SLOTS, _COMMITS, _DRAFTS = (from_dtype(row)[::1] for row in (_SLOT, COMMIT_ROW,
 
 
 def new_rings(num_rows: int, least_size: int) -> np.ndarray:
-    """Returns empty rings [num_rows, size], where `size` is the power of two above `least_size`."""
+    """Returns empty rings [num_rows, size], where `size` is the smallest power of two above `least_size`."""
     return np.zeros((num_rows, 1 << least_size.bit_length()), ENTRY)
 
 
 @njit("uint64(uint64, int64)", cache=True)
 def extend(prefix_hash, token):  # type: ignore[no-untyped-def]
-    """Returns the hash of a text and one more token, which is SplitMix64's output function of their sum."""
+    """Returns the prefix hash after one more token, by SplitMix64's output function of a sum of the hash and the token."""
     return mix64(prefix_hash + _GAMMA * np.uint64(token + 1))
 
 
@@ -85,8 +85,8 @@ def put(ring, position, token, level):  # type: ignore[no-untyped-def]
 class DraftBuffers:
     """Owns the draft buffers of all request slots.
 
-    Messages may arrive in any order and any number of times. Each one either extends a buffer or changes nothing. The last
-    message about a position wins, because a drafter with new weights may correct itself.
+    Messages may arrive in any order and any number of times. Each one extends or corrects a buffer, or changes nothing. The
+    last message about a position wins, because a drafter with new weights may correct itself.
     """
 
     def __init__(self, num_slots: int, most_ahead: int, vocab_size: int) -> None:
@@ -116,7 +116,7 @@ class DraftBuffers:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Extends the committed text of each slot to `lengths_b` tokens and drops buffered tokens that differ from it.
 
-        Returns what the message `Step` says about it, which is a `COMMIT_ROW` for each slot [b], and the new tokens of all
+        Returns what the message `Step` says about this, which is a `COMMIT_ROW` for each slot [b], and the new tokens of all
         slots one after another.
         """
         rows_b = np.zeros(len(slots_b), COMMIT_ROW)

@@ -36,7 +36,7 @@ from nemo_specrollout.remote.protocol.shadow_sequences import ShadowSequences
 SESSION_TIMEOUT_S = 120.0
 """Seconds of silence after which a verifier is forgotten. If it comes back, it opens all of its requests again."""
 MAX_SESSIONS = 1024
-"""Most verifiers at a time."""
+"""Maximum number of verifiers at a time."""
 NO_SHADOW = -1
 
 
@@ -77,9 +77,10 @@ class _Session:
 
 
 class DrafterSide:
-    """Owns the sessions of verifiers and their shadow sequences, of which the engine has the full texts and the KV.
+    """Owns the sessions of verifiers and what the protocol knows of their shadow sequences.
 
-    A shadow belongs to one request of one session until the session closes it, opens the request again, or is forgotten.
+    The engine has the full texts and the KV cache. A *shadow* is the place of a shadow sequence there. It belongs to one
+    request of one session until the session closes it, opens the request again, or is forgotten.
     """
 
     def __init__(self, engine: Any, drafter: int, num_shadows: int, most_ahead: int) -> None:
@@ -123,7 +124,7 @@ class DrafterSide:
                 self._follow(session, message, now_s)
 
     def drafted(self, rows_M: np.ndarray, token_s: float) -> None:
-        """Adds the tokens that the engine drafted, `DRAFT_ROW` [M], in a step of `token_s` seconds."""
+        """Adds the tokens that the engine drafted, `DRAFT_ROW` [M], in an engine step of `token_s` seconds."""
         self._token_s = min(token_s, LONGEST_TOKEN_S)
         sessions_M = self._session_of[rows_M["owner"]]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
@@ -263,7 +264,7 @@ class DrafterSide:
         session.lacking.update(rows_N["request"][is_lacking_N & ~is_strange_N].tolist())
 
     def _refuse_strange(self, session: _Session, rows_N: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Drops requests with new tokens that the draft model does not have. Returns which rows are theirs, bool [N]."""
+        """Refuses requests with new tokens that the draft model does not have. Returns which rows are theirs, bool [N]."""
         is_strange_N = np.zeros(len(rows_N), np.bool_)
         stops_N = np.cumsum(rows_N["count"])
         for place in np.flatnonzero(self._are_strange(tokens)).tolist():
@@ -283,7 +284,7 @@ class DrafterSide:
         return f"token {tokens[0]} is not among the {self.model.vocab_size} of the draft model"
 
     def _drafts(self, session: _Session) -> Drafts:
-        """Returns the next message to a verifier, with as much of its pending news as a message can hold."""
+        """Returns the next message to a verifier, with as much of the news for it as a message can hold."""
         rows = np.concatenate([np.zeros(0, DRAFT_ROW), *session.rows], dtype=DRAFT_ROW)
         session.rows = [rows[MAX_ROWS:]] if len(rows) > MAX_ROWS else []
         rows = rows[:MAX_ROWS]

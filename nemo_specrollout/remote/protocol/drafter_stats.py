@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 GOOD_OCCUPANCY = 0.8
-"""Share of request steps with drafts at hand above which the drafters are fast enough."""
+"""Share of request steps with drafts at hand above which the drafters are fast enough. A request step is one request in one
+engine step."""
 LARGE_WASTE = 0.5
 """Share of useless drafts above which acceptance is the bottleneck."""
 
@@ -16,11 +17,11 @@ class DrafterStats:
     """Counts since an engine's start, and the current state of its drafters."""
 
     num_request_steps: int = 0
-    """Number of requests, summed over the steps that could use drafts."""
+    """Number of request steps, which is the number of requests summed over the engine steps that could use drafts."""
     num_supplied: int = 0
     """Number of these request steps with a draft at hand."""
     num_at_hand: int = 0
-    """Number of draft tokens at hand in these request steps, counting at most as many per request as a step may verify."""
+    """Number of draft tokens at hand in these request steps, where each step counts no more than it may verify."""
     num_kept: int = 0
     """Number of draft tokens that came in time and for the right text."""
     num_wrong: int = 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to and from drafters, which are typed, bounded, packed by msgspec, and unable to carry code.
+"""The messages to and from drafters. They are typed and of limited size, msgspec packs them, and they cannot carry code.
 
 Values of many requests travel as rows of one NumPy type, packed as little-endian bytes, because neither side should loop over
-requests in Python. A request is identified by its session, which is one process of a verifier, and by a number that the
+requests in Python. A session is one process of a verifier. A request is identified by its session and by a number that the
 session never uses twice.
 """
 
@@ -15,19 +15,19 @@ PROTOCOL = 3
 """Version of the protocol, which must be the same on both sides."""
 MAX_FRAME_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
-"""Most rows of a message, and most tokens in one commit."""
+"""Maximum number of rows in a message, and of tokens in one commit."""
 MAX_OPENS = 4096
-"""Most requests that one `Step` opens."""
+"""Maximum number of requests that one `Step` opens."""
 LONGEST_TEXT_BYTES = MAX_FRAME_BYTES - (2 << 20)
 """Bytes of the longest text with which a request may be opened. The rest of the frame is for the `Step`'s other requests."""
 OPENED_BYTES = 1 << 20
-"""Most bytes of text with which a verifier opens requests before the drafter has read them. Packing and signing them takes a
-few milliseconds of an engine's step. Further requests are opened by the following steps."""
+"""Maximum number of bytes of texts in openings that a drafter has not read yet. Packing and signing them takes a few
+milliseconds of an engine step. The following `Step` messages open further requests."""
 MAX_STOP_TOKENS = 1024
 NO_SESSION = 0
 """Session of a `Refuse` whose receiver is not known, because its message could not be read. No verifier has this number."""
 LONGEST_REASON = 1000
-"""Most characters of an error's text that are sent. A `Line` may have four times as many."""
+"""Maximum number of characters of an error's text that are sent. A `Line` may have four times as many."""
 LONGEST_TOKEN_S = 60.0
 """Largest valid `Drafts.token_s`. A verifier drops a drafter that is silent for much less."""
 
@@ -51,7 +51,7 @@ DRAFT_ROW = np.dtype(
     [
         ("owner", np.int64),  # number of the request or, inside of a drafter, of its shadow sequence
         ("position", np.int64),  # index of the token in the text
-        ("prefix_hash", np.uint64),  # of all tokens before it; the engine leaves 0, and `append` fills it in
+        ("prefix_hash", np.uint64),  # of all tokens before it. The engine writes 0, and `append` fills it in.
         ("token", np.int32),
         ("level", np.int8),  # evidence level (`drafters.base`)
     ],
@@ -61,7 +61,7 @@ DRAFT_ROW = np.dtype(
 
 
 class FrameError(ValueError):
-    """A frame that no peer with this protocol and our secret sends."""
+    """Raised for a frame that no peer with this protocol and our secret sends."""
 
 
 class _Tagged(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=str.lower):
@@ -115,7 +115,7 @@ class Open(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Step(_Tagged, frozen=True):
-    """Tells a drafter which requests were opened, continued and closed in a step of the verifier's engine."""
+    """Tells a drafter which requests were opened, continued and closed in an engine step of the verifier."""
 
     session: Count
     number: Count
@@ -135,7 +135,7 @@ class Step(_Tagged, frozen=True):
 
 
 class Drafts(_Tagged, frozen=True):
-    """Brings draft tokens to a verifier, after each step of the drafter's engine and in answer to each `Step`."""
+    """Brings draft tokens to a verifier, after each engine step of the drafter and in answer to each `Step`."""
 
     session: Count
     drafter: Count
@@ -222,5 +222,5 @@ def _check_rows(*parts: tuple[bytes, Any]) -> None:
 
 
 def column(data: bytes, dtype: Any) -> np.ndarray:
-    """Returns a writable array of rows or numbers, because compiled kernels do not accept read-only ones."""
+    """Returns the rows or numbers in `data` as an array. It is writable, because compiled kernels accept no other."""
     return np.frombuffer(data, dtype).copy()

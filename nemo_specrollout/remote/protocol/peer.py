@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verifier's view of one drafter, with when it is greeted, how long it may be silent, and what it has read.
+"""The verifier's view of one drafter, which says when to greet it, how long it may be silent, and what it has read.
 
-No state lasts for ever, because a drafter that failed, does not answer or does not fit is greeted again after a pause.
+No state lasts forever, because a drafter that failed, does not answer or does not fit is greeted again after a pause.
 """
 
 from collections import deque
@@ -13,13 +13,14 @@ from nemo_specrollout.remote.protocol.messages import Drafts, Welcome
 ANSWER_DEADLINE_S = 2.0
 """Longest silence in seconds of a drafter that owes an answer. After failures it is longer (`Peer.patience_s`)."""
 FLOOD_FACTOR = 4
-"""A drafter is dropped if it sends this many times the draft tokens that it was asked for."""
+"""Factor by which a drafter may exceed the draft tokens that it was asked for, before it is dropped."""
 FLOOD_ALLOWANCE = 4096
 """Number of draft tokens beyond that limit which are still accepted."""
 FIRST_PAUSE_S = 0.5
 """Seconds before a drafter that failed is greeted again. The pause doubles with each failure."""
 LONGEST_PAUSE_S = 30.0
-"""Longest such pause, and the pause after a refusal. After a drafter was ready for longer, it begins with the first again."""
+"""Longest of these pauses, and the pause after a refusal. A drafter that was ready for longer than this before it failed
+begins with the first pause again."""
 
 
 class PeerState(Enum):
@@ -28,7 +29,7 @@ class PeerState(Enum):
     AWAY = "away"  # It is greeted when its pause is over.
     GREETED = "greeted"  # It has not answered yet.
     READY = "ready"
-    REFUSED = "refused"  # It does not fit the policy. It is greeted again after a pause, as another may listen then.
+    REFUSED = "refused"  # It does not fit the policy. It is greeted again later, as another may listen then.
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Peer:
 
     state: PeerState = PeerState.AWAY
     reason: str = ""
-    """Reason why the drafter is not ready, or empty if it is or was not tried yet."""
+    """Reason why the drafter is not ready. Empty if it is ready, or was not tried yet."""
     last_problem: str = ""
     """Reason of its latest failure or refusal, even if it is ready again."""
     # Its latest answers (see `Welcome` and `Drafts`).
@@ -51,14 +52,14 @@ class Peer:
     """Time at which it is greeted next, or at which a greeting counts as unanswered."""
     pause_s: float = FIRST_PAUSE_S
     ready_s: float = 0.0  # Time at which it became ready.
-    waiting_since_s: float | None = None  # Time of the first step that it has not answered.
-    told_s: float = 0.0  # Time of the latest step that it was sent.
+    waiting_since_s: float | None = None  # Time of the first `Step` that it has not answered.
+    told_s: float = 0.0  # Time of the latest `Step` that it was sent.
     last_number: int = -1  # Number of its latest `Drafts`.
-    num_steps: int = 0  # Steps that it was sent since its `Welcome`.
+    num_steps: int = 0  # Number of `Step` messages that it was sent since its `Welcome`.
     unread: deque[tuple[int, int]] = field(default_factory=deque)
-    """Numbers and bytes of text of steps that opened requests and that it has not answered."""
-    num_rows: int = 0  # Draft tokens that it sent.
-    num_asked: int = 0  # Requests that it was asked to draft for, summed over steps.
+    """Number and bytes of text of each `Step` that opened requests and that the drafter has not answered yet."""
+    num_rows: int = 0  # Number of draft tokens that it has sent.
+    num_asked: int = 0  # Number of requests that it was asked to draft for, summed over `Step` messages.
     num_failures: int = 0
 
     @property
@@ -108,9 +109,9 @@ class Peer:
         self.resume_at_s = now_s + LONGEST_PAUSE_S
 
     def note_step(self, num_requests: int, now_s: float) -> bool:
-        """Notes that the drafter is sent a step, while it has `num_requests` of our requests.
+        """Notes that the drafter is sent a `Step`, while it has `num_requests` of our requests.
 
-        Returns whether an answer to an earlier step is overdue.
+        Returns whether the answer to an earlier `Step` is overdue.
         """
         self.told_s = now_s
         self.num_asked += num_requests

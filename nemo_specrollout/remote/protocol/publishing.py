@@ -20,12 +20,12 @@ def publish(addresses: Sequence[str], secret: bytes, folder: str, version: int) 
         folder: Absolute path of a checkpoint, which each drafter opens on its own machine.
         version: Number of the weights, at least 0 and below 2^63.
 
-    Returns the reasons, by address, why drafters keep their old weights. The result is empty if all use the new ones.
+    Returns by address the reasons why drafters keep their old weights. The result is empty if all use the new ones.
     """
     sockets = {address: VerifierSocket(address, secret) for address in addresses}
     try:
         for socket in sockets.values():
-            socket.send(Publish(folder, version))  # a new socket takes a short message
+            socket.send(Publish(folder, version))  # a new socket always has room for a short message
         deadline_s = time.monotonic() + ANSWERS_WITHIN_S
         errors = {address: _error_of(socket, version, deadline_s) for address, socket in sockets.items()}
     finally:

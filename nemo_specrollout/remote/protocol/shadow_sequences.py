@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's shadow sequences, each with the committed text of a verifier's request and the tokens drafted beyond it.
 
-Shapes: N rows of a message, M shadow sequences in a step of the engine.
+Shapes: N rows of a message, M shadow sequences in an engine step.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from nemo_specrollout.remote.protocol.draft_buffers import RINGS, new_rings, put
 from nemo_specrollout.remote.protocol.messages import COMMIT_ROW, DRAFT_ROW
 
 Correction = tuple[int, int, list[int]]
-"""Shadow, number of tokens that it keeps, and the tokens that follow these."""
+"""Number of a shadow sequence, the number of tokens that it keeps, and the tokens that follow these."""
 UNCHANGED = -1
 """Outcome of a commit whose tokens the shadow sequence already has, so that nothing has to be corrected."""
 LACKING = -2
@@ -24,8 +24,8 @@ _SHADOW = np.dtype(
         ("start", np.int64),  # length of the text at its opening. No earlier prefix hash is known.
         ("committed", np.int64),  # length of the text that the verifier is known to have.
         ("end", np.int64),  # length of the text with the drafts.
-        ("window", np.int64),  # most draft tokens beyond the committed text.
-        ("limit", np.int64),  # longest text; 0 of a free shadow.
+        ("window", np.int64),  # maximum number of draft tokens beyond the committed text.
+        ("limit", np.int64),  # longest text, or 0 for a free shadow.
         ("stopped", np.int64),  # position of a drafted token that ends the text, or NOT_STOPPED.
     ]
 )
@@ -35,19 +35,19 @@ _DRAFTS = from_dtype(DRAFT_ROW)[::1]
 
 
 class ShadowSequences:
-    """Owns what the protocol knows about each shadow sequence, while the engine owns the full texts and their KV."""
+    """Owns what the protocol knows about each shadow sequence, while the engine owns the full texts and their KV cache."""
 
     def __init__(self, num_shadows: int, most_ahead: int) -> None:
         self.state = np.zeros(num_shadows, _SHADOW)
-        # A verifier may still send commits for text behind the drafts.
+        # A ring reaches back behind the drafts, because commits may come late.
         self.rings = new_rings(num_shadows, 4 * most_ahead)
         self._most_ahead = most_ahead
 
     def open(self, shadow: int, seed: int, text: np.ndarray, limit: int, window: int) -> None:
         """Starts a shadow sequence for a request with this seed. Its int32 `text` is committed.
 
-        `limit` is the most tokens that the sequence may have, and `window` the most by which it may be ahead of the committed
-        text until a commit changes that.
+        `limit` is the maximum number of tokens of the sequence. `window` is the maximum number of draft tokens beyond the
+        committed text, until a commit changes it.
         """
         length = len(text)
         self.state[shadow] = (length, length, length, min(window, self._most_ahead), limit, NOT_STOPPED)
@@ -59,7 +59,7 @@ class ShadowSequences:
     def commit(
         self, shadows_N: np.ndarray, rows_N: np.ndarray, tokens: np.ndarray
     ) -> tuple[list[Correction], np.ndarray]:
-        """Applies the commits of a `Step`, `COMMIT_ROW` [N], in which shadow -1 stands for an unknown request.
+        """Applies the commits of a `Step`, `COMMIT_ROW` [N]. In `shadows_N`, -1 stands for an unknown request.
 
         Returns corrections for the engine, and which rows belong to requests that have to be opened again, bool [N].
         """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages over ZeroMQ, with a ROUTER socket in each drafter, and in each verifier a DEALER socket for each drafter.
 
-Each frame carries a keyed hash of its content and direction. Only `wait` blocks. A drafter answers each message that it
+Each frame carries a keyed hash of its content and direction. No call but `wait` blocks. A drafter answers each message that it
 refuses with the reason, so that the verifier can report it.
 """
 
@@ -26,12 +26,13 @@ from nemo_specrollout.remote.protocol.messages import (
 )
 
 MAX_FRAMES = 1024
-"""Most frames that one `receive` handles, so that a flooding peer cannot keep its receiver from working."""
+"""Maximum number of frames that one `receive` handles, so that a flooding peer cannot keep its receiver from working."""
 _MAC_BYTES = 16
 _QUEUED_FRAMES = 4096
 _FROM_DRAFTER, _FROM_VERIFIER = b"from drafter", b"from verifier"
 _OTHER_SECRET = b"other secret"
-"""Frame of a drafter whose answer the receiver could not verify. It is too short to be mistaken for a signed frame."""
+"""Frame that a drafter sends to a verifier with another secret, which could not verify a signed answer. It is too short to be
+mistaken for a signed frame."""
 _SAME_SECRET = "set NEMO_SPECROLLOUT_SECRET to the same value on both ends"
 
 
@@ -52,7 +53,7 @@ def _unseal(frame: bytes, secret: bytes, sender: bytes) -> bytes:
 
 
 class _BoundedSocket:
-    """A ZeroMQ socket with limits on what it queues. Owns the socket."""
+    """Owns a ZeroMQ socket with limits on what it queues."""
 
     def __init__(self, kind: int, secret: bytes, address: str) -> None:
         self._secret = secret
@@ -61,7 +62,8 @@ class _BoundedSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _MAC_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUED_FRAMES)
         self._socket.setsockopt(zmq.SNDHWM, _QUEUED_FRAMES)
-        # With IPv6, ZeroMQ would also look up the IPv6 address of a name, where a drafter need not listen. So names are IPv4.
+        # With IPv6, ZeroMQ would also look up the IPv6 address of a name, where a drafter need not listen. So names
+        # are looked up as IPv4.
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
 
     def wait(self, seconds: float) -> bool:
@@ -95,7 +97,7 @@ class DrafterSocket(_BoundedSocket):
         """Reason of the latest of these refusals."""
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
-        """Yields the messages that have arrived, each with its sender. Answers those that are refused."""
+        """Yields the messages that have arrived, each with its sender, and answers those that it refuses."""
         for _ in range(MAX_FRAMES):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -171,7 +173,7 @@ class VerifierSocket(_BoundedSocket):
             yield decode(_unseal(frame, self._secret, _FROM_DRAFTER))
 
     def send(self, message: Message) -> str:
-        """Sends a message. Returns why it was dropped, or "" if the drafter accepts it."""
+        """Sends a message. Returns why it was dropped, or "" if it will be sent."""
         payload = encode(message)
         if len(payload) > MAX_FRAME_BYTES:
             return _too_large(payload)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verifier's side of the protocol, which assigns requests to drafters, and exchanges texts for drafts.
+"""The verifier's side of the protocol, which assigns requests to drafters, sends them texts and takes their drafts.
 
 Shapes: S request slots, b and t some of them, L longest sequence.
 """
@@ -50,7 +50,7 @@ class PolicyModel:
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """A request that takes a request slot."""
+    """A request of the verifier's engine, with the slot that it takes."""
 
     slot: int
     seed: int
@@ -83,7 +83,7 @@ class VerifierSide:
         self._opened: dict[int, StreamRequest] = {}
         self._drafter_of = np.full(num_slots, NO_DRAFTER, np.int64)
         self._is_told = np.zeros(num_slots, np.bool_)
-        self._told_in_step = np.zeros(num_slots, np.int64)  # number of the drafter's step that opened the request last
+        self._told_in_step = np.zeros(num_slots, np.int64)  # number of the `Step` that opened the request last
         self._is_refused_SD = np.zeros((num_slots, num_drafters), np.bool_)
         self._requests = np.full(num_slots, NO_REQUEST, np.int64)
         self._num_requests = 0
@@ -191,7 +191,7 @@ class VerifierSide:
         self.peers[drafter].welcome(message, now_s)
 
     def _take_back(self, slots: np.ndarray) -> None:
-        """Takes the requests in `slots` away from their drafters. They wait for others, which need their whole texts."""
+        """Takes the requests in `slots` away from their drafters. Their next drafters get the whole texts."""
         self._drafter_of[slots] = NO_DRAFTER
         self._is_told[slots] = False
         self.buffers.close(slots)
@@ -207,7 +207,8 @@ class VerifierSide:
     def _assign(self, lengths_S: np.ndarray) -> None:
         """Assigns each request without a drafter to the least loaded one that is ready and has room for it.
 
-        The load of a drafter is the number of our requests there, or the latest reported number of all verifiers' requests.
+        The load of a drafter is the number of our requests there, or the number of all verifiers' requests that it reported
+        last if that is larger.
         """
         waiting = np.flatnonzero((self._drafter_of == NO_DRAFTER) & (self._requests != NO_REQUEST)).tolist()
         if not waiting:
@@ -253,10 +254,10 @@ class VerifierSide:
     def _step(
         self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_S: np.ndarray, room: int
     ) -> Step:
-        """Returns the next step for a drafter, with commits of the requests that it knows and openings of some others.
+        """Returns the next `Step` for a drafter, with commits of the requests that it knows and openings of some others.
 
-        The openings take at most `room` bytes of text, minus what the drafter has not read yet. The oldest requests come
-        first, because they are the most likely to end last.
+        The openings take at most `room` bytes of text. Together with the openings that the drafter has not read yet, they take
+        at most `OPENED_BYTES`. The oldest requests come first, because they are the most likely to end last.
         """
         peer = self.peers[drafter]
         peer.num_steps += 1
@@ -276,10 +277,10 @@ class VerifierSide:
     def _openings(
         self, drafter: int, slots: Sequence[int], token_ids_SL: np.ndarray, lengths_S: np.ndarray, room: int
     ) -> list[Open]:
-        """Returns openings of as many of these slots as there is room for. The others wait for the next step.
+        """Returns openings of as many of these slots as there is room for. The others wait for the next `Step`.
 
-        A text that is longer than `OPENED_BYTES` is opened alone. A request whose text has become too long for the drafter
-        since it was assigned is taken away from it.
+        A text that is longer than `OPENED_BYTES` is opened alone. If a text has become too long for the drafter since its
+        request was assigned, the request is taken away from the drafter.
         """
         opens: list[Open] = []
         room = min(room, OPENED_BYTES - self.peers[drafter].num_unread_bytes)
@@ -312,7 +313,7 @@ class VerifierSide:
             self.fail(drafter, "sends far more drafts than it was asked for", now_s)
             return
         if peer.note_answer(drafts):
-            self._is_told[self.slots_of(drafter)] = False  # it gets all texts again, and drafts all of them again
+            self._is_told[self.slots_of(drafter)] = False  # it gets all texts again, and drafts anew for all of them
         self.buffers.add(rows)
         for slot in self._slots_named(drafter, drafts, drafts.lacking):
             self._is_told[slot] = False  # it is opened again, at another drafter if this one is full
@@ -327,7 +328,7 @@ class VerifierSide:
     def _slots_named(self, drafter: int, drafts: Drafts, requests: bytes) -> list[int]:
         """Returns the slots of the drafter's requests among `requests`, which are int64 numbers as bytes.
 
-        Leaves out a request that was opened by a step which the drafter had not yet read when it named the request.
+        A request is left out if it was opened by a `Step` that the drafter had not yet read when it named the request.
         """
         slots = []
         for request in column(requests, np.int64).tolist():

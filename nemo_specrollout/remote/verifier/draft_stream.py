@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The remote drafters of an engine as a single drafter, which proposes what they have sent so far and never waits.
 
-The draft stream is a table of draft buffers. The host writes it and the device reads it, without waiting for each other.
-A row is usually outdated when it is read. It holds draft tokens, and the length that the text had when they were drafted (the
-base). A kernel compares the first draft tokens with the tokens that the device has sampled since then. If they are equal, the
-other draft tokens are the proposal. A half-written row is at worst a wrong draft.
+The draft stream is a table of draft buffers. The host writes it and the device reads it, without waiting for each other. A row
+is usually outdated when it is read. It holds draft tokens, and the length that the text had when they were drafted (the base).
+A kernel compares the first draft tokens with the tokens that the device has sampled since then. If they are equal, the other
+draft tokens are the proposal. A half-written row leads to nothing worse than a wrong draft.
 
 Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence, W tokens for which a row has room,
 X = 2 + 2 W columns of the table (base, count, tokens, evidence levels).
@@ -36,7 +36,7 @@ class DraftStream:
     """Owns the table, where the host writes `table_SX` at any time, and `propose` reads it on the device."""
 
     def __init__(self, table_SX: np.ndarray, on_device: Callable[[], torch.Tensor]) -> None:
-        """`on_device` returns the int32 table as the device reads it, which is the same memory or a copy that it starts."""
+        """`on_device` returns the int32 table as the device reads it, which is the same memory, or a copy begun then."""
         self.table_SX = table_SX
         self._on_device = on_device
         table_SX[:] = 0
@@ -79,7 +79,8 @@ class RemoteDrafter:
         self.side = VerifierSide(1 + secrets.randbits(61), num_slots, num_drafters, stream.most_ahead, model)
         self._token_ids_SL = np.zeros((num_slots, max_model_len), np.int32)
         self._lengths_S = np.zeros(num_slots, np.int64)
-        self._tenures_S = np.zeros(num_slots, np.int64)  # odd while a request has the slot
+        # How often each slot was taken or freed. The number is odd while a request has the slot.
+        self._tenures_S = np.zeros(num_slots, np.int64)
         self._lock = Lock()
         self._host_s = 0.0
         self.set_addresses(addresses, secret)
@@ -96,7 +97,7 @@ class RemoteDrafter:
                     self.side.move(drafter, "" if address else "not placed yet")
 
     def open(self, requests: Sequence[StreamRequest]) -> None:
-        """Assigns slots to requests, whose texts the drafters read at the same time as the engine."""
+        """Assigns slots to requests, so that the drafters read their texts while the engine does."""
         with self._lock:
             for r in requests:
                 self._vacate(r.slot)
@@ -114,18 +115,18 @@ class RemoteDrafter:
                 self._vacate(slot)
 
     def token_callback(self, slots_B: np.ndarray) -> Callable[[Sequence[Sequence[int]]], None]:
-        """Returns a function to call, in any thread, with the tokens of this step's requests when they are on the host."""
+        """Returns a function to call, in any thread, with the tokens of this engine step once they are on the host."""
         return partial(self._committed, slots_B.tolist(), self._tenures_S[slots_B].tolist())
 
     def propose(self, texts: Texts, proposals: Proposals) -> None:
-        """Reads what has arrived, and then writes the proposals (see `DraftStream.propose`)."""
+        """Reads the messages that have arrived, and then writes the proposals (see `DraftStream.propose`)."""
         with self._lock:
             self._receive()
             self.side.buffers.write(self.stream.table_SX)
         self.stream.propose(texts, proposals)
 
     def stats(self) -> DrafterStats:
-        """Returns the drafter stats since the start. Waits for the device."""
+        """Returns the drafter stats since the start. The call waits for the device."""
         num_request_steps, num_supplied, num_at_hand = self.stream.counts_3.tolist()
         with self._lock:
             peers = self.side.peers
@@ -155,7 +156,7 @@ class RemoteDrafter:
             self.side.close(slot)
 
     def _committed(self, slots: list[int], tenures: list[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Appends a step's tokens, except for requests that have left their slots or that have no remote drafts."""
+        """Appends an engine step's tokens to the texts, except of requests that have left their slots or get no drafts."""
         longest = self._token_ids_SL.shape[1]
         with self._lock:
             for slot, tenure, new in zip(slots, tenures, token_ids, strict=True):
@@ -167,7 +168,7 @@ class RemoteDrafter:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Reads what has arrived, and sends what is new."""
+        """Reads the messages that have arrived, and sends what the drafters do not know yet."""
         now_s = self._receive()
         for drafter, message in self.side.follow(self._token_ids_SL, self._lengths_S, now_s):
             reason = self._send(drafter, message)
@@ -190,7 +191,7 @@ class RemoteDrafter:
         return socket.send(message)
 
     def _receive(self) -> float:
-        """Reads what has arrived, and returns the time at which it began to do so."""
+        """Reads the messages that have arrived, and returns the time at which it began."""
         now_s = time.monotonic()
         for drafter, socket in enumerate(self._sockets):
             try:
