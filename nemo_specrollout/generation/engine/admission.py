@@ -25,14 +25,14 @@ else:
         LogitsProcessor = object
 
 _END_TOKENS = 8
-"""Number of stop tokens for which room is left, because vLLM adds the model's own end tokens to a request later."""
+"""Number of stop tokens for which room is left in a request, because vLLM adds the model's own end tokens later."""
 
 
 def check_params(params: Any) -> None:
     """Raises ValueError, with field, value and fix, for sampling parameters that an engine with our worker cannot serve.
 
-    It refuses identities that are malformed or absent (`check_request`), and lists that are too long for the V2 model runner,
-    which vLLM itself would only notice in the middle of a step.
+    These are identities that are malformed or absent (`check_request`), and lists that are too long for the V2 model runner,
+    which vLLM itself would only notice in the middle of an engine step.
     """
     check_request(params)
     lists = [
