@@ -73,7 +73,7 @@ class VerificationBudget(AdaptiveVerificationManager):
         """Does nothing, because the draft board has already written the rates and counted them for the host."""
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
-        """Decides how many drafts an engine step verifies. Returns the number of tokens in its forward pass with these drafts."""
+        """Decides how many drafts an engine step verifies. Returns the number of tokens in its forward pass with them."""
         num_drafts = {name: len(draft_tokens.get(name, ())) for name in num_tokens_per_req}
         num_others = {name: num_tokens_per_req[name] - count for name, count in num_drafts.items()}
         # A chunk of logits may have fewer rows than there are requests. Then there is no room for drafts.
