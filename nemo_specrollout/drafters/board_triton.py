@@ -74,7 +74,7 @@ def fade_and_add(t, sums, step, num_rows, D: tl.constexpr, K: tl.constexpr, E: t
     calibration = tl.load(t.calibration_D2 + w - 2 * D, mask=is_calibration, other=0.0)
     alone = tl.load(t.alone_2 + w - 4 * D, mask=is_alone, other=0.0)
     counts = tl.load(sums.steps_D2 + w, mask=w < 2 * D, other=0)
-    tl.debug_barrier()  # all lanes have read
+    tl.debug_barrier()  # all lanes have read the tables and the sums
     tl.store(t.factor_weight_D2 + w, weight * _FACTOR_WEIGHT_DECAY + total, mask=w < 2 * D)
     tl.store(t.calibration_D2 + w - 2 * D, calibration * _CALIBRATION_DECAY + total, mask=is_calibration)
     tl.store(t.alone_2 + w - 4 * D, alone * _CALIBRATION_DECAY + total, mask=is_alone)

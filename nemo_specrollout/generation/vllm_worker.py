@@ -289,7 +289,7 @@ class VllmWorkerMixin(WorkerCalls):
     def _sample_without_speculator(self, grammar_output: Any) -> Any:
         """Runs `sample_tokens` as if there were no speculator, for a step that neither has nor makes drafts.
 
-        With a speculator, vLLM would overwrite all drafts of the batch, which is wasted because no step reads them.
+        With a speculator, vLLM would overwrite all drafts of the batch for nothing, because no step reads them.
         """
         runner = self.model_runner
         speculator = runner.speculator

@@ -99,7 +99,7 @@ class DraftRouter:
         self.is_paused = False
         """True if the next engine steps need no drafts, because drafting is paused."""
         self.is_idle = False
-        """True if the drafters rested in the latest engine step, which means that none of them proposed or read anything."""
+        """True if the drafters rested in the latest engine step, which means that none of them proposed anything."""
         self._step = 0
         self.host_s = 0.0
         """Seconds that the host has spent on drafting since the start, not counting drafters with weights."""
@@ -296,7 +296,7 @@ class DraftRouter:
         self.host_s += time.perf_counter() - started
 
     def _observe_and_draft(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray) -> float:
-        """Observes a step's tokens and then drafts, by graphs where these fit. Returns as `_draft` does."""
+        """Observes a step's tokens and then drafts, by graphs where these fit. Returns the same as `_draft`."""
         max_new = self._most_to_read(slots_B)
         graphs = self._graphs
         if graphs is None or max_new != graphs.max_new:  # long new texts take more programs than a graph launches

@@ -103,7 +103,8 @@ def sample_rows(
     """Writes tokens and levels like `draft_sampling.sample_with_score_gap`. If `token_ids_V` is empty, column v is token v."""
     num_rows, num_vocab = logits_RV.shape
     num_blocks = triton.cdiv(num_vocab, BLOCK)
-    # With parts of one tensor, alignment would depend on the number of rows, and Triton compiles a kernel for each case.
+    # If these were parts of one tensor, their alignment would depend on the number of rows, and Triton compiles a kernel for
+    # each alignment.
     best_RN, second_RN = (logits_RV.new_empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(2))
     token_RN = logits_RV.new_empty(num_rows, num_blocks, dtype=torch.int32)
     _best_of_block[(num_rows, num_blocks)](

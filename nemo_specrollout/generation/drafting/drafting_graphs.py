@@ -33,7 +33,8 @@ class StepInputs(NamedTuple):
 
     texts: Texts
     num_sampled_B: torch.Tensor
-    """Number of tokens that each request has sampled, int32. Rows without a request have any number here and below."""
+    """Number of tokens that each request has sampled, int32. This field and the next are undefined in a row without a
+    request."""
     num_rejected_B: torch.Tensor
     """Number of each request's drafts that were rejected, int32."""
     step: torch.Tensor
@@ -100,7 +101,7 @@ class DraftingGraphs:
             ):  # smaller graphs then fit into the larger ones' memory
                 for name, part in self._parts.items():
                     self._graphs[name, size] = _record(part, self._inputs(size), pool)
-        except Exception as error:  # of torch, Triton or the driver, since the engine can do without graphs
+        except Exception as error:  # any error of torch, Triton or the driver, because the engine can do without graphs
             logger.warning("specrollout: drafting is launched kernel by kernel, without CUDA graphs: %s", error)
             self._graphs.clear()
         return bool(self._graphs)

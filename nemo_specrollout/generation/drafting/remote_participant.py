@@ -51,7 +51,7 @@ def remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDrafter:
     model = PolicyModel(runner.vocab_size, tokenizer_fingerprint(folder), tuple(stop_token_ids(folder)))
     buffer_class = buffer_utils.UvaBuffer if is_uva_available() else buffer_utils.NonUvaBuffer
     table: Any = buffer_class((runner.max_num_reqs, DraftStream.columns(config.most_ahead)), torch.int32)
-    on_device = table.uva if callable(table.uva) else lambda: table.uva  # a tensor before 0.32
+    on_device = table.uva if callable(table.uva) else lambda: table.uva  # `uva` is a tensor before 0.32
     stream = DraftStream(table.cpu.numpy(), on_device)
     addresses = config.addresses or (NOWHERE,) * config.workers
     return RemoteDrafter(addresses, shared_secret(config.addresses), runner.max_model_len, model, stream)

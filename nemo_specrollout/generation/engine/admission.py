@@ -6,7 +6,7 @@ vLLM's own place for such checks, so every way in is covered, namely `LLM`, `Asy
 with status 400. `arguments.with_specrollout` names `RequestCheck` to vLLM. Older versions take no processors on the V2 model
 runner. There `RolloutSamplingParams` checks what NeMo-RL sends, and the vLLM worker survives other bad requests.
 
-vLLM loads this module while GPUs are hidden, so it must stay small.
+vLLM hides the GPUs from the process while it imports this module, so the module must import nothing that needs one.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -218,7 +218,7 @@ def _speculative_config(
 ) -> dict[str, Any]:
     drafter = block.model_drafter
     if arguments.get("use_fp64_gumbel") and drafter is not None and drafter.sampling == "shared_noise":
-        raise ValueError(  # few drafts would be right
+        raise ValueError(  # otherwise only few drafts would be right
             f"vllm_kwargs.use_fp64_gumbel: true; the {drafter.type} drafter samples with float32 noise: remove it, or give "
             "the drafter `sampling: greedy`"
         )

@@ -146,7 +146,7 @@ def draw(
 
 def output_options(vllm_config: Any) -> Any:
     """Returns the part of vLLM's config that says what else an engine returns for each row beside its token."""
-    return getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config  # before 0.32 the latter
+    return getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config  # the model config before 0.32
 
 
 def scheduler_of(engine: Any) -> Any:

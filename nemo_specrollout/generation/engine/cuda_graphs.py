@@ -42,7 +42,7 @@ def larger_graphs(
         return []
     if any(place.get(name) is not None for place in (arguments, compilation or {}) for name in _USERS_SIZES):
         return []
-    if arguments.get("performance_mode") not in (None, "balanced"):  # vLLM then has other sizes below
+    if arguments.get("performance_mode") not in (None, "balanced"):  # vLLM's own sizes then differ from `vllms_graphs`
         return []
     most_rows = min(most_rows, LARGEST, LOGITS_BYTES // (4 * vocab_size) if vocab_size else LARGEST)
     most_rows -= most_rows % _ALIGNED

@@ -19,7 +19,7 @@ from uuid import uuid4
 SALT_KEY = "cache_salt"
 """Key of the salt in vLLM's prompts, and name of the field in its requests."""
 Generate = Callable[..., AsyncGenerator[Any, None]]
-"""`AsyncLLM.generate`."""
+"""Type of the method `AsyncLLM.generate`."""
 
 
 class CacheSalt:

@@ -112,7 +112,7 @@ class RequestIdentity:
     is_early: bool = False
     """Whether newer weights will decode the request again, in a coming step or after a weight update within the step.
 
-    Only near-ties are kept of such a request, because its tokens are no sample of a policy version that is trained on them."""
+    Only the near-ties of such a request are kept, and no statistics, because its tokens are never trained on."""
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,8 @@ class _PausingMixin:
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Takes a step's drafts as vLLM does, but no more of each request than the next step has room for.
 
-        vLLM calls this only for a scheduler that waits for the end of each step. Older versions pass more drafts of a request
-        than were scheduled, up to the most that it may have.
+        vLLM calls this only for a scheduler that waits for the end of each step. Older versions always pass all drafts that a
+        request may have.
         """
         most = self._drafts_of_each(self.num_spec_tokens)
         draft_token_ids.draft_token_ids = [tokens[:most] for tokens in draft_token_ids.draft_token_ids]

@@ -18,7 +18,7 @@ from nemo_specrollout.generation.runners.graphed_depth import GraphedDepth
 
 
 class BlockDepth(DraftDepth):
-    """Asks a DFlash or DSpark speculator before 0.32. Of the drafts of its single pass only the first positions are used."""
+    """Asks a DFlash or DSpark speculator before 0.32 for all positions of its single pass, of which only the first count."""
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
         """Returns drafts of all positions, int64 [B, K], and the number of those that count, which is `wanted`."""
@@ -39,7 +39,7 @@ class FullDepth(DraftDepth):
 
 
 class LoopDepth(GraphedDepth):
-    """Asks a speculator before 0.32 that drafts one position after another.
+    """Asks a speculator before 0.32 that drafts one position after another to stop at a given depth.
 
     Between engine steps the speculator is set to all positions, because vLLM profiles and captures graphs with all of them.
     """

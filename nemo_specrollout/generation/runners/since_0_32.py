@@ -44,7 +44,7 @@ class Since032(RunnerFamily):
         return GraphedDepth(speculator) if is_looping else DraftDepth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Lets the device choose, unless vLLM has a reason against it. It may be known only when the KV cache is made."""
+        """Lets the device choose, unless vLLM objects to that, which may be known only when the KV cache is made."""
         install_budget(runner, router, settle, reason)
 
     def chooses_on_device(self, runner: Any) -> bool:
