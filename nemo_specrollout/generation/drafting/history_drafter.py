@@ -121,8 +121,8 @@ class HistoryDrafter(Drafter):
         shape = (PIECES, PIECE + self._num_context)
         self._tokens_HL = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._numbers_3H = torch.zeros(3, PIECES, dtype=torch.int32, device=self._device)
-        """Row, number of tokens, and number of leading tokens that are only contexts, for each piece. If there is no piece, the
-        row is -1."""
+        """Row, number of tokens, and number of leading tokens that are only contexts, for each piece. Without a piece, the row
+        is -1."""
         self._groups_H = torch.zeros(PIECES, dtype=torch.int64, device=self._device)
         self._open: dict[int, _Open] = {}
         self._kept: set[int] = set()

@@ -34,7 +34,7 @@ class GraphedDepth(DraftDepth):
         self._most: int = looping.num_speculative_steps
         self._lesser = [depth for depth in graph_depths(self._most) if 1 < depth < self._most]
         self._depths: list[int] = list(range(self._most + 1))
-        """Depth that is drafted for each wanted depth. It is larger than the wanted one where only some depths have a graph."""
+        """Depth that is drafted for each wanted depth. It is larger where only some depths have a graph."""
         self._make_managers = looping.init_cudagraph_manager
         self._capture = looping.capture
         if hasattr(looping, "_generate_fused_drafts"):
