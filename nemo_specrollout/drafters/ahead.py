@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter `ahead`, which drafts from texts that older weights have sampled for a request with the request's own noise.
 
-Noise is a function of the request's seed and the position, so the new weights sample most tokens of such a text again at the
-same positions. A request may bring several texts along. One is the text that the older weights sampled. The others are
-branches of it at near-ties, where the new weights may sample the runner-up. Each text is called a path.
+Noise is a function of the request's seed, the position and the token, so the new weights sample most tokens of such a text
+again at the same positions. A request may bring several texts along. One is the text that the older weights sampled. The
+others are branches of it, which begin at near-ties, where the new weights may sample the runner-up instead. Each of these
+texts is called a path.
 
 Shapes: B rows of the batch, S request slots, P paths of a request, L longest sequence, K draft positions, N new requests.
 """
@@ -19,13 +20,14 @@ from nemo_specrollout.drafters.participant import Drafter, Put
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 WINDOW = NUM_LEVELS
-"""Number of latest tokens by which the text is compared with paths. How many agree is the evidence level of the drafts."""
+"""Number of a text's latest tokens that are compared with a path. The more of them agree, the higher is the evidence level."""
 AHEAD_PRIORS = 0.98 * (np.arange(1, NUM_LEVELS + 1) / NUM_LEVELS) ** 2
-"""Assumed acceptance rate of each level before anything is observed."""
+"""Assumed acceptance rate of each evidence level before anything is observed."""
 FARTHEST = 16
 """Most tokens by which a path may be shifted at once, in either direction."""
 ENOUGH = 4
-"""Number of latest tokens in a row that must agree at another position of the path before drafts are taken from there."""
+"""How many more of the latest tokens in a row must agree at another position of a path, compared with twice the number that
+agree at the present position, before drafts are taken from the other position."""
 
 
 class PathTables(NamedTuple):
@@ -34,13 +36,13 @@ class PathTables(NamedTuple):
     tokens_SPL: torch.Tensor
     """Tokens, int32. Only those from `begin_SP` to `end_SP` are defined."""
     begin_SP: torch.Tensor
-    """First known position of each path, int64. It is in the prompt."""
+    """First known position of each path, int64. It is a position of the prompt."""
     end_SP: torch.Tensor
     """Position after the last token of each path, int64."""
     shift_SP: torch.Tensor
-    """Position in the path minus position in the request, int64. It changes after an inserted or missing token."""
+    """Position in the path minus position in the request, int64. It changes after a token that only one of the two has."""
     num_paths_S: torch.Tensor
-    """Number of paths of each slot, int32, or 0 for a request that brings none."""
+    """Number of paths of the request in each slot, int32. It is 0 for a request that brings none."""
     path_S: torch.Tensor
     """The path that each request follows, int32."""
 
@@ -49,9 +51,9 @@ class AheadText(Drafter):
     """Proposes the next tokens of the path that each request follows.
 
     Owns the paths, in tensors of fixed size with 4 bytes for each slot, path and position of the engine. A request follows a
-    path until another path agrees with more of its latest tokens in a row. After a token that no path has, it stays at the
-    same position of its path, because noise belongs to positions. If its latest tokens are found at another position of the
-    path, it moves there.
+    path until another path agrees with more of its latest tokens in a row. After a token that no path has, the request goes on
+    at the next position of its path, because noise belongs to positions. If its latest tokens are found at another position of
+    the path, it goes on from there.
     """
 
     name = "ahead"
@@ -126,6 +128,6 @@ class AheadText(Drafter):
         known = np.array(request.token_ids[max(prompt_length - WINDOW, 0) : prompt_length], np.int32)
         first = prompt_length - len(known)
         for ahead in request.paths[: self._most_paths]:
-            unknown = np.flatnonzero((ahead < 0) | (ahead >= self._vocab_size))  # no embedding has a row for these
+            unknown = np.flatnonzero((ahead < 0) | (ahead >= self._vocab_size))  # the embedding has no row for these
             text = np.concatenate([known, ahead[: unknown[0] if len(unknown) else None]])
             yield first, text[: max(request.limit - first, 0)]

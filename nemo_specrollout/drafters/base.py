@@ -24,17 +24,17 @@ class Texts(NamedTuple):
 
 
 class RowPrice(NamedTuple):
-    """The cost of one more row, in tokens that the engine generates in the same time.
+    """The cost of one more row in an engine step, in tokens that the engine would generate in the same time.
 
-    A CUDA graph records prices as tensors of one float32, which each replay reads again.
+    For a CUDA graph, the fields are tensors of one float32, which each replay reads again.
     """
 
     row: "float | torch.Tensor" = 0.0
-    """Price of every row, apart from its context."""
+    """Part of the price that every row has, whatever its context."""
     context: "float | torch.Tensor" = 0.0
     """Additional price for each token of the request's text, to which the row attends."""
     mean: "float | torch.Tensor" = 0.0
-    """Whole price of a row of a request whose text has the mean length of the batch."""
+    """Whole price of a row if the request's text has the mean length of the batch."""
 
 
 NO_PRICE = RowPrice()
@@ -48,8 +48,8 @@ class Proposals(NamedTuple):
     levels_BK: "torch.Tensor"
     """Evidence level of each draft token, int8."""
     found_B: "torch.Tensor"
-    """Number of draft tokens of each row, int32. Tokens and levels beyond it are undefined. `NOT_FOLLOWED` in a row whose
-    request a drafter with weights does not follow."""
+    """Number of draft tokens of each row, int32. Tokens and levels beyond this number are undefined. It is `NOT_FOLLOWED` in a
+    row whose request a drafter with weights does not follow."""
 
 
 NOT_FOLLOWED = -1
@@ -57,15 +57,18 @@ NOT_FOLLOWED = -1
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
 """Assumed acceptance rate of each evidence level before anything is observed.
 
-A level grades the evidence for a draft token: level = 4 * (grade of the context's length) + (grade of the token's share)."""
+A level grades the evidence for a draft token. With a context index it is 4 * (grade of the context's length) + (grade of the
+token's share among the tokens that followed the context)."""
 NUM_LEVELS = len(LEVEL_PRIORS)
 """Number of evidence levels."""
 SCORE_GAP_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
-"""Score gaps in nats at which the next evidence level begins. They are wide, as most drafts of a good head are nearly sure."""
+"""Score gaps in nats at which the next evidence level begins. They reach far, because most drafts of a good head are nearly
+sure."""
 NUM_RELATIONS = 4
 """Number of relations between a draft token and the proposal of the other side.
 
-One side is the drafter with weights, the other side is all text drafters. The board learns a rate for each relation:
+One side is the drafter with weights, and the other side is all text drafters together. The board learns an acceptance rate for
+each of these relations:
 
 - 0, if the other side proposes nothing
 - 1, if it proposes the same token
@@ -76,17 +79,17 @@ EVIDENCE_WINDOW = 512.0
 REQUEST_DECAY = 0.94
 """Factor by which each new draft token of a request reduces the weight of that request's earlier draft tokens."""
 FACTOR_WEIGHT_DECAY = 0.998
-"""Factor by which each step reduces the weight of what earlier steps showed about the use of request factors."""
+"""Factor by which each step reduces the weight of what earlier steps showed about how far request factors can be trusted."""
 PRIOR_STRENGTH = 4.0
 """Number of draft tokens that a prior counts for."""
 MAX_RATE = 0.99
-"""Upper bound of the estimated rate of a draft token."""
+"""Upper bound of the estimated acceptance rate of a draft token."""
 MIN_WORTH_SHARE = 1e-3
-"""Worth of a draft token whose row costs more than it gains, as a share of its survival. It breaks ties of proposals."""
+"""Worth of a draft token that costs more than it gains, as a share of its survival. It puts such tokens in an order."""
 LEAST_PRICE = 1e-9
 """Price of a row in tokens below which it counts as free."""
 CALIBRATION_DECAY = 0.98
-"""Factor by which each step reduces the weight of earlier steps in the calibration of a drafter."""
+"""Factor by which each step reduces the weight of earlier steps in the calibration of a drafter (`Tables.calibration_D2`)."""
 NUM_BINS = 128
 """Number of bins of survival between 0 and 1, all of the same width."""
 SMALLEST_SHARE = 0.02
@@ -96,10 +99,10 @@ TRACED_STEPS = 1 << 16
 MOST_LOOKED_UP = 64
 """Most positions of a draft that are looked up in indexes, one after another."""
 FEW_LOOKED_UP = 32
-"""Number of positions that are looked up if a draft may have more than `MOST_LOOKED_UP`, as with texts made ahead. It is small
-because the kernel needs registers for each position."""
+"""Number of positions that are looked up if drafts may have more than `MOST_LOOKED_UP` positions, as with texts made ahead. It
+is small because the kernel needs registers for each position of a draft."""
 
 
 def num_looked_up(num_positions: int) -> int:
-    """Returns how many of the positions of a draft are looked up in indexes."""
+    """Returns how many positions of a draft are looked up in indexes, for drafts of up to `num_positions`."""
     return num_positions if num_positions <= MOST_LOOKED_UP else FEW_LOOKED_UP

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft board, which stores the proposals of all drafters, learns from their outcomes, and chooses what is verified next.
 
+*The model* is the drafter that has weights in this engine, if there is one. *The reference drafter* is the model or a remote
+drafter, which has its weights in another process. A *trial* is a draft token that was judged by what the policy sampled at its
+position, and a *hit* is a trial that was right. A *rate* is an acceptance rate.
+
 Shapes: S request slots, B rows of the batch (room for S), D drafters, K draft positions, T traced steps. The spread has
 F = K + 2 rows and Q = NUM_BINS + 1 columns. There are E kinds of evidence, which are NUM_LEVELS levels for each of the
 NUM_RELATIONS relations to the reference drafter. Without a reference drafter, E is NUM_LEVELS.
@@ -30,10 +34,10 @@ from nemo_specrollout.drafters.device_index import Lookup
 from nemo_specrollout.sampling.platforms import KernelModule, kernels_for
 
 ALIGNMENT = 256
-"""Alignment in bytes of a table within the shared memory, as torch aligns a tensor on a GPU."""
+"""Alignment in bytes of a table within the memory of `SharedTables`. It is torch's alignment of a tensor on a GPU."""
 KEPT_WEIGHT = 64.0
-"""Most draft tokens for which the evidence of an earlier start counts. It is small, so that new evidence soon outweighs it and
-the board notices a policy that has changed."""
+"""Most draft tokens that the evidence of an earlier start counts for. It is small, so that new evidence soon outweighs the old
+and the board notices a policy that has changed."""
 
 
 class Tables(NamedTuple):
@@ -44,7 +48,7 @@ class Tables(NamedTuple):
     """
 
     tokens_DBK: torch.Tensor
-    """Tokens that each drafter proposes for each row in this step. The drafters write this tensor and the next two."""
+    """Tokens that each drafter proposes for each row in the present step. The drafters write this tensor and the next two."""
     levels_DBK: torch.Tensor
     """Evidence level of each of those tokens."""
     found_DB: torch.Tensor
@@ -60,53 +64,55 @@ class Tables(NamedTuple):
     checked_SD: torch.Tensor
     """Number of tokens of each open proposal that the text has confirmed."""
     chosen_S: torch.Tensor
-    """Drafter whose tokens were submitted, which means that the next step may verify them."""
+    """Number of the drafter whose tokens were submitted. Submitted tokens are those that the next step may verify."""
     submitted_S: torch.Tensor
     """Number of submitted tokens."""
     limit_S: torch.Tensor
     """Length of the text in tokens up to which each request gets drafts."""
     is_early_S: torch.Tensor
-    """Whether each request belongs to a coming step, in which case `verified_DK2` does not count it."""
+    """Whether each request belongs to a coming training step, in which case `verified_DK2` does not count it."""
     drafts_BK: torch.Tensor
     """Submitted tokens of each row, followed by zeros."""
     rates_SK: torch.Tensor
-    """Rate of each of a request's submitted tokens, followed by zeros. The first one is multiplied by the mean price of a row
+    """Rate of each of a request's submitted tokens, followed by zeros. The first rate is multiplied by the mean price of a row
     divided by the price of a row of this request. So the product of the rates up to a token is its survival at equal price,
-    and the best drafts of a batch are those with the largest products. Where contexts cost nothing the factor is 1."""
+    and the best drafts of a batch are those with the largest products. Where contexts cost nothing, the factor is 1."""
     spread_FQ: torch.Tensor
     """Histogram of the survival of the latest choice's draft tokens, over all requests, int32.
 
     The columns 0 to NUM_BINS - 1 are bins of survival between 0 and 1, and the last column counts requests. The last row
-    counts the tokens that were submitted. Each row f up to K counts the tokens that would have been submitted if the model
+    counts the tokens that were submitted. Each row f from 0 to K counts the tokens that would have been submitted if the model
     had drafted f tokens, so that the host can choose how deep the model drafts next. `Spread` in `speculation/spread.py`
     gives these parts names.
 
     Row 0 is known for every request, because the text drafters propose anyway. If the model drafted d > 0 tokens for a
-    request, the rows 1 to d are known for it too. The rows d + 1 to 2 * d + 1 are foreseen: their further tokens are assumed
-    to have the rate of the model's last one. They count such tokens as well, but their last column leaves the request out,
-    so that the host can tell what was foreseen from what is known."""
+    request, the rows 1 to d are known for it too. The rows d + 1 to 2 * d + 1 are foreseen, which means that the tokens which
+    the model did not draft are assumed to have the rate of its last one. These rows count such tokens as well. But their last
+    column leaves the request out, so that the host can tell what was foreseen from what is known."""
     alone_token_S: torch.Tensor
-    """First token of the best proposal without the model, while the model has drafts; -1 if there is none."""
+    """First token of the best proposal without the model, in slots where the model has drafts. It is -1 if there is none."""
     alone_rate_S: torch.Tensor
-    """Acceptance rate of that token."""
+    """Rate that was estimated for that token."""
     evidence_DE2: torch.Tensor
     """Hits and trials of each kind of evidence."""
     factor_SD2: torch.Tensor
-    """Hits, and hits that the evidence predicted, of each request's recent draft tokens."""
+    """Hits of each request's recent draft tokens, and the hits that their evidence predicted. Their ratio is the request's
+    factor."""
     factor_weight_D2: torch.Tensor
-    """A regression of hits on factors, which tells how far factors can be trusted. Both are measured as differences from their
-    expectations. The columns are the sum of their products and the sum of the squared factors."""
+    """A regression of hits on factors, which tells how far factors can be trusted. Hits are measured as differences from the
+    predicted hits, and factors as differences from 1. The columns are the sum of the products of the two, and the sum of the
+    squared factors."""
     calibration_D2: torch.Tensor
     """Hits and predicted hits of each drafter's verified tokens. Fewer hits come than were predicted, because choosing the
     best-looking of several proposals favours those that were rated too high (winner's curse)."""
     alone_2: torch.Tensor
-    """Hits and predicted hits of `alone_token_S`."""
+    """Hits and predicted hits of the tokens in `alone_token_S`."""
     verified_DK2: torch.Tensor
     """Verified and accepted draft tokens by drafter and position, over all requests except early ones."""
     request_S2: torch.Tensor
     """Verified and accepted draft tokens of each request."""
     steps_TD2: torch.Tensor
-    """Verified and accepted draft tokens of each of the last T steps."""
+    """Verified and accepted draft tokens of each drafter in each of the last T steps."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class BoardShape:
 
 
 class SharedTables(NamedTuple):
-    """The tables that all ranks of an engine must share, as parts of one tensor, because one message is cheaper than three."""
+    """The tables that must be equal on all ranks of an engine. They are parts of one tensor, so that one message is enough."""
 
     memory: torch.Tensor
     """All bytes of the three tables, uint8."""
@@ -179,7 +185,7 @@ def empty_tables(
 
 
 def faded(learned_X2: np.ndarray) -> np.ndarray:
-    """Returns pairs of sums, float32, scaled such that no second sum exceeds `KEPT_WEIGHT` and the ratios stay the same."""
+    """Returns pairs of sums as float32, scaled such that no second sum exceeds `KEPT_WEIGHT` and each ratio stays the same."""
     scaled_X2: np.ndarray = learned_X2 * (KEPT_WEIGHT / np.maximum(learned_X2[..., 1:], KEPT_WEIGHT))
     return scaled_X2.astype(np.float32)
 
@@ -192,27 +198,28 @@ class DraftBoard:
     """Decides for each request which drafter's tokens the next step verifies.
 
     Owns `tables`, which hold the proposals whose outcome is open, what was learned from past proposals, and counts of verified
-    and accepted drafts. `observe` runs before the drafters propose and `choose` after them, and the host reads nothing during
-    a step. Both also serve the context indexes of the engine, so that on a GPU one launch is enough for the board and all
-    indexes.
+    and accepted drafts. In each step, `observe` runs before the drafters propose and `choose` after them. The host reads
+    nothing from the device during a step. Both methods also serve the context indexes of the engine, so that on a GPU each
+    kernel is launched once for the board and all indexes.
 
     Invariant: the first `checked_SD` tokens of an open proposal equal the request's text from `base_SD` on. A proposal
     closes (`length_SD` becomes 0) when a token differs from the text, or when its last token is confirmed.
 
-    Model. The rate of a draft token is the probability that it is accepted if the tokens before it are. It is the rate of the
-    token's evidence times the request's factor:
+    Estimates: The rate of a draft token is the probability that it is accepted if the tokens before it are. It is the rate of
+    the token's kind of evidence times the request's factor:
 
-    - Evidence is the drafter's level plus NUM_LEVELS times the token's relation to the reference drafter (`NUM_RELATIONS`),
-      which is the drafter with weights. The rate of a kind of evidence is its decayed share of hits.
-    - The factor is the request's hits divided by the hits that its evidence predicted. It counts only as far as factors
-      have predicted hits so far (`factor_weight_D2`).
+    - A kind of evidence is the level that the drafter gives the token plus NUM_LEVELS times the token's relation to the
+      proposal of the other side (`NUM_RELATIONS`). The rate of a kind of evidence is its share of hits among its trials, of
+      which recent ones count more.
+    - The factor is the request's hits divided by the hits that the evidence of its tokens predicted. It counts only as far as
+      factors have predicted hits well so far (`factor_weight_D2`).
 
     The survival of a token is the product of the rates up to it. The worth of a proposal is the sum of its survivals minus
     the price of a row for each token, which grows with the length of the request's text. Every proposal is judged by what the
     policy samples later, whether it was submitted or not, so the board needs no exploration. The host gets a histogram of
     survival (`spread_FQ`), which is calibrated by what was accepted.
 
-    Example with drafters 0 "suffix" and 1 "eagle3" (the reference drafter), and 10 tokens of text in request slot 5, row b:
+    Example with drafters 0 "suffix" and 1 "eagle3" (the reference drafter), for row b, whose text in slot 5 has 10 tokens:
 
     1. The drafters write `tokens_DBK[0, b] = [7, 8, 9]` and `tokens_DBK[1, b] = [7, 4]`, with levels and counts.
     2. `choose` relates them. Both propose 7 (relation 1), then they differ (2), and 9 comes after the difference (3). With
@@ -252,24 +259,24 @@ class DraftBoard:
         """Memory of the submitted drafts, their rates and `spread_FQ`, which all ranks of an engine must share."""
         self.tables = empty_tables(shape, len(names), num_relations * NUM_LEVELS, shared, device)
         self._had_early = False
-        """Whether any slot may have an early request. If not, nothing is launched for `is_early_S`."""
+        """Whether any slot may have an early request. As long as none has, nothing is launched to reset `is_early_S`."""
         for drafter in range(len(names)):
             self.forget_drafter(drafter)
         self.use_kernels(kernels_for(device.type, KernelModule.STEP))
 
     def use_kernels(self, kernels: ModuleType) -> None:
-        """Switches to a module of kernels, which takes the tables in a form of its own."""
+        """Calls the kernels of this module from now on. A module keeps the tables in a form of its own, `memory`."""
         self._kernels = kernels
         self.memory = kernels.memory_of(self.tables)
 
     def proposals_of(self, drafter: int) -> Proposals:
-        """Returns the buffers to which a drafter writes its proposals of this step."""
+        """Returns the buffers to which a drafter writes its proposals in each step."""
         return Proposals(*(table[drafter] for table in self.tables[:3]))
 
     def open(self, slots: torch.Tensor, limits: torch.Tensor, is_early: torch.Tensor | None = None) -> None:
-        """Gives `slots` (int64) to new requests. `limits` (int32) are the text lengths up to which each one gets drafts.
+        """Gives `slots` (int64) to new requests. `limits` (int32) are the text lengths up to which each request gets drafts.
 
-        `is_early` (bool) tells which of them belong to a coming step. None means that none of them does.
+        `is_early` (bool) tells which requests belong to a coming training step. None means that none of them does.
         """
         t = self.tables
         self._had_early |= is_early is not None
@@ -298,7 +305,7 @@ class DraftBoard:
     def learned(self, drafter: int) -> dict[str, np.ndarray]:
         """Returns float32 copies of the tables with what was learned about a drafter, by name. Waits for the device.
 
-        The last one has the hits and the predicted hits of proposals without the model.
+        For the model there is one more table, with the hits and the predicted hits of proposals without the model.
         """
         return {name: table.cpu().numpy().copy() for name, table in self._learned_tables(drafter).items()}
 
@@ -328,10 +335,10 @@ class DraftBoard:
     ) -> None:
         """Learns from the tokens that step number `step` sampled, and counts which submitted drafts were accepted.
 
-        Each request emitted `num_sampled_B` tokens, of which all but the last were drafts, and `num_rejected_B` drafts were
-        rejected. Indexes learn the new tokens of their texts, at most `max_new` per text.
+        Each request emitted `num_sampled_B` tokens, of which all but the last were drafts, and `num_rejected_B` of its drafts
+        were rejected. The indexes in `lookups` learn the new tokens of the texts, at most `max_new` per text.
 
-        A CUDA graph records `step` as a tensor of one int32 below `TRACED_STEPS`, which each replay reads again.
+        For a CUDA graph, `step` is a tensor of one int32 below `TRACED_STEPS`, which each replay reads again.
         """
         outcomes = (num_sampled_B, num_rejected_B)
         number = step if isinstance(step, torch.Tensor) else step % TRACED_STEPS
@@ -344,12 +351,13 @@ class DraftBoard:
         lookups: Sequence[Lookup] = (),
         most: int | torch.Tensor | None = None,
     ) -> None:
-        """Lets indexes propose, and then submits each request's best proposal by writing `drafts_BK` and `rates_SK`.
+        """Lets the indexes in `lookups` propose, and then submits the best proposal for each request.
 
-        A row costs `price`, which grows with the length of its request's text. Tokens that do not earn their price hardly
-        count, so a long proposal is worth only what would be verified of it. At most `most` tokens of a request are
-        submitted. A model that does not follow a request reports a negative number of found tokens.
+        To submit it means to write it to `drafts_BK` and `rates_SK`. A row costs `price`, which grows with the length of its
+        request's text. Tokens that do not earn their price hardly count, so a long proposal is worth only what would be
+        verified of it. At most `most` tokens of a request are submitted. For a request that the model does not follow, the
+        model's number of tokens in `found_DB` is negative.
 
-        A CUDA graph records `most` as a tensor of one int32, which each replay reads again, as it does the price.
+        For a CUDA graph, `most` is a tensor of one int32, which each replay reads again, as it does the price.
         """
         self._kernels.choose(self, texts, price, lookups, self.num_positions if most is None else most)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft board on a GPU, as functions of the kernels in `step_triton.py`. `board.py` says what they compute.
+"""The draft board on a GPU, as functions that the kernels in `step_triton.py` call. `board.py` says what they compute.
 
 One program serves one request. What the board has learned is shared by all programs, so they only read it while they observe.
-Each one writes its additions to a row of its own, or counts them with integers. The last program to finish adds all of them
-in a fixed order. So two runs of the same steps learn exactly the same.
+Each program writes its additions to a row of its own, or counts them with integers. The program that finishes last adds all of
+them in a fixed order. So two runs of the same steps learn exactly the same.
 
-`t` are the board's tables. Shapes: as in `board.py`; N rows read at a time, W = 4 * D + 2 sums of a row. A block's D and K
-are rounded up to powers of two.
+In the functions, `t` are the board's tables. Shapes are as in `board.py`. In addition there are N rows read at a time, and
+W = 4 * D + 2 sums of a row. A block's D and K are rounded up to powers of two.
 """
 
 import math
@@ -35,7 +35,7 @@ class Sums(NamedTuple):
     """A step's additions to the tables that all requests share."""
 
     evidence_DE2: Any
-    """Hits and trials of each kind of evidence, int32. These counts are 0 between steps."""
+    """Hits and trials of each kind of evidence, int32. These and the next counts are 0 between steps."""
     steps_D2: Any
     """Verified and accepted drafts, int32."""
     finished: Any
@@ -74,7 +74,7 @@ def fade_and_add(t, sums, step, num_rows, D: tl.constexpr, K: tl.constexpr, E: t
     calibration = tl.load(t.calibration_D2 + w - 2 * D, mask=is_calibration, other=0.0)
     alone = tl.load(t.alone_2 + w - 4 * D, mask=is_alone, other=0.0)
     counts = tl.load(sums.steps_D2 + w, mask=w < 2 * D, other=0)
-    tl.debug_barrier()  # all lanes have read
+    tl.debug_barrier()  # all lanes have read the tables and the sums
     tl.store(t.factor_weight_D2 + w, weight * _FACTOR_WEIGHT_DECAY + total, mask=w < 2 * D)
     tl.store(t.calibration_D2 + w - 2 * D, calibration * _CALIBRATION_DECAY + total, mask=is_calibration)
     tl.store(t.alone_2 + w - 4 * D, alone * _CALIBRATION_DECAY + total, mask=is_alone)
@@ -95,7 +95,7 @@ def _raw_factor(t, row, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _factor(t, row, d, mask):  # type: ignore[no-untyped-def]
-    """Returns the factor for new drafts, which is the raw factor weighted by how well factors have predicted so far."""
+    """Returns the factor for new drafts. It is nearer to 1 than the raw factor if factors have predicted badly so far."""
     products = tl.load(t.factor_weight_D2 + 2 * d, mask=mask, other=0.0) + 1.0
     weight = products / (tl.load(t.factor_weight_D2 + 2 * d + 1, mask=mask, other=0.0) + 1.0)
     return 1.0 + tl.minimum(tl.maximum(weight, 0.0), 1.0) * (_raw_factor(t, row, mask) - 1.0)
@@ -109,7 +109,7 @@ def _rate(counts_ptr, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def level_rates(t, d, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the share of hits of each evidence level of a drafter, over all relations."""
+    """Returns the share of hits of each evidence level of a drafter, taken over all relations."""
     level = tl.arange(0, _NUM_LEVELS)
     counts_ptr = t.evidence_DE2 + 2 * (d * E + level)
     hits = tl.zeros(level.shape, tl.float32)
@@ -122,9 +122,9 @@ def level_rates(t, d, E: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_verified(t, sums, slot, num_sampled, num_rejected, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds the drafts that the step verified and accepted to all counts.
+    """Adds the drafts of a request that the step verified and accepted to all counts.
 
-    Returns the drafter, and the request's addition to its `calibration_D2`.
+    Returns the drafter, and the request's additions to the two columns of its `calibration_D2`.
     """
     drafter = tl.minimum(tl.maximum(tl.load(t.chosen_S + slot), 0), D - 1)
     submitted = tl.minimum(tl.load(t.submitted_S + slot), K)
@@ -156,9 +156,9 @@ def _count_verified(t, sums, slot, num_sampled, num_rejected, D: tl.constexpr, K
 
 @triton.jit
 def _judge(t, sums, text_ptr, slot, total_len, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compares the proposals of a request with its text, each up to its first miss or the end of the text.
+    """Compares the proposals of a request with its text, each up to the proposal's first miss or the end of the text.
 
-    Returns the request's addition to `factor_weight_D2`.
+    Returns the request's additions to the two columns of `factor_weight_D2`.
     """
     d = tl.arange(0, triton.next_power_of_2(D))
     k = tl.arange(0, triton.next_power_of_2(K))[None, :]
@@ -203,7 +203,7 @@ def _judge(t, sums, text_ptr, slot, total_len, D: tl.constexpr, K: tl.constexpr,
 def observe_request(  # type: ignore[no-untyped-def]
     texts, row_stride, outcomes, t, sums, request, num_requests, step, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr
 ):  # fmt: skip
-    """Learns from the tokens that the step sampled for a request. The last request to finish adds all sums to the tables."""
+    """Learns from the tokens that the step sampled for a request. The last program to finish adds all sums to the tables."""
     slot = tl.load(texts.slots_B + request).to(tl.int64)
     num_sampled_ptr, num_rejected_ptr = outcomes
     num_sampled = tl.load(num_sampled_ptr + request)
@@ -253,13 +253,13 @@ def _relation(token, is_draft, count, d, k, REFERENCE: tl.constexpr):  # type: i
 
 @triton.jit
 def _worth(survival, price):  # type: ignore[no-untyped-def]
-    """Returns the worth of draft tokens, in tokens."""
+    """Returns the worth of draft tokens, which is counted in tokens."""
     return tl.maximum(survival - price, survival * _MIN_WORTH_SHARE)
 
 
 @triton.jit
 def _cheapness(k, price, mean_price):  # type: ignore[no-untyped-def]
-    """Returns the factors of a request's rates in `rates_SK`, [K]. All but the first one are 1."""
+    """Returns the factors by which a request's rates in `rates_SK` are multiplied, [K]. All but the first one are 1."""
     is_priced = tl.minimum(price, mean_price) > _LEAST_PRICE
     factor = tl.where(is_priced, mean_price / tl.maximum(price, _LEAST_PRICE), 1.0)
     return tl.where(k == 0, factor, 1.0)
@@ -267,14 +267,17 @@ def _cheapness(k, price, mean_price):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _best(worth, count, d):  # type: ignore[no-untyped-def]
-    """Returns the drafter of the highest worth, that worth, and the number of its draft tokens."""
+    """Returns the drafter whose proposal has the highest worth, that worth, and the number of its draft tokens."""
     most, best = tl.max(worth, axis=0, return_indices=True)
     return best, most, tl.sum(tl.where((d == best) & (worth > 0.0), count, 0), axis=0)
 
 
 @triton.jit
 def _count(t, row, survival, count, num_requests, k):  # type: ignore[no-untyped-def]
-    """Counts the first `count` draft tokens of a request in a row of `spread_FQ`, by survival [K]. Adds `num_requests`."""
+    """Counts the first `count` draft tokens of a request in a row of `spread_FQ`, by their `survival`, [K].
+
+    Adds `num_requests` to the requests of that row.
+    """
     row_ptr = t.spread_FQ + row * (_NUM_BINS + 1)
     bins = tl.minimum((survival * _NUM_BINS).to(tl.int32), _NUM_BINS - 1)
     tl.atomic_add(row_ptr + bins, tl.full(k.shape, 1, tl.int32), mask=k < count, sem="relaxed")
@@ -289,7 +292,7 @@ def _of(d, drafter, values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _level_rates(t, entry, is_draft, factor, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the rates of draft tokens over all relations, [D, K]."""
+    """Returns the rates of draft tokens by their levels alone, [D, K], taken over all relations."""
     hits = tl.load(t.evidence_DE2 + entry, mask=is_draft, other=0.0)
     trials = tl.load(t.evidence_DE2 + entry + 1, mask=is_draft, other=1.0)
     for relation in tl.static_range(1, E // _NUM_LEVELS):
@@ -308,9 +311,9 @@ def _calibration(t, d, D: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_without_model(t, slot, d, k, token, count, survival, price, MODEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Counts what would be submitted without the model's drafts, and keeps the first token of that.
+    """Counts what would be submitted without the model's drafts, and keeps the first token of it in `alone_token_S`.
 
-    Does nothing if the model has not drafted.
+    If the model has not drafted, nothing is counted and the token is -1.
     """
     worth = tl.where(d == MODEL, 0.0, tl.sum(_worth(survival, price), axis=1))
     other, _, other_count = _best(worth, count, d)
@@ -329,10 +332,10 @@ def _count_without_model(t, slot, d, k, token, count, survival, price, MODEL: tl
 def _count_choice(  # type: ignore[no-untyped-def]
     t, d, k, found, count, most, rate, is_draft, price, MODEL: tl.constexpr, D: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """Counts what is submitted, and what would be submitted at each depth (`_count_depths` of the lab's kernels).
+    """Counts in `spread_FQ` what is submitted, and what would be submitted if the model had drafted to each depth.
 
-    Depth 1, and depths up to twice what the model has drafted, are foreseen. A token that was not drafted is then assumed to
-    have the rate of the last one that was.
+    The depths up to what the model has drafted are known, and those up to twice that plus 1 are foreseen. A token that was not
+    drafted is then assumed to have the rate of the last one that was. The laboratory's kernel is `_count_depths`.
     """
     survival = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
     calibration = _calibration(t, d, D)

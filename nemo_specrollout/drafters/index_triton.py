@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context index on a GPU, as functions of the kernels in `step_triton.py`. `device_index.py` explains the tables.
+"""The context index on a GPU, as functions that the kernels in `step_triton.py` call. `device_index.py` explains the tables.
 
 Learning takes two launches. In the first, programs list the keys of all new contexts in the order in which a CPU counts them.
 In the second, each program owns a part of the buckets, and counts the listed contexts of its part in order. No two programs
-write the same bucket, so the result equals that of the laboratory's kernels for a CPU bit for bit.
+write the same bucket, so the result is equal bit for bit to that of the laboratory's kernels for a CPU.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions. N positions listed at a time, J tokens
 before each of them, M context lengths 1..M (some unused). E listed keys read at a time, R rows read at a time. P tokens of a
@@ -83,9 +83,9 @@ def _term(token, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _claim(words, key, bucket_mask):  # type: ignore[no-untyped-def]
-    """Returns the slot of a key, which gains ranks, and whether the slot was its own before.
+    """Returns the slot that a key has from now on, and whether the slot was the key's own before. The key gains ranks.
 
-    The cost of slot i is `OWN`, `FREE` or its rank. The smallest cost * 8 + i gives both the lowest cost and its slot.
+    The cost of slot i is `OWN`, `FREE` or its rank. The smallest of all cost * 8 + i gives both the lowest cost and its slot.
     """
     i_I = tl.arange(0, _BUCKET_SLOTS)
     line = (key & bucket_mask) * _BUCKET_SLOTS
@@ -125,7 +125,10 @@ def _count(candidates, slot, token, is_own):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _num_new(index, texts, row_R, mask_R, num_slots, longest, max_new):  # type: ignore[no-untyped-def]
-    """Returns each row's slot, and start, end and number of its new tokens. A row without a slot has no new tokens."""
+    """Returns each row's slot, whether it has one, and the start, the end and the number of its new tokens.
+
+    A row without a slot has no new tokens.
+    """
     slot_R = tl.load(texts.slots_B + row_R, mask=mask_R, other=-1).to(tl.int64)
     has_slot_R = (slot_R >= 0) & (slot_R < num_slots)
     start_R = tl.maximum(tl.load(index.learned_S + slot_R, mask=has_slot_R, other=0), 0)
@@ -187,7 +190,7 @@ def list_contexts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def learn_listed(index, part, num_parts, NUM_ORDERS: tl.constexpr, BUCKET_MASK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Counts the listed tokens in order as continuations of those contexts whose buckets belong to a part."""
+    """Counts the listed tokens in order, as continuations of those contexts whose buckets belong to part number `part`."""
     num_keys = tl.load(index.num_listed) * NUM_ORDERS
     for first in range(0, num_keys, _KEYS):
         e_E = first + tl.arange(0, _KEYS)
@@ -206,7 +209,7 @@ def learn_listed(index, part, num_parts, NUM_ORDERS: tl.constexpr, BUCKET_MASK: 
 
 @triton.jit
 def record_learned(index, texts, num_slots, longest, max_new, num_rows):  # type: ignore[no-untyped-def]
-    """Records up to which token each text was listed, in `learned_S`. Nothing else may read it at the same time."""
+    """Writes to `learned_S` up to which token each text was listed. Nothing else may read `learned_S` at the same time."""
     room = _MAX_LISTED + 0
     for first in range(0, num_rows, _ROWS):
         row_R = first + tl.arange(0, _ROWS)
@@ -221,7 +224,7 @@ def record_learned(index, texts, num_slots, longest, max_new, num_rows):  # type
 
 @triton.jit
 def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
-    """Returns the first candidate with the highest count, that count, and its level. Order 0 means that there is no slot."""
+    """Returns the first candidate with the highest count, that count, and the evidence level. Without a slot, `order` is 0."""
     c_C = tl.arange(0, _NUM_CANDIDATES)
     num = tl.where(order > 0, _NUM_CANDIDATES, 0)
     candidate_C = tl.load(candidates + slot * _NUM_CANDIDATES + c_C, mask=c_C < num, other=0)
@@ -242,8 +245,8 @@ def walk_row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Writes the likeliest continuation of a row's text to `out`. `rate_G` is the acceptance rate of each evidence level.
 
-    The window holds the last LANES tokens of the text, then the drafts. `factor_P` holds each token's factor in the key of a
-    context that ends with the latest token, so no token is read twice.
+    The window holds the last LANES tokens of the text, and then the drafts. `factor_P` holds the factor that each of these
+    tokens has in the key of a context that ends with the latest token. So no token is read twice.
     """
     WINDOW: tl.constexpr = triton.next_power_of_2(LANES + MOST)
     slot = tl.load(texts.slots_B + row).to(tl.int64)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three GPU kernels of a step (observe, learn and propose), each of which serves the draft board and all context indexes.
+"""The GPU kernels of the draft board and the context indexes. The three of a step are `_observe`, `_learn` and `_propose`.
 
-`DraftBoard` and `ContextIndex` say what they compute. A program is a single warp, because it mostly waits for memory and there
-are many of them. The kernels also serve a board without indexes, and an index without a board.
+`DraftBoard` and `ContextIndex` say what the kernels compute. Each launch serves the board and all indexes. A board without
+indexes, and an index without a board, work too. A program is a single warp, because it mostly waits for memory and there are
+many programs.
 
 Shapes and constants are as in `board.py` and `index_triton.py`. D is 0 without a board. Each constant of the indexes is a
 separate tuple, because Triton 3.6 does not support records of constants.
@@ -48,7 +49,7 @@ class BoardMemory(NamedTuple):
 
 @triton.jit
 def _given(number, number_ptr):  # type: ignore[no-untyped-def]
-    """Returns a number of the step, which is read from memory in a CUDA graph because it may change between replays."""
+    """Returns a number of the step. In a CUDA graph it is read from memory, because it may change between replays."""
     if number_ptr is not None:
         number = tl.load(number_ptr)
     return number
@@ -114,14 +115,14 @@ def _propose(  # type: ignore[no-untyped-def]
             LANES[i], BUCKET_MASK[i],
         )  # fmt: skip
     if D > 0:
-        tl.debug_barrier()  # the walks' drafts are written
+        tl.debug_barrier()  # all drafts of the walks are written
         choose_for_request(
             texts, t, row, row_price, context_price, mean_price, most_drafts, MODEL, REFERENCE, S, D, K, E
         )
 
 
 def memory_of(tables: "Tables") -> BoardMemory:
-    """Returns a board's tensors with new buffers for what each step sums."""
+    """Returns a board's tensors together with new buffers for the sums of each step."""
     num_slots = len(tables.limit_S)
     num_drafters = len(tables.evidence_DE2)
     shared = (tables.evidence_DE2, tables.steps_TD2[0])

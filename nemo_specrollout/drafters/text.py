@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text drafters, which read the requests' own texts on the engine's device, with one class for each kind.
+"""Text drafters, which have no weights and read the texts of requests on the engine's device. There is a class for each kind.
 
 Shapes: S request slots, B requests of the batch.
 """
@@ -26,7 +26,7 @@ from nemo_specrollout.drafters.unread import UnreadTokens
 
 
 class LookupDrafter(Drafter):
-    """Proposes the tokens that earlier followed the last tokens of a request, in texts with the same salt.
+    """Proposes the tokens that earlier followed the same tokens as a request's last ones, in texts with the same salt.
 
     Owns the context index, and `unread`, which bounds how many tokens the index has yet to read.
     """
@@ -43,7 +43,7 @@ class LookupDrafter(Drafter):
 
     @abstractmethod
     def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
-        """Returns the salt of a new request, and the number of its first tokens that need no learning."""
+        """Returns the salt of a new request, and the number of its first tokens that the index need not learn."""
 
     def open(self, slots: torch.Tensor, requests: Sequence[Any], put: Put) -> None:
         salts, learned = zip(*(self.start_of(r.identity, r.num_tokens) for r in requests), strict=True)
@@ -62,9 +62,9 @@ class LookupDrafter(Drafter):
 class SuffixLookup(LookupDrafter):
     """Proposes what siblings and earlier rollouts of the same prompt wrote after the same last tokens.
 
-    After SuffixDecoding (arXiv 2411.04975). The requests of a group share contexts, which fill as tokens arrive, so a
-    straggler drafts from its siblings that are ahead. The salt is the prompt's, so past epochs are remembered until the index
-    needs the room.
+    The idea is that of SuffixDecoding (arXiv 2411.04975). The requests of a group share contexts, to which tokens are added as
+    they are sampled. So a request that lags behind drafts from its siblings that are ahead. The salt depends on the prompt
+    alone, so rollouts of past epochs are remembered until the index needs the room.
     """
 
     name = "suffix"
@@ -85,7 +85,7 @@ class NgramLookup(LookupDrafter):
 
 
 class RandomTokens(Drafter):
-    """Proposes random tokens, to measure the worst case and to test that outputs do not depend on drafts."""
+    """Proposes random tokens. It serves to measure the worst case, and to test that outputs do not depend on drafts."""
 
     name = "random"
 

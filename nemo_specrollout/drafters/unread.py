@@ -12,15 +12,15 @@ from nemo_specrollout.drafters.device_index import MAX_LISTED
 
 
 class UnreadTokens:
-    """An upper bound on the number of tokens of each text that an index has not read. Owns that bound for each request slot.
+    """Owns an upper bound on the number of tokens that a context index has not read, for the text in each request slot.
 
     The launch that reads new tokens needs an upper bound on the new tokens per text. The lengths of texts are on the device,
     and the host must not wait for them, so the host counts how much texts can have grown. An index reads at most `MAX_LISTED`
     tokens in a step, in the order of the batch's rows. When many long texts arrive at once, the later ones therefore wait,
-    and they stay in the bound until the host can be sure that they were read.
+    and their tokens stay in the bound until the host can be sure that they were read.
 
     Invariant: after `read` or `skip`, `_unread_S[s]` is never less than the number of tokens of slot s that the index has yet
-    to read. As long as no text is behind, all of these are 0, and a step costs one comparison.
+    to read. As long as the index has read all texts, all of these numbers are 0, and a step costs the host one comparison.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -39,7 +39,7 @@ class UnreadTokens:
             self._is_any_behind = bool(self._unread_S.any())
 
     def skip(self, slots_B: np.ndarray, most_sampled: int) -> None:
-        """Notes a step whose tokens, at most `most_sampled` per request, the index does not read yet."""
+        """Notes a step whose tokens the index does not read yet. There are at most `most_sampled` per request."""
         self._unread_S[slots_B] += most_sampled
         self._is_any_behind = True
 

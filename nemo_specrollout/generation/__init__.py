@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How this package enters vLLM. The vLLM worker puts the parts in `engine`, `drafting`, `step` and `runners` together."""
+"""The code that starts and extends vLLM. `vllm_worker.py` puts `engine`, `drafting`, `step` and `runners` together."""

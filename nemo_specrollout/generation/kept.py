@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine keeps for later starts and for other engines, namely rates, step times and responses."""
+"""Keeps acceptance rates, times of engine steps, and responses of an engine for later starts and for other engines."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -11,24 +11,24 @@ from nemo_specrollout.generation.warm_start import Learning, WarmStart
 
 
 class Kept:
-    """The things that an engine keeps, which are its warm start, its history, both or neither."""
+    """Keeps what an engine has learned (`warm_start`) and its responses (`history`), or only one of them, or nothing."""
 
     def __init__(self, warm_start: WarmStart | None = None, history: HistoryDrafter | None = None) -> None:
         self.warm_start = warm_start
-        """None without drafters."""
+        """Keeps acceptance rates and times of engine steps. None if the engine has no drafters."""
         self.history = history
-        """None without a history, and on a rank whose drafts are not used."""
+        """Keeps responses. None if the block keeps no history, and on ranks other than the output rank."""
         self._was_told = False
 
     @classmethod
     def begun(cls, config: SpecrolloutConfig, runner: Any, learning: Learning) -> "Kept":
-        """Lets the drafters of a warmed-up engine begin with what is kept. Returns the object that keeps what they learn."""
+        """Lets a warmed-up engine begin with what was kept before. Returns the `Kept` that keeps what this engine learns."""
         warm_start = WarmStart(config, runner, learning)
         warm_start.begin()
         return cls(warm_start, learning.router.history)
 
     def began(self) -> list[str]:
-        """Returns what the engine began with, in phrases that end a sentence about it."""
+        """Returns what the engine began with, for the user, in phrases such as "found 12 earlier responses (3 KiB)"."""
         found = [] if self.warm_start is None else [self.warm_start.sentence]
         if self.history is not None:
             facts = self.history.facts()
@@ -37,20 +37,20 @@ class Kept:
         return [sentence for sentence in found if sentence is not None]
 
     def take_began(self) -> list[str]:
-        """Returns `began` at the first call, and nothing at later calls."""
+        """Returns the phrases of `began` at the first call, and an empty list at later calls."""
         was_told = self._was_told
         self._was_told = True
         return [] if was_told else self.began()
 
     def keep(self) -> None:
-        """Keeps what was learned since the last call. The engine should be idle."""
+        """Starts to write what the engine has learned since the last call. Call it while the engine is idle."""
         if self.warm_start is not None:
             self.warm_start.keep()
         if self.history is not None:
             self.history.end_rollout()
 
     def loaded_head(self, folder: Path) -> None:
-        """Notes that the drafter has the weights of `folder`."""
+        """Notes that the draft head now has the weights in `folder`."""
         if self.warm_start is not None:
             self.warm_start.loaded_head(folder)
 
@@ -59,13 +59,13 @@ class Kept:
         return None if self.history is None else asdict(self.history.facts())
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Returns what went wrong since the last call, as plain values."""
+        """Returns the problems with files since the last call, each as a dict whose `sentence` is for the user."""
         alarms = [] if self.warm_start is None else self.warm_start.take_alarms()
         if self.history is not None:
             alarms += [{"sentence": sentence} for sentence in self.history.service.take_problems()]
         return alarms
 
     def close(self) -> None:
-        """Writes what has not been written yet."""
+        """Ends the history after all of its responses are written."""
         if self.history is not None:
             self.history.service.close()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM worker, which adds drafter-invariant sampling, drafting and telemetry to vLLM's V2 model runner.
+"""The vLLM worker, which adds sampling that no draft can change, drafting and telemetry to vLLM's V2 model runner.
 
-Seeds, verification by equality, drafts with the target's noise, and drafting around vLLM's speculator are installed on the
-worker's own runner object. Three changes hold for the whole process:
+Most changes are made to the model runner that the worker owns. That runner seeds each request, verifies drafts by equality,
+and gets its drafts from the draft router in the place of vLLM's speculator. Three changes hold for the whole process:
 
 - Top-p gives the same result for a row in batches of all sizes (`compat.make_top_p_independent_of_batch`).
 - Before vLLM 0.32, drafters without weights are allowed (`text_method.allow_text_drafters`).
-- Before vLLM 0.32, vLLM's rule of acceptance is put aside while a batch is verified (`before_0_32.SwappingVerifier`).
+- Before vLLM 0.28, vLLM's rule of acceptance is replaced while a batch is verified (`before_0_32.SwappingVerifier`).
 
 What differs between families of vLLM's model runners is in `generation/runners`.
 """
@@ -56,12 +56,12 @@ _NativeWorker: Any = native_worker(compat.device_type())
 class VllmWorkerMixin(WorkerCalls):
     """Extends a vLLM worker, and checks that the extension is in force before the engine may serve.
 
-    It goes through these states in this order:
+    The worker goes through four states in this order:
 
-    - created;
-    - model loaded: all of our memory is allocated, so that vLLM's memory profile includes it;
-    - KV cache ready: verification and drafting are in force;
-    - warmed up: each request must have an identity.
+    1. It is created.
+    2. Its models are loaded. All of our memory is allocated now, so that vLLM's memory profile includes it.
+    3. Its KV cache is ready. From now on our sampling, verification and drafting are in force.
+    4. It is warmed up. From now on each request must have an identity (`RequestIdentity`).
     """
 
     model_runner: Any
@@ -69,23 +69,23 @@ class VllmWorkerMixin(WorkerCalls):
     specrollout_config: SpecrolloutConfig
     specrollout_accounts: StepAccounts
     specrollout_router: DraftRouter | None = None
-    """None without drafters."""
+    """Runs all drafters of the engine. None without drafters."""
     specrollout_samples: SampleStatsLog
-    """Which policies sampled each request, and what became of its drafts."""
+    """Log of the policy versions that sampled each request, and of how many of its drafts were accepted."""
     specrollout_host_budget: HostBudget | None = None
-    """None where vLLM chooses on the device which drafts a step verifies."""
+    """Chooses on the host which drafts an engine step verifies. None where vLLM chooses them on the device."""
     specrollout_host_chooses: str | None = None
     """Reason why the host chooses the drafts, or None if the device does."""
     specrollout_ties: NearTies | None = None
-    """Near-ties of early requests. None if the block does not run ahead, and on a rank whose drafts are not used."""
+    """Near-ties of early requests. None if the block does not run ahead, and on ranks other than the output rank."""
     specrollout_kept = Kept()
-    """What the engine keeps for later starts and for other engines. Empty without drafters, and until it has warmed up."""
+    """Keeps files for later starts and for other engines. It keeps nothing without drafters, and until the warm-up is over."""
     specrollout_policy_version = 0
 
     # Methods of vLLM's worker for its life cycle.
 
     def init_device(self) -> None:
-        """Lets vLLM build its model runner, and checks it."""
+        """Lets vLLM build its model runner. Raises RuntimeError unless it has all that this package relies on."""
         allow_text_drafters()
         super().init_device()  # type: ignore[misc]
         compat.verify_model_runner(self.model_runner)
@@ -117,15 +117,15 @@ class VllmWorkerMixin(WorkerCalls):
         self.specrollout_samples = self._sample_stats_log()
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Lets vLLM allocate the KV cache, then checks what the engine will do."""
+        """Lets vLLM allocate the KV cache. Raises RuntimeError unless our sampling, verification and drafting are in force."""
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
         self._verify_in_force()
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warms up our kernels, then lets vLLM warm up with requests without identities, and then follows all requests.
+        """Warms up our kernels, lets vLLM warm up with requests of its own, and from then on follows every request.
 
         Our warm-up comes first, because vLLM reports everything that is compiled after its own. Ray's executor calls the
-        runner directly, so the runner's methods are replaced and not the worker's.
+        runner directly, so the methods of the runner are replaced and not those of the worker.
         """
         runner = self.model_runner
         router = self.specrollout_router
@@ -146,31 +146,31 @@ class VllmWorkerMixin(WorkerCalls):
         return times
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
-        """Releases memory that only drafting needs, and then does vLLM's work."""
+        """Releases the memory of captured features, and then lets vLLM put the worker to sleep."""
         if self._capture is not None:
             self._capture.release()
         super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self) -> None:
-        """Ends the worker after all responses of the history are written."""
+        """Writes all responses of the history, and then lets vLLM end the worker."""
         self.specrollout_kept.close()
         super().shutdown()  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """Lets vLLM wake up. The head's weights may have been dropped and reloaded, so its canary starts over."""
+        """Lets vLLM wake up. The head's weights may have been dropped and loaded again, so the head's canary starts over."""
         super().wake_up(*args, **kwargs)  # type: ignore[misc]
         if self.specrollout_router is not None:
             self.specrollout_router.woke_up()
 
     def _settle_budget(self, reason: str | None) -> None:
-        """Lets the host choose the drafts of each step if there is a `reason`, and otherwise the device."""
+        """Lets the host choose the drafts of each engine step if there is a `reason`, and otherwise the device."""
         if reason and reason != self.specrollout_host_chooses:
             logger.warning("specrollout: the host chooses the drafts of each step: %s", reason)
         self.specrollout_host_chooses = reason
         self.specrollout_host_budget = HostBudget(self.model_runner, self.specrollout_router) if reason else None
 
     def _verify_in_force(self) -> None:
-        """Raises RuntimeError if this engine would verify or draft in any other way than ours."""
+        """Raises RuntimeError if this engine would sample, verify or draft in any other way than this package's."""
         runner = self.model_runner
         router = self.specrollout_router
         config = self.specrollout_config
@@ -203,10 +203,10 @@ class VllmWorkerMixin(WorkerCalls):
         return lengths_S
 
     def _next_positions(self) -> list[int]:
-        """Returns for each request slot the position of the token that is sampled next.
+        """Returns the position of the token that is sampled next in each request slot, counted from the start of the prompt.
 
-        That is the length of the text, because the last token is not read yet. While a text is read in chunks it is one
-        more than the number of tokens that have been read.
+        A request that decodes has read all of its text but the last token, so this position is the length of its text. While
+        a text is read in chunks, it is one more than the number of tokens that have been read.
         """
         states = self.model_runner.req_states
         num_read_S = states.num_computed_prefill_tokens
@@ -214,10 +214,10 @@ class VllmWorkerMixin(WorkerCalls):
         next_S: list[int] = np.where(is_reading_S, num_read_S + 1, self._lengths_S.cpu().numpy()).tolist()
         return next_S
 
-    # Methods of vLLM's model runner for steps.
+    # Methods of vLLM's model runner for engine steps.
 
     def _execute_step(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
-        """Wraps the runner's `execute_model`. Seeds new requests, follows who comes and goes, and applies the budget."""
+        """Wraps the runner's `execute_model`. It seeds new requests, notes which requests begin and end, and limits drafts."""
         if options.get("dummy_run"):
             return self._execute_model(scheduler_output, *args, **options)
         identities = [self._set_seed(new) for new in scheduler_output.scheduled_new_reqs]
@@ -231,7 +231,7 @@ class VllmWorkerMixin(WorkerCalls):
         return output
 
     def _close_leaving(self, scheduler_output: Any) -> None:
-        """Ends drafting for requests that leave their slots with this step, before new requests take the slots."""
+        """Ends records and drafting for requests that leave their slots in this step, before new requests take the slots."""
         leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         if not leaving:
             return
@@ -269,7 +269,7 @@ class VllmWorkerMixin(WorkerCalls):
                 )
 
     def _sample_step(self, grammar_output: Any) -> Any:
-        """Wraps the runner's `sample_tokens`, which also drafts for the next step."""
+        """Wraps the runner's `sample_tokens`, which samples a step's tokens and then drafts for the next step."""
         state = self.model_runner.execute_model_state
         if state is None:
             return self._sample_tokens(grammar_output)
@@ -289,7 +289,7 @@ class VllmWorkerMixin(WorkerCalls):
     def _sample_without_speculator(self, grammar_output: Any) -> Any:
         """Runs `sample_tokens` as if there were no speculator, for a step that neither has nor makes drafts.
 
-        Otherwise vLLM would overwrite all drafts of the batch, although no step reads them before new ones are made.
+        With a speculator, vLLM would overwrite all drafts of the batch for nothing, because no step reads them.
         """
         runner = self.model_runner
         speculator = runner.speculator
@@ -318,13 +318,13 @@ class VllmWorkerMixin(WorkerCalls):
     # Remote calls, whose contracts are in `WorkerCalls`. Replies are plain values.
 
     def specrollout_totals(self) -> dict[str, Any] | None:
-        """Returns `EngineTotals` as a dict, or None on a rank whose drafts are not used."""
+        """Returns `EngineTotals` as a dict, or None on ranks other than the output rank."""
         return asdict(self.specrollout_accounts.totals()) if is_output_rank() else None
 
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
-        """Returns `StepEnd` as a dict, or None on a rank whose drafts are not used.
+        """Ends a training step. Returns `StepEnd` as a dict, or None on ranks other than the output rank.
 
-        It has the sample stats of the requests of `seeds`, or of all requests that have ended if `seeds` is None.
+        The reply has the statistics of the requests with these `seeds`, or of all that have ended if `seeds` is None.
         """
         if not is_output_rank():
             return None
@@ -345,7 +345,7 @@ class VllmWorkerMixin(WorkerCalls):
         return [asdict(found[seed]) if seed in found else None for seed in seeds]
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms since the last call, which come from the head's canary and from what is kept."""
+        """Returns the alarms since the last call, which come from the head's canary and from the files that are kept."""
         return ([] if self._monitor is None else self._monitor.take_alarms()) + self.specrollout_kept.take_alarms()
 
     def specrollout_keep_learned(self) -> None:
@@ -353,7 +353,7 @@ class VllmWorkerMixin(WorkerCalls):
         self.specrollout_kept.keep()
 
     def specrollout_weights_updated(self, seconds: float) -> None:
-        """Counts a weight update, during which the engine could make no steps for `seconds`."""
+        """Counts a weight update, during which the engine could make no engine steps for `seconds`."""
         self.specrollout_accounts.num_weight_updates += 1
         self.specrollout_accounts.trace.stood_still(seconds)
         self.specrollout_policy_is(self.specrollout_policy_version + 1)
@@ -371,7 +371,7 @@ class VllmWorkerMixin(WorkerCalls):
     def specrollout_load_head(
         self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3
     ) -> None:
-        """Loads the head in `folder`, and starts its canary with what was measured on held-out texts."""
+        """Loads the head in `folder`, and starts its canary with the acceptance that was measured on held-out texts."""
         router = self.specrollout_router
         if router is None or router.head is None or router.monitor is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")
@@ -405,7 +405,7 @@ class VllmWorkerMixin(WorkerCalls):
         return None
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns the near-ties of early requests by name that were not returned before."""
+        """Returns those near-ties of early requests, by name, that were not returned before."""
         if not is_output_rank():
             return None
         ties = self.specrollout_ties
@@ -418,11 +418,11 @@ class VllmWorkerMixin(WorkerCalls):
             self.specrollout_ties.forget(self._lengths_S)
 
     def specrollout_step_seconds(self) -> tuple[list[float], float] | None:
-        """Returns the predicted seconds of steps without drafts by number of requests, and those of one more draft row."""
+        """Returns the predicted seconds of plain engine steps by number of requests, and those of one more draft row."""
         return self.specrollout_accounts.step_seconds() if is_output_rank() else None
 
     def specrollout_drafter_stats(self) -> dict[str, Any] | None:
-        """Returns `DrafterStats` as a dict, or None without remote drafters and on a rank whose drafts are not used."""
+        """Returns `DrafterStats` as a dict, or None without remote drafters and on ranks other than the output rank."""
         return None if self._remote is None else asdict(self._remote.stats())
 
     def specrollout_drafters_at(self, addresses: list[str], secret: str) -> None:
@@ -444,4 +444,4 @@ class VllmWorkerMixin(WorkerCalls):
 
 
 class SpecrolloutWorker(VllmWorkerMixin, _NativeWorker):
-    """vLLM's worker for this process's device, with drafter-invariant sampling."""
+    """vLLM's worker for this process's device, with this package's sampling and drafting."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm start of an engine, which begins with the rates and step times that a similar engine has kept in a file.
+"""The warm start of an engine, by which it begins with acceptance rates and times that a similar engine has kept in a file.
 
 What is read can only change how much is drafted and never a token, so any file that fits is safe to use.
 
@@ -32,7 +32,7 @@ from nemo_specrollout.speculation.foresight import Foresight
 KIND = "engine"
 """Prefix of the names of the files."""
 _ROUNDING = 1e-3
-"""Share by which decayed hits may exceed decayed trials because of rounding."""
+"""Share by which hits (accepted draft tokens) may exceed trials (judged ones) because both are decayed and rounded."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Learning:
     router: DraftRouter
     accounts: StepAccounts
     foresight: Foresight | None
-    """None where the device chooses the drafts of a step."""
+    """What the host expects of drafts. None where the device chooses the drafts of an engine step."""
 
 
 class WarmStart:
     """Owns the file of an engine, and what was read from it.
 
-    `begin` reads it before the first step. All tensor-parallel ranks begin alike, because the first one sends what it has
-    read to the others. `keep` writes the file between two training steps, on the rank whose drafts are used.
+    `begin` reads the file before the first engine step. All tensor-parallel ranks begin alike, because the first one sends
+    what it has read to the others. `keep` writes the file between two training steps, on the output rank.
     """
 
     def __init__(self, config: SpecrolloutConfig, runner: Any, learning: Learning) -> None:
@@ -61,13 +61,13 @@ class WarmStart:
         )
         """Digest of the weights that the drafter with weights has now."""
         self._file: KeptFile | None = None
-        """None where nothing is kept."""
+        """The engine's file, or None where nothing is kept."""
         folder = config.learned.folder
         if config.learned.warm_start and folder is not None:
             self._file = KeptFile(Path(folder), KIND, engine_key(config, runner, learning.router))
         self._found = Found(reason="nothing is kept")
         self._num_kept = 0
-        """Steps of this engine when it last kept what it has learned."""
+        """Number of engine steps that this engine had made when it last kept what it has learned."""
 
     @property
     def sentence(self) -> str | None:
@@ -92,9 +92,9 @@ class WarmStart:
             self._found = self._file.unfit(str(error))
 
     def loaded_head(self, folder: Path) -> None:
-        """Notes that the drafter now has the weights of `folder`, and has forgotten what it had learned.
+        """Notes that the draft head now has the weights in `folder`, and that what was learned about it is forgotten.
 
-        If what was read is about these weights, and no step was made since, the engine begins with it again.
+        If the file that was read is about these weights, and no engine step was made since, the engine begins with it again.
         """
         self._weights = agreed(weights_digest(folder))
         found = self._found
@@ -103,7 +103,10 @@ class WarmStart:
             self._apply(found.state)
 
     def keep(self) -> None:
-        """Writes in a thread what the engine has learned, unless this was done just before. The engine should be idle."""
+        """Starts to write in a thread what the engine has learned, unless this was done a short time ago.
+
+        Call it while the engine is idle.
+        """
         file = self._file
         num_steps = self._learning.accounts.trace.num_steps
         has_learned = num_steps > self._num_kept and type(self._learning.router.policy) is self._policy_class
@@ -118,7 +121,7 @@ class WarmStart:
             self._file.settle()
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Returns what went wrong with the file since the last call, as plain values."""
+        """Returns the problem with the file since the last call, as a list of at most one dict, or an empty list."""
         problem = None if self._file is None else self._file.take_problem()
         return [] if problem is None else [{"sentence": problem}]
 
@@ -160,7 +163,10 @@ class WarmStart:
 
 
 def _tables_of(state: Any, now: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tables of a drafter, whose names and shapes must be those of `now`. Raises Unfit."""
+    """Returns the tables of a drafter from the file's `state`, float64 arrays by name.
+
+    Raises Unfit unless they have the names and shapes of `now`, and all of their numbers are possible sums and rates.
+    """
     if not isinstance(state, Mapping) or set(state) != set(now):
         raise Unfit("a drafter has other tables")
     found = {}
@@ -171,7 +177,7 @@ def _tables_of(state: Any, now: Mapping[str, np.ndarray]) -> dict[str, np.ndarra
             raise Unfit(f"{name} is no table of numbers") from error
         second = values[..., 1:]
         is_sound = values.shape == table.shape and bool((np.abs(values) <= LARGEST).all() and (second >= 0.0).all())
-        if is_sound and name != "factor_weight_2":  # hits of trials, and hits of predicted hits
+        if is_sound and name != "factor_weight_2":  # all others have hits first, then trials or predicted hits
             is_sound = bool((values >= 0.0).all())
         if is_sound and name == "evidence_E2":
             hits = values[..., :1]

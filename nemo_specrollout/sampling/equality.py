@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accepts a draft token if and only if the policy samples the same token at its position.
 
-A request of n drafts has n + 1 consecutive rows. Row j is sampled after the first j drafts.
+A request with n drafts has n + 1 consecutive rows. In row j, counted from 0, the policy samples the token after the request's
+first j drafts.
+
 Shapes: B requests, R rows, K draft positions.
 """
 
@@ -19,9 +21,10 @@ def accept_by_equality(
 
     Args:
         sampled_R: the token that the policy samples in each row, int64.
-        inputs_R: the token that the forward pass reads in each row: a request's last token, then its drafts.
-        starts_B1: the first row of each request, then the number of rows, [B + 1].
-        num_positions: K.
+        inputs_R: the token that the forward pass reads in each row. A request's rows read its last token, and then its drafts.
+            A row with -1 has a draft that must not be accepted.
+        starts_B1: the first row of each request, and at the end the number of all rows, [B + 1].
+        num_positions: most drafts of a request (K).
     """
     num_requests = len(starts_B1) - 1
     emitted_BK = sampled_R.new_empty(num_requests, num_positions + 1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance on a GPU, by the kernel of `equality.py` with one program for each request.
+"""The GPU kernel of `equality.py`, with one program for each request.
 
-`row_sampling_triton.py` accepts by the same function.
+`row_sampling_triton.py` accepts drafts by the same function, `accept_request`.
 """
 
 import torch

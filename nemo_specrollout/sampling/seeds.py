@@ -2,7 +2,7 @@
 """Derives the seed of each request from the request's identity, and never from when or where it runs.
 
 Changing a constant or a formula here changes every rollout (`docs/concepts/exactness.md`). The module does not import torch,
-so drivers, workers and simulators can all import it.
+so that processes without torch can import it too.
 """
 
 import hashlib
@@ -38,12 +38,12 @@ def combine(*parts: int) -> int:
 def request_seed(engine_seed: int, prompt_index: int, sample_index: int, policy_version: int) -> int:
     """Returns the seed of a rollout request, in [0, 2^63).
 
-    Equal arguments give equal seeds on every worker. Siblings of a GRPO group differ in `sample_index`.
+    Equal arguments give equal seeds in every process. The samples of a GRPO group differ in `sample_index`.
     """
     return combine(engine_seed, prompt_index, sample_index, policy_version) >> 1
 
 
 def content_hash(token_ids: Iterable[int]) -> int:
-    """Returns a 63-bit hash of a token sequence, which tells prompts apart if they have no index."""
+    """Returns a 63-bit hash of a token sequence. It tells prompts apart where they have no index."""
     digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How deep vLLM's speculator drafts in a step, which families of vLLM's model runners do in different ways.
+"""Asks vLLM's speculator for drafts of a given depth, which works differently in each family of vLLM's model runners.
+
+The depth is the number of draft tokens that the speculator proposes for each request in an engine step.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -23,9 +25,9 @@ class DraftDepth:
         return 1
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns drafts, int64 [B, K], and how many of them are new for each request.
+        """Returns drafts, int64 [B, K], and the depth, which is how many drafts of each request are new.
 
-        That number is `wanted`, or more where more drafts cost nothing extra. If none are wanted, the speculator only reads
-        the step's tokens. `inputs` and `options` are the arguments of vLLM's `propose`.
+        The depth is `wanted`, or more where more drafts cost nothing extra. If `wanted` is 0, the speculator only reads the
+        step's tokens. `inputs` and `options` are the positional and the keyword arguments of vLLM's `propose`.
         """
         return self._propose(*inputs, **{**options, "num_speculative_tokens": wanted}), wanted

@@ -47,20 +47,20 @@ from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 Outcomes = tuple[torch.Tensor, torch.Tensor]
 """The numbers of tokens sampled and of drafts rejected for each request, int32 [B] each."""
 OBSERVE, CHOOSE, ALL, ALL_ASKED = "observe", "choose", "observe and choose", "observe, ask and choose"
-"""Parts of a step's drafting that CUDA graphs replay."""
+"""Names of the parts of an engine step's drafting that CUDA graphs replay."""
 
 
 class DraftRouter:
     """Replaces `propose` of vLLM's speculator. Owns the draft board, the participants and the speculation policy.
 
-    In each step it observes which drafts were right, lets each drafter propose, and chooses a proposal for each request.
-    vLLM's own speculator is one of the drafters if the block names a drafter with weights.
+    In each engine step the router observes which drafts were right, lets each drafter propose, and chooses a proposal for each
+    request. vLLM's own speculator is one of the drafters if the block names a drafter with weights.
     """
 
     def __init__(
         self, config: SpecrolloutConfig, runner: Any, depth_of: Callable[[Any], DraftDepth] = DraftDepth
     ) -> None:
-        """`depth_of` returns the object that asks the runner's speculator for drafts of a depth."""
+        """`runner` is vLLM's model runner. `depth_of` returns the object that asks its speculator for drafts of a depth."""
         self._depth_of = depth_of
         self._states = runner.req_states
         self._device = runner.device
@@ -69,20 +69,20 @@ class DraftRouter:
         self.policy: SpeculationPolicy = build_policy(
             config.budget, self.board.num_positions, config.num_speculative_tokens
         )
-        """Decides what the drafters do. `StepAccounts` sets its costs."""
+        """Speculation policy, which decides how much the drafters draft. `StepAccounts` sets its costs."""
         put = partial(to_device, dtype=np.int64, device=self._device)
         self.samples = SampleStatsLog(self.board.tables.request_S2, begins_again=config.runs_ahead, put=put)
-        """Follows the requests that the vLLM worker opens and closes, with the counts of the board."""
+        """Log of the samples of all requests, which the vLLM worker opens and closes. It reads the board's draft counts."""
         self.remote: RemoteDrafter | None = None
-        """None without remote drafters, and on a rank whose drafts are not used."""
+        """None without remote drafters, and on ranks other than the output rank."""
         self.history: HistoryDrafter | None = None
-        """None unless the block keeps a history, and on a rank whose drafts are not used."""
+        """None unless the block keeps a history, and on ranks other than the output rank."""
         self.model: ModelDrafter | None = None
-        """None without a drafter with weights, like `head` and `monitor`."""
+        """The drafter with weights of this engine, or None without one. `head` and `monitor` are then None too."""
         self.head: HeadService | None = None
         self.monitor: HeadMonitor | None = None
         self.capture: FeatureCapture | None = None
-        """None unless features are captured for a head's training, and on a rank whose drafts are not used."""
+        """None unless features are captured for a head's training, and on ranks other than the output rank."""
         self._observers: list[Participant] = []
         drafters = [self._build(drafter, config, runner) for drafter in config.drafters]
         if config.draft_refresh is not None and self.model is not None and is_output_rank():
@@ -91,22 +91,22 @@ class DraftRouter:
         self.use_drafters(drafters)
         self._spread = HostCopy(self.board.tables.spread_FQ)
         self._graphs: DraftingGraphs | None = None
-        """None where kernels are launched one by one, which is without CUDA graphs and until graphs are recorded."""
+        """CUDA graphs of drafting. None where kernels are launched one by one, because there are no graphs or not yet."""
         compilation = runner.vllm_config.compilation_config
         self._uses_graphs = self._device.type == "cuda" and compilation.cudagraph_mode != CUDAGraphMode.NONE
         self.stands_by = False
         """True while vLLM warms up, when its own speculator proposes."""
         self.is_paused = False
-        """True if the next steps need no drafts, because drafting is paused."""
+        """True if the next engine steps need no drafts, because drafting is paused."""
         self.is_idle = False
-        """True if the drafters rested in the latest step."""
+        """True if the drafters rested in the latest engine step, which means that none of them proposed anything."""
         self._step = 0
         self.host_s = 0.0
-        """Seconds of host work since the start, not counting drafters with weights."""
+        """Seconds that the host has spent on drafting since the start, not counting drafters with weights."""
         _replace_speculator(runner, self)
 
     def _build(self, drafter: Any, config: SpecrolloutConfig, runner: Any) -> Drafter:
-        """Returns the drafter for the block's entry `drafter`, and keeps the parts of it that the vLLM worker calls."""
+        """Returns the drafter for the block's entry `drafter`, and sets the attributes by which the vLLM worker calls it."""
         if isinstance(drafter, HistoryDrafterConfig):
             if not is_output_rank() or not config.learned.history or config.learned.folder is None:
                 return Drafter()
@@ -141,13 +141,13 @@ class DraftRouter:
         self._learning = [lookup for lookup in self._lookups if lookup.learns]
         self._asked = [i for i, lookup in enumerate(lookups) if lookup is None]
         self._is_recordable = all(drafters[i].is_recordable for i in self._asked)
-        """Whether one graph holds all of a step's drafting."""
+        """Whether one graph can hold all of an engine step's drafting."""
         self._proposals = [self.board.proposals_of(i) for i in range(len(drafters))]
-        # A participant that does not override a method is not called for it in every step.
+        # To save time in every step, a method is called only for the participants that override it.
         self._observing = [p for p in self._participants if type(p).observe is not Participant.observe]
-        """Participants that see every step in which the drafters do not rest."""
+        """Participants that see every engine step in which the drafters do not rest."""
         self._watching = [p for p in self._observing if p is not self.model]
-        """Those that must also see steps in which the drafters rest. A drafter with weights need not."""
+        """Participants that must also see steps in which the drafters rest. A drafter with weights need not see those."""
         self._seeing_ends = [p for p in self._participants if type(p).ended is not Participant.ended]
         self._ending = [p for p in self._participants if type(p).end_step is not Participant.end_step]
         self._planned = [d for d in drafters if type(d).plan is not Drafter.plan]
@@ -155,7 +155,7 @@ class DraftRouter:
         self._unread = [drafter.unread for drafter in drafters if isinstance(drafter, LookupDrafter)]
 
     def warm_up(self) -> None:
-        """Runs a step without requests, so that none of its kernels is compiled during a rollout."""
+        """Runs the drafting of an engine step without requests, so that none of its kernels is compiled during a rollout."""
         slots_B = torch.full((1,), -1, dtype=torch.int64, device=self._device)
         none_B = torch.zeros(1, dtype=torch.int32, device=self._device)
         texts = Texts(slots_B, self._states.total_len.gpu, self._states.all_token_ids.gpu)
@@ -177,7 +177,7 @@ class DraftRouter:
             self._graphs = graphs if graphs.capture() else None
 
     def _parts(self, max_new: int) -> dict[str, Part]:
-        """Returns the parts that graphs replay. Drafters that must be asked outside graphs are asked between two parts."""
+        """Returns the parts that graphs replay, by name. Drafters that graphs cannot ask are asked between two parts."""
         asked = [(self._drafters[i], self._proposals[i]) for i in self._asked]
 
         def observe(inputs: StepInputs) -> None:
@@ -223,12 +223,12 @@ class DraftRouter:
             participant.woke_up()
 
     def policy_updated(self, version: int) -> None:
-        """Notes that the policy has new weights, those of `version`."""
+        """Notes that the RL policy has new weights, which are those of policy version `version`."""
         for participant in self._participants:
             participant.weights_updated(version)
 
     def begin_step(self, number: int, batch: Any) -> None:
-        """Plans the drafts of step `number`, whose tokens are about to be sampled."""
+        """Plans the drafts that are made in engine step `number`, whose tokens are about to be sampled."""
         started = time.perf_counter()
         self._step = number
         slots_B = batch.idx_mapping_np
@@ -240,14 +240,14 @@ class DraftRouter:
         self.host_s += time.perf_counter() - started
 
     def num_drafts(self, num_requests: int, most: int) -> int:
-        """Returns how many draft tokens the next step verifies, at most `most`."""
+        """Returns how many draft tokens of all requests the next engine step verifies, at most `most`."""
         started = time.perf_counter()
         num_drafts = self.policy.num_drafts(num_requests, most)
         self.host_s += time.perf_counter() - started
         return num_drafts
 
     def propose(self, *inputs: Any, **options: Any) -> torch.Tensor:
-        """Returns draft tokens for the next step, int64 [B, K]. Takes the arguments of vLLM's `propose`."""
+        """Returns draft tokens for the next engine step, int64 [B, K]. Takes the arguments of vLLM's `propose`."""
         if options.get("dummy_run") or self.stands_by:  # in a dummy run vLLM passes its inputs as keywords
             return self._native_propose(*inputs, **options)
         started = time.perf_counter()
@@ -271,7 +271,7 @@ class DraftRouter:
         return board.tables.drafts_BK[: batch.num_reqs]
 
     def _rest(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray, was_idle: bool) -> None:
-        """Drafts nothing. The first step of a rest still observes the drafts that the step before has submitted."""
+        """Lets the drafters rest. The first step of a rest still observes the drafts that the step before has submitted."""
         if not was_idle:
             self.board.observe(texts, *outcomes, self._step, self._learning, 0)
             self.board.tables.rates_SK.zero_()
@@ -279,16 +279,16 @@ class DraftRouter:
             unread.skip(slots_B, self.board.num_positions + 1)
 
     def can_skip(self, batch: Any, num_scheduled: int | None) -> bool:
-        """Returns whether a step does not need vLLM's speculator, because the drafters rest and go on resting.
+        """Returns whether an engine step does not need vLLM's speculator, because the drafters rest and go on resting.
 
-        The step then has no drafts, it makes none (`num_scheduled` is 0), and no drafter or observer must see its text.
+        Such a step has no drafts, makes none for the next step (`num_scheduled` is 0), and no participant must see its tokens.
         """
         if num_scheduled != 0 or not self.is_idle or self._watching or batch.num_draft_tokens:
             return False
         return self._num_followed(batch.idx_mapping_np) == 0
 
     def skip(self, batch: Any) -> None:
-        """Counts a step that runs without vLLM's speculator, as `can_skip` allowed. Nothing is launched."""
+        """Counts a step that runs without vLLM's speculator, as `can_skip` allowed. No kernel is launched."""
         started = time.perf_counter()
         self.is_paused = self.policy.ends_step(batch.num_reqs, 0)
         for unread in self._unread:
@@ -296,10 +296,10 @@ class DraftRouter:
         self.host_s += time.perf_counter() - started
 
     def _observe_and_draft(self, texts: Texts, outcomes: Outcomes, slots_B: np.ndarray) -> float:
-        """Does a step's drafting, with graphs where they fit. Returns the host's seconds in drafters with weights."""
+        """Observes a step's tokens and then drafts, by graphs where these fit. Returns the same as `_draft`."""
         max_new = self._most_to_read(slots_B)
         graphs = self._graphs
-        if graphs is None or max_new != graphs.max_new:  # long texts take more programs than a graph has
+        if graphs is None or max_new != graphs.max_new:  # long new texts take more programs than a graph launches
             self.board.observe(texts, *outcomes, self._step, self._learning, max_new)
             return self._draft(texts)
         policy = self.policy
@@ -316,7 +316,7 @@ class DraftRouter:
         return native_s
 
     def _prepare(self) -> bool:
-        """Prepares the drafters that graphs ask, and returns whether this step needs them."""
+        """Prepares the drafters that graphs ask, and returns whether this step needs any of them."""
         needed = [self._drafters[i].prepare(self._proposals[i]) for i in self._asked]
         return any(needed)
 
@@ -330,7 +330,7 @@ class DraftRouter:
         return native_s
 
     def _ask(self, texts: Texts) -> float:
-        """Lets drafters without a lookup propose. Returns the host's seconds in those with weights."""
+        """Lets drafters without a lookup propose. Returns the host's seconds in drafters with weights."""
         native_s = 0.0
         for i in self._asked:
             drafter = self._drafters[i]
@@ -340,22 +340,22 @@ class DraftRouter:
         return native_s
 
     def _publish(self) -> None:
-        """Gives all ranks the drafts of the first one, and gives the policy a copy of the previous step's choice."""
+        """Gives all ranks the drafts of the first rank, and the speculation policy the newest `Spread` that the host has."""
         copy_first_rank(self.board.shared)
         self._spread.refresh()
         self.policy.observe(Spread.of_table(self._spread.values))
 
     def _most_to_read(self, slots_B: np.ndarray) -> int:
-        """Returns an upper bound of the new tokens per text that the indexes read in this step."""
+        """Returns an upper bound of the new tokens per text that the context indexes read in this step."""
         most_sampled = self.board.num_positions + 1
         return max((unread.read(slots_B, most_sampled) for unread in self._unread), default=0)
 
     def _num_followed(self, slots_B: np.ndarray) -> int:
-        """Returns the number of requests whose text a drafter must read in every step."""
+        """Returns the number of requests whose text a drafter must read in every step, summed over the drafters."""
         return sum(drafter.num_followed(slots_B) for drafter in self._following) if self._following else 0
 
     def end_step(self, batch: Any, output: Any) -> Any:
-        """Returns a step's output, marked for the scheduler."""
+        """Returns a step's output, which is marked for the scheduler if drafting is paused, and which participants extend."""
         if self.is_paused:
             mark_paused(output)
         for participant in self._ending:
@@ -364,7 +364,7 @@ class DraftRouter:
 
 
 def _in_order(*parts: Part) -> Part:
-    """Returns a part that launches these parts one after another."""
+    """Returns a part of drafting that launches the given parts one after another."""
 
     def launch(inputs: StepInputs) -> None:
         for part in parts:

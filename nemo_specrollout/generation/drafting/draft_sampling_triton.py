@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU kernels of `draft_sampling.py`. The first finds the two best scores of each block of a row, the second those of the row.
 
-Scores equal those of vLLM's `gumbel_sample` bit for bit (`noise_triton.py`). `row_sampling_triton.py` scores the target's rows
-with the same functions. vLLM needs three launches for this, and these kernels need two.
+Scores equal those of vLLM's `gumbel_sample` bit for bit (`noise_triton.py`). `row_sampling_triton.py` scores the policy's rows
+with the same functions. vLLM needs three launches to sample drafts, and these kernels need two.
 
 Shapes: R rows of logits, V vocabulary, S request slots, K draft positions, N blocks of a row.
 """
@@ -22,7 +22,7 @@ _NEVER = tl.constexpr(float("-inf"))
 
 @triton.jit
 def load_divided(logits_ptr, column, mask, temperature):  # type: ignore[no-untyped-def]
-    """Returns float32 logits, divided by the temperature unless that is 0 or 1, and -inf outside the mask."""
+    """Returns logits in float32, divided by the temperature unless that is 0 or 1. Outside the mask they are -inf."""
     values = tl.load(logits_ptr + column, mask=mask, other=float("-inf")).to(tl.float32)
     if (temperature != 0.0) & (temperature != 1.0):  # a branch, so that the quotient is rounded before noise is added
         values = values / temperature
@@ -103,7 +103,8 @@ def sample_rows(
     """Writes tokens and levels like `draft_sampling.sample_with_score_gap`. If `token_ids_V` is empty, column v is token v."""
     num_rows, num_vocab = logits_RV.shape
     num_blocks = triton.cdiv(num_vocab, BLOCK)
-    # With parts of one tensor, alignment would depend on the number of rows, and Triton compiles a kernel for each case.
+    # If these were parts of one tensor, their alignment would depend on the number of rows, and Triton compiles a kernel for
+    # each alignment.
     best_RN, second_RN = (logits_RV.new_empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(2))
     token_RN = logits_RV.new_empty(num_rows, num_blocks, dtype=torch.int32)
     _best_of_block[(num_rows, num_blocks)](

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of drafting, so that one call replays the drafting of a decode step instead of many launches.
+"""CUDA graphs of drafting, so that one call replays all of an engine step's drafting, which otherwise takes many launches.
 
 Launching one of our kernels from Python takes 65 to 170 us of the host on the machines that were measured, because the
 kernels take some fifty tensors, which Triton inspects one by one. In a graph the same kernels take 5 to 30 us of the GPU, and
 the host makes one call for all of them (docs/developing/step-costs.md).
 
 A graph reads the same memory in each replay, so what changes from step to step is written to buffers first. A graph serves
-all batches up to its size. Surplus rows have no request, and the kernels skip them.
+all batches up to its size. Its surplus rows have no request, and the kernels skip them.
 
 Shapes: B rows of a graph, S request slots.
 """
@@ -23,29 +23,30 @@ from nemo_specrollout.generation.engine.transfers import copy_to_device
 
 logger = logging.getLogger(__name__)
 _NUM_NUMBERS = 8
-"""Numbers before the slots in the buffer. Three of them are unused, so that the slots begin at a multiple of 16 bytes."""
+"""Count of the numbers before the slots in the buffer. Three are unused, so that the slots begin at a multiple of 16 bytes."""
 _PRICE = slice(2, 5)
-"""Place of the price of a row among these numbers."""
+"""Place of a row's price among these numbers."""
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a step's drafting, in memory whose address does not change."""
+    """Inputs of an engine step's drafting, in memory whose address does not change."""
 
     texts: Texts
     num_sampled_B: torch.Tensor
-    """Number of tokens that each request has sampled, int32. Undefined in rows without a request, like the next field."""
+    """Number of tokens that each request has sampled, int32. This field and the next are undefined in a row without a
+    request."""
     num_rejected_B: torch.Tensor
     """Number of each request's drafts that were rejected, int32."""
     step: torch.Tensor
-    """Number of the step modulo `TRACED_STEPS`, int32 [1]."""
+    """Number of the engine step modulo `TRACED_STEPS`, int32 [1]."""
     most_drafts: torch.Tensor
     """The most drafts of a request, int32 [1]."""
     price: RowPrice
-    """The cost of one more row, float32 [1] each."""
+    """The cost of one more row. Each of its fields is a float32 [1]."""
 
 
 Part = Callable[[StepInputs], None]
-"""Launches a part of a step's drafting. It must launch the same kernels for all inputs, without reading them on the host."""
+"""Launches a part of drafting. It must launch the same kernels for all inputs, and must not read the inputs on the host."""
 
 
 def graph_sizes(most_requests: int) -> list[int]:
@@ -59,10 +60,10 @@ def graph_sizes(most_requests: int) -> list[int]:
 
 
 class DraftingGraphs:
-    """Replays the parts of a step's drafting.
+    """Replays the parts of an engine step's drafting.
 
-    Owns the graphs, one for each part and size, and the buffers that they read. In each step call `load`, then `replay` for
-    each part that the step needs.
+    Owns the graphs, one for each part and size, and the buffers that they read. In each step, call `load` and then `replay`
+    for each part that the step needs.
     """
 
     def __init__(self, parts: Mapping[str, Part], states: Any, num_slots: int, max_new: int) -> None:
@@ -72,7 +73,7 @@ class DraftingGraphs:
             parts: the parts to replay, by name.
             states: vLLM's states of requests, with their texts.
             num_slots: number of request slots of the engine (S).
-            max_new: upper bound of the new tokens per text for which the parts were made.
+            max_new: upper bound of the new tokens per text that the parts can read.
         """
         self.max_new = max_new
         self._parts = parts
@@ -86,9 +87,9 @@ class DraftingGraphs:
         self._size = 0
 
     def capture(self) -> bool:
-        """Records all graphs. If that fails, it logs why and returns False, and every kernel is launched by itself.
+        """Records all graphs, and returns whether that succeeded. If not, the reason is logged and nothing can be replayed.
 
-        Each part runs once before, with one row without a request, so that Triton compiles nothing while a graph is recorded.
+        Each part first runs once with one row that has no request, so that Triton compiles nothing while a graph is recorded.
         """
         try:
             self._load_nothing()
@@ -100,7 +101,7 @@ class DraftingGraphs:
             ):  # smaller graphs then fit into the larger ones' memory
                 for name, part in self._parts.items():
                     self._graphs[name, size] = _record(part, self._inputs(size), pool)
-        except Exception as error:  # of torch, Triton or the driver, since the engine can do without graphs
+        except Exception as error:  # any error of torch, Triton or the driver, because the engine can do without graphs
             logger.warning("specrollout: drafting is launched kernel by kernel, without CUDA graphs: %s", error)
             self._graphs.clear()
         return bool(self._graphs)
@@ -113,7 +114,7 @@ class DraftingGraphs:
         most_drafts: int,
         price: RowPrice,
     ) -> None:
-        """Writes a step's inputs to the buffers without waiting. `outcomes` are the counts of `StepInputs`, int32."""
+        """Writes a step's inputs to the buffers without waiting. `outcomes` are the two counts of `StepInputs`, int32 [B]."""
         num = len(slots_B)
         self._size = self._size_of[num]
         numbers = np.full(_NUM_NUMBERS + self._size, -1, np.int32)
@@ -151,5 +152,5 @@ def _record(part: Part, inputs: StepInputs, pool: Any) -> Any:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the GPU
             part(inputs)
     finally:
-        torch.cuda.set_stream(stream)  # torch stays on its own stream if recording fails
+        torch.cuda.set_stream(stream)  # if recording fails, torch leaves the stream of the recording as the current one
     return graph

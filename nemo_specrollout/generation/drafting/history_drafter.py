@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter `history`, which drafts from earlier responses to a request's prompt, whichever engine and start made them.
+"""The drafter `history`, which drafts from earlier responses to a request's prompt, from any engine and any start of the run.
 
-The responses are kept in files (`history/service.py`), which a thread reads and writes beside the steps. This module only
-moves texts between that thread and the device. It passes the texts of ended requests to the thread, and feeds the texts that
-the thread has read to an index on the device.
+The responses are kept in files (`history/service.py`), which a thread reads and writes while engine steps go on. This module
+only moves texts between that thread and the device. It passes the texts of ended requests to the thread, and feeds the texts
+that the thread has read to a context index on the device.
 
 Shapes: S request slots, L longest sequence, N requests that have ended, H pieces of text that are fed at a time.
 """
@@ -37,7 +37,7 @@ FOLDER = "history"
 PIECES = 16
 """Most pieces that are fed to the index at a time."""
 COPIED = 32
-"""Number of requests whose texts are copied from the device together."""
+"""Most requests whose texts are copied from the device together."""
 FEED_SHARE = 0.01
 """Share of the engine's time that may be spent on feeding the index."""
 LEAST_FED = 256
@@ -47,20 +47,23 @@ _SHORTEST = 4
 
 
 class _Open(NamedTuple):
-    """A request in a slot, with what must be known to keep its text."""
+    """What must be known of a request in a slot to keep its text."""
 
     group: int
     first: int
-    """Index of the first token that is kept, which still belongs to the prompt."""
+    """Index of the first token that is kept. It belongs to the end of the prompt."""
     num_context: int
-    """Number of tokens of the prompt that are kept."""
+    """Number of tokens at the end of the prompt that are kept, as the context of the response's first tokens."""
     limit: int
     stop_token_ids: frozenset[int]
 
     def text(self, tokens: np.ndarray) -> tuple[Text | None, bool]:
-        """Returns the text from token `first` on, or None if it is too short, and whether the text has ended."""
+        """Returns the text to keep, or None if its response is too short, and whether the response has ended.
+
+        `tokens` are the request's tokens from index `first` on.
+        """
         response = tokens[self.num_context : self.limit - self.first]
-        # An asynchronous engine may have sampled tokens after the last one, before it knew that it was the last.
+        # An asynchronous engine may have sampled tokens after the response's last one, before it knew that it was the last.
         stops = [places[0] for stop in self.stop_token_ids if len(places := np.flatnonzero(response == stop))]
         num_tokens = int(min(stops)) + 1 if stops else len(response)
         has_ended = bool(stops) or self.first + self.num_context + num_tokens >= self.limit
@@ -83,7 +86,7 @@ class _Copied:
     """CUDA event of the copies, or None on a CPU."""
 
     def texts(self) -> list[tuple[Text | None, bool]]:
-        """Waits for the copies. Returns each text, or None if it is too short, and whether its tokens show that it ended."""
+        """Waits for the copies. Returns the result of `_Open.text` for each text."""
         if self.arrived is not None:
             self.arrived.synchronize()
         rows = zip(self.opened, self.tokens_NL.numpy(), self.lengths_N.tolist(), strict=True)
@@ -97,8 +100,8 @@ class _Copied:
 class HistoryDrafter(Drafter):
     """Proposes the tokens with which earlier responses to the same prompt continued after the same last tokens.
 
-    Owns an index of contexts, which is fed only with the history, and the service that reads and writes the history. Because
-    the index is separate, the draft board learns and counts separately how good such drafts are.
+    Owns a context index, which is fed only with the history, and the service that reads and writes the history. Because this
+    index is separate from those of other drafters, the draft board learns and counts separately how good such drafts are.
     """
 
     name = "history"
@@ -118,15 +121,16 @@ class HistoryDrafter(Drafter):
         shape = (PIECES, PIECE + self._num_context)
         self._tokens_HL = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._numbers_3H = torch.zeros(3, PIECES, dtype=torch.int32, device=self._device)
-        """Row, total length and number of learned tokens of each piece. Row -1 means that there is no piece."""
+        """Row, number of tokens, and number of leading tokens that are only contexts, for each piece. Without a piece, the row
+        is -1."""
         self._groups_H = torch.zeros(PIECES, dtype=torch.int64, device=self._device)
         self._open: dict[int, _Open] = {}
         self._kept: set[int] = set()
-        """Slots whose texts were kept before the requests left them."""
+        """Slots whose texts need not be kept, because they were kept already, or must not be kept."""
         self._slots_of: dict[int, set[int]] = {}
         """Slots of the open requests of each group."""
         self._allowed: set[int] = set()
-        """Groups of open requests for which the index has texts."""
+        """Groups that have open requests and for which the index has texts."""
         self._timer = StageTimer(self._device)
         self._token_s = 0.0
         """Seconds that feeding one token takes, or 0 while unknown."""
@@ -155,7 +159,7 @@ class HistoryDrafter(Drafter):
         self.service.opened(groups)
 
     def ended(self, slots: Sequence[int]) -> None:
-        """Keeps the responses of requests that have ended and still have these slots."""
+        """Starts to keep the responses in `slots`, whose requests have ended but have not left them yet."""
         self._keep([slot for slot in slots if slot in self._open and slot not in self._kept])
 
     def close(self, slots: Sequence[int]) -> None:
@@ -174,8 +178,8 @@ class HistoryDrafter(Drafter):
     def end_rollout(self) -> None:
         """Keeps the responses of requests that have ended but have not left their slots.
 
-        This is needed because vLLM frees the slots of the last requests with the next step, which may never come. Waits for
-        the device, which is idle, but not for the disk.
+        This is needed because vLLM frees the slots of the last requests in the next engine step, which may never come. The
+        call waits for the device, which is idle at that time, but not for the disk.
         """
         with gpu_sync_allowed():
             self._keep_ended([slot for slot in self._open if slot not in self._kept])
@@ -200,7 +204,7 @@ class HistoryDrafter(Drafter):
         self._allow({piece.group for piece in pieces})
 
     def warm_up(self) -> None:
-        """Does a feeding without texts, so that its kernels are compiled before the engine serves."""
+        """Feeds no texts to the index, so that the kernels for it are compiled before the engine serves."""
         self._learn([])
 
     def facts(self) -> HistoryFacts:
@@ -222,7 +226,7 @@ class HistoryDrafter(Drafter):
         self.index.learn(Texts(rows_H, lengths_H, self._tokens_HL), self._groups_H, learned_H, PIECE)
 
     def _allow(self, groups: set[int]) -> None:
-        """Lets the open requests of these groups draft, because the index now has texts for them."""
+        """Lets the drafter propose for the open requests of these groups, because the index now has texts for them."""
         at_work = groups & self._slots_of.keys()
         self._allowed |= at_work
         slots = [slot for group in at_work for slot in self._slots_of[group]]
@@ -239,7 +243,7 @@ class HistoryDrafter(Drafter):
             self.service.ended(copied.whole)
 
     def _keep_ended(self, slots: Sequence[int]) -> None:
-        """Keeps only texts whose tokens show that they have ended, because the other requests may go on."""
+        """Keeps those texts whose tokens show that they have ended. The other requests may go on, so theirs are not kept."""
         for copied, some in self._copies(slots):
             found = [(slot, text) for slot, (text, has_ended) in zip(some, copied.texts(), strict=True) if has_ended]
             self._kept.update(slot for slot, _ in found)
@@ -247,7 +251,7 @@ class HistoryDrafter(Drafter):
             self.service.ended(partial(list, texts))
 
     def _copies(self, slots: Sequence[int]) -> Iterator[tuple[_Copied, Sequence[int]]]:
-        """Yields copies of texts on their way to the host, for some slots at a time.
+        """Yields copies of texts on their way to the host, for at most `COPIED` slots at a time, and these slots.
 
         All texts of a copy begin at the smallest index from which one of them is kept.
         """

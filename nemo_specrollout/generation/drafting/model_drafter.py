@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter with weights, which is vLLM's own speculator (EAGLE-3, draft model, MTP, DFlash, DSpark), run only where it pays.
+"""The drafter with weights, which runs vLLM's own speculator (EAGLE-3, draft model, MTP, DFlash or DSpark) where it pays.
 
-Networks, weights and KV cache are vLLM's. This module decides with which noise they sample, how deep they draft, and in which
-steps they run at all. EAGLE-3, draft models and MTP draft one position after another. DFlash and DSpark draft a block of
-positions in one pass. DFlash samples all of them at once. DSpark samples them in sequence, because each one depends on the
-token before.
+The network, its weights and its KV cache are vLLM's. This module decides with which noise the network samples, how deep it
+drafts, and in which engine steps it runs at all. EAGLE-3, draft models and MTP draft one position after another. DFlash and
+DSpark draft a block of positions in one pass. DFlash samples all of them at once. DSpark samples them in sequence, because
+each one depends on the token before.
 
 Shapes: B requests of the batch, K draft positions, N new requests, R rows of logits, S request slots, V vocabulary of the
 drafter.
@@ -32,14 +32,15 @@ from nemo_specrollout.generation.engine.transfers import StageTimer
 from nemo_specrollout.speculation.policy import SpeculationPolicy
 
 _POSITION_OFFSET = 0 if compat.takes(DraftModelSpeculator.sample_draft, "sample_src_positions") else 1
-"""Distance from the position that vLLM passes to `sample_draft` to the position that keys the target's noise."""
+"""Distance from the position that vLLM passes to `sample_draft` to the position on which the noise depends."""
 
 
 class ModelDrafter(Drafter):
-    """Lets vLLM's speculator draft or only read, as the speculation policy plans. Owns which requests it follows.
+    """Lets vLLM's speculator draft or only read, as the speculation policy plans.
 
-    The speculator follows a request from its first token on or not at all, because text that it has not read leaves a gap in
-    its KV cache. It does not run in steps in which it follows no request.
+    Owns the record of which requests the speculator follows. It follows a request from the first token on or not at all,
+    because text that it has not read leaves a gap in its KV cache. It does not run in engine steps in which it follows no
+    request.
     """
 
     has_weights = True
@@ -52,7 +53,7 @@ class ModelDrafter(Drafter):
         policy: Callable[[], SpeculationPolicy],
         depth: DraftDepth,
     ) -> None:
-        """`policy` returns the engine's speculation policy, which may be replaced later. `depth` asks the speculator."""
+        """`policy` returns the engine's speculation policy, which may be replaced later. `depth` asks vLLM's speculator."""
         self.board = board
         self._index = board.model
         self._speculator = runner.speculator
@@ -79,10 +80,10 @@ class ModelDrafter(Drafter):
         self._policy = policy
         self._timer = StageTimer(runner.device)
         self.depth = 0
-        """Planned draft tokens for each request, or 0 if the speculator only reads."""
+        """Number of draft tokens that are planned for each request, or 0 if the speculator only reads."""
         self._was_dormant = False
         self.is_allowed = True
-        """True if the drafter may draft. A canary that finds it broken forbids it."""
+        """True if the drafter may draft. A canary that finds the drafter broken sets this to false by `forbid`."""
 
     @property
     def least_depth(self) -> int:
@@ -99,7 +100,7 @@ class ModelDrafter(Drafter):
         return int(np.count_nonzero(self._is_followed[slots_B]))
 
     def open(self, slots: torch.Tensor, requests: Sequence[NewRequest], put: Put) -> None:
-        """Starts to follow new requests, unless the drafter is dormant. Requests without drafts are never followed."""
+        """Starts to follow new requests, unless the drafter is dormant or the request is to be decoded without drafts."""
         if self._was_dormant and not self.is_dormant:
             self.board.forget_drafter(self._index)  # the tasks may have changed in the meantime
         self._was_dormant = self.is_dormant
@@ -108,12 +109,12 @@ class ModelDrafter(Drafter):
         self._is_unfollowed_S[slots] = put([not follows for follows in follows_N], np.bool_)
 
     def forbid(self) -> None:
-        """Stops all drafting, so that the speculator follows no request any more."""
+        """Stops this drafter. The speculator follows no request any more, until `begin_again` allows it."""
         self.is_allowed = False
         self._stop_following()
 
     def begin_again(self) -> None:
-        """Forgets what was learned about the speculator and allows it to draft, as if it were new."""
+        """Forgets what was learned about the speculator, and allows it to draft as if it were new."""
         self.board.forget_drafter(self._index)
         self._policy().model_changed()
         self.is_allowed = True
@@ -121,12 +122,13 @@ class ModelDrafter(Drafter):
     def timed(self) -> list[tuple[tuple[int, int, int], float]]:
         """Returns the draft passes of pure decode steps whose times became known since the last call.
 
-        Each one is a tuple of unread tokens, requests and depth, with its seconds.
+        Each entry has a tuple of three numbers, which are the tokens that the speculator read, the requests and the depth, and
+        then the seconds of the pass.
         """
         return self._timer.finished()
 
     def plan(self, depth: int) -> None:
-        """Sets how deep the next drafts are. Stops following all requests if following does not pay."""
+        """Sets how deep the speculator drafts next. If the drafter is dormant, the speculator stops following all requests."""
         self.depth = depth
         if self.is_dormant:
             self._was_dormant = True
@@ -134,11 +136,11 @@ class ModelDrafter(Drafter):
                 self._stop_following()
 
     def observe(self, step: DraftStep) -> None:
-        """Keeps the step, from which the speculator drafts later."""
+        """Keeps the step's inputs, from which the speculator drafts in `propose`."""
         self._step = step
 
     def propose(self, texts: Texts, out: Proposals) -> None:
-        """Drafts as deep as planned, or only reads."""
+        """Lets the speculator draft as deep as planned, or only read if the planned depth is 0."""
         inputs = self._step.inputs
         batch, _, _, _, _, num_sampled_B, *_ = inputs
         found_B = out.found_B
@@ -147,7 +149,7 @@ class ModelDrafter(Drafter):
             found_B[:num_requests] = NOT_FOLLOWED
             return
         self._timer.start()
-        self._only_reads = self.depth == 0  # false between steps, because CUDA graphs are captured with sampling
+        self._only_reads = self.depth == 0  # false at other times, so that vLLM captures CUDA graphs with the sampling
         drafts_BK, depth = self._depth.propose(inputs, self._step.options, self.depth)
         self._only_reads = False
         if batch.num_tokens == len(batch.logits_indices):  # a pure decode step
@@ -163,16 +165,16 @@ class ModelDrafter(Drafter):
         self._is_unfollowed_S.fill_(True)
 
 
-# Patch points of vLLM's speculators, which give their drafts the target's noise and make them draft only on demand.
+# Patch points of vLLM's speculators. They let the speculators sample with shared noise and draft only on demand.
 
 
 def share_noise(
     speculator: Any, levels_RK: torch.Tensor, only_reads: Callable[[], bool], column: torch.Tensor | None = None
 ) -> None:
-    """Makes a speculator sample drafts with the noise that the target will draw at each position.
+    """Makes a speculator sample drafts with the noise that the policy will sample with at each position.
 
-    Writes the evidence levels of the drafts to `levels_RK`, in `column` or else in the column of the draft step. Nothing is
-    sampled while `only_reads()` is true.
+    The speculator then also writes the evidence levels of its drafts to `levels_RK`. It writes them to `column`, or by default
+    to the column of the draft position. Nothing is sampled while `only_reads()` is true.
     """
 
     def sample_draft(
@@ -197,7 +199,7 @@ def share_noise(
 
 
 def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
-    """Makes a DFlash or DSpark speculator sample with the target's noise, and write evidence levels to `levels_BK`."""
+    """Makes a DFlash or DSpark speculator sample with shared noise, and write evidence levels to `levels_BK`."""
     if not isinstance(speculator, DSparkSpeculator):
         # Row b * K + k of what DFlash samples is draft k of request b.
         first_column = torch.zeros((), dtype=torch.int32, device=levels_BK.device)
@@ -205,7 +207,7 @@ def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
         return
     dspark: Any = speculator
 
-    # DSpark passes the position of the token to be drafted, but the noise is keyed by the position before it.
+    # DSpark passes the position of the token to be drafted, but the noise depends on the position before it.
     def sample_logits(logits: torch.Tensor, idx_map: torch.Tensor, sample_pos: torch.Tensor, step: int) -> torch.Tensor:
         return sample_with_score_gap(
             logits,
@@ -268,7 +270,7 @@ def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
 
 
 def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the logits of drafts and the target's token of each column, or None if column v is token v."""
+    """Returns the logits of drafts, and the policy's token of each column or None if column v is token v."""
     model: Any = getattr(speculator, "model", None)
     token_ids = _reduced_vocabulary(model)
     if token_ids is not None:
@@ -279,6 +281,6 @@ def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tu
 
 
 def _reduced_vocabulary(model: Any) -> torch.Tensor | None:
-    """Returns the target's token of each drafter token, int64 [V], ascending, or None if the vocabularies are equal."""
+    """Returns the policy's token for each token of the drafter, int64 [V], ascending. None if the vocabularies are equal."""
     offsets = getattr(model, "draft_id_to_target_id", None)
     return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets

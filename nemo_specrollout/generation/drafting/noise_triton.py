@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of the installed vLLM for our GPU kernels, from vLLM's own functions in the order of its `gumbel_sample`.
+"""The noise of the installed vLLM for our GPU kernels. It calls vLLM's own functions in the order of its `gumbel_sample`.
 
-So both get the same bits on any device, although devices compute logarithms differently. Since 0.31 vLLM hashes seed,
-position and token with MurmurHash3. Before that it draws a seed for the position by Philox, and a number for the token by
-Philox again.
+So our kernels and vLLM's get the same bits on any device, although devices compute logarithms differently. Since 0.31 vLLM
+hashes seed, position and token with MurmurHash3. Before that it draws a seed for the position by Philox, and a number for the
+token by Philox again.
 """
 
 import triton

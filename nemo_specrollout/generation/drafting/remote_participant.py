@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the remote drafters of an engine a participant of drafting, which is told the tokens of each step."""
+"""Makes the remote drafters of an engine a participant of its drafting, and sends them the tokens of each engine step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from nemo_specrollout.storage.model_folder import stop_token_ids, tokenizer_fing
 
 
 class RemoteParticipant(Drafter):
-    """Lets remote drafters follow the engine's requests. Owns the verifier's side of the connection."""
+    """Lets remote drafters follow the engine's requests. Owns this engine's side of the connection (`RemoteDrafter`)."""
 
     name = RemoteDrafter.name
 
@@ -42,23 +42,23 @@ class RemoteParticipant(Drafter):
 
 
 def remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDrafter:
-    """Builds the verifier's side for the drafters at the addresses of `config`.
+    """Builds the verifier's side of the connections to the drafters at the addresses of `config`.
 
-    Drafters that another process starts have no address until it is announced. Only one rank of an engine may call this,
-    because what arrives by network would differ from rank to rank.
+    Drafters that the run itself starts have no address until it is announced. Only one rank of an engine may call this,
+    because the drafts that have arrived by network would differ from rank to rank.
     """
     folder = Path(runner.model_config.model)
     model = PolicyModel(runner.vocab_size, tokenizer_fingerprint(folder), tuple(stop_token_ids(folder)))
     buffer_class = buffer_utils.UvaBuffer if is_uva_available() else buffer_utils.NonUvaBuffer
     table: Any = buffer_class((runner.max_num_reqs, DraftStream.columns(config.most_ahead)), torch.int32)
-    on_device = table.uva if callable(table.uva) else lambda: table.uva  # a tensor before 0.32
+    on_device = table.uva if callable(table.uva) else lambda: table.uva  # `uva` is a tensor before 0.32
     stream = DraftStream(table.cpu.numpy(), on_device)
     addresses = config.addresses or (NOWHERE,) * config.workers
     return RemoteDrafter(addresses, shared_secret(config.addresses), runner.max_model_len, model, stream)
 
 
 def _stream_request(request: NewRequest) -> StreamRequest:
-    """Returns the form of a vLLM request that is sent to remote drafters, with the length up to which they may draft."""
+    """Returns what is sent of a request to remote drafters, with the length of the text up to which they may draft."""
     params = request.sampling_params
     top_k = max(0, params.top_k)  # vLLM also writes -1 for no top-k
     limit = request.limit if request.identity.speculate else 0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine is started and asked: vLLM's arguments and versions, requests, and transfers between host and device."""
+"""The parts that start a vLLM engine and talk to it, such as its arguments, its requests, and copies to and from a GPU."""

@@ -6,7 +6,7 @@ vLLM's own place for such checks, so every way in is covered, namely `LLM`, `Asy
 with status 400. `arguments.with_specrollout` names `RequestCheck` to vLLM. Older versions take no processors on the V2 model
 runner. There `RolloutSamplingParams` checks what NeMo-RL sends, and the vLLM worker survives other bad requests.
 
-vLLM loads this module while GPUs are hidden, so it must stay small.
+vLLM hides the GPUs from the process while it imports this module, so the module must import nothing that needs one.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,14 +25,14 @@ else:
         LogitsProcessor = object
 
 _END_TOKENS = 8
-"""Number of stop tokens for which room is left, because vLLM adds the model's own end tokens to a request later."""
+"""Number of stop tokens for which room is left in a request, because vLLM adds the model's own end tokens later."""
 
 
 def check_params(params: Any) -> None:
     """Raises ValueError, with field, value and fix, for sampling parameters that an engine with our worker cannot serve.
 
-    It refuses identities that are malformed or absent (`check_request`), and lists that are too long for the V2 model runner,
-    which vLLM itself would only notice in the middle of a step.
+    These are identities that are malformed or absent (`check_request`), and lists that are too long for the V2 model runner,
+    which vLLM itself would only notice in the middle of an engine step.
     """
     check_request(params)
     lists = [

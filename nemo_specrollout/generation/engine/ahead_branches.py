@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches of a text that was made ahead, in the form in which a request carries them. vLLM is not imported."""
+"""Branches of a text that was made ahead, and their form as bytes in a request. vLLM is not imported.
+
+A text made ahead was sampled by older weights for a request of a coming step. A branch is an alternative to the rest of it.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -9,7 +12,7 @@ import numpy as np
 TOKEN_BYTES = 4
 """Bytes of a token in a text that was made ahead."""
 _HEAD = 3
-"""Count of the numbers before a branch's tokens, which are its parent, its position, and how many tokens it has."""
+"""How many numbers come before a branch's tokens. They are its parent, its position, and its number of tokens."""
 
 
 class AheadBranch(NamedTuple):
@@ -24,7 +27,7 @@ class AheadBranch(NamedTuple):
 
 
 def pack(branches: Iterable[AheadBranch]) -> bytes:
-    """Returns branches as int32 numbers, the form in which `extra_args` carry them."""
+    """Returns branches as bytes of int32 numbers, the form in which `extra_args` carry them."""
     parts = []
     for branch in branches:
         head = np.array([branch.parent, branch.position, len(branch.text) // TOKEN_BYTES], np.int32)
@@ -33,9 +36,9 @@ def pack(branches: Iterable[AheadBranch]) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[AheadBranch, ...]:
-    """Returns the branches that `pack` was given.
+    """Returns the branches from which `pack` made the bytes `packed`.
 
-    Raises ValueError if the numbers are not those of branches, each of which leaves the text or an earlier branch.
+    Raises ValueError if the bytes are not those of branches, each of which leaves the text or an earlier branch.
     """
     found: list[AheadBranch] = []
     numbers = np.frombuffer(packed, np.int32)
@@ -51,7 +54,7 @@ def unpack(packed: bytes) -> tuple[AheadBranch, ...]:
 
 
 def paths_of(text: bytes, branches: Sequence[AheadBranch]) -> list[np.ndarray]:
-    """Returns all paths as int32 arrays, which are the text and each branch with its parents' tokens before it."""
+    """Returns all paths as int32 arrays. They are the text itself, and each branch with its parents' tokens before it."""
     paths = [np.frombuffer(text, np.int32)]
     for branch in branches:
         own = np.frombuffer(branch.text, np.int32)
@@ -76,11 +79,12 @@ def after_prefix(branches: Iterable[AheadBranch], num_tokens: int) -> tuple[Ahea
 def begun_again(
     made: Sequence[int], text: bytes, branches: Sequence[AheadBranch]
 ) -> tuple[bytes, tuple[AheadBranch, ...]]:
-    """Returns text and branches for a request that starts over after generating `made` with older `text` and `branches`.
+    """Returns the text made ahead and the branches of a request that starts over.
 
-    The new text is `made`, continued by the rest of the path that agrees with it longest. So a request that starts over
-    early in its response still carries everything that was ever generated for it. The other paths become branches, which
-    begin where they diverge from that text. There are at most as many as before, and those that diverge last are kept.
+    The request has generated the tokens `made`, and had `text` and `branches` until now. The new text is `made`, continued
+    by the rest of the path that agrees with it longest. So a request that starts over early in its response still carries
+    everything that was ever generated for it. The other paths become branches, which begin where they diverge from the new
+    text. There are at most as many branches as before, and those that diverge last are kept.
     """
     paths = paths_of(text, branches)
     own = np.array(made, np.int32)

@@ -21,13 +21,13 @@ REQUEST_CHECK = "nemo_specrollout.generation.engine.admission:RequestCheck"
 TEXT_METHOD = "ngram_gpu"
 """vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace vLLM's."""
 HOST_CHOOSES = "specrollout_host_chooses"
-"""Key of vLLM's `additional_config` with the reason why the host chooses each step's drafts, or null if the device does."""
+"""Key of vLLM's `additional_config` for the reason why the host chooses the drafts, or null if the device does."""
 DRAFT_ROWS = "specrollout_draft_rows"
-"""Key of vLLM's `additional_config` with the most draft tokens of a step, which the requests of the step share."""
+"""Key of vLLM's `additional_config` for the most draft tokens that all requests of an engine step have together."""
 _DEVICE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHMLA", "TRITON_MLA", "FLASH_ATTN_MLA", "CUTLASS_MLA")
-"""Attention backends with which vLLM 0.32 allows steps whose numbers of drafts only the device knows."""
+"""Attention backends with which vLLM 0.32 allows engine steps in which only the device knows how many drafts requests have."""
 _ROW_OUTPUTS = {"enable_return_routed_experts": "experts", "return_sampling_mask": "sampling masks"}
-"""Arguments with which vLLM returns something for each row, so that the host must know the rows."""
+"""Arguments with which vLLM returns something for each row, so that the host must know which rows each request has."""
 _WITHOUT_DRAFTS = {
     "enable_lora": "vLLM maps adapters to the rows of a step without drafts; NeMo-RL's own LoRA needs no adapters in vLLM",
     "watermark_config": "a watermark changes samples, and drafts are accepted by samples without one",
@@ -39,7 +39,7 @@ _WITHOUT_TIES = {
     "return_sampling_mask": _OTHER_SAMPLER,
     "enable_batch_sharded_sampling": "each GPU then samples a share of the requests, but only one is asked for near-ties",
 }
-"""Arguments with which near-ties of early requests, where branches begin, are not kept, and the reasons."""
+"""Arguments with which an engine cannot keep the near-ties of early requests, where branches begin, and the reasons."""
 _FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 QUIET_START = {
     "use_tqdm_on_load": False,
@@ -63,7 +63,7 @@ class VllmAbilities:
     """Abilities and defaults of the installed vLLM that the arguments depend on."""
 
     chooses_on_device: bool = True
-    """Whether vLLM can choose on the device which drafts a step verifies."""
+    """Whether vLLM can choose on the device which drafts an engine step verifies."""
     keeps_last_block: bool = True
     """Whether vLLM can reuse the last block of a cached prompt where a head drafts."""
     checks_requests: bool = True
@@ -73,7 +73,7 @@ class VllmAbilities:
     default_requests: int = 128
     """vLLM's default of `max_num_seqs`."""
     policy: Mapping[str, Any] = field(default_factory=dict)
-    """The policy's config.json; empty if it is unknown."""
+    """The policy's config.json, which is empty if it is unknown."""
     largest_graph: int = 512
     """Rows of the largest CUDA graph that vLLM captures by default on this device."""
 
@@ -138,7 +138,7 @@ def with_specrollout(
 
 
 def _check_ties(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> None:
-    """Raises ValueError if texts made ahead may have branches, but near-ties would not be kept."""
+    """Raises ValueError if texts made ahead may have branches, but the engine would not keep the near-ties for them."""
     num_branches = block.most_paths - 1
     for name, why in _WITHOUT_TIES.items():
         if num_branches and arguments.get(name):
@@ -162,10 +162,10 @@ def abilities_of(version: str | None, policy: Mapping[str, Any]) -> VllmAbilitie
 
 
 def host_choice(arguments: Mapping[str, Any], abilities: VllmAbilities) -> str | None:
-    """Returns why the host must choose the drafts of each step, or None if vLLM lets the device choose them.
+    """Returns why the host must choose the drafts of each engine step, or None if vLLM lets the device choose them.
 
-    The rules are vLLM's own for its adaptive verification (config/vllm.py, v1/attention/backend.py), which vLLM checks only
-    where there are CUDA graphs. Our worker asks the attention backends again.
+    The rules are those of vLLM's adaptive verification (config/vllm.py, v1/attention/backend.py). vLLM itself checks them
+    only where there are CUDA graphs. Our worker asks the attention backends again.
     """
     if not abilities.chooses_on_device:
         return f"vLLM before {'.'.join(map(str, DEVICE_CHOICE.since[:2]))} cannot choose them on the device"
@@ -184,9 +184,9 @@ def host_choice(arguments: Mapping[str, Any], abilities: VllmAbilities) -> str |
 def added_graphs(
     arguments: Mapping[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities = NEWEST_VLLM
 ) -> list[int]:
-    """Returns the row counts of CUDA graphs that the block adds to vLLM's own, for steps with many drafts on a GPU.
+    """Returns the row counts of CUDA graphs that the block adds to vLLM's own, for engine steps with many drafts.
 
-    None are added where the host chooses the drafts of each step, or where graphs do not hold whole steps.
+    The list is empty where the host chooses the drafts of each step, or where graphs do not hold whole steps.
     """
     block = block.with_own_drafters
     if not block.enabled or not block.drafters or not _has_full_graphs(arguments):
@@ -200,14 +200,14 @@ def added_graphs(
 
 
 def _has_full_graphs(arguments: Mapping[str, Any]) -> bool:
-    """Returns whether vLLM makes CUDA graphs of whole steps, which is its default."""
+    """Returns whether vLLM makes CUDA graphs of whole engine steps, which is its default."""
     compilation = arguments.get("compilation_config")
     mode = compilation.get("cudagraph_mode") if isinstance(compilation, Mapping) else None
     return not arguments.get("enforce_eager") and (mode is None or str(mode).rpartition(".")[2].upper() in _FULL_GRAPHS)
 
 
 def native_config(drafter: ModelDrafterConfig | None, num_speculative_tokens: int) -> dict[str, Any]:
-    """Returns vLLM's `speculative_config` for a drafter with weights, or else for a method that needs no weights."""
+    """Returns vLLM's `speculative_config` for a drafter with weights, or for text drafters alone if `drafter` is None."""
     weights = {"model": drafter.model} if isinstance(drafter, FolderDrafterConfig) else {}
     method = TEXT_METHOD if drafter is None else drafter.type
     return {"method": method, **weights, "num_speculative_tokens": num_speculative_tokens}
@@ -218,7 +218,7 @@ def _speculative_config(
 ) -> dict[str, Any]:
     drafter = block.model_drafter
     if arguments.get("use_fp64_gumbel") and drafter is not None and drafter.sampling == "shared_noise":
-        raise ValueError(  # few drafts would be right
+        raise ValueError(  # otherwise only few drafts would be right
             f"vllm_kwargs.use_fp64_gumbel: true; the {drafter.type} drafter samples with float32 noise: remove it, or give "
             "the drafter `sampling: greedy`"
         )
@@ -235,7 +235,10 @@ def _num_slots(arguments: Mapping[str, Any], abilities: VllmAbilities) -> int:
 
 
 def _draft_rows(arguments: Mapping[str, Any], block: SpecrolloutConfig, abilities: VllmAbilities) -> int:
-    """Returns the most draft tokens of a step, within the user's `max_num_batched_tokens` where requests share them."""
+    """Returns the most draft tokens that all requests of an engine step have together.
+
+    Where these are too few for `block.most_drafts` in every slot, the user's `max_num_batched_tokens` limits them further.
+    """
     num_slots = _num_slots(arguments, abilities)
     rows = block.most_draft_rows(num_slots)
     given = arguments.get("max_num_batched_tokens")
@@ -248,8 +251,8 @@ def _make_room_for_drafts(arguments: dict[str, Any], block: SpecrolloutConfig, a
     """Raises vLLM's default of `max_num_batched_tokens` if drafts would take more than half of it.
 
     vLLM schedules a row for each draft that a request may have, before it leaves out the drafts that do not pay. With the
-    raised default, a step has as much room for prompts as without drafts. Raises ValueError if the user's own value is too
-    small for the drafts.
+    raised default, an engine step has as much room for prompts as without drafts. Raises ValueError if the user's own value
+    is too small for the drafts.
     """
     num_drafts = _draft_rows(arguments, block, abilities)
     given = arguments.get("max_num_batched_tokens")

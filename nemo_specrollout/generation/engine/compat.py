@@ -55,9 +55,9 @@ def takes(function: Any, name: str) -> bool:
 HAS_MURMUR_NOISE = hasattr(gumbel, "murmur3_uniform32")
 """Whether this vLLM makes its noise with MurmurHash3 (0.31 and later) instead of Philox."""
 CHOOSES_ON_DEVICE = takes(BaseSpeculator.propose, "num_speculative_tokens")
-"""Whether vLLM drafts to a given depth, and chooses on the device which drafts a step verifies (0.32 and later)."""
+"""Whether vLLM drafts to a given depth, and chooses on the device which drafts an engine step verifies (0.32 and later)."""
 HAS_REQUEST_CHECKS = importlib.util.find_spec("vllm.v1.worker.gpu.sample.logits_processor") is not None
-"""Whether the V2 model runner supports logits processors, which vLLM asks about each request (0.32 and later)."""
+"""Whether vLLM asks logits processors of the V2 model runner about each request (0.32 and later)."""
 HAS_TEXT_METHOD = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
 """Whether the V2 model runner supports drafters without weights (0.32 and later)."""
 _TARGET_NOISE: dict[str, Any] = {"is_drafting": False} if takes(gumbel.gumbel_sample, "is_drafting") else {}
@@ -103,7 +103,7 @@ def require(owner: Any, names: Iterable[str], what: str) -> None:
 
 
 def make_top_p_independent_of_batch() -> None:
-    """Makes vLLM's top-p kernels give the same result for a row whatever the number of rows in its step.
+    """Makes vLLM's top-p kernels give the same result for a row whatever the number of rows in its engine step.
 
     Otherwise a token could depend on drafts. With up to 64 rows, vLLM's GPU kernels sum each row in slices whose number
     depends on the number of rows. The sum may then differ in the last bit, and so may the set of tokens that top-p excludes.
@@ -115,7 +115,7 @@ def make_top_p_independent_of_batch() -> None:
 
 
 def verify_top_p() -> None:
-    """Raises RuntimeError if the result of top-p for a row may depend on the number of rows in its step."""
+    """Raises RuntimeError if the result of top-p for a row may depend on the number of rows in its engine step."""
     if _slices_rows() and topk_topp_triton._SPLIT_MAX_BATCH != 0:
         raise RuntimeError(
             f"specrollout's top-p is not in force: something set {topk_topp_triton.__name__}._SPLIT_MAX_BATCH"
@@ -136,14 +136,17 @@ def draw(
     apply_temperature: bool,
     use_fp64: bool = False,
 ) -> torch.Tensor:
-    """Returns vLLM's sample of each row, int64 [R], with the noise of the target's tokens."""
+    """Returns the token that vLLM samples in each row, int64 [R], with the noise that it uses for the policy's tokens.
+
+    `logits` are [R, V]. `slots` and `positions` are [R], and `temperature` and `seeds` have a value for each request slot.
+    """
     arguments = (logits, slots, temperature, seeds, positions)
     return gumbel.gumbel_sample(*arguments, apply_temperature=apply_temperature, use_fp64=use_fp64, **_TARGET_NOISE)
 
 
 def output_options(vllm_config: Any) -> Any:
-    """Returns the part of vLLM's config that says what an engine returns for each row in addition to its token."""
-    return getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config  # before 0.32 the latter
+    """Returns the part of vLLM's config that says what else an engine returns for each row beside its token."""
+    return getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config  # the model config before 0.32
 
 
 def scheduler_of(engine: Any) -> Any:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which CUDA graphs an engine captures. vLLM is not imported.
 
-By default vLLM captures graphs of up to 512 rows, because a step of plain decoding has one row for each request. A step that
-verifies drafts has many more, for example 1,056 rows for 32 requests with 32 drafts each. In steps beyond the largest graph
-the host launches each kernel of each layer, and the GPU waits for it. So larger graphs are captured where the drafts of a
-block can fill them.
+By default vLLM captures graphs of up to 512 rows, because an engine step of plain decoding has one row for each request. A
+step that verifies drafts has many more, for example 1,056 rows for 32 requests with 32 drafts each. In steps beyond the
+largest graph the host launches each kernel of each layer, and the GPU waits for it. So larger graphs are captured where the
+drafts that a block allows can fill them.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from nemo_specrollout.storage.model_folder import text_config
 LARGEST = 2048
 """Rows of the largest graph. At 2,048 rows, computing a layer takes a GPU about as long as launching it takes the host."""
 LOGITS_BYTES = 1 << 30
-"""Most bytes of float32 logits that vLLM samples at once (`MAX_CHUNK_BYTES`). All rows of a step with drafts must fit."""
+"""Most bytes of float32 logits that vLLM samples at once (`MAX_CHUNK_BYTES`). All rows of a graph must fit into them."""
 _SPLITS = 32
 """vLLM's default of `attention_config.flash_attn_max_num_splits_for_cuda_graph`."""
 _STRIDES = {1024: 128, LARGEST: 256}
@@ -23,17 +23,17 @@ _STRIDES = {1024: 128, LARGEST: 256}
 _ALIGNED = 16
 """Every graph has a multiple of this many rows, so that tensor-parallel ranks can share them evenly."""
 _USERS_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-"""Settings of a user's own sizes, in vLLM's `compilation_config` or among its arguments."""
+"""Settings by which a user chooses the sizes, in vLLM's `compilation_config` or among its arguments."""
 
 
 def larger_graphs(
     arguments: Mapping[str, Any], most_rows: int, largest_of_vllm: int, vocab_size: int | None = None
 ) -> list[int]:
-    """Returns the row counts of graphs to capture beyond vLLM's, or none if those suffice or the user has set sizes.
+    """Returns the row counts of graphs to capture beyond vLLM's. Empty if those suffice, or if the user has set sizes.
 
     Args:
         arguments: vLLM's arguments.
-        most_rows: rows of a step in which every request verifies all drafts that it may have, as far as a step has room.
+        most_rows: rows of an engine step in which every request verifies all drafts that it may have, as far as there is room.
         largest_of_vllm: rows of the largest graph that vLLM captures by default on this device.
         vocab_size: tokens of the policy's vocabulary, if known.
     """
@@ -42,7 +42,7 @@ def larger_graphs(
         return []
     if any(place.get(name) is not None for place in (arguments, compilation or {}) for name in _USERS_SIZES):
         return []
-    if arguments.get("performance_mode") not in (None, "balanced"):  # vLLM then has other sizes below
+    if arguments.get("performance_mode") not in (None, "balanced"):  # vLLM's own sizes then differ from `vllms_graphs`
         return []
     most_rows = min(most_rows, LARGEST, LOGITS_BYTES // (4 * vocab_size) if vocab_size else LARGEST)
     most_rows -= most_rows % _ALIGNED
@@ -63,10 +63,11 @@ def vllms_graphs(largest: int) -> list[int]:
 def graph_bytes(policy: Mapping[str, Any], num_rows: int, num_ranks: int = 1) -> int | None:
     """Estimates the bytes of the graphs' pool on each of `num_ranks` tensor-parallel ranks. Returns None if unknown.
 
-    All graphs share one pool, which holds what the largest graph computes for a layer. For a dense model in bfloat16 these are
-    hidden states, queries, keys, values and both halves of the FFN. FlashAttention 3 needs most of the memory, because within
-    graphs it keeps partial outputs in float32 for up to 32 splits of each text. When the engine starts, vLLM measures what its
-    graphs take, and makes the KV cache smaller by that. `policy` is the policy's config.json.
+    `policy` is the policy's config.json, and `num_rows` are the rows of the largest graph. All graphs share one pool, which
+    holds what the largest graph computes for a layer. For a dense model in bfloat16 these are hidden states, queries, keys,
+    values and both halves of the FFN. FlashAttention 3 needs most of the memory, because within graphs it keeps partial
+    outputs in float32 for up to 32 splits of each text. When the engine starts, vLLM measures what its graphs take, and makes
+    the KV cache smaller by that.
     """
     policy = text_config(policy)
     try:

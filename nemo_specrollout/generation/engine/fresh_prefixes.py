@@ -19,7 +19,7 @@ from uuid import uuid4
 SALT_KEY = "cache_salt"
 """Key of the salt in vLLM's prompts, and name of the field in its requests."""
 Generate = Callable[..., AsyncGenerator[Any, None]]
-"""`AsyncLLM.generate`."""
+"""Type of the method `AsyncLLM.generate`."""
 
 
 class CacheSalt:
@@ -108,7 +108,7 @@ class NewKv:
 
 
 def _promise() -> Future[None]:
-    """Returns a future that is not cancelled when somebody who waits for it is."""
+    """Returns a future that stays uncancelled when a task that waits for it is cancelled."""
     promise: Future[None] = Future()
     promise.set_running_or_notify_cancel()
     return promise
@@ -116,14 +116,14 @@ def _promise() -> Future[None]:
 
 @dataclass(eq=False)
 class _Attempt:
-    """An attempt of a request that has no output yet."""
+    """An attempt to decode a request. It counts as one until the request has its first output."""
 
     request_id: str
     outputs: AsyncGenerator[Any, None]
     first: asyncio.Task[Any]
-    """Waits for the first output. Its result is None if there is none."""
+    """Task that waits for the first output. Its result is None if the request ends without an output."""
     is_stopped: bool = False
-    """Whether a change of the weights has cancelled it."""
+    """Whether a change of the weights has cancelled the attempt."""
     left: Future[None] = field(default_factory=_promise)
     """Done when vLLM no longer has the attempt, or when the first output is there."""
 
@@ -141,7 +141,7 @@ class FreshPrefixes:
     Invariant: vLLM looks up the prefix of a new request only between two changes, and under the salt of that time. A request
     that arrives during a change waits for its end. A request that has sampled no token when a change begins may still be in
     vLLM's queue, so it is taken out of vLLM and starts after the change. A request that has sampled a token goes on. If vLLM
-    preempts it, it finds the blocks of its own salt, which it would have kept anyway.
+    preempts it, it may find blocks of its own salt again, which hold the KV that it would have kept without the preemption.
 
     Changes belong to one event loop. Requests may come on several, because NeMo-RL's HTTP server has a thread of its own.
     """
@@ -176,7 +176,7 @@ class FreshPrefixes:
             request.set_result(None)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
-        """Replaces `AsyncLLM.generate`, with the same outputs."""
+        """Yields the outputs of a request, in the place of `AsyncLLM.generate`, whose arguments it takes."""
         while True:
             attempt = await self._begin(prompt, params, request_id, options)
             async with aclosing(attempt.outputs):
@@ -204,9 +204,10 @@ class FreshPrefixes:
             await asyncio.wrap_future(opened)
 
     async def _first_output(self, attempt: _Attempt) -> Any:
-        """Waits for the first output of an attempt and returns it. A change may take the attempt out of vLLM before.
+        """Waits for the first output of an attempt and returns it.
 
-        Raises what vLLM raised. If the caller is cancelled, the attempt is removed from vLLM too.
+        The result is None if there is no output, or if a change of the weights takes the attempt out of vLLM before. Raises
+        what vLLM raised. If the caller is cancelled, the attempt is removed from vLLM too.
         """
         try:
             await asyncio.wait({attempt.first})
@@ -214,7 +215,7 @@ class FreshPrefixes:
                 return attempt.first.result()
             if not attempt.is_stopped:
                 raise asyncio.CancelledError
-            await self._llm.abort(attempt.request_id)  # vLLM does not if it was about to take the request
+            await self._llm.abort(attempt.request_id)  # vLLM does not do so if it was just taking the request
             return None
         except asyncio.CancelledError:
             if not attempt.first.done() and not attempt.is_stopped:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts vLLM in this process with a block, drives it one step at a time, and describes what it runs on."""
+"""Starts vLLM in this process with a block, drives it one engine step at a time, and describes what it runs on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def start_vllm(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> Any:
 
 
 def engine_facts(llm: Any) -> dict[str, str | bool]:
-    """Returns the settings in force, such as vLLM's version, model runner, scheduling and CUDA graph mode."""
+    """Returns the settings in force by name, such as vLLM's version, model runner, scheduling and CUDA graph mode."""
     from nemo_specrollout.generation.engine.compat import VLLM_VERSION
 
     config = llm.llm_engine.vllm_config
@@ -63,18 +63,18 @@ def engine_facts(llm: Any) -> dict[str, str | bool]:
 
 
 def _host_choice(worker: Any) -> str | None:
-    """Returns why the host chooses a step's drafts, or None if it does not, or if the worker is vLLM's own."""
+    """Returns why the host chooses an engine step's drafts. None if the device does, or if the worker is vLLM's own."""
     return getattr(worker, "specrollout_host_chooses", None)
 
 
 def _began(worker: Any) -> str:
-    """Returns what the engine began with from earlier starts. Empty if nothing is kept, or if the worker is vLLM's own."""
+    """Returns what the engine has taken over from earlier starts, as one phrase. Empty if that is nothing."""
     kept = getattr(worker, "specrollout_kept", None)
     return "" if kept is None else ", and ".join(kept.began())
 
 
 def device_facts(llm: Any) -> dict[str, Any]:
-    """Returns the names of the attention backends, vLLM's platform class, and its device."""
+    """Returns the names of the attention backends, of vLLM's platform class, and of the type of device."""
     from vllm.platforms import current_platform
 
     return {
@@ -85,13 +85,13 @@ def device_facts(llm: Any) -> dict[str, Any]:
 
 
 def _attention_backends(worker: Any) -> list[str]:
-    """Returns the names of the backends, or none if this version's model runner does not tell them."""
+    """Returns the names of the attention backends. Empty if the model runner of this version does not tell them."""
     groups = [group for layers in getattr(worker.model_runner, "attn_groups", ()) for group in layers]
     return sorted({group.backend.get_name() for group in groups if hasattr(group, "backend")})
 
 
 class HostedEngine:
-    """A `vllm.LLM` that is driven one step at a time. Owns the ids of its requests.
+    """A `vllm.LLM` that is driven one engine step at a time. It owns the ids of its requests.
 
     Its requests are `ShardRequest`s, which carry their own sampling parameters.
     """
@@ -102,9 +102,11 @@ class HostedEngine:
         self.num_steps = self._num_requests = 0
 
     def submit(self, requests: Sequence[Any], sampling: Mapping[str, Any]) -> list[str]:
-        """Queues requests and returns their ids. `sampling` overrides their sampling parameters.
+        """Queues requests and returns their ids.
 
-        If vLLM refuses one of them, its error is raised and none of them is queued.
+        `sampling` must be empty, except for a subclass that lets it override sampling parameters of the requests.
+
+        If vLLM refuses one of the requests, its error is raised and none of them is queued.
         """
         ids = [f"{type(self).__name__}-{self._num_requests + i}" for i in range(len(requests))]
         self._num_requests += len(requests)
@@ -121,7 +123,7 @@ class HostedEngine:
         return ids
 
     def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:
-        """Returns the tokens and log-probs that this engine has sampled for an unfinished request, from token `start` on."""
+        """Returns the tokens that this engine has sampled for an unfinished request, from token `start` on, and log-probs."""
         outputs = self._llm.llm_engine.output_processor
         (internal_id,) = outputs.external_req_ids[request_id]
         state = outputs.request_states[internal_id]
@@ -130,7 +132,7 @@ class HostedEngine:
         return tokens, [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
 
     def step(self) -> dict[str, Rollout]:
-        """Runs one engine step. Returns the responses that it finished, by request id."""
+        """Runs one engine step. Returns the responses that the step has finished, by request id."""
         finished = {o.request_id: Rollout.from_vllm(o) for o in self._llm.llm_engine.step() if o.finished}
         self.num_steps += 1
         return finished

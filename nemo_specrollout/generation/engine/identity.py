@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what a request says about itself in `extra_args`, and derives its identity. vLLM is not imported.
 
-`check_request` is called before a request reaches an engine, because an error in an engine's step would end the engine and
-all of its other requests.
+`check_request` is called before a request reaches an engine, because an error in an engine step would end the engine and all
+of its other requests.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +34,7 @@ class GivenIdentity:
     speculate: bool = True
     """False for a request that must be decoded without drafts."""
     prompt_length: int | None = None
-    """Number of the prompt's tokens that all samples of a group share. A number above the prompt's length means all."""
+    """Number of the prompt's first tokens that all samples of a group share. A number above its length means all tokens."""
     engine_seed: int | None = None
     """Replaces the engine's own seed, so that all engines sample alike."""
     ahead: bytes = b""
@@ -48,7 +48,7 @@ class GivenIdentity:
 
 
 class _Rule(NamedTuple):
-    """What values a field may have."""
+    """A rule for the values of a field. `holds` tests a value, and `wanted` says in words what is allowed."""
 
     holds: Callable[[Any], bool]
     wanted: str
@@ -169,17 +169,19 @@ def check_seed(params: Any) -> None:
 
 
 def resolve_identity(params: Any, prompt_token_ids: list[int], engine_seed: int) -> RequestIdentity:
-    """Returns the identity of a request, whose noise follows from the first of these sources that it has:
+    """Returns the identity of a request.
 
-    1. `extra_args["specrollout"]["seed"]`;
-    2. `extra_args["specrollout"]` with prompt_index, sample_index (default 0) and policy_version (default 0);
-    3. `SamplingParams.seed` (vLLM gives the children of `n > 1` seed + index);
-    4. greedy sampling, which needs no seed.
+    The seed of its noise comes from the first of these sources that the request has:
 
-    An `engine_seed` in `extra_args["specrollout"]` replaces the engine's own seed.
+    1. `extra_args["specrollout"]["seed"]`.
+    2. `extra_args["specrollout"]` with prompt_index, sample_index (default 0) and policy_version (default 0).
+    3. `SamplingParams.seed`. With `n > 1`, vLLM gives each sample the sum of this seed and the sample's index.
 
-    Raises ValueError if the request has none of them, because a seed by order of arrival would make rollouts depend on
-    scheduling.
+    Greedy sampling needs no seed. The sources 2 and 3 are combined with the engine's own seed, which an `engine_seed` in
+    `extra_args["specrollout"]` replaces.
+
+    Raises ValueError if the request samples with noise and has none of these sources, because a seed by order of arrival would
+    make rollouts depend on scheduling.
     """
     given = check_request(params)
     engine_seed = engine_seed if given.engine_seed is None else int(given.engine_seed)

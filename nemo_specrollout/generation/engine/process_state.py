@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of vLLM that all engines of a process share, and that only the last one to stop releases.
 
-vLLM expects one engine in a process. An engine that stops destroys the process's communication groups and resets its
-workspace, so other engines in the process could make no further step.
+vLLM expects one engine in a process. When an engine stops, it destroys the process's communication groups and resets the
+process's workspace, so that other engines in the process could make no further engine step.
 """
 
 import weakref
@@ -16,9 +16,9 @@ _RELEASES: tuple[tuple[ModuleType, str], ...] = (
     (core, "cleanup_dist_env_and_memory"),
     (workspace, "reset_workspace_manager"),
 )
-"""Functions with which a stopping engine releases what others may use, given by module and name where vLLM looks them up."""
+"""Functions by which a stopping engine releases what others may use, each by the module and name where vLLM looks it up."""
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Core clients of all engines that were started in this process and have not stopped."""
+"""Clients of the engine cores of all engines that were started in this process and have not stopped."""
 
 
 def started(llm: Any) -> None:
@@ -27,7 +27,7 @@ def started(llm: Any) -> None:
 
 
 def stop(llm: Any) -> None:
-    """Stops an engine. The shared state stays if another engine that was counted still runs.
+    """Stops an engine. The shared state stays if another engine that `started` has counted still runs.
 
     Engines of one process must start and stop in the same thread.
     """

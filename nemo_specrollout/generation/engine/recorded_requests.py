@@ -58,7 +58,7 @@ _CHANGE_NO_TOKEN = {
     "routed_experts_prompt_start",
     "trace_decode_token_ids",
 }
-"""Parameters that change no token, or that `row_params` handles separately."""
+"""Parameters that change no token, or that `row_params` treats separately."""
 _ENGINE_CHANGES = {
     "logits_processors": "a logits processor of the user's",
     PLUGINS: "a logits processor of an installed package",
@@ -69,13 +69,13 @@ _ENGINE_CHANGES = {
 
 
 def changes_of_engine(vllm_config: Any) -> tuple[str, ...]:
-    """Returns descriptions of what makes an engine sample other tokens than an audit would compute."""
+    """Returns the properties of an engine that make it sample other tokens than an audit would compute, in words."""
     has = properties_of(vllm_config)
     return tuple(words for name, words in _ENGINE_CHANGES.items() if has.get(name))
 
 
 def row_params(params: Any, prompt: Any = None, changes: Iterable[str] = ()) -> RowParams:
-    """Returns what vLLM's sampling parameters mean for the tokens of a request.
+    """Returns those of vLLM's sampling parameters on which the tokens of a request depend.
 
     Args:
         params: vLLM's `SamplingParams`.
@@ -124,13 +124,16 @@ class RequestRecorder:
             self._params[_seed_of(of_row)] = row_params(of_row, prompt, self._changes)
 
     def ended(self, seed: int, prompt: Any, token_ids: Any, logprobs: Any) -> None:
-        """Records a row that `begun` has noted. A row without a token leaves no record."""
+        """Records the row with this seed, whose parameters `begun` has noted. A row without a token leaves no record."""
         params = self._params.pop(seed, None)
         if params is not None and len(token_ids):
             self.rows.add(FinishedRow(seed, prompt, token_ids, logprobs, params))
 
     async def followed(self, outputs: AsyncGenerator[Any, None], prompt: Any, params: Any) -> AsyncGenerator[Any, None]:
-        """Yields the outputs of a request that is not one of NeMo-RL's rows, and records it at its end."""
+        """Yields the outputs of a request that is not one of NeMo-RL's rows, and records the request at its end.
+
+        Requests for several samples (`n` above 1) are not recorded.
+        """
         token_ids = list[int]()
         logprobs = list[float | None]()
         async with aclosing(outputs):
@@ -153,7 +156,7 @@ def _seed_of(params: Any) -> int:
 
 
 def _logprobs_of(completion: Any) -> list[float | None]:
-    """Returns the log-prob of each token of an output, or None for each token if log-probs were not requested."""
+    """Returns the log-prob of each token of an output, or None for each token for which vLLM has returned no log-prob."""
     if not completion.logprobs:
         return [None] * len(completion.token_ids)
     pairs = zip(completion.logprobs, completion.token_ids, strict=True)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of an engine that other processes call by name, with their arguments, their replies, and who answers.
+"""Tables of the methods of an engine that other processes call by name. A class for each process declares its methods.
 
 Ray and vLLM send the name of a method to another process. Callers in this package never write that name themselves. They pass
-a method of one of these classes, such as `WorkerCalls.specrollout_totals`, so that an editor finds caller and answerer, and
-the type checker compares the arguments. The class that answers derives from the table and defines each of its methods.
+a method of one of these classes, such as `WorkerCalls.specrollout_totals`, so that an editor finds both caller and answerer,
+and the type checker compares the arguments. The class that answers derives from one of these classes and defines its methods.
 
-Every name begins with `specrollout_`, because the methods live in classes of NeMo-RL and vLLM beside their own.
+Every name begins with `specrollout_`, because the methods live in classes of NeMo-RL and vLLM beside the methods of those.
 """
 
 from collections.abc import Awaitable
@@ -15,18 +15,19 @@ from typing import Any
 class WorkerCalls:
     """Calls that a vLLM worker, vLLM's process for a GPU, answers in `VllmWorkerMixin` (generation/vllm_worker.py).
 
-    `vllm.LLM.collective_rpc` sends them to all ranks of an engine. Arguments and replies are plain values. A rank whose
-    drafts are not used replies None where a method says so.
+    `vllm.LLM.collective_rpc` sends them to all ranks of an engine. Arguments and replies are plain values. Where a method
+    says so, only the output rank gives an answer and the other ranks reply None (`transfers.is_output_rank`).
     """
 
     def specrollout_totals(self) -> dict[str, Any] | None:
-        """Returns `EngineTotals` as a dict, or None on a rank whose drafts are not used."""
+        """Returns `EngineTotals` (telemetry/engine_stats.py) as a dict, or None on ranks other than the output rank."""
         raise NotImplementedError
 
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
-        """Returns `StepEnd` as a dict, or None on a rank whose drafts are not used.
+        """Ends a training step, in which the engine also keeps what it has learned.
 
-        It has the sample stats of the requests of `seeds`, or of all requests that have ended if `seeds` is None.
+        Returns `StepEnd` (telemetry/sample_stats.py) as a dict, or None on ranks other than the output rank. The reply has the
+        statistics of the requests with these `seeds`, or of all requests that have ended if `seeds` is None.
         """
         raise NotImplementedError
 
@@ -35,18 +36,18 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms since the last call, which come from the head's canary and from the file of what was learned."""
+        """Returns the alarms since the last call, which come from the head's canary and from the files that are kept."""
         raise NotImplementedError
 
     def specrollout_keep_learned(self) -> None:
         """Keeps what the engine has learned, for engines that start later. Call it while no request runs.
 
-        `specrollout_end_step` does so by itself.
+        `specrollout_end_step` includes this, so it is needed only outside of training steps.
         """
         raise NotImplementedError
 
     def specrollout_weights_updated(self, seconds: float) -> None:
-        """Counts a weight update, during which the engine could make no steps for `seconds`."""
+        """Counts a weight update, during which the engine could make no engine steps for `seconds`."""
         raise NotImplementedError
 
     def specrollout_policy_is(self, version: int) -> None:
@@ -60,7 +61,7 @@ class WorkerCalls:
 
         Args:
             folder: A published head.
-            head_version: Version of the policy for which the head was trained, or None for the engine's own.
+            head_version: Policy version for which the head was trained, or None for the engine's present version.
             expected_length: Acceptance length of the head on held-out texts, if known.
             num_positions: Number of draft positions in that measurement.
 
@@ -83,16 +84,17 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_take_ties(self, names: list[int]) -> dict[int, tuple[int, bytes, bytes]] | None:
-        """Returns the near-ties of requests by name that were not returned before, or None on a rank without outputs.
+        """Returns those near-ties of requests, by name, that were not returned before.
 
-        `names` are the numbers that the requests have as `ties` in their identities. Each value is the index of a token,
-        counted from the beginning of the prompt, followed by the gaps (float16) and runners-up (int32) of that token and of
-        those after it. The gap is the difference in nats between the best and the second-best score including the noise, and
-        infinite where no other token was possible. The last entries may belong to tokens that vLLM returns later, or drops
-        because the request has ended. After a preemption, entries that were returned before may be returned again.
+        Ranks other than the output rank return None. `names` are the numbers that the requests have as `ties` in their
+        identities. Each value is a tuple. It has the index of a token, counted from the beginning of the prompt, and then the
+        bytes of two arrays for that token and those after it, which are the score gaps (float16) and the runners-up (int32).
+        A gap is the difference in nats between the best and the second-best score including the noise, and infinite where no
+        other token was possible. The last entries may belong to tokens that vLLM returns later, or drops because the request
+        has ended. After a preemption, entries that were returned before may be returned again.
 
-        A name whose request has ended is forgotten with the call, and an unknown name is left out. The call waits for the
-        steps that are running.
+        A name whose request has ended is forgotten with the call, and an unknown name is left out of the result. The call
+        waits for the engine steps that are running.
         """
         raise NotImplementedError
 
@@ -101,15 +103,19 @@ class WorkerCalls:
         raise NotImplementedError
 
     def specrollout_step_seconds(self) -> tuple[list[float], float] | None:
-        """Returns the predicted seconds of steps without drafts by number of requests, and the seconds of one more draft row.
+        """Returns the predicted seconds of engine steps without drafts, and the seconds that one more draft row takes.
 
-        The list goes from no request to as many as the engine has slots. The draft row is one of a step in which all slots are
-        taken and have drafts. Returns None before a step was measured, and on a rank whose drafts are not used.
+        The first value is a list with an entry for each number of requests, from none to as many as the engine has slots. The
+        second value holds for a row of a step in which all slots are taken and have drafts. Returns None before a step was
+        measured, and on ranks other than the output rank.
         """
         raise NotImplementedError
 
     def specrollout_drafter_stats(self) -> dict[str, Any] | None:
-        """Returns `DrafterStats` as a dict, or None without remote drafters and on a rank whose drafts are not used."""
+        """Returns `DrafterStats` (remote/protocol/drafter_stats.py) as a dict.
+
+        Returns None without remote drafters, and on ranks other than the output rank.
+        """
         raise NotImplementedError
 
     def specrollout_drafters_at(self, addresses: list[str], secret: str) -> None:
@@ -127,7 +133,7 @@ class EngineActorCalls:
     def specrollout_call(self, *, method: str, arguments: list[Any]) -> Any:
         """Calls a method of `WorkerCalls` by name in all vLLM workers of the engine.
 
-        Returns the reply of the only rank that does not reply None. Arguments and reply are plain values.
+        Returns the reply of the only vLLM worker that does not reply None. Arguments and reply are plain values.
         """
         raise NotImplementedError
 
@@ -139,8 +145,8 @@ class EngineActorCalls:
         """Receives the engine's share of the rows of coming steps, which it decodes in free slots.
 
         An earlier plan must have ended. `rows` are `EarlyRow`s (run_ahead/early_texts.py), the most urgent ones first, each
-        with the text that is known of it. `scale` is how far, in nats, the next update is expected to move the difference of
-        two scores, and `kept` is the share of a text that an update has left unchanged (`FlipModel`, `EarlyTexts`).
+        with the text that is known of it. `scale` is how far, in nats, the next weight update is expected to move the
+        difference of two scores (`FlipModel`). `kept` is the share of a text that an update has left unchanged (`EarlyTexts`).
         """
         raise NotImplementedError
 
@@ -164,14 +170,14 @@ class EngineActorCalls:
         raise NotImplementedError
 
     def specrollout_take_kept(self) -> Any:
-        """Returns how much of such texts was right since the last call, as `KeptCounts` (run_ahead/texts.py)."""
+        """Returns how much of the texts made ahead was right since the last call, as `KeptCounts` (run_ahead/texts.py)."""
         raise NotImplementedError
 
     def specrollout_chat_prompts(self, *, requests: list[dict[str, Any]]) -> Awaitable[list[list[int] | None]]:
         """Returns the token ids of each chat request's prompt, as the engine's HTTP server renders it.
 
         A request has the field `messages` of OpenAI's chat requests, and `tools` and `chat_template_kwargs` if needed. The
-        result is None for a request that the server refuses. Only asynchronous engines have this call.
+        entry is None for a request that the server refuses. Only asynchronous engines have this call.
         """
         raise NotImplementedError
 
@@ -184,8 +190,8 @@ class EngineActorCalls:
         raise NotImplementedError
 
     def specrollout_leave_exchange(self) -> Awaitable[None]:
-        """Stops the requests of the exchange. Only asynchronous engines have this call.
+        """Stops the requests that came from the exchange. From now on the engine decodes only its own requests.
 
-        From now on the engine decodes only its own requests.
+        Only asynchronous engines have this call.
         """
         raise NotImplementedError

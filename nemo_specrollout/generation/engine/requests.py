@@ -33,21 +33,21 @@ class RolloutRequest:
     speculate: bool = True
     """False for a request that must be decoded without drafts, as in an equality check."""
     exact_length: int | None = None
-    """Length of the response whatever is sampled, for timing steps. None means until a stop token."""
+    """Fixed length of the response, for timing engine steps. With None, the response ends at a stop token."""
     prefix_token_ids: Sequence[int] = ()
     """Beginning of the response, which another engine has sampled and this engine continues."""
     ahead: bytes = b""
-    """Expected response as int32 numbers for the drafter `ahead`, sampled by older weights with the same noise."""
+    """Expected response for the drafter `ahead`, as int32 numbers. Older weights have sampled it with the same noise."""
     branches: tuple[AheadBranch, ...] = ()
     """Alternatives to the expected response, which begin at its near-ties."""
     ties: int | None = None
     """Name under which the vLLM worker keeps the near-ties of the request, or None if it does not ask for them."""
     is_early: bool = False
-    """Whether the request belongs to a coming step, so that its tokens are no sample of the policy that decodes it."""
+    """Whether the request belongs to a coming step, so that its tokens are no sample of the policy version that decodes it."""
 
     @property
     def num_ahead(self) -> int:
-        """Number of tokens of the expected response. The real one will probably be at least as long."""
+        """Number of tokens of the expected response. The real response will probably be at least as long."""
         return len(self.ahead) // TOKEN_BYTES
 
     def noise_seed(self, engine_seed: int) -> int:
@@ -57,26 +57,26 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """A request that another engine handed over, with sampling parameters of its own."""
+    """A request that engines can hand to each other, with sampling parameters of its own."""
 
     prompt_token_ids: Sequence[int]
     prompt_index: int
     """Equal for all samples of one prompt."""
     home: tuple[int, int]
-    """Number of the engine that received the request from NeMo-RL, and number of the request there."""
+    """Number of the engine that received the request from NeMo-RL, and number of the request in that engine."""
     params: bytes
-    """vLLM's `SamplingParams`, including the seed, as msgpack, so that a process that forwards it need not import vLLM."""
+    """vLLM's `SamplingParams` with the seed, as msgpack, so that a process that forwards the request need not import vLLM."""
     prefix_token_ids: Sequence[int] = ()
     """Beginning of the response, which another engine has sampled."""
     num_ahead: int = 0
-    """Number of tokens of the text that was made ahead for it. The response will probably be at least as long."""
+    """Number of tokens of the text that was made ahead for the request. The response will probably be at least as long."""
 
 
 @dataclass(frozen=True)
 class Rollout:
     """A response to a request.
 
-    Log-probs are those of the distribution that was sampled from, or of temperature 1 for greedy tokens.
+    Log-probs are those of the distribution from which the tokens were sampled, or of temperature 1 for greedy tokens.
     """
 
     token_ids: list[int]
@@ -110,9 +110,9 @@ class RequestIdentity:
     ties: int | None = None
     """Name under which the near-ties of the request are kept, or None if it does not ask for them."""
     is_early: bool = False
-    """Whether newer weights will decode the request again, in a coming step or after an update in the middle of it.
+    """Whether newer weights will decode the request again, in a coming step or after a weight update within the step.
 
-    Nothing but its near-ties is kept of it, because it is no sample of a policy that anything is trained on."""
+    Only the near-ties of such a request are kept, and no statistics, because its tokens are never trained on."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class NewRequest:
     slot: int
     identity: RequestIdentity
     prompt_length: int
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     token_ids: Sequence[int]
-    """Known text, which is the prompt plus what a preempted request had sampled before."""
+    """Known text, which is the prompt, and after a preemption also what the request had sampled before."""
     limit: int
-    """Most tokens that the text may reach."""
+    """Most tokens that the text may have, including the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
     sampling_params: Any = None
     """vLLM's sampling parameters."""
@@ -146,7 +146,7 @@ class NewRequest:
 
     @property
     def paths(self) -> list[np.ndarray]:
-        """The texts that the request carries as int32 arrays, first the expected one and then its branches."""
+        """The texts that the request carries, as int32 arrays. The first is the expected one, the others are its branches."""
         return paths_of(self.identity.ahead, self.identity.branches)
 
     @property
@@ -156,7 +156,7 @@ class NewRequest:
 
 
 def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | bytes]]:
-    """Returns `extra_args` for a rollout request, from which the vLLM worker derives its seed with the engine's seed."""
+    """Returns `extra_args` for a rollout request. From them and the engine's seed, the vLLM worker derives its noise."""
     identity: dict[str, int | bytes] = {
         "prompt_index": request.prompt_index,
         "sample_index": request.sample_index,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extends vLLM's scheduler by drafting pauses and a limit on a step's draft rows, and reports tokens that reach the host.
+"""Extends vLLM's scheduler by drafting pauses and by a limit on the draft rows of an engine step.
 
-The vLLM worker decides on a pause, because it has the measurements. It marks each step's output, and the scheduler reads the
-mark. A step in a pause is exactly like a step of an engine without speculation. vLLM finds the scheduler by its argument
-`scheduler_cls`.
+The vLLM worker decides on a pause, because it has the measurements. While the pause lasts, it marks the output of each engine
+step, and the scheduler reads the mark. A step in a pause is exactly like a step of an engine without speculation. vLLM finds
+the scheduler by its argument `scheduler_cls`. This module also has the output that reports its tokens to remote drafters.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +16,19 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from nemo_specrollout.generation.engine.arguments import DRAFT_ROWS
 
 _PAUSED = "specrollout_paused"
-"""Attribute of a step's output that says whether drafting is paused."""
+"""Attribute of an engine step's output that is true if drafting is paused."""
 
 
 def mark_paused(output: Any) -> None:
-    """Marks a step's output, so that the scheduler schedules no drafts for the next steps."""
+    """Marks an engine step's output, so that the scheduler schedules no drafts for the next steps."""
     setattr(getattr(output, "model_runner_output", output), _PAUSED, True)
 
 
 class WatchedOutput(AsyncModelRunnerOutput):
-    """A step's output that reports its tokens as soon as they are on the host, in the thread that waits for them."""
+    """An engine step's output that reports its tokens as soon as they are on the host, in the thread that waits for them."""
 
     def __init__(self, output: Any, tell: Callable[[Sequence[Sequence[int]]], None]) -> None:
-        """Wraps vLLM's asynchronous `output` of a step. `tell` receives the tokens of each request."""
+        """Wraps vLLM's asynchronous `output` of an engine step. `tell` receives the list of each request's tokens."""
         self._output = output
         self._tell = tell
 
@@ -44,12 +44,12 @@ class WatchedOutput(AsyncModelRunnerOutput):
 
 
 class _PausingMixin:
-    """Schedules no drafts if the latest output has the mark, and lets requests share the draft rows of a step."""
+    """Schedules no drafts if the latest output has the mark, and lets requests share the draft rows of an engine step."""
 
     _is_paused = False
     vllm_config: Any
     num_spec_tokens: int
-    """Drafts of each request in a step."""
+    """Most drafts of each request in an engine step."""
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """Schedules as vLLM does, with as many drafts per request as fit if all requests share the draft rows of the step."""
@@ -61,7 +61,7 @@ class _PausingMixin:
             self.num_spec_tokens = most_drafts
 
     def _drafts_of_each(self, most_drafts: int) -> int:
-        """Returns how many drafts each request may have in the next step, counting requests that may start in this one."""
+        """Returns how many drafts each request may have in the next step, if all requests that can start now have started."""
         scheduler: Any = self
         most_rows = self.vllm_config.additional_config.get(DRAFT_ROWS)
         num_requests = min(len(scheduler.running) + len(scheduler.waiting), scheduler.max_num_running_reqs)
@@ -72,7 +72,8 @@ class _PausingMixin:
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Takes a step's drafts as vLLM does, but no more of each request than the next step has room for.
 
-        Only a scheduler that waits for each step is told its drafts. Older versions tell it all that a request may have.
+        vLLM calls this only for a scheduler that waits for the end of each step. Older versions always pass all drafts that a
+        request may have.
         """
         most = self._drafts_of_each(self.num_spec_tokens)
         draft_token_ids.draft_token_ids = [tokens[:most] for tokens in draft_token_ids.draft_token_ids]
@@ -85,7 +86,7 @@ class _PausingMixin:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Reads the mark, then does vLLM's work."""
+        """Reads the mark of a step's output, and then lets vLLM update the requests."""
         self._is_paused = getattr(model_runner_output, _PAUSED, False)
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 

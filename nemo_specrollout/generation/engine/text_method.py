@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters without weights on vLLM before 0.32, whose V2 model runner has no method for them. Not used on newer versions.
+"""Makes drafters without weights possible before vLLM 0.32, whose V2 model runner has no method for them.
+
+Newer versions need nothing of this module.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -23,7 +25,7 @@ _is_text_allowed = False
 
 
 class TextSpeculator(BaseSpeculator):
-    """The speculator of an engine without draft weights. `DraftRouter` replaces its proposals, except in dummy runs."""
+    """The speculator of an engine without draft weights. `DraftRouter` replaces its `propose`, except in dummy runs."""
 
     supports_mm_inputs = False
 
@@ -40,14 +42,15 @@ class TextSpeculator(BaseSpeculator):
         """Does nothing, because there are no CUDA graphs."""
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns zeros, int64 [B, K]."""
+        """Returns zeros instead of drafts, int64 [B, K]."""
         return self.draft_tokens[: input_batch.num_reqs]
 
 
 def allow_text_drafters() -> None:
     """Makes the V2 model runner accept vLLM's method for drafters without weights, which it refuses before 0.32.
 
-    Each process that makes a config or a worker must call this. An environment variable tells vLLM's own processes to use V2.
+    Each process that makes vLLM's config or a vLLM worker must call this. It also sets an environment variable that tells
+    vLLM's own processes to use the V2 model runner.
     """
     global _is_text_allowed  # noqa: PLW0603
     if compat.HAS_TEXT_METHOD or _is_text_allowed:

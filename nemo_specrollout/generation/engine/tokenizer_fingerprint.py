@@ -10,10 +10,10 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merge
 
 
 def tokenizer_fingerprint(model_config: Any) -> bytes:
-    """Returns 16 bytes that differ between tokenizers, from vLLM's model config.
+    """Returns 16 bytes that differ between tokenizers, for the tokenizer of vLLM's model config.
 
-    If the tokenizer is a folder, they follow from its files, so copies of it have the same fingerprint. If it is only a name,
-    they follow from the name. The size of the vocabulary counts in both cases.
+    If the tokenizer is a folder, the bytes follow from its files, so copies of it have the same fingerprint. If it is only a
+    name, they follow from the name. In both cases they also depend on the size of the vocabulary.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(str(model_config.get_vocab_size()).encode())

@@ -14,12 +14,18 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 
 def is_output_rank() -> bool:
-    """Returns whether vLLM uses this rank's outputs. It is the first tensor-parallel rank of the last pipeline stage."""
+    """Returns whether this is the output rank of its engine, which is the only rank whose outputs vLLM uses.
+
+    It is the first tensor-parallel rank of the last pipeline stage.
+    """
     return get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
 
 
 def agreed(decision: Any) -> Any:
-    """Returns the decision of the first tensor-parallel rank, because all ranks must act alike but each has its own clock."""
+    """Returns the `decision` that the first tensor-parallel rank has passed.
+
+    All ranks must call this. It is needed where a decision depends on a clock, because the ranks must act alike.
+    """
     group = get_tp_group()
     return decision if group.world_size == 1 else group.broadcast_object(decision, src=0)
 
@@ -36,7 +42,7 @@ def copy_first_rank(tensor: torch.Tensor) -> None:
 
 
 def to_device(values: Sequence[int], dtype: Any, device: torch.device) -> torch.Tensor:
-    """Returns a few numbers as a tensor on the device. The host does not wait for the copy."""
+    """Returns a few numbers as a tensor of the NumPy type `dtype` on the device. The host does not wait for the copy."""
     return torch_utils.async_tensor_h2d(np.array(values, dtype), device=device)
 
 
@@ -48,26 +54,26 @@ def copy_to_device(values: np.ndarray, out: torch.Tensor) -> None:
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor on the host to which the values are copied. On a GPU they arrive later."""
+    """Returns a tensor on the host to which the values are copied. From a GPU the values arrive later."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     host.copy_(values, non_blocking=True)
     return host
 
 
 class HostCopy:
-    """The values that a device tensor had in an earlier step.
+    """A copy on the host of a device tensor's values, which on a GPU is one engine step old.
 
-    Owns two host buffers, of which one is read while the other is written. Call `refresh()` in each step. On a GPU, `values`
-    then holds what the tensor held at the previous refresh. On a CPU it holds what the tensor holds now. A refresh waits for
-    the copy of the previous one, which has arrived long before.
+    Owns two host buffers, of which one is read while the other is written. Call `refresh()` in each engine step. On a GPU,
+    `values` then holds what the tensor held at the previous refresh. On a CPU it holds what the tensor holds now. A refresh
+    waits for the copy that the previous refresh has started, which has usually arrived long before.
     """
 
     def __init__(self, source: torch.Tensor, is_late: bool | None = None) -> None:
-        """`is_late` overrides the device's way, so that a test can make a CPU behave like a GPU."""
+        """`source` is the tensor. `is_late` sets whether `values` are one refresh old, so that a test can imitate a GPU."""
         self._source = source
         self._is_cuda = source.is_cuda
         self.is_late = source.is_cuda if is_late is None else is_late
-        """Whether `values` are one refresh old."""
+        """Whether `values` are one refresh old. This is so on a GPU."""
         self._buffers = [torch.zeros_like(source, device="cpu", pin_memory=self._is_cuda) for _ in range(2)]
         # Events must block and not poll, because polling holds a lock of the driver.
         self._events = [torch.cuda.Event(blocking=True) for _ in range(2)] if self._is_cuda else []
@@ -95,9 +101,10 @@ class HostCopy:
 
 
 class StageTimer:
-    """Times a stage of a step with CUDA events, or with the clock on a CPU. Owns the last 8 unfinished measurements.
+    """Times a stage of an engine step with CUDA events, or with the clock on a CPU. Owns the last 8 unfinished measurements.
 
-    Example: `timer.start()`, the stage, `timer.stop(tag)`; later `for tag, seconds in timer.finished()`.
+    Example: call `timer.start()` before the stage and `timer.stop(tag)` after it. In a later step, loop over
+    `for tag, seconds in timer.finished()`.
     """
 
     def __init__(self, device: torch.device) -> None:

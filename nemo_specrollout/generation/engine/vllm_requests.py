@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's form of requests, with sampling parameters that engines hand to each other, and finished outputs."""
+"""Translates between vLLM's requests and outputs and this package's, which engines can hand to each other."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -48,10 +48,10 @@ _PORTABLE_PARAMS = {
     "_all_stop_token_ids",
     "_eos_token_id",
 }
-"""Parameters that concern one position at a time, or no token at all.
+"""Sampling parameters that concern one position at a time, or no token at all.
 
-All others look back at the response from its beginning, or ask for something that an engine returns only for tokens that it
-has generated itself.
+All other parameters look back at the response from its beginning, or ask for something that an engine returns only for tokens
+that it has generated itself.
 """
 
 
@@ -69,7 +69,7 @@ def refused_as_by_vllm() -> Iterator[None]:
 class RolloutSamplingParams(SamplingParams):
     """Sampling parameters for an engine with our sampler, which applies min-p and logit bias to draft rows too.
 
-    vLLM has them validate themselves before it admits a request, so a bad request is refused in every version of vLLM.
+    vLLM calls their own checks before it admits a request, so a bad request is refused in every version of vLLM.
     """
 
     @classmethod
@@ -81,7 +81,7 @@ class RolloutSamplingParams(SamplingParams):
         return copied
 
     def verify(self, *engine: Any, **more: Any) -> None:
-        """Does vLLM's checks for the engine and then ours. Raises vLLM's errors for a bad request."""
+        """Checks the parameters as vLLM does, and then by our rules. Raises vLLM's errors for a bad request."""
         super().verify(*engine, **more)
         with refused_as_by_vllm():
             check_params(self)
@@ -103,8 +103,8 @@ class RolloutSamplingParams(SamplingParams):
 def reason_to_stay(vllm_config: Any) -> str | None:
     """Returns why every request must stay in an engine with this vLLM config, or None if requests may leave it.
 
-    An engine that continues a request has the text so far as its prompt. This changes whatever depends on where the prompt
-    ends, such as what a logits processor counts, or which tokens attention sees.
+    To an engine that continues a request of another engine, the text so far is the prompt. This changes whatever depends on
+    where the prompt ends, such as what a logits processor counts, or which tokens attention sees.
     """
     has = properties_of(vllm_config)
     return next((f"{name}: {WHY_ALL_STAY[name]}" for name, value in has.items() if value), None)
@@ -129,8 +129,9 @@ def is_portable(prompt: Any, params: Any, stays: str | None) -> bool:
     """Returns whether another engine can continue a request from any token.
 
     `stays` is the result of `reason_to_stay` for the request's engine. A portable request has a text prompt, a seed that is
-    the same in all engines, and parameters that look at one position at a time. Stop strings, penalties, budgets, minimum
-    lengths and the like need the response from its beginning. So may the user's code for which further `extra_args` are.
+    the same in all engines, and parameters that look at one position at a time. Stop strings, penalties, thinking budgets,
+    minimum lengths and the like need the response from its beginning. Further `extra_args` are for code of the user's, which
+    may need it too.
     """
     if stays is not None or not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
         return False
@@ -158,10 +159,10 @@ def _is_empty(value: Any) -> bool:
 def shard_requests(
     engine: int, prompts: Sequence[Any], params: Sequence[Any], stays: str | None
 ) -> list[ShardRequest] | None:
-    """Returns the requests of engine number `engine` for others to continue, or None if one of them is not portable.
+    """Returns the requests of engine number `engine` in a form that others can continue, or None if one is not portable.
 
     `stays` is the result of `reason_to_stay` for the engine. If there is a reason, the engine cannot continue requests of
-    others either, so the result is None even if it has no requests.
+    other engines either, so the result is None even if the engine has no requests.
     """
     if stays is not None or not all(is_portable(*request, stays) for request in zip(prompts, params, strict=True)):
         return None
@@ -169,11 +170,14 @@ def shard_requests(
 
 
 def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardRequest:
-    """Returns a portable request for other engines to continue. Raises vLLM's error for a malformed identity."""
+    """Returns a portable request in a form that other engines can continue. `home` is as in `ShardRequest`.
+
+    Raises vLLM's error for a malformed identity.
+    """
     tokens = list(prompt["prompt_token_ids"])
     with refused_as_by_vllm():
         given = given_identity(params)
-    first_turn = given.prompt_length  # a later turn of a conversation belongs to its group
+    first_turn = given.prompt_length  # all turns of a conversation belong to the group of its first prompt
     num_ahead = len(given.ahead) // TOKEN_BYTES
     group = content_hash(tokens[:first_turn])
     return ShardRequest(tokens, group, home, msgspec.msgpack.encode(params), num_ahead=num_ahead)
@@ -182,8 +186,8 @@ def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardReque
 def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int], Any]:
     """Returns the token ids and the sampling parameters with which an engine continues a request.
 
-    With `streams`, tokens are returned as they come, and weights may change while the request runs. It therefore reuses no
-    cached prefix of the response, because older weights may have computed it.
+    With `streams`, tokens are returned as they come, and weights may change while the request runs. A request that already has
+    a part of its response then reads no cached KV, because older weights may have computed the KV of that part.
     """
     num_prompt = len(request.prompt_token_ids)
     num_prefix = len(request.prefix_token_ids)
@@ -202,7 +206,7 @@ def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int],
 
 
 def sampling_params(request: ShardRequest) -> Any:
-    """Returns vLLM's sampling parameters of a request, decoded from its msgpack."""
+    """Returns vLLM's sampling parameters of a request, decoded from the msgpack in `params`."""
     return msgspec.msgpack.decode(request.params, type=RolloutSamplingParams)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model runners of vLLM before 0.32, where the host chooses which drafts a step verifies.
+"""The family of model runners of vLLM before 0.32, where the host chooses which drafts an engine step verifies.
 
-These are the runners of vLLM 0.25.1 to 0.31, and the versions that NeMo-RL pins are among them. Text drafters also need
-changes in processes that have no runner (`engine/text_method.py`).
+These are the runners of vLLM 0.25.1 to 0.31. The versions that NeMo-RL pins are among them. Text drafters also need changes
+in processes that have no runner (`engine/text_method.py`).
 """
 
 import inspect
@@ -24,7 +24,7 @@ from nemo_specrollout.generation.step.equality_rule import sample_and_compare, v
 
 
 class Before032(RunnerFamily):
-    """Extends vLLM's sampler and rejection sampler, and repairs bad words."""
+    """Extends vLLM's sampler and rejection sampler, and corrects what is wrong with drafts in these versions."""
 
     row_sampler = OlderRowSampler
 
@@ -33,7 +33,7 @@ class Before032(RunnerFamily):
         compat.require(rejection_sampler, ["rejection_sample"], rejection_sampler.__name__)
 
     def verifier(self, runner: Any) -> Any:
-        """Returns our extension of vLLM's rejection sampler, and corrects bad words and recurrent layers for drafts."""
+        """Returns our extension of vLLM's rejection sampler. Also corrects how bad words and recurrent layers treat drafts."""
         _fix_bad_words(runner.sampler)
         read_reached_states(runner)
         return _verifier_class()(runner.sampler, runner.speculative_config, runner.device)
@@ -47,16 +47,16 @@ class Before032(RunnerFamily):
         return older_depth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Lets the host choose the drafts, for the reason that `arguments.with_specrollout` gives for each such version."""
+        """Lets the host choose the drafts. `arguments.host_choice` gives a `reason` for each of these versions."""
         settle(reason)
 
     def chooses_on_device(self, runner: Any) -> bool:
-        """Returns False, because these runners count the rows of a step on the host."""
+        """Returns False, because these runners count the rows of an engine step on the host."""
         return False
 
 
 def _verifier_class() -> type[Any]:
-    """Returns the class that verifies. Since 0.28 vLLM has a method for the acceptance rule, so 0.32's class serves there."""
+    """Returns the class that verifies. Since 0.28 vLLM has a method for the acceptance rule, so the class for 0.32 fits."""
     if not hasattr(rejection_sampler.RejectionSampler, "_verify"):
         return SwappingVerifier
     from nemo_specrollout.generation.step.verification import EqualityVerifier
@@ -65,14 +65,15 @@ def _verifier_class() -> type[Any]:
 
 
 class SwappingVerifier(rejection_sampler.RejectionSampler):
-    """Verification by equality in a rejection sampler that has no method for the acceptance rule.
+    """Verification by equality in a rejection sampler that has no method for the acceptance rule (vLLM before 0.28).
 
-    With an `OlderRowSampler`, rows are sampled, accepted and graded together. Otherwise vLLM computes the log-probs.
+    With an `OlderRowSampler`, the same kernels sample the rows, accept drafts and compute log-probs. Otherwise vLLM computes
+    the log-probs.
     """
 
     _has_verified = False
     _slots_B: np.ndarray
-    """Request slots of the step that is verified."""
+    """Request slots of the engine step that is verified."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verifies a batch by our rule, while other engines of this process keep vLLM's rule.
@@ -104,9 +105,10 @@ class SwappingVerifier(rejection_sampler.RejectionSampler):
 
 
 def _fix_bad_words(sampler: Any) -> None:
-    """Makes bad words compare the draft before a row, where vLLM 0.25's kernel compares the token before that draft.
+    """Makes vLLM's check of bad words compare the draft that comes right before a row.
 
-    Raises RuntimeError if this vLLM implements bad words elsewhere.
+    The kernel of vLLM 0.25 compares the token before that draft instead. Raises RuntimeError if this vLLM implements bad words
+    elsewhere.
     """
     if "spec_offset + 1" in inspect.getsource(bad_words):
         return

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of families of vLLM's V2 model runners.
+"""The interface to families of vLLM's V2 model runners.
 
-A family is a range of vLLM versions whose model runners are entered at the same places. What is the same for all families is
-in the vLLM worker. When no supported version has a family any more, remove its file and its line in `installed.py`.
+A family is a range of vLLM versions whose model runners are extended at the same places. What is the same for all families is
+in the vLLM worker. When no supported version of vLLM belongs to a family any more, remove the family's file and its line in
+`installed.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,14 +15,14 @@ from nemo_specrollout.generation.drafting.draft_router import DraftRouter
 from nemo_specrollout.generation.step.row_sampling import RowSampler
 
 Settle = Callable[[str | None], None]
-"""Callback that receives the reason why the host must choose the drafts of each step, or None if the device does."""
+"""Callback that receives the reason why the host must choose the drafts of each engine step, or None if the device does."""
 
 
 class RunnerFamily(ABC):
-    """What the vLLM worker does differently for each family of V2 model runners. Keeps no state of an engine."""
+    """The parts of the vLLM worker that differ between families of V2 model runners. An object keeps no state of an engine."""
 
     row_sampler: type[RowSampler] = RowSampler
-    """Class that samples, accepts and grades the rows of a step."""
+    """Class that samples the rows of an engine step, accepts drafts and computes log-probs."""
 
     @abstractmethod
     def verify_names(self) -> None:
@@ -31,7 +32,7 @@ class RunnerFamily(ABC):
         """
 
     def sampler(self, native: Any) -> Any:
-        """Returns our row sampler, or vLLM's own sampler if an option needs other kernels."""
+        """Returns our row sampler in the place of vLLM's sampler `native`, or `native` if an option needs vLLM's kernels."""
         return self.row_sampler(native) if self.row_sampler.fits(native) else native
 
     def is_in_force(self, sampler: Any) -> bool:
@@ -40,26 +41,27 @@ class RunnerFamily(ABC):
 
     @abstractmethod
     def verifier(self, runner: Any) -> Any:
-        """Returns a rejection sampler that accepts a draft if and only if the target samples it."""
+        """Returns a rejection sampler that accepts a draft if and only if the policy samples the same token."""
 
     @abstractmethod
     def verifies(self, verifier: Any) -> bool:
-        """Returns whether a runner's rejection sampler is one that `verifier` returns."""
+        """Returns whether a runner's rejection sampler is one that the method `verifier` returns."""
 
     @abstractmethod
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns the object that asks a speculator for drafts of a depth. Called before vLLM captures CUDA graphs."""
+        """Returns the object that asks a speculator for drafts of a depth. Call it before vLLM captures CUDA graphs."""
 
     @abstractmethod
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Installs our budget of drafts in a runner before its KV cache is made.
+        """Installs our budget of drafts in a runner. Call it before the runner's KV cache is made.
 
-        `settle` is called when it is known who chooses the drafts. A `reason` for the host may be known before.
+        `settle` is called as soon as it is known whether the host or the device chooses the drafts. `reason` is the reason for
+        the host, if one is known already.
         """
 
     @abstractmethod
     def chooses_on_device(self, runner: Any) -> bool:
-        """Returns whether the device chooses the drafts of a runner's steps, within our budget."""
+        """Returns whether the device chooses the drafts of a runner's engine steps, within our budget."""
 
     def warm_up(self, runner: Any) -> None:
         """Launches the row sampler's kernels, so that none of them is compiled during a rollout."""

@@ -2,10 +2,11 @@
 """Draft depths of a head whose CUDA graph holds all positions after the first (vLLM 0.28 and later, most attention backends).
 
 vLLM replays the graph of all positions for every depth above one, so a smaller depth would save nothing. This module captures
-additional graphs for a few depths. All share vLLM's pool, so their activations need no memory beyond that of the deepest
-graph, which vLLM has anyway. Only the graphs themselves are extra, which hold the launches of their kernels. With the default
-of 8 positions these are the launches of 11 positions in addition to vLLM's 7, for each batch size. When the engine starts,
-vLLM measures the memory of these graphs with its own, and makes the KV cache smaller by that. No GPU has run them yet.
+additional graphs for a few depths. All graphs share vLLM's pool, so their activations need no memory beyond that of the
+deepest graph, which vLLM has anyway. Only the graphs themselves are extra, which hold the launches of their kernels. With the
+default of 8 positions, the additional graphs of a batch size hold the launches of 11 positions, and vLLM's own graph those of
+7. When the engine starts, vLLM measures the memory of these graphs with its own, and makes the KV cache smaller by that. No
+GPU has run the additional graphs yet.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -22,18 +23,18 @@ logger = logging.getLogger(__name__)
 _GRAPHS = "specrollout_decode_graphs_"
 """Prefix of the attributes that hold the graphs of each depth. vLLM finds and drops graphs among such attributes."""
 _IS_FUSED = ("use_fused_multi_step_decode", "supports_decode_metadata_update")
-"""Attributes of a speculator, by version, that say whether a graph holds all positions after the first."""
+"""Names, in different versions, of a speculator's attribute that is true if a graph holds all positions after the first."""
 
 
 class GraphedDepth(DraftDepth):
-    """The depth of a speculator that is told how many positions to draft. Owns its graphs for smaller depths."""
+    """Asks a speculator that loops over positions for drafts of a depth. Owns the additional graphs for smaller depths."""
 
     def __init__(self, looping: Any) -> None:
         super().__init__(looping)
         self._most: int = looping.num_speculative_steps
         self._lesser = [depth for depth in graph_depths(self._most) if 1 < depth < self._most]
         self._depths: list[int] = list(range(self._most + 1))
-        """Depth that is drafted for each depth that is wanted. It may be larger where only some depths have a graph."""
+        """Depth that is drafted for each wanted depth. It is larger where only some depths have a graph."""
         self._make_managers = looping.init_cudagraph_manager
         self._capture = looping.capture
         if hasattr(looping, "_generate_fused_drafts"):
@@ -41,7 +42,7 @@ class GraphedDepth(DraftDepth):
             looping.capture = self._capture_all
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns drafts from the smallest graph that is at least as deep as `wanted`."""
+        """Returns drafts, int64 [B, K], from the smallest graph that is at least as deep as `wanted`, and its depth."""
         depth = self._depths[wanted]
         looping = self._speculator
         native = looping.decode_cudagraph_manager
@@ -52,7 +53,7 @@ class GraphedDepth(DraftDepth):
             looping.decode_cudagraph_manager = native
 
     def _forward(self, depth: int) -> Callable[..., None]:
-        """Returns the function that a graph of `depth` positions records, because vLLM's own passes the full depth."""
+        """Returns the function that a graph of `depth` positions records. vLLM's own would be passed the full depth."""
         generate = self._speculator._generate_fused_drafts
 
         def generate_some(*args: Any, num_speculative_steps: int, **options: Any) -> None:
@@ -80,7 +81,7 @@ class GraphedDepth(DraftDepth):
         try:
             for depth in self._lesser:
                 self._capture_depth(depth)
-        except Exception as error:  # of torch, Triton or the driver, since the head can draft all positions
+        except Exception as error:  # any error of torch, Triton or the driver, because the head can draft all positions
             logger.warning("specrollout: the head drafts all positions or one, for lack of CUDA graphs: %s", error)
         else:
             captured = [0, 1, *self._lesser, self._most]
@@ -103,9 +104,10 @@ class GraphedDepth(DraftDepth):
 
 
 def graph_depths(most: int) -> list[int]:
-    """Returns the depths from 0 to `most` for which graphs are captured, where a graph holds all positions of its depth.
+    """Returns the depths from 0 to `most` that can be drafted, where a graph holds all positions of its depth.
 
-    A depth between two of them uses the larger graph. That costs little, because a draft pass is cheap compared with a step.
+    A wanted depth between two of them uses the larger one. That costs little, because a draft pass is cheap compared with an
+    engine step.
     """
     depths = {0, 1, most}
     size = 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of the installed vLLM, found by names and signatures."""
+"""The family of model runners to which the installed vLLM belongs, as names and signatures tell."""
 
 from nemo_specrollout.generation.engine import compat
 from nemo_specrollout.generation.runners.family import RunnerFamily
@@ -16,4 +16,4 @@ def _family() -> RunnerFamily:
 
 
 RUNNERS = _family()
-"""How this process enters vLLM's model runner."""
+"""The interface to vLLM's model runner in this process."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft depth with vLLM before 0.32, whose `propose` always drafts all positions.
+"""Asks a speculator of vLLM before 0.32 for drafts of a depth, although its `propose` takes no depth.
 
-A head that drafts one position after another loops up to an attribute of its own, which is set for each step here.
+A speculator that drafts one position after another loops up to a number in an attribute of its own. This module sets that
+attribute for each engine step.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -17,30 +18,30 @@ from nemo_specrollout.generation.runners.graphed_depth import GraphedDepth
 
 
 class BlockDepth(DraftDepth):
-    """The depth of a DFlash or DSpark speculator before 0.32, of whose single pass only the first positions are used."""
+    """Asks a DFlash or DSpark speculator before 0.32 for all positions of its single pass, of which only the first count."""
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns drafts of all positions, of which the first `wanted` count."""
+        """Returns drafts of all positions, int64 [B, K], and the number of those that count, which is `wanted`."""
         return self._propose(*inputs, **options), wanted
 
 
 class FullDepth(DraftDepth):
-    """The depth of any other speculator before 0.32, such as one for several MTP modules, which is all or nothing."""
+    """Asks any other speculator before 0.32, such as one for several MTP modules, for all positions or for none."""
 
     @property
     def least(self) -> int:
-        """The number of all positions."""
+        """The smallest depth above zero, which is the number of all positions."""
         return int(self._speculator.num_speculative_steps)
 
     def propose(self, inputs: Sequence[Any], options: Mapping[str, Any], wanted: int) -> tuple[torch.Tensor, int]:
-        """Returns drafts of all positions, all of which count unless none are wanted."""
+        """Returns drafts of all positions, int64 [B, K], and the number of those that count, which is 0 if none are wanted."""
         return self._propose(*inputs, **options), self.least if wanted else 0
 
 
 class LoopDepth(GraphedDepth):
-    """The depth of a speculator before 0.32 that drafts one position after another.
+    """Asks a speculator before 0.32 that drafts one position after another to stop at a given depth.
 
-    Between steps the speculator is set to all positions, because vLLM profiles and captures graphs with them.
+    Between engine steps the speculator is set to all positions, because vLLM profiles and captures graphs with all of them.
     """
 
     def __init__(self, looping: Any) -> None:
@@ -48,7 +49,8 @@ class LoopDepth(GraphedDepth):
         propose = self._propose
 
         def propose_some(*inputs: Any, num_speculative_tokens: int, **options: Any) -> torch.Tensor:
-            # The first pass drafts one position or only reads. The result has as many positions as the loop drafts.
+            # The first pass drafts one position, or only reads. vLLM's result has only the positions of this call, so all
+            # positions are taken from the speculator's buffer.
             looping.num_speculative_steps = max(num_speculative_tokens, 1)
             try:
                 propose(*inputs, **options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row sampler for vLLM before 0.32, so that steps there also sample, accept and grade their rows in two passes.
+"""The row sampler for vLLM before 0.32. There too, it samples rows, accepts drafts and computes log-probs in two passes.
 
 Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
 """
@@ -22,14 +22,14 @@ from nemo_specrollout.generation.step.sampled_rows import Drafts
 _PARAMETERS = inspect.signature(Sampler.apply_sampling_params).parameters
 _STATES = ("sampling_states", "logit_bias_state", "penalties_state", "bad_words_state", "logprob_token_ids_state")
 _CHANGES_LOGITS = hasattr(Sampler, "returns_logprobs")
-"""Whether `apply_sampling_params` changes its argument in place, in the argument's own type (vLLM 0.26)."""
+"""Whether `apply_sampling_params` changes the logits in place and keeps their type (vLLM 0.26)."""
 
 
 class OlderRowSampler(RowSampler):
-    """A row sampler that reads from vLLM's states of sampling parameters which requests need more than a temperature."""
+    """A row sampler that finds in vLLM's states of sampling parameters which requests need more than a temperature."""
 
     def _follow_filters(self) -> None:
-        """Checks that the states exist that `add_request` reads from vLLM. Raises RuntimeError if one does not."""
+        """Raises RuntimeError unless vLLM's sampler has all states that `add_request` reads."""
         compat.require(self, _STATES, "the sampler")
 
     def add_request(self, req_idx: int, *arguments: Any) -> None:
@@ -50,7 +50,7 @@ class OlderRowSampler(RowSampler):
         )
 
     def get_logprobs_dims(self, idx_mapping_np: np.ndarray, include_token_ids: bool = True) -> tuple[int, int] | None:
-        """Returns how many top tokens and how many given tokens need log-probs, or None if no request wants any."""
+        """Returns how many of the best tokens and how many given tokens need log-probs, or None if no request wants any."""
         num_best = self.sampling_states.max_num_logprobs(idx_mapping_np)
         num_asked = self.logprob_token_ids_state.max_num_token_ids(idx_mapping_np) if include_token_ids else 0
         if num_best == NO_LOGPROBS and not num_asked:
@@ -58,7 +58,7 @@ class OlderRowSampler(RowSampler):
         return (0 if num_best == NO_LOGPROBS else num_best), num_asked
 
     def verify(self, logits: torch.Tensor, batch: Any, num_positions: int, has_logprobs: bool) -> SamplerOutput:
-        """Samples a step with drafts, and accepts up to `num_positions` drafts of each request by equality."""
+        """Samples an engine step with drafts, and accepts up to `num_positions` drafts of each request by equality."""
         num_nans = get_num_nans(logits) if self.compute_nans else None
         read_R = batch.input_ids[batch.logits_indices]
         drawn = self.draw(
@@ -83,7 +83,7 @@ class OlderRowSampler(RowSampler):
         return SamplerOutput(drawn.emitted_BK, logprobs, num_nans, num_sampled, num_rejected)
 
     def _processed(self, logits: torch.Tensor, **rows: Any) -> torch.Tensor:
-        """Returns processed logits in float32. In bfloat16 a row's token would depend on what other requests ask for."""
+        """Returns processed logits in float32, because in bfloat16 a row's token would depend on what other requests want."""
         if _CHANGES_LOGITS:
             logits = logits.to(torch.float32, copy=True)
         return self.apply_sampling_params(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model runners of vLLM 0.32 and later, where the device chooses which drafts a step verifies."""
+"""The family of model runners of vLLM 0.32 and later, where the device chooses which drafts an engine step verifies."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from nemo_specrollout.generation.step.verification_budget import VerificationBud
 
 
 class Since032(RunnerFamily):
-    """Extends what vLLM has for each purpose: its sampler, its rejection sampler, and its adaptive verification."""
+    """Extends vLLM's sampler, its rejection sampler, and its adaptive verification."""
 
     def verify_names(self) -> None:
         """Raises RuntimeError unless vLLM has the methods and attributes that our classes override or read."""
@@ -36,12 +36,15 @@ class Since032(RunnerFamily):
         return isinstance(verifier, EqualityVerifier)
 
     def draft_depth(self, speculator: Any) -> DraftDepth:
-        """Returns the object that passes a depth to vLLM's `propose`, with graphs of its own for heads in one graph."""
+        """Returns the object that passes a depth to vLLM's `propose`.
+
+        If one graph of vLLM holds all positions of the speculator, the object has graphs of its own for smaller depths.
+        """
         is_looping = hasattr(speculator, "_generate_fused_drafts")
         return GraphedDepth(speculator) if is_looping else DraftDepth(speculator)
 
     def install_budget(self, runner: Any, router: DraftRouter, settle: Settle, reason: str | None) -> None:
-        """Lets the device choose unless vLLM has a reason against it, which may be known only with the KV cache."""
+        """Lets the device choose, unless vLLM objects to that, which may be known only when the KV cache is made."""
         install_budget(runner, router, settle, reason)
 
     def chooses_on_device(self, runner: Any) -> bool:
@@ -49,7 +52,7 @@ class Since032(RunnerFamily):
         return isinstance(runner.adaptive_verification, VerificationBudget)
 
     def warm_up(self, runner: Any) -> None:
-        """Launches the row sampler's kernels, and compiles the device's choice."""
+        """Launches the row sampler's kernels, and compiles the function by which the device chooses drafts."""
         super().warm_up(runner)
         if self.chooses_on_device(runner):
             runner.adaptive_verification.warm_up()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance rule of this package, by which a draft is accepted if and only if the target samples it.
+"""The acceptance rule of this package, by which a draft is accepted if and only if the policy samples the same token.
 
-vLLM's V2 runner samples by Gumbel-max with noise that is a function of (seed, position, token). So a draft is right if and
-only if it is the token that the runner would have sampled without it. Source: Daliri, Musco, Suresh, arXiv 2408.07978.
+vLLM's V2 model runner samples by Gumbel-max with noise that is a function of (seed, position, token). So a draft is right if
+and only if it is the token that the runner would have sampled without drafts. Source: Daliri, Musco, Suresh, arXiv 2408.07978.
 
 Shapes: B requests of the batch, K draft positions.
 """
@@ -40,10 +40,12 @@ def sample_and_compare(
     use_fp64: bool = False,
     **_others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the emitted tokens [B, K + 1] and their number [B]. Takes the arguments of vLLM's `rejection_sample`.
+    """Returns the tokens that each request emits and their number, as `accept_by_equality` does.
+
+    It takes the arguments of vLLM's `rejection_sample`, of which these need an explanation.
 
     Args:
-        target_logits: Logits of all rows, after sampling parameters including temperature.
+        target_logits: The policy's logits of all rows, to which sampling parameters including temperature have been applied.
         draft_sampled: The token that each row's forward pass read, or -1 for a draft that must not be accepted.
     """
     sampled = compat.draw(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget of drafts that the host applies, for policies and versions of vLLM with which the device must not choose.
+"""A budget of drafts that the host applies, for models and versions of vLLM with which the device cannot choose the drafts.
 
 Shapes: B requests with drafts, K draft positions, S request slots.
 """
@@ -21,23 +21,23 @@ from nemo_specrollout.speculation.foresight import Foresight, Kind
 
 
 class HostBudget:
-    """Keeps a step's drafts within the budget on the host, by removing the others from the scheduled step.
+    """Keeps the drafts of an engine step within the budget, by removing the others from the step that is scheduled.
 
     The scheduler treats removed drafts as rejected. Draft tokens stay on the device.
 
-    The host sizes a step while the device still computes the previous one, at whose end the drafts are made. So the rates
-    that arrive without waiting are one step old, and `Foresight` estimates what they imply for the current drafts. On a CPU,
-    which has no queue, the rates are those of the drafts themselves.
+    The host decides on a step while the device still computes the previous one, at whose end the drafts are made. So the
+    acceptance rates that the host has without waiting are one step old, and `Foresight` estimates what they imply for the
+    current drafts. On a CPU, which has no queue of work, the rates are those of the current drafts.
 
     All tensor-parallel ranks must remove the same drafts. They need no message for that, because they decide from the same
-    values. The rates and the histogram of survival are the first rank's (`copy_first_rank`), and so are the costs
-    (`agreed`). Neither the policy nor `Foresight` nor `likeliest` reads a clock.
+    values. All of them have the rates and the histogram of survival of the first rank (`copy_first_rank`), and its costs
+    (`agreed`). Neither the speculation policy nor `Foresight` nor `likeliest` reads a clock.
     """
 
     def __init__(self, runner: Any, router: Any) -> None:
         self._router = router
         self._slot_of = runner.req_states.req_id_to_index
-        # With vLLM's recording of experts, a step's rows must stay where the scheduler placed them.
+        # If vLLM returns the experts of each row, a step's rows must stay where the scheduler placed them.
         options = compat.output_options(runner.vllm_config)
         self._keeps_all = bool(getattr(options, "enable_return_routed_experts", False))
         num_slots, num_positions = router.board.tables.rates_SK.shape
@@ -46,7 +46,7 @@ class HostBudget:
         self.read(HostCopy(router.board.tables.rates_SK))
 
     def read(self, known_rates: HostCopy) -> None:
-        """Reads the board's rates from this copy. Tests pass a late one, so that a CPU knows as little as a GPU's host."""
+        """Reads the board's rates from this copy from now on. Tests pass a late copy, so that a CPU behaves like a GPU."""
         self._known_rates = known_rates
 
     def opened(self, requests: Sequence[NewRequest]) -> None:
@@ -54,15 +54,15 @@ class HostBudget:
         self.foresight.opened([request.slot for request in requests], [_kind_of(request) for request in requests])
 
     def record(self) -> None:
-        """Starts a copy of the acceptance rates of the latest drafts. On a GPU the host reads it one step later."""
+        """Starts a copy of the acceptance rates of the latest drafts. On a GPU the host reads it one engine step later."""
         self._known_rates.refresh()
 
     def trimmed(self, scheduled: Any) -> Any:
-        """Returns a copy of the scheduler's output with as many drafts as the policy wants.
+        """Returns a copy of the scheduler's output with as many drafts as the speculation policy wants.
 
-        The original is not changed, because the scheduler reads it later. It is returned itself where all of its drafts must
-        stay. This is so in a step with structured output, for which the scheduler has made masks for all drafts, and where
-        vLLM returns experts.
+        The original `scheduled` is not changed, because the scheduler reads it later. It is returned itself if no draft is to
+        be removed. It is also returned where all drafts must stay, which is so in a step with structured output, for which
+        the scheduler has made masks for all drafts, and where vLLM returns experts.
         """
         drafts = scheduled.scheduled_spec_decode_tokens
         if not drafts or scheduled.has_structured_output_requests:

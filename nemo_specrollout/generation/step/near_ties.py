@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Near-ties of early requests, which the row sampler records and the engine collects.
 
-A near-tie is where newer weights may sample another token, and its runner-up is the token with which they would then continue.
+A near-tie is a token whose score is almost equaled by that of a second token, its runner-up. Newer weights may sample the
+runner-up there. Here the score gap and the runner-up are kept for every token, and other modules pick the small gaps.
 
 Shapes: S request slots, L longest sequence, N token positions.
 """
@@ -26,7 +27,7 @@ MOST_KEPT = 4096
 
 @dataclass(frozen=True)
 class Ties:
-    """Near-ties of consecutive tokens of a request."""
+    """Score gaps and runners-up of consecutive tokens of a request."""
 
     first: int
     """Index of the first token, counted from the beginning of the prompt."""
@@ -45,7 +46,7 @@ class Ties:
         )
 
     def packed(self) -> tuple[int, bytes, bytes]:
-        """Returns plain values, which are the index, the gaps as float16 numbers and the runners-up as int32 numbers."""
+        """Returns the index of the first token, the bytes of the gaps in float16, and those of the runners-up in int32."""
         return self.first, self.gaps_N.astype(np.float16).tobytes(), self.runners_up_N.tobytes()
 
 
@@ -55,20 +56,20 @@ class _Live:
 
     slot: int
     first: int
-    """Index of the first token whose near-tie was not taken."""
+    """Index of the first token whose near-tie has not been taken."""
     limit: int
-    """Most tokens that the request may reach."""
+    """Most tokens that the request's text may have."""
 
 
 @dataclass(frozen=True)
 class _Left:
-    """Near-ties that a request has left behind in its slot, while they are copied to the host."""
+    """Near-ties of a request that has left its slot. They are on their way to the host."""
 
     first: int
     gaps_N: torch.Tensor
     runners_up_N: torch.Tensor
     lengths_S: torch.Tensor
-    """Number of tokens of the request in each slot."""
+    """Number of tokens of the text in each slot when the request left."""
     slot: int
     arrived: Any
     """CUDA event of the copies, or None on a CPU."""
@@ -83,11 +84,11 @@ class _Left:
 
 
 class NearTies:
-    """The gap and the runner-up of each token that is sampled for a request whose identity has `ties`.
+    """Keeps the score gap and the runner-up of each token that is sampled for a request whose identity has `ties`.
 
-    Owns a table for each of the two, with 4 bytes per slot and position, and the near-ties that requests have left behind in
-    slots that they have lost. A step without such a request gets no tables, so it launches nothing extra. No step waits for
-    the device, because what a request leaves behind is copied while the steps go on.
+    Owns a table for each of the two, with 4 bytes per slot and position, and the near-ties of requests that have left their
+    slots. An engine step without a request that asks for near-ties gets no tables, so it launches nothing extra. No step waits
+    for the device, because the near-ties of a request that leaves are copied while the steps go on.
     """
 
     def __init__(self, num_slots: int, longest: int, device: torch.device) -> None:
@@ -104,7 +105,7 @@ class NearTies:
         self._left: dict[int, list[_Left]] = {}
 
     def tables_for(self, slots_B: np.ndarray) -> TieTables | None:
-        """Returns the tables for a step of the requests in these slots, or None if none of them asks for near-ties."""
+        """Returns the tables for an engine step of the requests in these slots, or None if none of them asks for near-ties."""
         return self.tables if self._live and self._is_wanted_S[slots_B].any() else None
 
     def open(self, requests: Iterable[NewRequest]) -> None:
@@ -156,9 +157,9 @@ class NearTies:
             del self._left[next(iter(self._left))]
 
     def take(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
-        """Returns the near-ties of requests by name that were not taken before, and forgets them.
+        """Returns those near-ties of requests, by name, that were not taken before, and forgets them.
 
-        `lengths_S` is as for `close`. Unknown names are left out. Waits for the device.
+        `lengths_S` is as for `close`. Unknown names are left out of the result. The call waits for the device.
         """
         with gpu_sync_allowed():
             found = self._of_live([name for name in names if name in self._live], lengths_S)
@@ -169,7 +170,7 @@ class NearTies:
         return found
 
     def _of_live(self, names: Sequence[int], lengths_S: torch.Tensor) -> dict[int, Ties]:
-        """Returns the near-ties of requests that are in slots, which have not been taken before."""
+        """Returns those near-ties of requests that are still in slots, by name, that were not taken before."""
         if not names:
             return {}
         lengths = lengths_S.tolist()
@@ -189,7 +190,7 @@ class NearTies:
         return found
 
     def forget(self, lengths_S: torch.Tensor) -> None:
-        """Forgets all near-ties up to now. `lengths_S` is as for `close`. Waits for the device."""
+        """Forgets all near-ties up to now. `lengths_S` is as for `close`. The call waits for the device."""
         self._left.clear()
         lengths = lengths_S.tolist() if self._live else []
         for live in self._live.values():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples a step's rows, accepts drafts, and computes log-prob and rank of the sampled tokens, in two passes over the logits.
+"""Samples the rows of an engine step, accepts drafts, and computes the log-prob and rank of each sampled token.
 
-Steps with and without drafts run the same code, so a token's log-prob never depends on whether its step had drafts. Two
-kernels do the work (`row_sampling_triton.py`), where vLLM reads the logits four times.
+Two kernels do this in two passes over the logits (`row_sampling_triton.py`), while vLLM reads the logits four times. Engine
+steps with and without drafts run the same code, so a token's log-prob never depends on whether its step had drafts.
 
 Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
 """
@@ -35,9 +35,10 @@ def draw_rows(
 
     Args:
         scored: Logits that tokens are sampled from.
-        graded: Logits for log-probs and ranks, computed as by vLLM's `compute_topk_scores`, or None for no log-probs.
-        drafts: The drafts of the step, or None if it has none.
-        ties: Tables for the near-ties of requests that ask for them, or None in a step without such a request.
+        keys: The values on which each row's noise depends.
+        graded: Logits for log-probs and ranks, or None for no log-probs. vLLM's `compute_topk_scores` computes the same.
+        drafts: The drafts of the engine step, or None if it has none.
+        ties: Tables to which near-ties of requests that ask for them are written, or None if no request asks for them.
     """
     kernels: Any = kernels_for(scored.values_RV.device.type, KernelModule.ROW_SAMPLING)
     drawn: Drawn = kernels.draw_rows(scored, keys, graded, drafts, ties)
@@ -45,13 +46,14 @@ def draw_rows(
 
 
 class RowSampler(Sampler):
-    """vLLM's sampler, on top of `draw_rows`. Takes over the state of vLLM's own sampler, which must not be used afterwards.
+    """vLLM's sampler with `draw_rows` in the place of vLLM's kernels.
 
-    vLLM's code still handles the rare requests for log-probs of other tokens than the sampled ones.
+    It takes over the state of vLLM's own sampler, which must not be used afterwards. vLLM's code still handles the rare
+    requests for log-probs of other tokens than the sampled ones.
     """
 
     near_ties: NearTies | None = None
-    """Where near-ties of early requests are written. None where no request is early, and on ranks that nobody asks."""
+    """Where near-ties of early requests are kept. None where no request is early, and on ranks other than the output rank."""
 
     def __init__(self, native: Sampler) -> None:
         # vLLM's runner has made its sampler before we can replace it, and does not keep the constructor's arguments, which
@@ -67,14 +69,14 @@ class RowSampler(Sampler):
         self._follow_filters()
 
     def _follow_filters(self) -> None:
-        """Makes vLLM's states tell whether a request has filters."""
+        """Makes vLLM's states tell whether a request has filters, which are top-k, top-p and min-p."""
         sampling: Any = self.sampling_states
         self._add_state = sampling.add_request
         sampling.add_request = self._add_filters
 
     @staticmethod
     def fits(sampler: Any) -> bool:
-        """Returns whether the sampler is vLLM's own, without the options that need other kernels."""
+        """Returns whether the sampler is vLLM's own and has no option that needs vLLM's kernels."""
         return (
             type(sampler) is Sampler
             and sampler.logprobs_mode in (_RAW, _PROCESSED)
@@ -86,14 +88,15 @@ class RowSampler(Sampler):
     def warm_up(self, runner: Any) -> None:
         """Launches each variant of the kernels for two rows without requests, so that none is compiled during a rollout.
 
-        Variants differ in the type of the logits, and in whether there are drafts, log-probs and near-ties.
+        Variants differ in the type of the logits, and in whether there are drafts, log-probs and near-ties. `runner` is vLLM's
+        model runner.
         """
         config = runner.model_config
         device = runner.device
         hidden_2 = torch.zeros(2, config.get_hidden_size(), dtype=config.dtype, device=device)
         if runner.lora_config is None:
             raw_2V = runner.model.compute_logits(hidden_2)
-        else:  # only vLLM's own steps map adapters to rows
+        else:  # the model cannot be called, because only vLLM's own engine steps map adapters to rows
             raw_2V = hidden_2.new_zeros(2, runner.vocab_size)
         slots_2 = torch.full((2,), -1, dtype=torch.int64, device=device)
         keys = RowKeys(slots_2, self.sampling_states.temperature.gpu, self.sampling_states.seeds.gpu, slots_2 + 1)
@@ -115,14 +118,14 @@ class RowSampler(Sampler):
         self.needs_logits_processing[req_idx] |= self._divides_S[req_idx]
 
     def _add_filters(self, req_idx: int, sampling_params: Any) -> bool:
-        """Does the work of vLLM's `SamplingStates`, but returns whether the request has filters at any temperature."""
+        """Adds a request to vLLM's `SamplingStates`. Returns whether the request has filters, whatever its temperature."""
         sampling = self.sampling_states
         is_changed = self._add_state(req_idx, sampling_params)
         is_cut = sampling.top_k.np[req_idx] != sampling.vocab_size or sampling.top_p.np[req_idx] != 1.0
         return is_changed and bool(is_cut or sampling.min_p.np[req_idx] != 0.0)
 
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
-        """Samples a step without drafts, one row for each request."""
+        """Samples an engine step without drafts, which has one row for each request."""
         dims = self.get_logprobs_dims(input_batch.idx_mapping_np)
         if dims not in (None, (0, 0)) or len(logits) != input_batch.num_reqs:
             return super().__call__(logits, input_batch)
@@ -161,10 +164,11 @@ class RowSampler(Sampler):
         has_logprobs: bool,
         drafts: Drafts | None = None,
     ) -> Drawn:
-        """Samples rows. The logits and the arguments after them are as for `apply_sampling_params`.
+        """Returns the samples of an engine step's rows, and accepts its `drafts`.
 
-        vLLM processes the logits only if a request of the batch needs more than its temperature. So `input_ids` is called only
-        in such a step, and other steps do not gather the tokens that the rows have read.
+        Most arguments are as for vLLM's `apply_sampling_params`, but `input_ids` is a function that returns the tokens which
+        the rows have read. vLLM processes the logits only if a request of the batch needs more than its temperature. So the
+        function is called only in such a step, and other steps need not gather the tokens.
         """
         sampling = self.sampling_states
         graded = None
@@ -189,9 +193,9 @@ class RowSampler(Sampler):
         return draw_rows(scored, keys, graded, drafts, ties)
 
     def sample(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples rows with vLLM's code in a step that it handles, and keeps their near-ties.
+        """Samples rows in an engine step that vLLM's code handles, and keeps their near-ties.
 
-        Takes the arguments of vLLM's method, whose order differs between versions.
+        It takes the arguments of vLLM's method, whose order differs between versions, and returns the same.
         """
         sampled, processed = super().sample(*arguments, **options)
         if self.near_ties is not None:
@@ -200,7 +204,7 @@ class RowSampler(Sampler):
         return sampled, processed
 
     def keep_ties(self, processed: torch.Tensor, slots_R: torch.Tensor, slots_B: np.ndarray, pos: torch.Tensor) -> None:
-        """Keeps the near-ties of rows that vLLM's code samples, in a step of the requests in `slots_B`.
+        """Keeps the near-ties of rows that vLLM's code samples, in an engine step of the requests in `slots_B`.
 
         `processed` are the logits after all sampling parameters, and the other arguments are as for `draw`. The rows are
         sampled a second time for this, because vLLM's kernel returns only the token.

@@ -2,9 +2,9 @@
 """GPU kernels of `row_sampling.py`, which sample rows in two passes.
 
 The first pass finds the best token of each block of a row. The second finds the row's best token, computes its log-prob and
-rank, and accepts drafts. Each pass has a program for each block of each row, so that a few rows also use the whole device. In
-the second pass a program writes its partial sums to a place of its own. The last program of a row to finish adds them in a
-fixed order, so the results have the same bits in every run. The last row of a request to finish accepts the request's drafts.
+rank, and accepts drafts. Each pass has a program for each block of each row, so that even few rows use the whole device. In
+the second pass a program writes its partial sums to a place of its own. The program of a row that finishes last adds them in a
+fixed order, so the results have the same bits in every run. The row of a request that finishes last accepts its drafts.
 
 Scores equal those of vLLM's `gumbel_sample` bit for bit (see `draft_sampling_triton.py`). No constant depends on the number of
 rows, because Triton would then compile the kernels again while the engine runs.
@@ -30,14 +30,14 @@ _NEVER = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _temperature_of(row, slots_ptr, temperature_ptr):  # type: ignore[no-untyped-def]
-    """Returns a row's slot and temperature, where the temperature is 0 without a request."""
+    """Returns a row's slot and temperature. The temperature of a row without a request is 0."""
     slot = tl.load(slots_ptr + row).to(tl.int64)
     return slot, tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _begin_counts(row, starts_ptr, num_requests, marks_ptr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Resets the two counters with this number, of a row and of a request, and writes that request's number to its rows."""
+    """Resets the counters of row number `row` and of request number `row`, and writes that request's number to its rows."""
     num_rows = tl.num_programs(0)
     tl.store(marks_ptr + row, 0)
     tl.store(marks_ptr + num_rows + row, 0)
@@ -111,7 +111,10 @@ def _record_tie(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _grade_part(logits_ptr, num_vocab, divisor, token, parts_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes a part's largest logit, its sum of exponentials, and its number of logits at least as large as the token's."""
+    """Writes three values of a part of a row, which are combined by `_grade_row`.
+
+    They are the part's largest logit, its sum of exponentials, and its number of logits at least as large as the token's.
+    """
     part = tl.program_id(1)
     num_parts = tl.num_programs(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -151,7 +154,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCKS)
     best_N = tl.load(best_ptr + row * num_blocks + n, mask=n < num_blocks, other=_NEVER)
     index = tl.max(best_N, axis=0, return_indices=True)[1]
-    token = tl.load(token_ptr + row * num_blocks + tl.minimum(index, num_blocks - 1))  # with NaN, the index may be any
+    token = tl.load(token_ptr + row * num_blocks + tl.minimum(index, num_blocks - 1))  # a NaN may cause any index
     token = tl.minimum(token, num_vocab - 1)
     if logprobs_ptr is not None:
         logits_ptr += row * logits_stride

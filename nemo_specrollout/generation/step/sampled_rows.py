@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs and results of sampling a step's rows, which `row_sampling.py` and its kernels share.
+"""Records of the inputs and results of sampling an engine step's rows, which `row_sampling.py` and its kernels share.
 
 Shapes: R rows of logits, V vocabulary, S request slots, B requests, K draft positions.
 """
@@ -11,12 +11,12 @@ from vllm.v1.outputs import LogprobsTensors
 
 
 class Logits(NamedTuple):
-    """Logits of a step's rows."""
+    """Logits of an engine step's rows."""
 
     values_RV: torch.Tensor
-    """Values in float32 or bfloat16."""
+    """The logits, in float32 or bfloat16."""
     divides: bool
-    """Whether each row must be divided by its temperature when it is read."""
+    """Whether each row must be divided by its request's temperature when it is read."""
 
 
 class RowKeys(NamedTuple):
@@ -33,7 +33,7 @@ class RowKeys(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The drafts of a step, in the form that `accept_by_equality` takes, which explains the fields."""
+    """The drafts of an engine step, as arguments of `sampling.equality.accept_by_equality`, which explains the fields."""
 
     inputs_R: torch.Tensor
     starts_B1: torch.Tensor
@@ -41,10 +41,10 @@ class Drafts(NamedTuple):
 
 
 class TieTables(NamedTuple):
-    """Near-ties of requests whose texts are made ahead, by request slot and token position (S, L)."""
+    """Near-ties of early requests, by request slot (S) and token position (L)."""
 
     gap_SL: torch.Tensor
-    """Difference of the best and the second-best score where the token at this position was sampled, float32."""
+    """Difference between the best and the second-best score when the token at this position was sampled, float32."""
     runner_up_SL: torch.Tensor
     """Token with the second-best score, int32."""
     wanted_S: torch.Tensor
@@ -52,13 +52,13 @@ class TieTables(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The results of sampling a step's rows."""
+    """The results of sampling an engine step's rows."""
 
     tokens_R: torch.Tensor
     """The token that was sampled in each row, int64."""
     logprobs: LogprobsTensors | None
     """Log-prob and rank of those tokens in a single column, or None if they were not requested."""
     emitted_BK: torch.Tensor | None
-    """First result of `accept_by_equality`, or None in a step without drafts."""
+    """Tokens that each request emits, the first result of `accept_by_equality`. None in a step without drafts."""
     counts_B: torch.Tensor | None
-    """Second result of `accept_by_equality`, or None in a step without drafts."""
+    """Number of these tokens, the second result of `accept_by_equality`. None in a step without drafts."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accounts of an engine's steps, with the trace, the measured costs that the speculation policy uses, and the totals.
+"""Accounts of engine steps, which are a trace, the totals, and the measured costs that the speculation policy uses.
 
-Times are measured on the host. Draft counts come from the device when a caller asks for them.
+Times are measured on the host. Draft counts come from the device when a caller asks for them. A step is an engine step here.
 
 Shapes: D drafters, K draft positions, T steps that are kept.
 """
@@ -19,13 +19,13 @@ from nemo_specrollout.speculation.step_model import StepModel, is_due
 from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
 AGREED_STEPS = 16
-"""Number of steps between two agreements of the tensor-parallel ranks on costs."""
+"""Number of steps after which all tensor-parallel ranks adopt the costs of the first one again."""
 RESTED_STEPS = 4
-"""While the drafters rest, the step model learns from one of this many steps, because resting should cost nothing."""
+"""While the drafters rest, the step model learns only from every step whose number is a multiple of this, to save time."""
 
 
 class StepAccounts:
-    """Owns an engine's trace and its step model, and gives the policy the costs that all ranks share."""
+    """Owns an engine's trace and its step model, and gives the speculation policy the costs, which all ranks share."""
 
     def __init__(self, runner: Any, router: DraftRouter | None) -> None:
         self._router = router
@@ -46,7 +46,7 @@ class StepAccounts:
         self.num_weight_updates = 0
 
     def begin_step(self, batch: Any) -> None:
-        """Records a step whose tokens are about to be sampled, plans a drafter with weights, and notes context lengths."""
+        """Records a step whose tokens are about to be sampled, notes its context lengths, and lets the router plan drafts."""
         self.trace.begin_step(batch.num_reqs, len(batch.logits_indices), batch.num_tokens)
         router = self._router
         if router is None:
@@ -59,19 +59,19 @@ class StepAccounts:
         self._context_sums += len(slots_B), tokens
         policy = router.policy
         if policy.costs is not None:
-            policy.costs = policy.costs._replace(context=self._context)  # the same as `at`, but without a further call
+            policy.costs = policy.costs._replace(context=self._context)  # the same as `costs.at`, but faster
         router.begin_step(self.trace.num_steps - 1, batch)
 
     def end_step(self) -> None:
         """Learns from the step's time. From time to time all ranks adopt the costs of the first one, most often at the start.
 
-        While drafters rest, it learns from fewer steps, and the ranks agree more rarely.
+        While the drafters rest, the step model learns from fewer steps, and the ranks adopt costs more rarely.
         """
         router = self._router
         if router is None:
             self.trace.end_step()
             return
-        timed = [] if router.model is None else router.model.timed()  # on a GPU, of earlier steps
+        timed = [] if router.model is None else router.model.timed()  # on a GPU these are draft passes of earlier steps
         host_s = router.host_s - self._host_s
         self._host_s = router.host_s
         ended = self.trace.end_step(host_s, timed[-1][1] if timed else 0.0)
@@ -85,7 +85,7 @@ class StepAccounts:
             router.policy.costs = None if costs is None else costs._replace(context=self._context)
 
     def totals(self) -> EngineTotals:
-        """Returns sums since the engine's start."""
+        """Returns the totals since the engine's start."""
         known: dict[str, Any] = {"num_weight_updates": self.num_weight_updates}
         router = self._router
         if router is not None:
@@ -108,10 +108,11 @@ class StepAccounts:
         return costs.at(mean).plain_steps_s(self._most_requests)
 
     def step_seconds(self) -> tuple[list[float], float] | None:
-        """Returns the seconds of plain steps with no request up to all slots, and the seconds of one more draft row.
+        """Returns the seconds of steps without drafts for each number of requests, and the seconds of one more draft row.
 
-        The row belongs to a step that is full of drafts. Its price is the mean over the upper half of such steps, because with
-        CUDA graphs the price of a single row is either that of a larger graph or nothing. Returns None while unknown.
+        The list goes from no request to as many as there are slots. The seconds of a draft row hold for a step that is full of
+        drafts. They are the mean over the upper half of its draft rows, because with CUDA graphs a single row costs either the
+        next larger graph or nothing. Returns None while the times are unknown.
         """
         costs = self.step_model.costs()
         if costs is None:
@@ -125,13 +126,16 @@ class StepAccounts:
         return costs.plain_steps_s(most_requests).tolist(), row_s
 
     def verified(self) -> dict[str, Any]:
-        """Returns the numbers of draft tokens verified and accepted, [D, K] each, for an engine that drafts."""
+        """Returns the numbers of draft tokens that were verified ("proposed") and accepted, two lists [D, K].
+
+        It must be called only for an engine with drafters.
+        """
         assert self._router is not None
         counts_DK2 = self._router.board.tables.verified_DK2.cpu()
         return {"proposed": counts_DK2[..., 0].tolist(), "accepted": counts_DK2[..., 1].tolist()}
 
     def _draft_counts(self, first_step: int, num_steps: int) -> np.ndarray:
-        """Returns draft tokens verified and accepted by drafter for steps from `first_step` on, int64 [steps, D * 2]."""
+        """Returns the verified and the accepted draft tokens of each drafter in `num_steps` steps, [num_steps, D * 2]."""
         assert self._router is not None
         steps_TD2 = self._router.board.tables.steps_TD2
         index = np.arange(first_step, first_step + num_steps) % len(steps_TD2)

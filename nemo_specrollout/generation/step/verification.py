@@ -19,25 +19,26 @@ from nemo_specrollout.generation.step.sampled_rows import Drafts, Drawn
 
 
 class EqualityVerifier(rejection_sampler.RejectionSampler):
-    """vLLM's rejection sampler with our rule, by which a draft is accepted if and only if the target samples it.
+    """vLLM's rejection sampler with our rule, by which a draft is accepted if and only if the policy samples the same token.
 
-    With a `RowSampler`, rows are sampled, accepted and graded together. Otherwise vLLM computes the log-probs. A token's
-    log-prob comes from the row that sampled it. vLLM itself splits rows into chunks and counts rejected drafts.
+    With a `RowSampler`, the same kernels sample the rows, accept drafts and compute log-probs. Otherwise vLLM computes the
+    log-probs. A token's log-prob comes from the row that sampled it. vLLM itself splits rows into chunks and counts rejected
+    drafts.
     """
 
     _drawn: Drawn | None = None
-    """Results for the rows between vLLM's calls of `_verify` and `_get_logprobs_tensors`, or None without `RowSampler`."""
+    """Results of the row sampler, from vLLM's call of `_verify` until it calls `_get_logprobs_tensors`. None otherwise."""
     _num_logprobs = NO_LOGPROBS
-    """Largest number of log-probs that a request of the step wants, as vLLM counts them."""
+    """Largest number of log-probs that a request of the engine step wants, as vLLM counts them."""
     _num_token_ids = 0
-    """Largest number of `logprob_token_ids` of a request of the step."""
+    """Largest number of `logprob_token_ids` that a request of the engine step has."""
     _has_verified = False
-    """True if vLLM has called our rule, which it must in a step with drafts."""
+    """True if vLLM has called our rule, which it must do in an engine step with drafts."""
     enable_adaptive_verification = False
-    """Whether only the device knows the numbers of drafts. Before 0.32 the host always knows them."""
+    """Whether only the device knows how many drafts each request has. Before vLLM 0.32 the host always knows."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **options: Any) -> Any:
-        """Verifies a step with drafts. Each chunk of its rows gets as many log-probs as the most demanding request wants."""
+        """Verifies an engine step with drafts. Every row gets as many log-probs as the most demanding request wants."""
         self._num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
         if self._num_logprobs > 0:
             self._num_token_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np)
@@ -59,7 +60,10 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray | None = None,
         verify_draft_sampled: torch.Tensor | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Returns logits, emitted tokens and their number. Before 0.32 vLLM passes no bounds, and the drafts only once."""
+        """Returns the logits for log-probs, the tokens that each request emits, and their number.
+
+        It takes the arguments of vLLM's method. Before 0.32 vLLM does not pass the last two.
+        """
         self._has_verified = True
         if verify_draft_sampled is None:
             verify_draft_sampled = draft_sampled
@@ -119,7 +123,7 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
         return logprobs._replace(cu_num_generated_tokens=cu_num_logits_np.tolist())
 
     def _of_asked_ids(self, logits: torch.Tensor, best: LogprobsTensors) -> LogprobsTensors:
-        """Returns the log-probs of the token ids that requests ask for, where vLLM's method takes the best ids."""
+        """Returns the log-probs of the token ids that requests ask for. vLLM's own method returns those of the best ids."""
         starts = best.cu_num_generated_tokens_tensor
         return compute_topk_scores(
             logits,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget of drafts within which the device chooses the ones that a step verifies (vLLM 0.32 and later)."""
+"""A budget of drafts, within which the device chooses the drafts that an engine step verifies (vLLM 0.32 and later)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,10 +22,11 @@ _runner_module: Any = model_runner
 
 
 class VerificationBudget(AdaptiveVerificationManager):
-    """vLLM's adaptive verification with our speculation policy, and with step costs that are measured while it runs.
+    """vLLM's adaptive verification with our speculation policy, and with costs that are measured while the engine runs.
 
-    vLLM schedules all draft rows of each request, and then keeps the best drafts of the batch. The host chooses how many from
-    counts that are one step old, and the device chooses which ones from the latest rates. So nothing waits for the device.
+    vLLM schedules all draft rows of each request, and then keeps the best drafts of the batch. The host decides how many it
+    keeps, from counts that are one engine step old. The device decides which ones, from the latest acceptance rates. So
+    nothing waits for the device.
     """
 
     def __init__(self, runner: Any, router: DraftRouter) -> None:
@@ -41,10 +42,11 @@ class VerificationBudget(AdaptiveVerificationManager):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compiles vLLM's choice of the best drafts, which steps with more drafts than their budget use.
+        """Compiles vLLM's function that chooses the best drafts, which is called in engine steps that must leave out drafts.
 
-        torch.compile makes separate variants for one and for several requests, and for a budget of one and of several drafts.
-        It must not take two sizes that happen to be equal for the same size. The calls here cover all steps.
+        torch.compile makes separate variants for one and for several requests, and for keeping one draft and several drafts.
+        The calls here cover all variants. torch.compile must not conclude from two sizes that happen to be equal here that
+        they are always equal.
         """
         device = self._confidence_probs.device
         width = self.num_speculative_steps
@@ -61,7 +63,7 @@ class VerificationBudget(AdaptiveVerificationManager):
         return iter(())
 
     def set_initial_cost_curves(self, samples: list[Any]) -> None:
-        """Ignores vLLM's cost curves, which our policy does not read."""
+        """Ignores vLLM's cost curves, which our speculation policy does not read."""
 
     def add_request(self, req_idx: int) -> None:
         """Sets the rates of a new request to zero until drafts are proposed for it."""
@@ -71,7 +73,7 @@ class VerificationBudget(AdaptiveVerificationManager):
         """Does nothing, because the draft board has already written the rates and counted them for the host."""
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
-        """Sets the step's budget. Returns the number of tokens in its forward pass, including drafts within the budget."""
+        """Decides how many drafts an engine step verifies. Returns the number of tokens in its forward pass with them."""
         num_drafts = {name: len(draft_tokens.get(name, ())) for name in num_tokens_per_req}
         num_others = {name: num_tokens_per_req[name] - count for name, count in num_drafts.items()}
         # A chunk of logits may have fewer rows than there are requests. Then there is no room for drafts.
@@ -85,9 +87,9 @@ class VerificationBudget(AdaptiveVerificationManager):
 def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | None], None], reason: str | None) -> None:
     """Makes `runner.initialize_kv_cache` install our budget in the place of vLLM's adaptive verification, if vLLM allows it.
 
-    `settle` is called with None, or with the reason why the host must choose the drafts. A `reason` may be known before.
-    vLLM makes a manager with each KV cache, of which it makes a first one to measure the memory of CUDA graphs, and then the
-    engine's.
+    `settle` is then called with None, or with the reason why the host must choose the drafts. `reason` is such a reason, if
+    one is known already. All of this happens for each KV cache that vLLM makes. The first one only measures the memory of CUDA
+    graphs, and the second one is the engine's.
     """
     initialize_kv_cache = runner.initialize_kv_cache
 
@@ -104,10 +106,10 @@ def install_budget(runner: Any, router: DraftRouter, settle: Callable[[str | Non
 
 @contextmanager
 def _questions_to_vllm() -> Iterator[list[str]]:
-    """Yields a list that collects vLLM's objections to a choice on the device while it initializes a KV cache.
+    """Yields a list that collects vLLM's objections to a choice on the device, while vLLM initializes a KV cache.
 
-    Without this, an objection would end the engine. Where vLLM's adaptive verification is off because there are no CUDA
-    graphs, vLLM does not ask its attention backends, so they are asked here.
+    Without this, an objection would end the engine. vLLM does not ask its attention backends where its adaptive verification
+    is off because there are no CUDA graphs, so they are asked here.
     """
     create = _runner_module.maybe_create_adaptive_verification_manager
     refusals = list[str]()
@@ -119,7 +121,7 @@ def _questions_to_vllm() -> Iterator[list[str]]:
             return None
         try:
             return create(**options)
-        except ValueError as error:  # graphs cannot replay steps with any number of drafts
+        except ValueError as error:  # the CUDA graphs cannot replay engine steps with any number of drafts
             refusals.append(str(error))
             return None
 
@@ -131,11 +133,11 @@ def _questions_to_vllm() -> Iterator[list[str]]:
 
 
 def _options_with_sharding(sharder: Any) -> dict[str, bool]:
-    """Returns further arguments of vLLM's manager for a runner whose ranks divide the sampling. `sharder` may be None.
+    """Returns further arguments of vLLM's manager for a runner whose ranks divide the sampling among themselves.
 
-    Tells the sharder that the device decides the numbers of drafts, so that the manager copies them to the host for its plan.
-
-    Raises RuntimeError for a vLLM that plans with other numbers (before 0.33).
+    `sharder` is vLLM's object that divides it, or None. It is told that the device decides how many drafts each request has,
+    and the returned argument lets the manager copy these numbers to the host for the sharder's plan. Raises RuntimeError for a
+    vLLM before 0.33, whose plan uses other numbers.
     """
     if sharder is None:
         return {}
