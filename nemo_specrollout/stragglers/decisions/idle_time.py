@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class EarlyWorth(NamedTuple):
-    """The worth of an engine's work for coming steps. By default there is no such work."""
+    """The worth of an engine's work for coming steps. The default is that of an engine without such work."""
 
     rates: tuple[float, ...] = ()
     """Seconds saved later in this engine for each second of work beside 0, 1, 2, ... requests of the current step."""
@@ -26,7 +26,7 @@ NOTHING_EARLY = EarlyWorth()
 
 @dataclass(frozen=True)
 class IdleTime:
-    """The worth of early work in each engine. Without `run_ahead` there is none, so only the end of the rollout counts."""
+    """The worth of early work in each engine. Without `run_ahead` there is no early work."""
 
     worth_E: tuple[EarlyWorth, ...] = ()
     """Worth of the early work of each engine."""
@@ -37,7 +37,7 @@ class IdleTime:
         return any(worth.left_s > 0.0 for worth in self.worth_E)
 
     def rate(self, engine: int, num_own: int) -> float:
-        """Returns the seconds that an engine saves later for each second in which it has `num_own` requests."""
+        """Returns the seconds that an engine saves later for each second of early work beside `num_own` requests."""
         rates = self.worth_E[engine].rates if engine < len(self.worth_E) else ()
         return rates[min(num_own, len(rates) - 1)] if rates else 0.0
 
