@@ -109,7 +109,7 @@ class StragglerExchange:
         max_new_tokens: int,
         ladder: SpeedTableFile | None = None,
     ) -> None:
-        """`methods` has the name of each engine's draft method, and `ladder` the decode speeds to start from, if there are any.
+        """`methods` has the name of each engine's draft method, and `ladder` the decode speeds to start from, or None.
 
         No response has more than `max_new_tokens` tokens.
         """
