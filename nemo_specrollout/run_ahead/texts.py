@@ -94,8 +94,9 @@ class KeptCounts(NamedTuple):
 def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts:
     """Returns how much of a text was right under newer weights.
 
-    `response` has the token ids that the request with the same seed has made under these weights. `num_flips`, `num_runners_up`
-    and `gaps_G` leave out tokens from older weights than the latest ones, so that they show the effect of exactly one update.
+    `response` has the token ids that the request with the same seed has made under them. `num_flips`, `num_runners_up` and
+    `gaps_G` leave out those tokens of the text that are older than one update, so that they show the effect of exactly one
+    update.
     """
     response = np.asarray(response, np.int32)
     kept = num_kept(text.tokens, response)
