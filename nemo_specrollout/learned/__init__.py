@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines and drivers know from earlier starts, with learned state as plain numbers, and its file."""
+"""Keeps what engines and drivers learn for later starts, which takes its conversion to plain numbers and its files."""
