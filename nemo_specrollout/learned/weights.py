@@ -5,8 +5,8 @@ import hashlib
 from pathlib import Path
 
 _SAMPLES = 32
-"""Number of equal parts of a file at whose ends samples are read. Training changes all numbers of a head, so a few samples tell
-two heads apart."""
+"""Number of equal parts of a file at whose ends samples are read. Training changes all numbers of a head, so a few samples
+tell two heads apart."""
 _SAMPLE_BYTES = 4096
 
 
