@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what engines and drivers learn for later starts, which takes its conversion to plain numbers and its files."""
+"""Keeps what engines and drivers learn, as plain numbers in files, so that later starts begin with it."""

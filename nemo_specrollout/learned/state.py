@@ -117,7 +117,7 @@ def _fitting(now: Any, given: Any, where: str, sizes: Mapping[str, int]) -> Any:
         return given
     if not isinstance(given, int | float) or (isinstance(now, int) and not isinstance(given, int)):
         raise Unfit(f"{where} is no number of its kind")
-    if not abs(given) <= LARGEST:  # also NaN
+    if not abs(given) <= LARGEST:  # also if it is NaN
         raise Unfit(f"{where} is {given}")
     return type(now)(given)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of a drafter's weights, so that acceptance rates that were learned with other weights are not used for it."""
+"""Digests of a drafter's weights, by which an engine sees whether acceptance rates were learned with the same weights."""
 
 import hashlib
 from pathlib import Path
@@ -14,7 +14,7 @@ def weights_digest(model: str | Path) -> str:
     """Returns a digest of the weights in a folder, or of the string `model` if there is no such folder, as for a Hub name.
 
     The digest covers the files' names, their sizes, and samples of their content. It does not cover all content, because even
-    a small model has gigabytes. If a folder cannot be read, the digest is that of its name.
+    a small model has gigabytes. If a folder cannot be read, the digest is that of the string.
     """
     digest = hashlib.sha256()
     folder = Path(model)

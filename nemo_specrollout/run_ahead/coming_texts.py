@@ -147,9 +147,10 @@ class ComingTexts:
         }
 
     def observe_price(self, verify_row_s: float, token_s: float) -> None:
-        """Notes the measured seconds by which a verified row makes an engine step longer, and those of a plain token.
+        """Notes two measured times in seconds.
 
-        `token_s` is the mean time of a token in a rollout without drafts.
+        `verify_row_s` is the time by which a verified row makes an engine step longer, and `token_s` is the mean time of a
+        token in a rollout without drafts.
         """
         self._depth.observe_price(verify_row_s, token_s)
 

@@ -117,7 +117,7 @@ class OwnLoad(NamedTuple):
 
     num_requests: int = 0
     blocks_left: int = 0
-    """Number of KV blocks that stay free until the next check at least. More stay free if requests share prefixes."""
+    """Least number of KV cache blocks that will be free at the next check. More will be free if requests share prefixes."""
     is_waiting: bool = False
     """Whether an own request has no token yet."""
     lengths: tuple[int, ...] = ()
@@ -177,7 +177,7 @@ class EarlyRequests:
 
     @property
     def untold(self) -> list[int]:
-        """Names of requests whose near-ties the worker may still have."""
+        """Names of requests whose near-ties the vLLM worker may still have."""
         return sorted(self._untold)
 
     @property
@@ -187,7 +187,7 @@ class EarlyRequests:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no early request runs and none could start, not even with the near-ties that the worker still has."""
+        """Whether no early request runs and none could start, not even with near-ties that the vLLM worker still has."""
         may_branch = self.early.most_branches > 0 and bool(self._untold)
         return not self._running and not may_branch and not self.early.worths(1)
 
@@ -199,7 +199,7 @@ class EarlyRequests:
         sampled_S = [0 if s.detokenizer is None else s.detokenizer.num_output_tokens() for s in states]
         num_tokens = sum(sampled_S) + sum(s.prompt_len for s in states)
         own = [i for i, s in enumerate(states) if not is_early(s.external_req_id)]
-        num_coming = max(self.num_running - (len(states) - len(own)), 0)  # those that vLLM has not taken yet
+        num_coming = max(self.num_running - (len(states) - len(own)), 0)  # early ones that vLLM has not added yet
         num_tokens += num_coming * self.longest
         num_blocks = self.size.blocks_soon(num_tokens, len(states) + num_coming)
         is_waiting = any(states[i].is_prefilling for i in own)
@@ -213,7 +213,7 @@ class EarlyRequests:
             self.prices = EarlyPrices(seconds_R, float(reply[1]), plain, self.early.most_steps_ahead)
 
     def worth(self) -> EarlyWorth:
-        """Returns the current worth of early requests, or that of an engine without any before times were measured."""
+        """Returns the current worth of early requests, which is `EarlyWorth()` until times were measured."""
         return EarlyWorth() if self.prices is None else early_worth(self.prices, self.early.worths(self.size.slots))
 
     def note_step(self, num_own: int) -> None:
@@ -224,7 +224,9 @@ class EarlyRequests:
                 self.figures.delay_s += self.prices.delay_s(num_own, self.num_running)
 
     def note_time(self, num_own: int, now: float) -> None:
-        """Adds to `delay_s` for the time since the last call, in an engine whose steps cannot be counted. `now` is in seconds.
+        """Adds to `delay_s` the delay of own requests since the last call, in an engine whose steps cannot be counted.
+
+        `now` is the current time in seconds.
         """
         if self._running and num_own and self.prices is not None:
             delay_s = self.prices.delay_s(num_own, self.num_running)
@@ -306,7 +308,7 @@ class EarlyRequests:
         return self.early.branches_of(name) if name in self._followed else []
 
     def forget(self, name: int) -> None:
-        """Forgets a followed request that has ended, whose branches must not run. Ignores one that is not followed."""
+        """Forgets a followed request that has ended. Its branches must have been stopped. Ignores one that is not followed."""
         if self._followed.pop(name, None) is not None:
             self.early.forget(name)
 

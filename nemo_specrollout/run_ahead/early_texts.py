@@ -173,7 +173,7 @@ class EarlyTexts:
         return [path.name for path in self._flights[index].paths[1:] if path.name in self._running]
 
     def forget(self, name: int) -> None:
-        """Forgets a followed request that has ended. Its branches must not run."""
+        """Forgets a followed request that has ended. Its branches must have been stopped."""
         index, _ = self._by_name[name]
         for path in self._flights.pop(index).paths:
             del self._by_name[path.name]

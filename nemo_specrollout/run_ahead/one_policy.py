@@ -157,7 +157,7 @@ class OnePolicyStream:
                             break
             finally:
                 if name is not None and self._rolling is not None:
-                    self._rolling.forget(name)  # if weights change, its plan is gone anyway
+                    self._rolling.forget(name)  # does nothing if the weights have changed and its plan has ended
             is_interrupted = self._num_changes != begun_at
             made = [] if latest is None else latest.outputs[0].token_ids
             self._count(known if attempt else None, made, is_interrupted=is_interrupted)

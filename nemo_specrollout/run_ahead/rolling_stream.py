@@ -133,7 +133,7 @@ class RollingStream(Rolling):
                 if may_begin:
                     for start in early.begin(self._load(early)):  # requests may have come in the meantime
                         self._begin(early, start)
-                num_before = load.num_requests  # while requests arrive one by one, more of them will
+                num_before = load.num_requests  # while this number rises, more requests will come
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
                         await self._changed.wait()

@@ -97,7 +97,7 @@ class Choice(NamedTuple):
 
 
 def best_depth(count_FQ: np.ndarray, num_requests: int, costs: StepCosts, margin: float) -> Choice:
-    """Returns the depth with the most tokens per second. A depth above 0 must exceed depth 0 by the share `margin`.
+    """Returns the depth with the most tokens per second. It is above 0 only if that beats depth 0 by the share `margin`.
 
     `count_FQ` are the expected draft tokens of the batch, by depth from 0 on and by bin of survival, float64. `costs.drafting`
     must be known.

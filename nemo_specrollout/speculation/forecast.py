@@ -35,7 +35,7 @@ class BatchSizes:
         self._steps = np.ones(32)
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, which it is if the numbers are counts of steps."""
+        """Returns whether the content is valid, which it is if all counts are positive."""
         return bool((self._steps > 0.0).all())
 
     def count(self, num_requests: int) -> None:
@@ -69,7 +69,7 @@ class Forecast:
         self._weight_F = np.zeros(num_positions + 1)
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, with weights that count requests and nothing stored where they are zero."""
+        """Returns whether the content is valid, which means that no weight is negative, and that weights come with means."""
         return bool((self._weight_F >= 0.0).all()) and (self._change_FQ is not None or not self._weight_F.any())
 
     def fade(self) -> None:

@@ -70,7 +70,7 @@ class Foresight:
         self._foretold: _Foretold | None = None
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, with survivals that are probabilities and a valid sum of squares."""
+        """Returns whether the content is valid, with survivals that are probabilities and a positive sum of squares."""
         return self._before > 0.0 and all(bool(((s >= 0.0) & (s <= 1.0)).all()) for s in self._first.values())
 
     @property

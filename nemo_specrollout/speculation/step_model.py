@@ -82,8 +82,9 @@ class StepCosts(NamedTuple):
     """
 
     seconds_R: np.ndarray
-    """Seconds of steps without drafters, by their number of rows from 0 on, without the time of reading contexts. They never
-    fall with the rows. Steps with more rows than the array has are assumed to take no longer."""
+    """Seconds of steps without drafters, by their number of rows from 0 on, without the time of reading contexts.
+
+    A step of more rows never takes less. Steps with more rows than the array has are assumed to take no longer."""
     graph_sizes: np.ndarray
     """Row counts of the CUDA graphs, ascending. Empty without graphs."""
     draft_row_s: float = 0.0
@@ -369,7 +370,7 @@ class StepModel:
         return np.concatenate([(1.0, rows / self._unit), np.maximum(rows - inner_J, 0.0) / inner_J, ends])
 
     def _launched_terms(self, num_rows: float) -> np.ndarray:
-        """Returns the terms of a step without a CUDA graph."""
+        """Returns the terms of a step with more rows than the largest CUDA graph."""
         rows = min(num_rows, len(self._padded_R) - 1)
         inner_J = self._corners[:-1]
         return np.concatenate([(1.0, (rows - self._edge) / self._edge), np.maximum(rows - inner_J, 0.0) / inner_J])

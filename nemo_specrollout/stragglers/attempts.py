@@ -66,10 +66,10 @@ class Response:
         return Rollout(self.tokens, self.logprobs, self.finish_reason)
 
     def begin_again(self) -> None:
-        """Empties the response, because new weights may sample other tokens, and makes its tokens a text for the next try.
+        """Lets the response begin again under new weights. Its tokens so far become the request's text made ahead.
 
-        An older text made ahead that agrees with these tokens and is longer continues them (`begun_again`). Open attempts
-        then generate the response from its beginning.
+        If an older such text or a branch of it agrees with these tokens and is longer, its rest follows them (`begun_again`).
+        Open attempts then generate the response from its beginning.
         """
         assert isinstance(self.request, RolloutRequest)
         ahead, branches = begun_again(self.tokens, self.request.ahead, self.request.branches)
@@ -126,7 +126,7 @@ class Response:
 def tail_counts(ended: Iterable[Sequence[tuple[str, float]]]) -> dict[str, int]:
     """Returns the metrics `tail.moves`, `races`, `won_by_racer` and `diverged` of docs/reference/metrics.md.
 
-    `ended` has the attempts of each request that ended, each as its outcome and its start in seconds.
+    For each request that has ended, `ended` has its attempts, each as its outcome and its start in seconds.
     """
     outcomes = Counter[str]()
     num_races = 0

@@ -263,7 +263,7 @@ class StreamShard:
             await self._go_alone(error)
             return None
         except asyncio.CancelledError:
-            self._in_background(self._cancel(number, adding))  # not before `adding` is done
+            self._in_background(self._cancel(number, adding))  # after `adding`, because calls may overtake each other
             raise
         finally:
             del self._waiting[number]
@@ -297,7 +297,7 @@ class StreamShard:
                 turns.extend(reply.orders)
                 receiving = asyncio.create_task(self._ask(StragglerExchange.exchange, result, self._early_worth()))
                 result = None
-        except Exception as error:  # or an error of the engine, which it will raise again for a native request
+        except Exception as error:  # of the exchange or the engine, which will raise it again for native requests
             await self._go_alone(error)
         finally:
             receiving.cancel()

@@ -33,7 +33,7 @@ SLICE_S = 0.05
 """Seconds for which an engine without requests works for coming steps before it looks for the exchange's answer again."""
 
 LEAST_S = 1e-3
-"""Seconds of a slice below which the engine cannot have taken a step in it, because the work that is left cannot start now."""
+"""A slice of fewer seconds had no engine step in it, which means that the work that is left cannot start now."""
 
 
 class Answer(Protocol):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a coordinator and its engines, and the interfaces that both sides use."""
+"""Messages between a coordinator and its engines, and the interfaces that both sides use.
+
+A turn is the time between two reports of an engine to the coordinator. An attempt is the work of one engine on one request.
+"""
 
 from dataclasses import dataclass, field
 from typing import Protocol

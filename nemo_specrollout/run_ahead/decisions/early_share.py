@@ -124,7 +124,7 @@ class EarlyPrices(NamedTuple):
     plain: PlainRollout
     """The last rollout as it would have been with plain decoding."""
     num_steps: int = 1
-    """Number of coming steps whose texts are in flight."""
+    """Number of coming steps for which texts are made."""
 
     @property
     def phase(self) -> float:

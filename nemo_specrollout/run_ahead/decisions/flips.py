@@ -45,12 +45,12 @@ class FlipModel:
         self._num_flips = 0.0
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, with a scale within its bounds and sensible counts."""
+        """Returns whether the content is valid, with a scale within its bounds and counts that are not negative."""
         is_scale = _SMALLEST / 2 <= self.scale <= 2 * _LARGEST
         return is_scale and self._num_flips >= 0.0 and bool((self._gaps_G >= 0.0).all())
 
     def fade(self) -> None:
-        """Reduces the weight of what an earlier start has seen to that of an update long ago."""
+        """Reduces the weight of what an earlier start has seen, as if another update had followed."""
         self._gaps_G = _KEPT * self._gaps_G
         self._num_flips = _KEPT * self._num_flips
 

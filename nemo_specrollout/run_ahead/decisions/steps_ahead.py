@@ -10,7 +10,7 @@ time of a rollout without drafts, and each further one saves less. Its price doe
 more and one more update changes tokens.
 
 This decides only the plan. An engine weighs each request of the plan against the delay of its own requests (`early_share.py`).
-So one step too many costs little. Most of its rows are not started, and then the next plan has one step less.
+So one step too many costs little, because most of its requests are not started, and then the next plan has one step less.
 """
 
 from collections.abc import Sequence
@@ -61,9 +61,10 @@ class StepsAhead:
             self.kept += _NEW * (share - self.kept)
 
     def observe_price(self, verify_row_s: float, token_s: float) -> None:
-        """Notes the measured seconds by which a verified row makes an engine step longer, and those of a plain token.
+        """Notes two measured times in seconds.
 
-        `token_s` is the mean time of a token in a rollout without drafts.
+        `verify_row_s` is the time by which a verified row makes an engine step longer, and `token_s` is the mean time of a
+        token in a rollout without drafts.
         """
         if token_s > 0.0:
             self.price = verify_row_s / token_s
@@ -77,7 +78,7 @@ class StepsAhead:
         self._reach = (all_begun.index(False) if False in all_begun else len(all_begun)) + 1
 
     def gain(self, steps: int) -> float:
-        """Returns the gain of the last of `steps` steps, as a share of the time of a plain rollout."""
+        """Returns the gain of the last of `steps` steps, as a share of the time of a rollout without drafts."""
         return self.kept**steps / (steps * (steps + 1)) - self.price - (1.0 - self.kept)
 
     @property

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worth of work on texts of coming steps (`run_ahead`), which an idle engine can do instead of helping with stragglers.
 
-An engine whose requests have ended can take over a straggler, race it, or continue with early texts. All three are measured in
-seconds of a rollout, so they can be compared. A move that ends the rollout a second earlier saves a second. A second of early
-work saves what the engine itself has measured (`run_ahead/decisions/early_share.py`). That saving concerns the rollout of one
-engine, but a rollout ends only when all engines have ended, so the saving is divided by the number of engines.
+An engine whose requests have ended can take over a straggler, race for one, or go on with early texts. All three are measured
+in seconds of a rollout, so they can be compared. A move that ends the rollout a second earlier saves a second. A second of
+early work saves what the engine itself has measured (`run_ahead/decisions/early_share.py`). That saving concerns the rollout
+of one engine, but a rollout ends only when all engines have ended, so the saving is divided by the number of engines.
 """
 
 from collections.abc import Sequence

@@ -21,8 +21,9 @@ SIBLING_WEIGHT = 0.5
 
 
 class LengthEstimator:
-    """Estimates E[length - length so far | length > length so far] from remembered lengths. Owns these lengths.
+    """Estimates how many tokens of a response are left, from the lengths of earlier responses. Owns these lengths.
 
+    This is E[length - length so far | length > length so far].
     If no remembered response was longer, a request is expected to double its length, up to `max_length` tokens.
     """
 

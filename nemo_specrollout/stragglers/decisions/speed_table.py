@@ -22,7 +22,7 @@ MEMORY_S = 20.0
 SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024])
 """Batch sizes with separate measurements. Others count for the nearest one."""
 GUESSED_SLOPE = 0.5
-"""Beyond the measured batch sizes, the speed of a request is assumed to be proportional to 1 / batch to this power."""
+"""Beyond the measured batch sizes, the speed of a request is assumed to be proportional to batch ** -GUESSED_SLOPE."""
 
 
 def draft_method(block: SpecrolloutConfig) -> str:
@@ -84,7 +84,7 @@ class DecodeSpeedTable:
         return num_tokens / self.prefill.ratio if self.prefill.seconds else 0.0
 
     def task_speed(self, task: str, method: int) -> float:
-        """Returns the speed of a task's requests relative to typical ones under `method`, or 1 if either is unknown."""
+        """Returns the speed of a task's requests under `method` relative to typical requests, or 1 if it was not measured."""
         own, typical = (self.rates.get((name, method), _RatesByBatch()) for name in (task, ANY_TASK))
         shared = [(own[b].ratio, typical[b].ratio, own[b].seconds) for b in own if b in typical]
         weight = sum(s for _, _, s in shared)

@@ -2,8 +2,8 @@
 """The tail policy, which decides which requests move to another engine, which are raced, and which racers give up.
 
 docs/concepts/racing.md says why this favours no response over another. Algorithm 3 of SpecActor (arXiv 2511.16193) gives free
-engines to the requests with the worst acceptance. Here a change is made only if, by measured speeds and including its prefill,
-it is expected to end the rollout earlier.
+engines to the requests with the worst acceptance. Here a change is made only if it is expected to end the rollout earlier.
+This is predicted from measured speeds, and includes the prefill that the change takes.
 
 Shapes: R requests, E engines.
 """
@@ -127,8 +127,9 @@ class FastestOfN:
     def _worthwhile(self, forecast: TailForecast, plans: Iterable[_Plan], alone: bool) -> _Plan | None:
         """Returns the plan that gains most, or None if none is worthwhile.
 
-        A worthwhile plan makes the later end of both engines earlier by more than the share `min_gain`, because forecasts err,
-        by more than the delay of an order, and by more than the worth of the early work that it displaces.
+        The gain of a plan is the time by which it makes the later end of both engines earlier. It must exceed the delay of an
+        order and, because forecasts err, the share `min_gain` of the time that is left. It must also exceed the worth of the
+        early work that the plan displaces.
         """
         best: _Plan | None = None
         best_s = 0.0

@@ -197,9 +197,9 @@ class TailForecast:
     ) -> float:
         """Returns the seconds by which later rollouts take longer because a change lets engines do less for coming steps.
 
-        In the change, `requests` move from the first of the `engines` to the second, or the second races for them. The early
-        work of all engines counts until the end of the first engine without the change, and until `end_s` with it. `end_s` is
-        the later end of both engines after the change.
+        In the change, `requests` move from the first of the `engines` to the second, or the second races for them. What all
+        engines do for coming steps is compared with and without the change. Without it, their work counts until the first of
+        the `engines` ends. With it, their work counts until `end_s`, which is then the later end of both `engines`.
         """
         source, target = engines
         idle = self.seen.idle
