@@ -109,8 +109,7 @@ class KeptFile:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to write again. The last write must be done, and must have taken a small share of the time since.
-        """
+        """Whether it is time to write again. The last write must be done, and have taken a small share of the time since."""
         is_writing = self._writer is not None and self._writer.is_alive()
         return not is_writing and time.monotonic() >= self._next_s
 

@@ -109,7 +109,7 @@ class EngineSize(NamedTuple):
     def blocks_soon(self, num_tokens: int, num_requests: int = 1) -> int:
         """Returns the most blocks that requests with `num_tokens` tokens in total can take until the next check."""
         growth = self.step_tokens * (LOOK_STEPS + 2)  # with asynchronous scheduling, outputs are a step late
-        return self.blocks(num_tokens + num_requests * growth) + max(num_requests - 1, 0)  # each has a block that is not full
+        return self.blocks(num_tokens + num_requests * growth) + max(num_requests - 1, 0)  # blocks that are not full
 
 
 class OwnLoad(NamedTuple):
@@ -242,7 +242,7 @@ class EarlyRequests:
         self._num_waits = self._num_waits + 1 if load.is_waiting else 0
         if self._num_waits > PATIENCE_STEPS:
             return self.running
-        wanted = self._wanted(load, running) if load.num_requests else running  # without own requests, none is in the way
+        wanted = self._wanted(load, running) if load.num_requests else running  # without own ones, none is in the way
         surplus = running - min(self.size.slots - load.num_requests, wanted)
         blocks_left = load.blocks_left
         names: list[int] = []
@@ -281,8 +281,7 @@ class EarlyRequests:
         return starts
 
     def _note_start(self, start: EarlyStart, num_own: int) -> None:
-        """Adds to `delay_s` how much longer own requests take because of the prompt and the known text of a starting request.
-        """
+        """Adds to `delay_s` how much longer own requests take because of a starting request's prompt and known text."""
         prompt = tuple(start.row.prompt)
         num_rows = len(start.drafts) // TOKEN_BYTES + (0 if prompt in self._prompts else len(prompt))
         self._prompts.add(prompt)

@@ -237,8 +237,7 @@ class EarlyTexts:
         return {seed: text for seed, text in known.items() if text is not None and text.tokens}
 
     def flips(self) -> KeptCounts:
-        """Returns how much of the texts from earlier weights was right under the engine's weights, for rows that were started.
-        """
+        """Returns how much of the texts from earlier weights was right under the engine's weights, for started rows."""
         seen = self._seen
         for flight in self._flights.values():
             if not (flight.is_known_now or flight.is_followed):

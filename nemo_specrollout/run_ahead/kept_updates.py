@@ -16,8 +16,7 @@ class KeptUpdates:
     """Owns the file with what `ComingTexts` learn. Only a run that resumes reads it, because other runs have other updates."""
 
     def __init__(self, coming: ComingTexts, config: LearnedConfig, model: str, *, begins_again: bool = False) -> None:
-        """`model` is the policy's name. `begins_again` is that of `ComingTexts`, and each of its values has a file of its own.
-        """
+        """`model` is the policy's name. `begins_again` is that of `ComingTexts`. Each of its values has a file of its own."""
         self._coming = coming
         self._file: KeptFile | None = None
         if config.warm_start and config.folder is not None:

@@ -138,7 +138,9 @@ class OnePolicyStream:
         return counts
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
-        """Replaces `AsyncLLM.generate` for a request with an identity of ours (`EXTRA_ARGS_KEY`). Yields only the last output.
+        """Replaces `AsyncLLM.generate` for a request with an identity of ours (`EXTRA_ARGS_KEY`).
+
+        Yields only the last output.
         """
         attempt = 0
         known = _brought(params)

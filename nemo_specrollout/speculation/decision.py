@@ -64,7 +64,7 @@ def best_steps(
         read_row_s: seconds in which the model reads one more verified draft.
     """
     num_depths, num_bins = count_FQ.shape
-    most_FQ, sum_FQ = np.zeros((2, num_depths, num_bins + 1))  # sums from the best bin on, of drafts and of accepted ones
+    most_FQ, sum_FQ = np.zeros((2, num_depths, num_bins + 1))  # of drafts and accepted ones, from the best bin on
     falling_FQ = count_FQ[:, ::-1]
     falling_FQ.cumsum(axis=1, out=most_FQ[:, 1:])
     (falling_FQ * np.arange(2 * num_bins - 1, 0, -2) / (2 * num_bins)).cumsum(axis=1, out=sum_FQ[:, 1:])

@@ -126,8 +126,7 @@ def _key(block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[
 
 
 def _digest(file: Path) -> str:
-    """Returns a digest of a model's configuration file, or "" if there is no such file, as for the name of a model on the Hub.
-    """
+    """Returns a digest of a model's configuration file, or "" if there is no such file, as for a name on the Hub."""
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:

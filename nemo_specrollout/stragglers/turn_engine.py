@@ -149,7 +149,9 @@ class TurnEngine:
             del self._by_engine_id[attempt.engine_id]
 
     def _decode(self, until: float) -> tuple[float, float, int]:
-        """Steps the engine until the time `until`. Returns `TurnWork.decode_s`, `TurnWork.request_s` and the number of steps.
+        """Steps the engine until the time `until`.
+
+        Returns `TurnWork.decode_s`, `TurnWork.request_s` and the number of steps.
         """
         decode_s, request_s, num_steps = 0.0, 0.0, 0
         now = time.perf_counter()

@@ -13,8 +13,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 _SMALLEST, _LARGEST = 1e-6, 16.0
-"""Bounds of gaps and scales in nats. A gap below the smaller one counts as a tie, and no update can flip one above the larger.
-"""
+"""Bounds of gaps and scales in nats. A gap below the smaller one counts as a tie, and no update flips one above the larger."""
 _EDGES_G = np.geomspace(_SMALLEST, _LARGEST, 240)
 _CENTRES_G = np.concatenate([[_SMALLEST], np.sqrt(_EDGES_G[1:] * _EDGES_G[:-1]), [_LARGEST]])
 _UNSEEN_FLIPS = 0.5

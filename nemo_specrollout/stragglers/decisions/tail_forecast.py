@@ -261,8 +261,7 @@ class TailForecast:
         return np.array(known[:batch])
 
     def _request_ends_s(self, engine: int, alone_s: dict[int, float]) -> dict[int, float]:
-        """Returns when each request of an engine ends, if the engine has just those in `alone_s` and no other racer is faster.
-        """
+        """Returns when each request of an engine ends if the engine has just those in `alone_s` and no racer is faster."""
         if not alone_s:
             return {}
         ends_B = drain(np.array(list(alone_s.values())), self._slowdowns_for(engine, len(alone_s)))
