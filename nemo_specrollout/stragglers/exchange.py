@@ -23,7 +23,7 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 from nemo_specrollout.stragglers.turns import ExchangeFailed, ExchangeReply, Starts, TurnOrders, TurnResult
 
 POLL_S = 1.0
-"""Most seconds that a call of `exchange` waits for orders or answers. Then the engine calls again, so it shows that it lives."""
+"""Most seconds that a call of `exchange` waits for orders or answers. Then the engine calls again, which shows it is alive."""
 PAUSE_PATIENCE_S = 30.0
 """Seconds for which a pause waits for the engines' turns before it reports which engines have not ended them."""
 SILENCE_S = 300.0

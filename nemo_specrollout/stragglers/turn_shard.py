@@ -37,8 +37,8 @@ class TurnShard:
 
         If one of the requests cannot continue in another engine, or if the exchange is lost, the engine works alone. It then
         calls `native`, which is vLLM's own method. `arguments` are those of vLLM's `generate` besides prompts and parameters.
-        Those that change tokens, such as a LoRA adapter, would not reach other engines, so with them the engine works alone
-        too.
+        Only those in `_ABOUT_PROGRESS` may be given. Others, such as a LoRA adapter, would not reach other engines, so with
+        them the engine works alone too.
         """
         is_plain = {name for name, value in arguments.items() if value is not None} <= _ABOUT_PROGRESS
         requests = shard_requests(self._number, prompts, params, self._stays) if is_plain else None
