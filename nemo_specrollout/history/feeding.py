@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses which texts of a prompt are fed to a context index. A pure object, as the index is on the engine's device."""
+"""Chooses which texts of a prompt are fed to a context index. The choice needs no device, although the index is on one."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,8 +12,9 @@ PIECE = 1008
 class Feeding:
     """Chooses texts such that those of all active prompts fit into the index together, the newest of each prompt first.
 
-    Owns the number of tokens that were fed so far, and the value of that number when each text was fed. An index forgets texts
-    that later ones displace. So a text counts as known only until half of the index's capacity was fed after it.
+    A prompt is active while the engine has requests of it, and its texts are a group. An index forgets texts that later ones
+    displace. So a text counts as known only until half of the index's capacity was fed after it. Owns the number of tokens
+    that were fed so far, and for each text the value of this number when it was fed.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -23,7 +24,7 @@ class Feeding:
         self._fed_at: dict[Place, int] = {}
 
     def chosen(self, texts: Iterable[tuple[Place, int]], num_groups: int) -> tuple[list[Place], bool]:
-        """Returns which texts of a group to feed, and whether the index already knows any other text of it.
+        """Returns which texts of a group to feed, and whether the index already knows another text of the group.
 
         `texts` are all texts of the group with their numbers of tokens, the newest first, and `num_groups` is the number of
         active groups.
@@ -42,7 +43,7 @@ class Feeding:
         return chosen, is_known
 
     def fed(self, place: Place, num_tokens: int) -> None:
-        """Notes that a text is fed."""
+        """Notes that a text of `num_tokens` tokens is fed."""
         self._num_fed += num_tokens
         self._fed_at.pop(place, None)
         self._fed_at[place] = self._num_fed
@@ -55,5 +56,8 @@ class Feeding:
 
 
 def tokens_of_index(num_slots: int, orders: Sequence[int]) -> int:
-    """Returns how many tokens of texts an index of `num_slots` contexts can hold if no two texts share contexts."""
+    """Returns how many tokens of texts an index with room for `num_slots` contexts can hold if no two texts share contexts.
+
+    `orders` are the lengths of the contexts. Each token adds one context of each length.
+    """
     return num_slots // len(orders)

@@ -3,8 +3,8 @@
 
 A segment consists of two files with the same name. `NAME.texts` has the tokens of texts, one text after another, and
 `NAME.rows` has a row of fixed size for each text. So a reader finds the texts of a prompt without reading any others. Both
-files begin with the same header, and only ever grow. A text is written before its row, and its row has a checksum. So whatever
-damage a crash, a full disk or another program causes is detected when the text is read, and that text is left out.
+files begin with the same header, and only ever grow. A text is written before its row, and its row has a checksum. So if a
+crash, a full disk or another program damages a text, this is detected when the text is read, and the text is left out.
 
 Numbers are little-endian. Shapes: R texts of a segment.
 """
@@ -47,9 +47,9 @@ class Text(NamedTuple):
     group: int
     """Hash of the prompt, which all samples of a prompt share."""
     num_context: int
-    """Number of leading tokens that belong to the prompt. They are contexts for the response, but not drafts."""
+    """Number of leading tokens that belong to the prompt. They serve as contexts of the response, but never as drafts."""
     tokens: np.ndarray
-    """Tokens, int32."""
+    """Token ids, int32."""
 
 
 class OtherSegment(Exception):
@@ -63,13 +63,17 @@ class Place:
     segment: str
     """Name of the segment."""
     row: int
+    """Number of the text's row in the segment, from 0 on."""
 
 
 class SegmentWriter:
     """Writes a segment. Owns its two files, which no other process writes."""
 
     def __init__(self, folder: Path, fingerprint: bytes, created_ns: int) -> None:
-        """Creates the files of an empty segment. `fingerprint` has 16 bytes. Raises OSError."""
+        """Creates the files of an empty segment. Raises OSError.
+
+        `fingerprint` has 16 bytes, which differ between tokenizers. `created_ns` is the time in nanoseconds.
+        """
         self.name = f"{created_ns:020d}-{uuid.uuid4().hex[:12]}"
         """Name of the segment. Names sort by age, the oldest first."""
         header = _HEADER.pack(_MAGIC, FORMAT, fingerprint)
@@ -121,7 +125,7 @@ class SegmentReader:
     """
 
     def __init__(self, folder: Path, name: str, fingerprint: bytes) -> None:
-        """Reads no row yet.
+        """Checks the segment's header, but reads no row yet.
 
         Raises OtherSegment if nothing of the segment can be used, and OSError if it cannot be read or is just being created.
         """
@@ -129,7 +133,7 @@ class SegmentReader:
         self._path = folder / name
         self._rows_R = np.zeros(0, _ROW)
         self._by_group_R: np.ndarray | None = None
-        """Order of the rows by group, and within a group by age."""
+        """Numbers of the rows in the order of their groups, and within a group the oldest first."""
         with self._path.with_name(f"{name}{ROWS}").open("rb") as file:
             header = file.read(_HEADER.size)
         if len(header) < _HEADER.size:
@@ -163,7 +167,7 @@ class SegmentReader:
         return len(new_R)
 
     def find(self, group: int) -> np.ndarray:
-        """Returns the rows of a group's texts, int64, the oldest first."""
+        """Returns the numbers of the rows of a group's texts, int64, the oldest first."""
         if self._by_group_R is None:
             self._by_group_R = np.argsort(self.groups_R, kind="stable")
         groups_R = self.groups_R[self._by_group_R]
@@ -171,7 +175,7 @@ class SegmentReader:
         return self._by_group_R[first:end]
 
     def has(self, text: Text) -> bool:
-        """Returns whether the segment has an equal text of the same prompt, by length and checksum."""
+        """Returns whether the segment has a text of the same prompt with the same length and checksum."""
         rows_R = self._rows_R[self.find(text.group)]
         of_length_R = rows_R[rows_R["num_tokens"] == len(text.tokens)]
         return len(of_length_R) > 0 and bool((of_length_R["checksum"] == checksum_of(text)).any())
@@ -198,7 +202,7 @@ class SegmentReader:
 
 
 def checksum_of(text: Text) -> int:
-    """Returns the checksum in the row of a text."""
+    """Returns the checksum that the row of a text has."""
     return _checksum(text.group, np.ascontiguousarray(text.tokens, "<i4").tobytes())
 
 

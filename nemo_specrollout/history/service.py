@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that does an engine's work on files of the history, so that no step waits for a file.
+"""A thread that does an engine's work on files of the history, so that no engine step waits for a file.
 
-The engine's own thread tells it which prompts are active and which requests have ended, and takes pieces of texts that are
-ready. Both directions are queues, so neither side waits for the other.
+The engine's own thread tells the history thread which requests have begun and ended. In return it takes pieces of texts for
+its index. Both directions are queues, so neither thread waits for the other.
 """
 
 import logging
@@ -27,31 +27,32 @@ LOOK_S = 0.5
 LOOK_SHARE = 0.02
 """Share of the thread's time that these checks may take."""
 MOST_READY = 64
-"""Most pieces that are kept ready for the engine."""
+"""Number of ready pieces from which on no further piece is prepared."""
 
 
 class Piece(NamedTuple):
     """A part of a text, ready for the index."""
 
     group: int
+    """Hash of the text's prompt, which all samples of a prompt share."""
     num_context: int
     """Number of leading tokens that are only contexts, because they belong to the prompt or to an earlier piece."""
     tokens: np.ndarray
-    """Tokens, int32. A piece without tokens says that the index already knows texts of the group."""
+    """Token ids, int32. A piece without tokens says that the index already knows texts of the group."""
 
 
 @dataclass(frozen=True)
 class HistoryFacts:
-    """Figures of a history for the run's record."""
+    """Figures of an engine's history for the run's record."""
 
     num_read: int
-    """Number of texts that were there when the engine started."""
+    """Number of texts that the history had when the engine started."""
     bytes_read: int
-    """Size of the files of these texts, in bytes."""
+    """Size of the history's files when the engine started, in bytes."""
     num_written: int
     """Number of texts that this engine has added."""
     num_fed: int
-    """Number of texts that were fed to its index."""
+    """Number of texts that were fed to this engine's index."""
     num_from_others: int
     """Number of fed texts that another engine or an earlier start has written."""
 
@@ -60,9 +61,9 @@ class HistoryService:
     """Owns the store of one engine, the thread that works on it, and the pieces that wait for the engine."""
 
     def __init__(self, store: HistoryStore, feeding: Feeding, num_context: int, vocab_size: int) -> None:
-        """`num_context` is the number of tokens of an earlier piece that precede the next piece of the same text.
+        """`num_context` is the most tokens before a piece that are repeated at its beginning as its context.
 
-        A text ends before its first token outside of the vocabulary, which a policy could not read.
+        A text is cut off before its first token that is not in the vocabulary, because the policy could not read that token.
         """
         self._store = store
         self._feeding = feeding
@@ -85,7 +86,7 @@ class HistoryService:
     # Calls from the engine's thread. None of them waits except `settle` and `close`.
 
     def opened(self, groups: Sequence[int]) -> None:
-        """Notes new requests of these groups. Texts of a group become ready if the index does not know them."""
+        """Notes new requests of these groups. The texts of a group that the index does not know will then be read for it."""
         self._events.put(lambda: self._begin(groups))
 
     def closed(self, groups: Sequence[int]) -> None:
@@ -97,7 +98,10 @@ class HistoryService:
         self._events.put(lambda: self._write(texts()))
 
     def take(self, most_tokens: int, most_pieces: int) -> list[Piece]:
-        """Returns pieces that are ready, with at most `most_tokens` tokens in total, but at least one piece if any is."""
+        """Returns up to `most_pieces` pieces that are ready, with at most `most_tokens` tokens in total.
+
+        If any piece is ready, at least one is returned, whatever its length.
+        """
         pieces = list[Piece]()
         num_tokens = 0
         while self._ready and len(pieces) < most_pieces:
@@ -153,14 +157,14 @@ class HistoryService:
         self._safely(self._store.close)
 
     def _safely(self, work: Callable[[], Any]) -> None:
-        """Does work whose failure must not end the thread, because drafts must never cost an engine."""
+        """Calls `work`, and only logs its errors. They must not end the thread, because drafts must never cost an engine."""
         try:
             work()
         except Exception:
             logger.exception("specrollout: the history of responses failed, and goes on")
 
     def _prepare(self) -> None:
-        """Makes the next piece ready."""
+        """Reads the next piece and makes it ready, if there is one."""
         if (piece := self._next_piece()) is not None:
             self._ready.append(piece)
 
@@ -190,7 +194,7 @@ class HistoryService:
         self._num_written += len(self._store.append(texts))
 
     def _look(self) -> None:
-        """Checks what other engines have written for prompts that are active here."""
+        """Finds the texts that other engines have written for groups with running requests, and lets them wait to be fed."""
         for name, first, groups_R in self._store.refresh():
             at_work_R = np.isin(groups_R, np.fromiter(self._at_work, np.int64, len(self._at_work)))
             for i in np.flatnonzero(at_work_R).tolist():
@@ -216,7 +220,7 @@ class HistoryService:
         return piece
 
     def _parts(self, text: Text) -> Iterator[Piece]:
-        """Yields a text in pieces, each with the tokens before it as its context."""
+        """Yields a text in pieces, each with the last tokens before it as its context."""
         unknown = np.flatnonzero((text.tokens < 0) | (text.tokens >= self._vocab_size))
         tokens = text.tokens[: unknown[0] if len(unknown) else None]
         for begin in range(text.num_context, len(tokens), PIECE):

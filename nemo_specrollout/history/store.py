@@ -27,16 +27,19 @@ _MIB = 1 << 20
 
 
 class HistoryStore:
-    """The texts of a folder. Owns one segment that it writes, and readers of all others.
+    """The texts of a folder. Owns one segment that it writes, and readers of all segments.
 
-    Several processes and several runs may use one folder at once. Each writes its own segments, and reads those of all.
-    Every problem becomes one sentence in `take_problems`, and the store continues with what is left.
+    Several processes and several runs may use one folder at once. Each writes segments of its own, and reads those of all. No
+    problem of the disk raises an error. `take_problems` returns a sentence about it, and the store goes on with what is left.
     """
 
     def __init__(
         self, folder: Path, most_bytes: int, fingerprint: bytes, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`fingerprint` is 16 bytes that differ between tokenizers. `clock` returns seconds."""
+        """`most_bytes` bounds the size of the folder's files. `fingerprint` is 16 bytes that differ between tokenizers.
+
+        `clock` returns seconds.
+        """
         self._folder = folder
         self._most_bytes = most_bytes
         self._fingerprint = fingerprint
@@ -44,22 +47,22 @@ class HistoryStore:
         self._readers: dict[str, SegmentReader] = {}
         self._foreign: set[str] = set()
         self._seen_bytes: dict[str, int] = {}
-        """Bytes of each segment when its rows were read last."""
+        """Size of each segment in bytes when its rows were last read."""
         self._writer: SegmentWriter | None = None
         self._own: set[str] = set()
         """Names of the segments that this store has written."""
         self._writes_again_at = 0.0
-        """Clock at which writing is tried again after it failed."""
+        """Time on the clock from which on writing is tried again after it failed."""
         self._has_folder = True
         self._said: set[str] = set()
         self._problems: list[str] = []
         self.num_read = 0
         """Number of texts in the folder when it was opened."""
         self.bytes_read = 0
-        """Size of the folder in bytes when it was opened."""
+        """Size of the folder's files in bytes when it was opened."""
 
     def open(self) -> None:
-        """Makes the folder, and reads the rows of all texts in it."""
+        """Makes the folder if there is none, and reads the rows of all texts in it."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -82,9 +85,9 @@ class HistoryStore:
             )
 
     def append(self, texts: Sequence[Text]) -> list[Place]:
-        """Writes texts that are not there yet, and returns their places, or nothing if they could not be written.
+        """Writes those texts that the folder does not have yet. Returns their places, or nothing if they could not be written.
 
-        Duplicates occur because repeated steps and greedy samples produce the same texts again.
+        It may already have a text because repeated steps and greedy samples produce the same texts again.
         """
         texts = [text for text in texts if not any(reader.has(text) for reader in self._readers.values())]
         if not texts or not self._has_folder or self._clock() < self._writes_again_at:
@@ -101,9 +104,10 @@ class HistoryStore:
         return [Place(writer.name, first + i) for i in range(len(texts))]
 
     def refresh(self) -> list[tuple[str, int, np.ndarray]]:
-        """Reads what other processes have added, and makes room.
+        """Reads the rows that were added since the last call, and removes old segments if the folder has become too large.
 
-        Returns for each segment with new texts its name, the row of the first of them, and their groups, int64.
+        Returns, for each segment to which another process has added texts, its name, the row of the first of these texts, and
+        their groups, int64.
         """
         sizes = self._sizes()
         self._make_room(sizes)
@@ -165,7 +169,10 @@ class HistoryStore:
             self._problems.append(f"history: {self._folder} {sentence}")
 
     def _writer_for(self) -> SegmentWriter:
-        """Returns the segment to write, a new one if there is none or if it is full or was removed. Raises OSError."""
+        """Returns the segment to write. It is a new one if there is none yet, or if the last one is full or was removed.
+
+        Raises OSError.
+        """
         writer = self._writer
         if writer is not None and (writer.num_bytes * SEGMENTS >= self._most_bytes or writer.is_removed()):
             self._drop_writer()
@@ -182,7 +189,7 @@ class HistoryStore:
                 writer.close()
 
     def _reader(self, name: str) -> SegmentReader | None:
-        """Returns the reader of a segment, or None if it is of another tokenizer or format, or no longer exists."""
+        """Returns the reader of a segment, or None if the segment is of another tokenizer or format, or cannot be read."""
         if name in self._readers or name in self._foreign:
             return self._readers.get(name)
         try:
@@ -214,7 +221,10 @@ class HistoryStore:
         return sizes
 
     def _make_room(self, sizes: dict[str, int]) -> None:
-        """Removes the oldest segments until the others fit, also from `sizes`. The one that is being written stays."""
+        """Removes the oldest segments until the others fit, and takes them out of `sizes`.
+
+        The segment that this store writes is not removed.
+        """
         total = sum(sizes.values())
         for name in sorted(sizes):
             if total <= self._most_bytes:

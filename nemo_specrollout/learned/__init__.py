@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines and drivers know from earlier starts, with learned state as plain numbers, and its file."""
+"""Keeps what engines and drivers learn, as plain numbers in files, so that later starts begin with it."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file in which a process keeps what it has learned, for a later start of the same kind.
 
-The first line is a JSON object with the format, the key, the time and the checksum of the second line, which is the state. The
-key is what a reader must have in common with the writer, and the file's name follows from it. So processes with the same key
-overwrite each other's file, each time completely, and others use different files.
+The first line is a JSON object with the key, the time, the number of steps and the checksum of the second line. The second
+line is the state. The key is what a reader must have in common with the writer, and the file's name follows from it. So
+processes with the same key overwrite each other's file, each time completely, and others use different files.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from nemo_specrollout.storage.text_files import parse_json
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
-"""Version of the file, and of what the states mean."""
+"""Version of the file's format, and of what the states mean."""
 MOST_BYTES = 64 << 20
 """Most bytes of a file. What an engine learns takes less than one MiB, so a larger file is not ours."""
 MOST_FILES = 32
-"""Most files of a kind in a folder. The oldest ones are removed."""
+"""Most files of a kind in a folder. Beyond these the oldest ones are removed."""
 WRITING_SHARE = 0.01
 """Largest share of the time that writing files may take."""
 _STALE_S = 3600.0
@@ -41,9 +41,9 @@ class Found:
     state: Any = None
     """The learned state, or None if there is nothing to begin with."""
     saved: str = ""
-    """When it was saved."""
+    """When the state was saved."""
     num_steps: int = 0
-    """Number of steps that the writer had made."""
+    """Number of steps from which the state was learned. They are training steps of a driver or engine steps of an engine."""
     reason: str = "what was kept is of others"
     """Why there is nothing to begin with."""
     is_told: bool = True
@@ -51,13 +51,13 @@ class Found:
 
 
 class KeptFile:
-    """A file in a folder. Owns the thread that writes it, and at most one problem that was not reported yet.
+    """The file of one process's learned state. Owns the thread that writes it, and at most one problem not reported yet.
 
     Only `read` and `settle` wait for the disk. No method raises an error of the disk.
     """
 
     def __init__(self, folder: Path, kind: str, key: Mapping[str, Any]) -> None:
-        """`kind` is the prefix of the file's name. `key` has JSON values, and is written as it is."""
+        """`kind` is the prefix of the file's name. `key` has JSON values, and is written into the file as it is."""
         self._key = json.loads(json.dumps({**key, "format": FORMAT}))
         digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
         self._kind = kind
@@ -67,10 +67,10 @@ class KeptFile:
         """Time before which nothing is written again."""
         self._problem: str | None = None
         self._was_told = False
-        """Whether a problem of writing was already reported, which happens only once."""
+        """Whether a problem of writing was already noted. Only the first one is."""
 
     def read(self) -> Found:
-        """Returns the content of the file, or why there is nothing for this process."""
+        """Returns the state in the file, or the reason why there is none for this process."""
         try:
             content = read_regular(self.path, MOST_BYTES + 1)
         except FileNotFoundError:
@@ -104,29 +104,29 @@ class KeptFile:
         return None
 
     def unfit(self, why: str) -> Found:
-        """Returns the result for content that does not fit, and remembers to report it."""
+        """Returns a result without a state for a state that does not fit, and notes the problem. `why` is the reason."""
         return self._unusable(f"does not fit ({why})")
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to write again, because the last write is done and took a small share of the time since."""
+        """Whether it is time to write again. The last write must be done, and have taken a small share of the time since."""
         is_writing = self._writer is not None and self._writer.is_alive()
         return not is_writing and time.monotonic() >= self._next_s
 
     def keep(self, state: Any, num_steps: int) -> None:
-        """Writes a state in a thread, unless no write is due. The state must not be changed afterwards."""
+        """Writes a state in a thread if a write is due. The state must not be changed afterwards."""
         if not self.is_due:
             return
         self._writer = threading.Thread(target=self._write, args=(state, num_steps), daemon=True)
         self._writer.start()
 
     def settle(self) -> None:
-        """Waits until the states passed to `keep` are on disk."""
+        """Waits until the write that is under way has ended."""
         if self._writer is not None:
             self._writer.join()
 
     def take_problem(self) -> str | None:
-        """Returns a sentence about what went wrong since the last call."""
+        """Returns a sentence about what went wrong since the last call, or None if nothing did."""
         problem = self._problem
         self._problem = None
         return problem

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what an object has learned as plain JSON values, and puts it into another object of the same class.
 
-A class names the fields that it learns in `LEARNED`. A field has a number, an array of numbers, a dictionary of those, or
-another object with `LEARNED`. A number that is unknown or not finite is null, and leaves the field of a new object as it is.
-As everywhere, the capital letters at the end of an array's name are its shape, so arrays of an object that share a letter must
-have the same number of entries along it.
+A class names the fields that it learns in `LEARNED`. The value of a field is a number, an array of numbers, a dictionary of
+those, or another object whose class has `LEARNED`. A value that is unknown or not finite becomes null. When a new object gets
+the state, null leaves the field as it is. As everywhere, the capital letters at the end of an array's name are its shape. So
+arrays of an object that share a letter must have the same number of entries along it.
 
 A class may also have two methods. `is_sound` returns whether its fields are consistent, and `fade` reduces the weight of what
 was learned compared with new data, because the policy or the machine may have changed since.
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 LARGEST = 1e12
-"""Upper bound of all learned numbers. A larger one is damaged, and might overflow."""
+"""Upper bound of the absolute values of all learned numbers. A larger one must be damaged, and might overflow."""
 _LETTERS = re.compile(r"_([A-Z]+)$")
 
 
 class Unfit(ValueError):
-    """Raised if a state does not fit the object for which it is meant. The message says where."""
+    """Raised if a state does not fit the object for which it is meant. The message names the field that does not fit."""
 
 
 def state_of(thing: Any) -> dict[str, Any]:
@@ -37,9 +37,9 @@ def learned_fields(thing: Any) -> tuple[str, ...]:
 
 
 def begin_with(given: Iterable[tuple[Any, Any]]) -> None:
-    """Puts states that others have learned into objects of the same classes, and fades them. `given` has pairs of both.
+    """Puts states that other objects have learned into objects of the same classes, and then fades these objects.
 
-    Raises Unfit if a state does not fit, in which case no object has changed.
+    `given` has pairs of an object and its state. Raises Unfit if a state does not fit, in which case no object has changed.
     """
     changed: list[tuple[Any, str, Any]] = []
     begun: list[Any] = []
@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
 
 
 def _begin(thing: Any, state: Any, changed: list[tuple[Any, str, Any]], begun: list[Any]) -> None:
-    """Sets the learned fields of an object. Notes what they were in `changed`, and the object in `begun`."""
+    """Sets the learned fields of an object. Adds their old values to `changed`, and the object and its parts to `begun`."""
     where = type(thing).__name__
     names = learned_fields(thing)
     if not isinstance(state, Mapping) or set(state) != set(names):
@@ -104,7 +104,7 @@ def _letters(name: str) -> str:
 
 
 def _fitting(now: Any, given: Any, where: str, sizes: Mapping[str, int]) -> Any:
-    """Returns a value of a state as one of the kind that the field has now. Raises Unfit."""
+    """Returns the value `given` of a state in the type of the field's value `now`. Raises Unfit if it has another kind."""
     if isinstance(now, Mapping):
         if not isinstance(given, Mapping) or {str(key) for key in now} != set(given):
             raise Unfit(f"{where} has other keys")
@@ -117,7 +117,7 @@ def _fitting(now: Any, given: Any, where: str, sizes: Mapping[str, int]) -> Any:
         return given
     if not isinstance(given, int | float) or (isinstance(now, int) and not isinstance(given, int)):
         raise Unfit(f"{where} is no number of its kind")
-    if not abs(given) <= LARGEST:  # also NaN
+    if not abs(given) <= LARGEST:  # also if it is NaN
         raise Unfit(f"{where} is {given}")
     return type(now)(given)
 

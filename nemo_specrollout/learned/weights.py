@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of a drafter's weights, so that rates of other weights are not mistaken for those of these weights."""
+"""Digests of a drafter's weights, by which an engine sees whether acceptance rates were learned with the same weights."""
 
 import hashlib
 from pathlib import Path
 
 _SAMPLES = 32
-"""Number of places in a file that are read. Training changes all numbers of a head, so a few tell two heads apart."""
+"""Number of equal parts of a file at whose ends samples are read. Training changes all numbers of a head, so a few samples
+tell two heads apart."""
 _SAMPLE_BYTES = 4096
 
 
 def weights_digest(model: str | Path) -> str:
-    """Returns a digest of the weights in a folder, or of the name if it is no folder, such as a name on the Hub.
+    """Returns a digest of the weights in a folder, or of the string `model` if there is no such folder, as for a Hub name.
 
-    It covers the files' names and sizes and samples of their content, because even a small model has gigabytes. If a folder
-    cannot be read, the digest is that of its name.
+    The digest covers the files' names, their sizes, and samples of their content. It does not cover all content, because even
+    a small model has gigabytes. If a folder cannot be read, the digest is that of the string.
     """
     digest = hashlib.sha256()
     folder = Path(model)

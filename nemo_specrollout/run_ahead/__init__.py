@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of coming steps, made early while engines have free slots, and samples of one policy although weights change."""
+"""Texts of coming steps, made early in free slots of engines, and samples of one policy version although weights change."""

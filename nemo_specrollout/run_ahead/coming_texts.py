@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts of coming steps between two plans of the engines, and what was learned from updates about them (`run_ahead`).
+"""The driver's texts of coming steps while no engine works on them, and what updates have taught about them (`run_ahead`).
 
+A plan tells an engine which requests of coming steps it may decode early, and lasts until the engine must stop with them.
 This module needs no Ray, threads or engines, so the driver of a NeMo-RL run and that of a local run can both use it.
 """
 
@@ -22,12 +23,12 @@ from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 
 @dataclass(frozen=True)
 class AheadPlan:
-    """What an engine may start early, and what is known about updates."""
+    """What one engine may start early, and what it needs to know about updates of the weights."""
 
     rows: list[EarlyRow]
     """Requests of coming steps with their known texts, the nearest step first."""
     scale: float
-    """How far updates move differences of scores, in nats (`FlipModel`)."""
+    """How far an update moves the difference of two scores, in nats (`FlipModel`)."""
     kept: float
     """Share of the tokens made ahead that an update leaves right."""
 
@@ -60,9 +61,9 @@ class ComingTexts:
         self._version: int | None = None
         """Policy version of the latest plan."""
         self._has_new_weights = True
-        """Whether it is the first plan of that version, so that known texts were made by older weights."""
+        """Whether the latest plan is the first one of its version, so that known texts were made by older weights."""
         self._in_flight: list[int] = []
-        """Number of tokens in flight when its weights arrived, for its own step and for each one after it."""
+        """Number of tokens that texts had when the weights of that version arrived, for its own step and each later one."""
         self._effort = EarlyFigures()
         """Sum of what engines did for coming steps since the last step."""
         self._alarms: list[str] = []
@@ -105,9 +106,10 @@ class ComingTexts:
         return [AheadPlan(rows, self._flips.scale, self._depth.kept) for rows in shares(known, num_engines)]
 
     def keep(self, made_E: Iterable[EarlyMade], *, is_interrupted: bool = False) -> None:
-        """Stores what engines have made of the latest plan. Raises an alarm if even the next step's texts do not fit.
+        """Stores what engines have made in the latest plan. Adds an alarm if even the next step's texts do not fit.
 
-        A plan that `is_interrupted` before the weights change does not tell how much engines can start in a step's time.
+        `is_interrupted` means that the plan has ended before the weights change. Such a plan does not tell how many requests
+        engines can start in the time of a step.
         """
         version_of = {seed: version for version, seeds in self._planned.items() for seed in seeds}
         for made in made_E:
@@ -126,7 +128,7 @@ class ComingTexts:
             self._depth.observe_flights(flights)
 
     def learn(self, version: int, kept: KeptCounts) -> dict[str, float]:
-        """Learns from the responses of a policy version's step how much of its texts was right. Returns the step's metrics.
+        """Learns from `kept` how much of the texts of a policy version's step was right. Returns the step's metrics.
 
         The texts of this step must not have been forgotten yet.
         """
@@ -145,7 +147,11 @@ class ComingTexts:
         }
 
     def observe_price(self, verify_row_s: float, token_s: float) -> None:
-        """Notes the measured seconds of a verified row, and of a token of a rollout by plain decoding."""
+        """Notes two measured times in seconds.
+
+        `verify_row_s` is the time by which a verified row makes an engine step longer, and `token_s` is the mean time of a
+        token in a rollout without drafts.
+        """
         self._depth.observe_price(verify_row_s, token_s)
 
     def take_alarms(self) -> list[str]:
@@ -155,7 +161,7 @@ class ComingTexts:
         return alarms
 
     def _note_flights(self, version: int) -> None:
-        """Notes what is in flight for the step whose weights have just arrived, and for those after it."""
+        """Notes the length of the texts for the step whose weights have just arrived, and for the steps after it."""
         self._has_new_weights = version != self._version
         if self._has_new_weights:
             last = max(self._planned, default=version)
@@ -170,7 +176,7 @@ class ComingTexts:
 def shares(steps: Sequence[Sequence[EarlyRow]], num_engines: int) -> list[list[EarlyRow]]:
     """Divides the requests of each step among the engines. Returns each engine's share, the nearest step first.
 
-    Neighbours stay together, because the samples of a prompt share its cached prefix.
+    Requests that follow each other mostly go to the same engine, because the samples of a prompt share its cached prefix.
     """
     dealt: list[list[EarlyRow]] = [[] for _ in range(num_engines)]
     for rows in steps:

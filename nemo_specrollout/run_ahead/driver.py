@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's end of `run_ahead`, which plans what engines may decode early and carries the texts to their requests.
 
-The engines have the weights of an earlier step. A request's seed is known before its weights are, so these texts can serve as
-drafts for the same requests with the same noise. They are used for nothing else.
+An engine decodes a request of a coming step with the weights that it has, which are older than those of that step. But it
+knows the request's seed already, and so its noise. Therefore the text can serve as drafts for the same request when its step
+has come. It is used for nothing else.
 """
 
 import threading
@@ -80,8 +81,8 @@ class RunAhead:
     def __init__(self, engines: Engines, config: RunAheadConfig, *, begins_again: bool = False) -> None:
         """`begins_again` means that engines' own requests start over when weights change while they run.
 
-        Such engines get no rows of coming steps, because they are never idle. A plan only tells them how far the next update
-        will probably move scores, so that they can decode branches of their own requests.
+        Such engines get no requests of coming steps, because they are never idle. A plan only tells them how far the next
+        update will probably move scores, so that they can decode branches of their own requests.
         """
         self._engines = engines
         self._begins_again = begins_again
@@ -100,7 +101,7 @@ class RunAhead:
         self._thread: threading.Thread | None = None
 
     def keep(self, config: LearnedConfig, model: str, *, resumes: bool) -> None:
-        """Keeps from now on what is learned from updates. A run that resumes begins with what an earlier start has kept."""
+        """Writes what is learned from updates to a file from now on. A run that resumes begins with what was kept there."""
         self._kept = KeptUpdates(self._coming, config, model, begins_again=self._begins_again)
         self._kept.begin(resumes=resumes)
 
@@ -148,11 +149,12 @@ class RunAhead:
         """Stops all early requests and keeps their texts. Does nothing without a plan.
 
         Args:
-            keeps_cache: Whether the engines keep their cached prefixes, which the next weights must not read. This is right
-                while the weights stay the same, and where running requests keep vLLM from dropping them, because later
-                requests do not find them there (generation/engine/fresh_prefixes.py).
-            is_interrupted: Whether the plan ends before the weights change, so that it does not tell how much engines can
-                start in the time of a step.
+            keeps_cache: Whether the engines keep their cached prefixes. Requests under new weights must not read those of old
+                weights. So this may be true only if the weights stay the same, or for asynchronous engines. There running
+                requests keep vLLM from dropping prefixes, but later requests do not find them
+                (generation/engine/fresh_prefixes.py).
+            is_interrupted: Whether the plan ends before the weights change, so that it does not tell how many requests engines
+                can start in the time of a step.
         """
         thread = self._thread
         self._thread = None
@@ -171,7 +173,7 @@ class RunAhead:
         """Returns the metrics and alarms of the step of the latest plan, whose responses must all be complete.
 
         Asks the engines how much of the texts was right, and learns from that how far the update has moved the scores.
-        `token_s` is the seconds of an engine for a token of the step by plain decoding, if known.
+        `token_s` is the number of seconds that an engine would take for a token of the step without drafts, if known.
         """
         take = EngineActorCalls.specrollout_take_kept
         calls = [self._engines.start(engine, take) for engine in range(self._engines.num_engines)]
@@ -191,7 +193,7 @@ class RunAhead:
         return {PREFIX + name: value for name, value in metrics.items()}, alarms
 
     def _observe_price(self, token_s: float) -> None:
-        """Asks an engine for the cost of a verified row, which decides how many updates a text may wait for."""
+        """Asks an engine for the cost of a verified row, on which it depends how many coming steps are planned."""
         method = WorkerCalls.specrollout_step_seconds.__name__
         call = self._engines.start(0, EngineActorCalls.specrollout_call, method=method, arguments=[])
         for prices in replies_of([call]):
@@ -199,7 +201,7 @@ class RunAhead:
                 self._coming.observe_price(prices[1], token_s)
 
     def _run(self) -> None:
-        """Runs in the thread, and gives each engine slice after slice until its requests have ended or `end` is called."""
+        """Gives each engine slice after slice until its early requests have ended or `end` is called. Runs in the thread."""
         calls = {self._advance(engine): engine for engine in range(self._engines.num_engines)}
         while calls and not self._stop.is_set():
             for call in ray.wait(list(calls), timeout=SLICE_S)[0]:

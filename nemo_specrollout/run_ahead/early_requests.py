@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of coming steps in an engine (`run_ahead`), with how many have room beside its own, and what they have made.
+"""An engine's early requests, which are those of coming steps (`run_ahead`). Decides which ones to start and to stop.
 
-`rolling_engine.py` decodes them in a synchronous engine and `rolling_stream.py` in an asynchronous one. Both ask
-`EarlyRequests` which requests to start and which to stop. vLLM is not imported, but its output processor is read.
+The engine's own requests are those of the current step. `rolling_engine.py` decodes early requests in a synchronous engine and
+`rolling_stream.py` in an asynchronous one. Both ask `EarlyRequests`. vLLM is not imported, but its output processor is read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 LOOK_STEPS = 8
-"""Number of steps after which the engine is checked again if no request has come or gone."""
+"""Number of engine steps after which the engine is checked again if no request has come or gone."""
 STARTS_AT_ONCE = 8
-"""Most early requests that start in one step. More would make that step long, because each one is a call of vLLM."""
+"""Most early requests that start in one engine step. More would make that step long, because each one is a call of vLLM."""
 GROWTH_STEPS = 64
-"""Number of steps for which the engine's KV cache must have room for all requests before an early one starts."""
+"""Number of tokens by which the KV cache must have room for every request to grow before an early one starts."""
 MOST_LEFTOVERS = 64
-"""Most ended requests of which the worker may keep near-ties before it is asked for them."""
+"""Most ended requests of which the vLLM worker may keep near-ties before it is asked for them."""
 PATIENCE_STEPS = 8
 """Number of checks during which an own request may wait for its first token before all early ones give way."""
 _PREFIX = "ahead-"
@@ -44,13 +44,13 @@ class EarlyFigures:
     num_tokens: int = 0
     """Number of tokens that texts and branches have made."""
     num_steps_beside: int = 0
-    """Number of steps of the engine's own requests in which early ones ran too."""
+    """Number of engine steps with own and early requests."""
     num_steps_alone: int = 0
-    """Number of steps with early requests only."""
+    """Number of engine steps with early requests only."""
     alone_s: float = 0.0
-    """Seconds of the steps with early requests only."""
+    """Seconds of the engine steps with early requests only."""
     delay_s: float = 0.0
-    """Seconds by which early requests made steps of the engine's own requests longer, by the measured prices of rows."""
+    """Seconds by which early requests made engine steps with own requests longer, estimated from `EarlyPrices`."""
 
     def plus(self, other: "EarlyFigures") -> "EarlyFigures":
         """Returns the sums."""
@@ -73,10 +73,10 @@ class EarlyMade:
     """What an engine has made for coming steps when it ends a plan."""
 
     texts: dict[int, TextAhead]
-    """All known texts of the rows of the plan, by their seeds."""
+    """All known texts of the plan's requests, by their seeds."""
     figures: EarlyFigures
     flips: KeptCounts = field(default_factory=KeptCounts)
-    """What the engine's weights have changed in earlier texts of coming steps."""
+    """How much of the texts from older weights was right under the engine's weights."""
     followed: dict[int, TextAhead] = field(default_factory=dict)
     """All known texts of the engine's own requests that were followed, by their names."""
 
@@ -91,7 +91,7 @@ class EngineSize(NamedTuple):
     block_size: int
     """Number of tokens in a block."""
     step_tokens: int
-    """Most tokens by which a request may grow in a step."""
+    """Most tokens by which a request may grow in an engine step."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> "EngineSize":
@@ -108,39 +108,39 @@ class EngineSize(NamedTuple):
 
     def blocks_soon(self, num_tokens: int, num_requests: int = 1) -> int:
         """Returns the most blocks that requests with `num_tokens` tokens in total can take until the next check."""
-        growth = self.step_tokens * (LOOK_STEPS + 2)  # with asynchronous scheduling, reports are a step late
-        return self.blocks(num_tokens + num_requests * growth) + max(num_requests - 1, 0)  # no two share a block
+        growth = self.step_tokens * (LOOK_STEPS + 2)  # with asynchronous scheduling, outputs are a step late
+        return self.blocks(num_tokens + num_requests * growth) + max(num_requests - 1, 0)  # blocks that are not full
 
 
 class OwnLoad(NamedTuple):
-    """The engine's own requests, which are those of the current step."""
+    """The state of an engine's own requests, and the room that all of its requests leave."""
 
     num_requests: int = 0
     blocks_left: int = 0
-    """Least number of free blocks until the next check, with early requests counted. Shared prefixes leave more free."""
+    """Least number of KV cache blocks that will be free at the next check. More will be free if requests share prefixes."""
     is_waiting: bool = False
-    """Whether one of them has no token yet."""
+    """Whether an own request has no token yet."""
     lengths: tuple[int, ...] = ()
-    """Number of tokens that each one has sampled."""
+    """Number of tokens that each own request has sampled."""
 
 
 @dataclass
 class _Running:
-    """An early request in the engine, or a followed one of its own."""
+    """An early request in the engine, or a followed own request."""
 
     request_id: str
     """Its id in vLLM."""
     num_given: int
     """Number of tokens of its prompt and prefix."""
     num_told: int = 0
-    """Number of its sampled tokens that the texts already have."""
+    """Number of its sampled tokens that were passed to `EarlyTexts`."""
 
 
 @dataclass
 class EarlyRequests:
     """Owns the early requests of one plan in an engine, with their texts, and knows which of them vLLM has.
 
-    The engine's own requests come first. An early one starts only if all of them have started, if a slot and KV cache are
+    The engine's own requests come first. An early one starts only if all own ones have started, if a slot and KV cache are
     left, and if it is worth more than it costs. It is stopped as soon as one of these conditions no longer holds.
     """
 
@@ -151,15 +151,17 @@ class EarlyRequests:
     longest: int = 0
     """Number of tokens of the longest prompt with its known text."""
     prices: EarlyPrices | None = None
-    """None before anything is measured, when early requests run only while the engine has no others."""
+    """None until times were measured. Until then early requests run only while the engine has no own ones."""
     figures: EarlyFigures = field(default_factory=EarlyFigures)
     _running: dict[int, _Running] = field(default_factory=dict)
     _followed: dict[int, _Running] = field(default_factory=dict)
-    """Own requests of the engine that are followed, so that branches of them can be started."""
+    """Own requests whose tokens are read, so that branches of them can be started."""
     _untold: set[int] = field(default_factory=set)
-    """Names of requests whose near-ties were not all taken from the worker."""
+    """Names of requests whose near-ties were not all taken from the vLLM worker."""
     _num_waits: int = 0
+    """Number of checks in a row at which an own request had no token yet."""
     _noted_s: float = 0.0
+    """Time of the latest call of `note_time`."""
     _prompts: set[tuple[int, ...]] = field(default_factory=set)
     """Prompts that were started, so that further samples of them find them cached."""
 
@@ -175,17 +177,17 @@ class EarlyRequests:
 
     @property
     def untold(self) -> list[int]:
-        """Names of requests whose near-ties the worker may still have."""
+        """Names of requests whose near-ties the vLLM worker may still have."""
         return sorted(self._untold)
 
     @property
     def has_leftovers(self) -> bool:
-        """Whether the worker keeps near-ties of so many ended requests that it should be asked in order to forget them."""
+        """Whether the vLLM worker keeps near-ties of so many ended requests that they should be taken from it."""
         return len(self._untold) - len(self._running) - len(self._followed) > MOST_LEFTOVERS
 
     @property
     def is_empty(self) -> bool:
-        """Whether no early request runs and none could start, not even with the near-ties that the worker still has."""
+        """Whether no early request runs and none could start, not even with near-ties that the vLLM worker still has."""
         may_branch = self.early.most_branches > 0 and bool(self._untold)
         return not self._running and not may_branch and not self.early.worths(1)
 
@@ -197,7 +199,7 @@ class EarlyRequests:
         sampled_S = [0 if s.detokenizer is None else s.detokenizer.num_output_tokens() for s in states]
         num_tokens = sum(sampled_S) + sum(s.prompt_len for s in states)
         own = [i for i, s in enumerate(states) if not is_early(s.external_req_id)]
-        num_coming = max(self.num_running - (len(states) - len(own)), 0)  # those that vLLM has not taken yet
+        num_coming = max(self.num_running - (len(states) - len(own)), 0)  # early ones that vLLM has not added yet
         num_tokens += num_coming * self.longest
         num_blocks = self.size.blocks_soon(num_tokens, len(states) + num_coming)
         is_waiting = any(states[i].is_prefilling for i in own)
@@ -211,25 +213,28 @@ class EarlyRequests:
             self.prices = EarlyPrices(seconds_R, float(reply[1]), plain, self.early.most_steps_ahead)
 
     def worth(self) -> EarlyWorth:
-        """Returns the current worth of early requests, which is nothing before anything is measured."""
+        """Returns the current worth of early requests, which is `EarlyWorth()` until times were measured."""
         return EarlyWorth() if self.prices is None else early_worth(self.prices, self.early.worths(self.size.slots))
 
     def note_step(self, num_own: int) -> None:
-        """Notes that the engine makes a step for its own requests."""
+        """Notes that the engine makes an engine step with `num_own` own requests."""
         if self._running:
             self.figures.num_steps_beside += 1
             if self.prices is not None:
                 self.figures.delay_s += self.prices.delay_s(num_own, self.num_running)
 
     def note_time(self, num_own: int, now: float) -> None:
-        """Accounts for the time since the last call, with the current requests, in an engine whose steps are not counted."""
+        """Adds to `delay_s` the delay of own requests since the last call, in an engine whose steps cannot be counted.
+
+        `now` is the current time in seconds.
+        """
         if self._running and num_own and self.prices is not None:
             delay_s = self.prices.delay_s(num_own, self.num_running)
             self.figures.delay_s += (now - self._noted_s) * delay_s / max(self.prices.step_s(num_own) + delay_s, 1e-9)
         self._noted_s = now
 
     def give_way(self, load: OwnLoad) -> list[int]:
-        """Returns the names of early requests that must be stopped now, because own requests need what they take."""
+        """Returns the names of early requests to stop now, because own requests need their room or they no longer pay."""
         running = self.num_running
         if not running:
             self._num_waits = 0
@@ -237,7 +242,7 @@ class EarlyRequests:
         self._num_waits = self._num_waits + 1 if load.is_waiting else 0
         if self._num_waits > PATIENCE_STEPS:
             return self.running
-        wanted = self._wanted(load, running) if load.num_requests else running  # else none is in the way
+        wanted = self._wanted(load, running) if load.num_requests else running  # without own ones, none is in the way
         surplus = running - min(self.size.slots - load.num_requests, wanted)
         blocks_left = load.blocks_left
         names: list[int] = []
@@ -276,7 +281,7 @@ class EarlyRequests:
         return starts
 
     def _note_start(self, start: EarlyStart, num_own: int) -> None:
-        """Notes by how much the prompt and known text of a starting request make steps of own requests longer."""
+        """Adds to `delay_s` how much longer own requests take because of a starting request's prompt and known text."""
         prompt = tuple(start.row.prompt)
         num_rows = len(start.drafts) // TOKEN_BYTES + (0 if prompt in self._prompts else len(prompt))
         self._prompts.add(prompt)
@@ -286,7 +291,7 @@ class EarlyRequests:
     # Requests of the engine's own
 
     def follow(self, row: EarlyRow) -> int:
-        """Follows an own request, so that branches of it may start. Returns the name for its near-ties (`ties`)."""
+        """Follows an own request, so that branches of it may start. Returns its name, which is also that of its near-ties."""
         name = self.early.follow(row)
         self._followed[name] = _Running("", len(row.prompt))
         self._untold.add(name)
@@ -302,7 +307,7 @@ class EarlyRequests:
         return self.early.branches_of(name) if name in self._followed else []
 
     def forget(self, name: int) -> None:
-        """Forgets a followed request that has ended, whose branches must not run. Ignores one that is not followed."""
+        """Forgets a followed request that has ended. Its branches must have been stopped. Ignores one that is not followed."""
         if self._followed.pop(name, None) is not None:
             self.early.forget(name)
 
@@ -386,7 +391,7 @@ class EarlyRequests:
             yield self.processor.request_states[internal_id].detokenizer.output_token_ids
 
     def _has_room(self, load: OwnLoad, starts: Sequence[EarlyStart]) -> bool:
-        """Returns whether the KV cache has room for one more request of any length, and for all to grow for a while.
+        """Returns whether the KV cache has room for one more request of any length, and for all requests to grow for a while.
 
         `starts` are requests that the load does not count yet.
         """
@@ -408,8 +413,8 @@ def is_early(request_id: str) -> bool:
 def early_params(params: Any, start: EarlyStart) -> Any | None:
     """Returns sampling parameters for starting an early request, or None if its given prefix already ends the response.
 
-    `params` are those of the row itself when its step comes. The vLLM worker keeps the near-ties of an early request under its
-    name. Nobody reads the decoded text or the log-probs of its tokens.
+    `params` are the parameters that the request will have in its own step. The vLLM worker keeps the near-ties of an early
+    request under its name. Nobody reads the decoded text or the log-probs of its tokens.
     """
     params = params.clone()
     num_prefix = len(start.prefix)

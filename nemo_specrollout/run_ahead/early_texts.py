@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts that an engine has in flight for coming steps. Decides which text or branch gets the next free slot.
+"""The texts that an engine makes for requests of coming steps. Decides which text or branch gets the next free slot.
 
 Uses no engine and no clock, so that a simulated engine can use it too.
 """
@@ -20,11 +20,11 @@ from nemo_specrollout.run_ahead.decisions.flips import FlipModel
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, compare
 
 TEXT = 0
-"""Number of the path that is the text itself. Its branches are numbered from 1 on."""
+"""Number of the text itself among the paths of its request. The other paths are its branches, numbered from 1 on."""
 
 
 class Row(Protocol):
-    """A row of a coming step. Its other fields matter only to the engine's own code."""
+    """A request of a coming step as the engine's own code describes it. Only the seed matters here."""
 
     @property
     def seed(self) -> int: ...
@@ -42,7 +42,8 @@ class EarlyRow:
     known: TextAhead | None = None
     """The text that weights before the engine's current ones have sampled for it."""
     probability: float = 1.0
-    """Probability that newer weights will sample it. Below 1 for an own request of the engine, which may end before."""
+    """Probability that newer weights will decode the request. Below 1 for an own request of the engine, which may end before
+    the weights change."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,17 @@ class EarlyStart:
     prefix: tuple[int, ...] = ()
     """Given beginning of the response. For a branch, it is the text before the branch and the runner-up there."""
     drafts: bytes = b""
-    """Known continuation after prompt and prefix, as int32 numbers."""
+    """Token ids of the known continuation after prompt and prefix, as int32 numbers."""
     branches: bytes = b""
-    """Known branches of that continuation, packed."""
+    """Known branches of that continuation, as `ahead_branches.pack` returns them."""
 
 
 @dataclass
 class _Path:
-    """A text or a branch of it. Its own tokens are those after its parent's part."""
+    """A text or a branch of it. A branch begins with tokens of its parent, and its own tokens come after these."""
 
     parent: int
+    """Number of the path that a branch leaves."""
     position: int
     """Index of its first own token in the response."""
     name: int
@@ -72,13 +74,13 @@ class _Path:
     gaps: list[float] = field(default_factory=list)
     runners_up: list[int] = field(default_factory=list)
     num_grown: int = 0
-    """Number of tokens whose near-ties were passed to the choice of branches."""
+    """Number of own tokens whose near-ties were passed to the choice of branches."""
     is_complete: bool = False
 
 
 @dataclass
 class _Flight:
-    """A request of a coming step, with its paths once it is started."""
+    """A request of a coming step or a followed own request, with the paths that were started for it."""
 
     row: EarlyRow
     worth: Worth
@@ -93,8 +95,8 @@ class _Flight:
 class EarlyTexts:
     """Owns the texts of an engine's early requests. A request or branch is identified by the name that `next` gave it.
 
-    Also follows own requests of the engine that newer weights may have to decode again. Their texts are not started or stopped
-    here, but branches of them are started like others.
+    Also follows own requests of the engine that newer weights may have to decode again. The engine decodes their texts anyway,
+    so `next` starts only branches of them.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class EarlyTexts:
             rows: Requests of coming steps. Among equals, the first one is started first.
             flips: Model of how far the next update will move scores.
             most_branches: Most branches of a request, or 0 for none.
-            kept: Share of the tokens made ahead that the last updates have left right, for texts that are not started.
+            kept: Share of the tokens made ahead that an update leaves right, as far as earlier updates tell.
             names: Yields a new number for each request.
         """
         self.most_branches = most_branches
@@ -116,9 +118,9 @@ class EarlyTexts:
         self._flights = {i: _Flight(row, self._text_worth(row)) for i, row in enumerate(rows)}
         self._indices = count(len(rows))
         self.most_steps_ahead = max((row.steps_ahead for row in rows), default=1)
-        """Most updates for which a row waits."""
+        """Largest number of weight updates until the step of a row."""
         self._seen = KeptCounts()
-        """What has changed in the known texts of rows that were started again."""
+        """How much was right of the older texts of rows that were started, stopped and started again."""
         self._by_name: dict[int, tuple[int, int]] = {}
         """Index of the row and number of the path of each request, by its name."""
         self._running: dict[int, Worth] = {}
@@ -171,7 +173,7 @@ class EarlyTexts:
         return [path.name for path in self._flights[index].paths[1:] if path.name in self._running]
 
     def forget(self, name: int) -> None:
-        """Forgets a followed request that has ended. Its branches must not run."""
+        """Forgets a followed request that has ended. Its branches must have been stopped."""
         index, _ = self._by_name[name]
         for path in self._flights.pop(index).paths:
             del self._by_name[path.name]
@@ -184,7 +186,11 @@ class EarlyTexts:
         self._tell_ties(index, number)
 
     def ties(self, name: int, first: int, gaps: bytes, runners_up: bytes) -> None:
-        """Adds near-ties of a request, as `specrollout_take_ties` returns them. `first` counts prompt and prefix."""
+        """Adds near-ties of a request's tokens, as `specrollout_take_ties` returns them. An unknown name is ignored.
+
+        `first` is the index of the first of these tokens in the sequence that begins with the prompt. `gaps` has float16
+        numbers in nats, and `runners_up` has int32 token ids.
+        """
         if name not in self._by_name:
             return
         index, number = self._by_name[name]
@@ -231,7 +237,7 @@ class EarlyTexts:
         return {seed: text for seed, text in known.items() if text is not None and text.tokens}
 
     def flips(self) -> KeptCounts:
-        """Returns what the engine's weights have changed in the texts that the weights before them have made."""
+        """Returns how much of the texts from earlier weights was right under the engine's weights, for started rows."""
         seen = self._seen
         for flight in self._flights.values():
             if not (flight.is_known_now or flight.is_followed):
@@ -267,7 +273,7 @@ class EarlyTexts:
     def _begin_branch(self, branch: Branch) -> EarlyStart:
         index = branch.request
         assert isinstance(index, int)
-        if index in self._waiting:  # its text was stopped, but stays known because the branch leaves it
+        if index in self._waiting:  # its text was stopped, and does not start again once it has a branch
             self._waiting.remove(index)
         flight = self._flights[index]
         prefix = (*self._tokens_before(flight, branch.parent, branch.position), branch.token_id)
@@ -290,7 +296,7 @@ class EarlyTexts:
         return before + path.tokens[: position - path.position]
 
     def _tell_ties(self, index: int, number: int) -> None:
-        """Passes the near-ties of tokens that have arrived to the choice of branches."""
+        """Passes near-ties to the choice of branches, for those tokens that are known together with their near-ties."""
         path = self._flights[index].paths[number]
         known = min(len(path.gaps), len(path.tokens))
         first = max(path.num_grown, int(number > TEXT))  # the first token of a branch cannot flip back
@@ -302,7 +308,7 @@ class EarlyTexts:
             self._running[path.name] = self._worth(path.name)
 
     def _text_worth(self, row: EarlyRow) -> Worth:
-        """Returns the worth of starting the text of a row. A complete text only needs tokens where it diverges."""
+        """Returns the worth of starting the text of a row. A complete text needs new tokens only if the weights change it."""
         k = row.steps_ahead
         probability = self._kept**k
         if row.known is not None and row.known.is_complete:
@@ -320,7 +326,11 @@ class EarlyTexts:
         return Worth(probability, float(k) if number == TEXT else survival * k, k, num_known)
 
     def _text(self, flight: _Flight) -> TextAhead | None:
-        """Returns the known text of a row, which is what was made, continued where possible by what was known before."""
+        """Returns the known text of a row, or None if there is none.
+
+        It is what the current weights have made. If a text or branch that was known before agrees with that and is longer, the
+        rest of it follows.
+        """
         known = flight.row.known
         path = flight.paths[TEXT] if flight.paths else None
         if path is None or not (path.tokens or path.is_complete):
@@ -346,7 +356,7 @@ def _num_older(flight: _Flight, num_left: int) -> int:
 
 
 def _changed(flight: _Flight) -> KeptCounts:
-    """Returns how far the known text of a row agrees with the one that the current weights have made."""
+    """Returns how much of the known text of a row agrees with the one that the current weights have made."""
     known = flight.row.known
     tokens = flight.paths[TEXT].tokens if flight.paths else []
     return compare(known, tokens) if known is not None and tokens else KeptCounts()
@@ -362,7 +372,7 @@ def _ties(path: _Path, length: int) -> tuple[bytes, bytes]:
 
 
 def _with_tail(made: bytes, known: bytes) -> bytes:
-    """Returns the known ties of a text whose tail comes from an older text."""
+    """Returns gaps or runners-up of a text that begins with `made` and goes on with the rest of the older text `known`."""
     return made + known[len(made) :]
 
 

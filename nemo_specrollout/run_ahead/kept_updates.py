@@ -16,7 +16,7 @@ class KeptUpdates:
     """Owns the file with what `ComingTexts` learn. Only a run that resumes reads it, because other runs have other updates."""
 
     def __init__(self, coming: ComingTexts, config: LearnedConfig, model: str, *, begins_again: bool = False) -> None:
-        """`model` is the policy's name. `begins_again` is as for `ComingTexts`, whose texts are of another kind then."""
+        """`model` is the policy's name. `begins_again` is that of `ComingTexts`. Each of its values has a file of its own."""
         self._coming = coming
         self._file: KeptFile | None = None
         if config.warm_start and config.folder is not None:
@@ -24,7 +24,7 @@ class KeptUpdates:
         self._num_steps = 0
 
     def begin(self, *, resumes: bool) -> None:
-        """Lets the texts begin with what was kept, if the run resumes."""
+        """Lets `ComingTexts` begin with what was kept, if the run resumes."""
         if self._file is None or not resumes:
             return
         found = self._file.read()

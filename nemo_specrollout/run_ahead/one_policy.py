@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes each sample of an asynchronous engine come from one policy although weights change amid requests (`run_ahead`)."""
+"""Makes each sample of an asynchronous engine come from one policy version although weights change while requests run.
+
+This is what `run_ahead` does in an asynchronous run.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -16,14 +19,15 @@ from nemo_specrollout.run_ahead.rolling_stream import RollingStream
 from nemo_specrollout.run_ahead.texts import KeptCounts, TextAhead, compare
 
 _PROMPT = "prompt_token_ids"
-"""The only key of vLLM's prompts for which branches are started. Others have images, or use a cache of their own."""
+"""Key of the token ids in vLLM's prompts. A request whose prompt has other keys gets no branches, because it has images or a
+cache of its own."""
 _EARLIER = 0.5
-"""Factor on the weight of earlier requests at each change, when the share of interrupted requests is estimated."""
+"""Factor by which each change of the weights reduces the influence of earlier requests on the share of interrupted ones."""
 
 
 @dataclass(frozen=True)
 class OwnRow:
-    """An own request of the engine, in the form of a row of which branches are started."""
+    """An own request of the engine as `EarlyRow.row`, so that branches of it can be started."""
 
     seed: int
     params: Any
@@ -65,8 +69,9 @@ class InterruptedShare:
 class OnePolicyStream:
     """Makes requests start over when weights have changed. The text so far is reused as drafts, most of which are right.
 
-    With `rolling`, branches of the requests are decoded in free slots, where a near-tie is likely to flip. A request that
-    starts over brings them along, and follows whichever text its new weights sample.
+    With `rolling`, branches of the requests are decoded in free slots. They leave a text at near-ties that new weights are
+    likely to flip. A request that starts over brings its branches along, and its drafts follow the one that agrees with what
+    the new weights sample.
 
     Owns the count of changes, and knows whether one is going on. A change begins before the first new tensor arrives and ends
     after the last one. Belongs to one event loop. A plan of `rolling` lasts from the first request after a change to the next
@@ -80,7 +85,7 @@ class OnePolicyStream:
     def __init__(
         self, generate: Callable[..., AsyncGenerator[Any, None]], rolling: RollingStream | None = None
     ) -> None:
-        """`generate` is vLLM's own method, but for requests that reuse no prefix cached before the latest change.
+        """`generate` is vLLM's own method, except that its requests reuse no prefix that was cached before the latest change.
 
         `rolling` decodes branches, whose requests `branch_request` makes. It is None if there are no branches.
         """
@@ -133,7 +138,10 @@ class OnePolicyStream:
         return counts
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
-        """Replaces `AsyncLLM.generate` for a request that carries our identity. Yields only the last output."""
+        """Replaces `AsyncLLM.generate` for a request with an identity of ours (`EXTRA_ARGS_KEY`).
+
+        Yields only the last output.
+        """
         attempt = 0
         known = _brought(params)
         while True:
@@ -151,7 +159,7 @@ class OnePolicyStream:
                             break
             finally:
                 if name is not None and self._rolling is not None:
-                    self._rolling.forget(name)  # if weights change, its plan is gone anyway
+                    self._rolling.forget(name)  # does nothing if the weights have changed and its plan has ended
             is_interrupted = self._num_changes != begun_at
             made = [] if latest is None else latest.outputs[0].token_ids
             self._count(known if attempt else None, made, is_interrupted=is_interrupted)
@@ -165,7 +173,10 @@ class OnePolicyStream:
     async def _followed(
         self, prompt: Any, params: Any, request_id: str, known: TextAhead | None
     ) -> tuple[Any, int | None]:
-        """Returns the sampling parameters of a starting request, and its name if branches of it may start."""
+        """Returns the sampling parameters with which a request starts, and its name in `rolling`.
+
+        The name is None if no branches of the request may start.
+        """
         rolling = self._rolling
         identity = params.extra_args[EXTRA_ARGS_KEY]
         if rolling is None or not _may_branch(prompt, identity):
@@ -178,13 +189,13 @@ class OnePolicyStream:
         return _with_text(params, known, {"ties": name}), name
 
     async def _known_now(self, name: int | None, before: TextAhead | None, made: Sequence[int]) -> TextAhead:
-        """Returns what is known about an interrupted request, from `before`, its branches and what it has made."""
+        """Returns the known text of an interrupted request, from the text `before`, its branches and its tokens `made`."""
         texts = {} if self._texts is None else await asyncio.shield(self._texts)
         text = texts.get(name, before) if name is not None else before
         return (TextAhead(b"") if text is None else text).with_made(made)
 
     def _count(self, known: TextAhead | None, made: Sequence[int], *, is_interrupted: bool) -> None:
-        """Counts a request that has ended or was interrupted, and how much of its text its weights have sampled again."""
+        """Counts a request that has ended or was interrupted, and how much of the text that it brought along was right."""
         self._interrupted.ended(is_interrupted=is_interrupted)
         if known is not None and known.tokens and len(made):
             self._kept = self._kept.plus(compare(known.upto(len(made)) if is_interrupted else known, made))

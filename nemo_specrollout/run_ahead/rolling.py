@@ -30,16 +30,18 @@ from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 50
-"""Most attempts to make vLLM drop its cached prefixes, which the next weights must not read. It refuses during a step."""
+"""Most attempts to make vLLM drop its cached prefixes, which the next weights must not read. vLLM refuses this while an engine
+step is under way."""
 RETRY_S = 0.02
 """Seconds between two such attempts."""
 _TIME_SHARE = 0.01
-"""Largest share of the time that questions to the vLLM worker may take."""
+"""Largest share of the time that questions of one kind to the vLLM workers may take."""
 
 RequestOf = Callable[[EarlyStart], tuple[Any, Any]]
-"""Returns vLLM's prompt and sampling parameters of an early request. The parameters are None if there is nothing to decode.
+"""A function that returns vLLM's prompt and sampling parameters of an early request. The parameters are None if there is
+nothing to decode.
 
-`early_requests.early_params` derives them from the row's own parameters."""
+`early_requests.early_params` derives them from the parameters that the request will have in its own step."""
 
 
 class StaleCache(RuntimeError):
@@ -47,7 +49,10 @@ class StaleCache(RuntimeError):
 
 
 class Seldom:
-    """Tells when a question may be asked again, so that answers take at most a hundredth of the time."""
+    """Tells when a question may be asked again, so that its answers take at most a hundredth of the time.
+
+    The question must be asked in a `with` statement of this object, which measures how long the answer takes.
+    """
 
     def __init__(self) -> None:
         self._due_s = self._began_s = 0.0
@@ -75,15 +80,16 @@ class Question:
     pace: Seldom = field(default_factory=Seldom)
 
     def answered(self, replies: Sequence[Any]) -> None:
-        """Passes on the reply of the only worker that does not reply None."""
+        """Passes the workers' replies to `take`, which gets the reply of the only worker that does not reply None."""
         if self.take is not None:
             self.take(next((reply for reply in replies if reply is not None), None))
 
 
 class Rolling:
-    """Owns the early requests of an engine's plan, if it has one, and what was learned in its plans. Never waits.
+    """Owns the early requests of an engine's plan, if it has one, and what was learned in earlier plans. Never waits.
 
-    It is idle except between `plan` and `end` of the subclass, when it has a plan.
+    Subclasses have the methods `plan` and `end`. The engine has a plan from `plan` until `end`, and this object is idle
+    otherwise.
     """
 
     def __init__(self, request_of: RequestOf, most_branches: int) -> None:
@@ -102,11 +108,11 @@ class Rolling:
 
     @property
     def has_plan(self) -> bool:
-        """Whether the engine has rows of coming steps to decode."""
+        """Whether a plan has begun and not yet ended."""
         return self._early is not None
 
     def worth(self) -> EarlyWorth:
-        """Returns the current worth of its early requests."""
+        """Returns the current worth of the engine's early requests."""
         return EarlyWorth() if self._early is None else self._early.worth()
 
     def follow(self, row: EarlyRow) -> int:
@@ -151,9 +157,11 @@ class Rolling:
         return self._early
 
     def _questions(self, early: EarlyRequests, load: OwnLoad) -> list[Question]:
-        """Returns the questions before requests start, about prices (once per plan) and near-ties for branches.
+        """Returns the questions that must be answered before early requests start.
 
-        Nothing is asked while no request could start, or soon after the same question, unless the worker keeps too much.
+        They ask for the times of engine steps, once in each plan, and for near-ties, at which branches may start. The same
+        question is not asked again at once (`Seldom`). While no early request could start, nothing is asked, unless the vLLM
+        worker keeps near-ties of too many ended requests.
         """
         if not early.has_slot(load):
             return self._asks_for_ties(early, self._asks_ties) if early.has_leftovers else []
@@ -166,7 +174,7 @@ class Rolling:
         return questions
 
     def _last_questions(self, early: EarlyRequests) -> list[Question]:
-        """Returns the questions for when a plan has ended and none of its requests is left in the engine."""
+        """Returns the questions to ask when a plan has ended and none of its early requests is left in the engine."""
         return [*self._asks_for_ties(early, Seldom()), Question(WorkerCalls.specrollout_forget_ties)]
 
     def _asks_for_ties(self, early: EarlyRequests, pace: Seldom) -> list[Question]:

@@ -19,7 +19,7 @@ class RollingEngine(Rolling):
     """Decodes early requests beside the requests of whoever drives a `vllm.LLM`.
 
     It is idle except between `plan` and `end`, when it has a plan. Owns the early requests of the plan. After a plan, the
-    engine is as it was before, except that the numbering of early requests continues.
+    engine is as it was before, except that the numbers of early requests go on from plan to plan.
 
     Invariant: outputs and counts of unfinished requests that the wrapped methods return are those of the engine's own
     requests. Early requests never make the driver of the engine step more often than its own requests need.
@@ -33,8 +33,9 @@ class RollingEngine(Rolling):
         self._native: dict[str, Any] = {}
         """The engine's own methods while they are wrapped."""
         self._seen_own = 0
+        """Number of own requests at the latest check."""
         self._steps_left = 0
-        """Number of steps until the next check."""
+        """Number of engine steps until the next check."""
 
     def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
         """Starts a plan with rows of coming steps, the most urgent ones first. An earlier plan must have ended.
@@ -49,7 +50,7 @@ class RollingEngine(Rolling):
         self._wrap("get_num_unfinished_requests", self._get_num_unfinished_requests)
 
     def slice(self, seconds: float) -> bool:
-        """Decodes only early requests for about `seconds`, while nobody else uses the engine.
+        """Decodes early requests for about `seconds`, in which nothing else may use the engine.
 
         Returns whether there is more to decode.
         """
@@ -91,7 +92,7 @@ class RollingEngine(Rolling):
 
     def _step(self) -> list[Any]:
         early = self._early
-        if early is None:  # ended by the caller of this very step
+        if early is None:  # the plan has ended since the caller looked this method up
             return list(self._engine.step())
         self._look_if_due(early)
         early.note_step(self._seen_own)
@@ -118,7 +119,7 @@ class RollingEngine(Rolling):
     # Early requests
 
     def _look_if_due(self, early: EarlyRequests) -> None:
-        """Starts and stops early requests if own requests have come or gone, or if some steps have passed."""
+        """Starts and stops early requests if own requests have come or gone, or after `LOOK_STEPS` engine steps."""
         num_own = self._get_num_unfinished_requests()
         if num_own == self._seen_own and self._steps_left > 0:
             self._steps_left -= 1
@@ -154,7 +155,7 @@ class RollingEngine(Rolling):
             early.stopped(names)
 
     def _advance(self, early: EarlyRequests) -> list[Any]:
-        """Makes a step of the engine. Returns the outputs of its own requests."""
+        """Makes an engine step. Returns the outputs of the engine's own requests."""
         try:
             outputs = self._native["step"]()
         except BaseException:
@@ -163,7 +164,7 @@ class RollingEngine(Rolling):
         return self._sift(early, outputs)
 
     def _sift(self, early: EarlyRequests, outputs: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of the engine's own requests."""
+        """Returns the outputs of the engine's own requests, and notes which early requests have ended."""
         own = []
         for output in outputs:
             if is_early(output.request_id):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An asynchronous engine that decodes requests of coming steps in slots that its own requests leave free (`run_ahead`).
 
-The engine steps by itself, and its own requests come at any time. Early requests are tasks, which give way as soon as an own
-request comes that needs a slot.
+The engine decodes all the time by itself, and its own requests come at any time. Each early request is an asyncio task, which
+is cancelled as soon as an own request needs its slot.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class RollingStream(Rolling):
     It is idle except between `plan` and `end`, when it has a plan. Owns the early requests of the plan with a task for each,
     and the task that starts and stops them. Counts the engine's own running requests, all of which pass through `own`.
 
-    Invariant: the engine has no more requests than slots while it has an early one that was not told to stop.
+    Invariant: if the engine has more requests than slots, all of its early requests were told to stop.
 
     Belongs to the event loop of `plan`. The engine's own requests may come on others, because NeMo-RL's HTTP server has
     a thread of its own.
@@ -53,7 +53,7 @@ class RollingStream(Rolling):
         """Tasks of early requests by name, including those that vLLM has not released yet."""
         self._changed = asyncio.Event()
         self._is_due = False
-        """Whether own requests have come since the plan, or `wait` was called because the engine has nothing to do."""
+        """Whether early requests may start, because own requests have come since the plan began or `wait` was called."""
 
     async def plan(self, rows: Sequence[EarlyRow], scale: float, kept: float) -> None:
         """Starts a plan with rows of coming steps, which are decoded in free slots once own requests have come.
@@ -67,7 +67,7 @@ class RollingStream(Rolling):
         self._keeper = asyncio.create_task(self._keep(early))
 
     async def own(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
-        """Passes on the outputs of an own request of the engine, for which early ones give way."""
+        """Passes on the outputs of an own request of the engine, and stops early requests that take what it needs."""
         token = object()
         self._own.add(token)
         self._is_due = True
@@ -87,7 +87,7 @@ class RollingStream(Rolling):
             self._tell(self._changed.set)
 
     async def wait(self, seconds: float) -> bool:
-        """Lets the engine work for at most `seconds`. Returns whether an early request is left or could start."""
+        """Lets the engine decode early requests for at most `seconds`. Returns whether one is left or could start."""
         keeper = self._keeper
         early = self._early
         if keeper is None or early is None or early.is_empty or keeper.done():
@@ -133,7 +133,7 @@ class RollingStream(Rolling):
                 if may_begin:
                     for start in early.begin(self._load(early)):  # requests may have come in the meantime
                         self._begin(early, start)
-                num_before = load.num_requests  # while requests arrive one by one, more of them will
+                num_before = load.num_requests  # while this number rises, more requests will come
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
                         await self._changed.wait()
@@ -144,13 +144,13 @@ class RollingStream(Rolling):
             raise
 
     def _load(self, early: EarlyRequests) -> OwnLoad:
-        """Returns the load of the engine's own requests, including those that vLLM has not taken yet."""
+        """Returns the load of the engine's own requests, including those that vLLM has not added yet."""
         load = early.own_load()
         num_requests = max(load.num_requests, len(self._own))
         return load._replace(num_requests=num_requests, is_waiting=load.is_waiting or num_requests > load.num_requests)
 
     def _give_way(self) -> None:
-        """Stops early requests that take what own requests need."""
+        """Stops early requests that take what own requests need, or that no longer pay."""
         early = self._early
         if early is not None:
             names = early.give_way(self._load(early))

@@ -7,9 +7,9 @@ from nemo_specrollout.run_ahead.texts import TextAhead
 
 
 class TextStore:
-    """Owns the texts by the policy version of their step and the seed of their request, within a bounded memory.
+    """Owns the texts, by the policy version of their step and the seed of their request. Their memory is bounded (`trim`).
 
-    Versions count training steps. A text is replaced when newer weights have generated it again.
+    A text is replaced when newer weights have generated it again.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -27,11 +27,11 @@ class TextStore:
         return dict(self._texts.get(version, {}))
 
     def num_tokens(self, version: int) -> int:
-        """Returns how many tokens are in flight for a step, without branches."""
+        """Returns how many tokens the texts of a step have together, without branches."""
         return sum(text.num_tokens for text in self._texts.get(version, {}).values())
 
     def num_texts(self, version: int) -> int:
-        """Returns how many requests of a step have a text with any token."""
+        """Returns how many requests of a step have a text that is not empty."""
         return sum(text.num_tokens > 0 for text in self._texts.get(version, {}).values())
 
     def put(self, version: int, texts: Mapping[int, TextAhead]) -> None:
@@ -43,8 +43,9 @@ class TextStore:
             known[seed] = text
 
     def trim(self) -> dict[int, int]:
-        """Forgets texts that do not fit into the memory, those of the farthest step first, and within a step the last ones.
+        """Forgets texts that do not fit into the memory.
 
+        Those of the farthest step go first, and within a step those that were stored last.
         Returns the number of forgotten texts of each step that lost any, by its policy version.
         """
         forgotten: dict[int, int] = {}

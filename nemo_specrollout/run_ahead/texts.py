@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's texts that were made ahead, with which one each request brings along and how much of it was right."""
+"""The texts made ahead that an engine has for its requests, and counts of how much of these texts was right."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -46,9 +46,9 @@ class TextAhead:
         return len(self.tokens) + len(self.gaps) + len(self.runners_up) + sum(len(b.text) for b in self.branches)
 
     def with_made(self, made: Sequence[int]) -> "TextAhead":
-        """Returns what is known about a request that had this text and whose weights have now made `made`.
+        """Returns the known text of a request that had this text and has now made the tokens `made` under newer weights.
 
-        Beyond `made` it continues like the path that agrees with `made` longest.
+        The result begins with `made`, and goes on like this text or the branch of it that agrees with `made` longest.
         """
         tokens, branches = begun_again(made, self.tokens, self.branches)
         num_common = num_kept(self.tokens, np.frombuffer(tokens, np.int32))
@@ -79,11 +79,11 @@ class KeptCounts(NamedTuple):
     num_runners_up: int = 0
     """Number of these texts that diverged because the runner-up was sampled instead."""
     num_followed: int = 0
-    """Number of branches that turned out to be the text."""
+    """Number of branches that agreed with the response where the text, or a branch before them, did not."""
     num_brought: int = 0
     """Number of requests that have brought a text along, including those that have not ended."""
     gaps_G: Array = NO_GAPS
-    """Histogram of the gaps of the compared tokens up to the first change, as by `counts_of_gaps`."""
+    """Histogram of the gaps of the compared tokens up to the first change, as `counts_of_gaps` returns it."""
 
     def plus(self, other: "KeptCounts") -> "KeptCounts":
         """Returns the sums."""
@@ -92,10 +92,11 @@ class KeptCounts(NamedTuple):
 
 
 def compare(text: TextAhead, response: Sequence[int] | np.ndarray) -> KeptCounts:
-    """Returns how much of a text was right.
+    """Returns how much of a text was right under newer weights.
 
-    `response` has the token ids of the request with the same seed under the next weights. `num_flips`, `num_runners_up`
-    and `gaps_G` leave out tokens from older weights than the latest ones, so that they show the effect of exactly one update.
+    `response` has the token ids that the request with the same seed has made under them. `num_flips`, `num_runners_up` and
+    `gaps_G` leave out those tokens of the text that are older than one update, so that they show the effect of exactly one
+    update.
     """
     response = np.asarray(response, np.int32)
     kept = num_kept(text.tokens, response)
@@ -148,7 +149,7 @@ class TextsAhead:
         self._lock = Lock()
 
     def replace(self, texts: Mapping[int, TextAhead]) -> None:
-        """Replaces the texts by those for coming requests, by seed."""
+        """Replaces all texts by `texts`, which are those of the requests that come next, by seed."""
         self._texts = texts
 
     def of(self, seed: int) -> TextAhead | None:
@@ -163,7 +164,10 @@ class TextsAhead:
         return text
 
     def followed(self, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
-        """Passes on the outputs of a vLLM request with sampling parameters `params`, and compares its text at the end."""
+        """Passes on the outputs of a vLLM request with sampling parameters `params`.
+
+        When the request ends, counts how much of the text that it brought along was right.
+        """
         identity = (params.extra_args or {}).get(EXTRA_ARGS_KEY) or {}
         text = self.of(identity["seed"]) if "ahead" in identity else None
         return outputs if text is None else self._compared_at_end(outputs, params, text)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides for each engine step how deep a model drafts, how many draft tokens are verified, and whether drafters rest."""
+"""Decides how deep a drafter with weights drafts in an engine step, how many drafts are verified, and when drafters rest."""

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how deep a model drafts in a step, and how many draft tokens are verified.
+"""Chooses how deep the drafter with weights drafts in an engine step, and how many draft tokens are verified.
 
-Each choice maximizes tokens per second, which are the expected tokens of a step divided by its seconds. The value of draft
-tokens comes from a histogram of their survival. Their mean would not do, because where rows are expensive it may show no gain
-although verifying only the surest tokens would pay.
+In this file a step is an engine step, and the model is the drafter with weights. Its depth is the number of tokens that it
+drafts for each request. At depth 0 it only reads the tokens of the requests.
+
+Each choice maximizes tokens per second, which are the expected tokens of a step divided by its seconds. What draft tokens are
+worth is taken from a histogram of their survival. The mean of their survival would not do, because where rows are expensive it
+may show no gain, although it would pay to verify only the surest tokens.
 
 Shapes: B requests, K draft positions, F depths of drafting, Q bins of survival, N numbers of drafts.
 """
@@ -15,14 +18,14 @@ import numpy as np
 from nemo_specrollout.speculation.step_model import StepCosts
 
 SAMPLED = 17
-"""One of this many drafts is sampled to bound the survival of those that are chosen. It is not a power of two, so that the
-sample meets all requests and positions."""
+"""One of this many drafts is in the sample by which `_largest` bounds the survival of chosen drafts from below. The number is
+not a power of two, so that the sample meets all requests and positions."""
 SAMPLE_MARGIN = 2
 """The bound is set so low that about this many times as many drafts as are chosen should exceed it."""
 
 
 class Steps(NamedTuple):
-    """Predicted steps, one for each depth."""
+    """The predicted best step for each depth."""
 
     num_drafts_F: np.ndarray
     """Number of draft tokens to verify, int64."""
@@ -50,18 +53,18 @@ def best_steps(
     Only a few numbers of drafts must be compared. Drafts are verified in the order of their survival, so each further draft
     adds as many tokens as the one before until a bin is used up, and about as many seconds until a larger CUDA graph is
     needed. Where tokens and seconds both grow linearly, their ratio only rises or only falls. So the best number is one at
-    which a bin is used up or a CUDA graph is full, or beyond the graphs a corner of the predicted seconds.
+    which a bin is used up, one at which a CUDA graph is full, or one of `StepCosts.corners` beyond the graphs.
 
     Args:
-        count_FQ: draft tokens of the batch, by depth from 0 on and by bin of survival, float64.
+        count_FQ: expected draft tokens of the batch, by depth from 0 on and by bin of survival, float64.
         num_requests: number of requests in the batch.
         costs: predicted seconds of steps.
         margin: share by which a step with drafts must exceed the tokens per second of a step without.
         draft_s_F: seconds of drafting to each depth, float64.
-        read_row_s: seconds in which the model reads one more row.
+        read_row_s: seconds in which the model reads one more verified draft.
     """
     num_depths, num_bins = count_FQ.shape
-    most_FQ, sum_FQ = np.zeros((2, num_depths, num_bins + 1))  # draft tokens from the best bin on
+    most_FQ, sum_FQ = np.zeros((2, num_depths, num_bins + 1))  # of drafts and accepted ones, from the best bin on
     falling_FQ = count_FQ[:, ::-1]
     falling_FQ.cumsum(axis=1, out=most_FQ[:, 1:])
     (falling_FQ * np.arange(2 * num_bins - 1, 0, -2) / (2 * num_bins)).cumsum(axis=1, out=sum_FQ[:, 1:])
@@ -84,18 +87,19 @@ def best_steps(
 
 
 class Choice(NamedTuple):
-    """The best use of the model in a step."""
+    """The best depth for a step."""
 
     depth: int
     """Draft tokens for each request, or 0 if the model only reads."""
     won_s: float
-    """Seconds by which the step's tokens come sooner than without the model. Negative if the model only reads."""
+    """Seconds by which the step's tokens come sooner than without the model. It is negative if the model only reads, because
+    reading takes time and wins nothing in this step."""
 
 
 def best_depth(count_FQ: np.ndarray, num_requests: int, costs: StepCosts, margin: float) -> Choice:
-    """Returns the depth with the most tokens per second. A depth above 0 must exceed depth 0 by the share `margin`.
+    """Returns the depth with the most tokens per second. It is above 0 only if that beats depth 0 by the share `margin`.
 
-    `count_FQ` are the draft tokens of the batch, by depth from 0 on and by bin of survival, float64. The seconds of drafting
+    `count_FQ` are the expected draft tokens of the batch, by depth from 0 on and by bin of survival, float64. `costs.drafting`
     must be known.
     """
     drafting = costs.drafting
@@ -110,9 +114,10 @@ def best_depth(count_FQ: np.ndarray, num_requests: int, costs: StepCosts, margin
 
 
 def survival_of(rates_BK: np.ndarray) -> np.ndarray:
-    """Returns the survival of each draft, which is the product of the rates up to it, [B, K].
+    """Returns the survival of each draft, which is the product of the acceptance rates up to it, [B, K].
 
-    It is computed position by position, because NumPy's own product along a row takes twice as long.
+    `rates_BK` has for each draft the probability that it is accepted if all before it are. The product is computed position
+    by position, because NumPy's own product along a row takes twice as long.
     """
     survival_KB = rates_BK.T.copy()
     for k in range(1, len(survival_KB)):
@@ -123,8 +128,8 @@ def survival_of(rates_BK: np.ndarray) -> np.ndarray:
 def likeliest(survival_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndarray:
     """Returns how many of each request's drafts are among the `most` likeliest of the batch, int64 [B].
 
-    `caps_B` is the most drafts of each request. Survival never rises along a request, and a draft of survival 0 does not
-    count. No draft is chosen if `most` is not above 0. Of drafts with the same survival, the first position comes first.
+    `caps_B` is the most drafts of each request. Survival must not rise along a request. A draft of survival 0 is never chosen,
+    and no draft at all if `most` is not above 0. Of drafts with the same survival, those at earlier positions come first.
 
     The drafts are not sorted, because that takes ten times as long. It is enough to find the smallest survival that is chosen.
     """
@@ -144,9 +149,10 @@ def likeliest(survival_BK: np.ndarray, caps_B: np.ndarray, most: int) -> np.ndar
 
 
 def _largest(values: np.ndarray, rank: int) -> float:
-    """Returns the value of this rank, where the largest has rank 1.
+    """Returns the value of this rank, where the largest value has rank 1.
 
-    A sample bounds it from below, so that few values are left to compare. If too few are left, all values are compared.
+    A sample of the values bounds the result from below, so that few values are left to compare. If too few are left, all
+    values are compared.
     """
     sample = values[::SAMPLED]
     bound = SAMPLE_MARGIN * rank // SAMPLED + SAMPLED

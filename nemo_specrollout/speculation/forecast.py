@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecasts for a speculation policy, of the drafts of a request and of the sizes of coming batches.
+"""What a speculation policy forecasts, which are the drafts that a request will have and the sizes of coming batches.
+
+In this file a step is an engine step, and the model is the drafter with weights. Its depth is the number of tokens that it
+drafts for each request.
 
 Shapes: F depths of drafting from 0 on, Q bins of survival.
 """
@@ -13,16 +16,17 @@ from nemo_specrollout.speculation.spread import Spread
 WINDOW = 128
 """Number of requests, summed over steps, from which the survival of drafts is estimated."""
 FORESEEN = 0.25
-"""Weight of a draft that is only foreseen, relative to one that was made."""
+"""Weight of a draft that was not made and that the board only foresees, relative to a draft that was made."""
 GENERATION = 1024
 """Number of steps from which the sizes of batches are estimated."""
 
 
 class BatchSizes:
-    """The sizes of an engine's batches. Owns a count of steps for each bit length of a size, in which old steps fade.
+    """Forecasts the sizes that a batch will have until its last request ends.
 
-    It starts with one step for each bit length. So until smaller batches were seen, it assumes that a batch takes as long to
-    shrink from 64 to 32 requests as from 32 to 16, which holds if the lengths of responses are exponentially distributed.
+    Owns a count of steps for each bit length of a batch size, in which old steps fade. It starts with one step for each bit
+    length. So until smaller batches were seen, it assumes that a batch takes as long to shrink from 64 to 32 requests as from
+    32 to 16, which holds if the lengths of responses are exponentially distributed.
     """
 
     LEARNED: ClassVar = ("_steps",)
@@ -31,11 +35,11 @@ class BatchSizes:
         self._steps = np.ones(32)
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, which it is if the numbers are counts of steps."""
+        """Returns whether the content is valid, which it is if all counts are positive."""
         return bool((self._steps > 0.0).all())
 
     def count(self, num_requests: int) -> None:
-        """Adds a step."""
+        """Counts a step of `num_requests` requests."""
         self._steps *= 1.0 - 1.0 / GENERATION
         self._steps[self._bits(num_requests)] += 1.0
 
@@ -51,11 +55,11 @@ class BatchSizes:
 
 
 class Forecast:
-    """The drafts that a request can expect, by depth of drafting. Owns means over the latest requests.
+    """Forecasts for each depth the yield of a request, which is how many draft tokens it has in each bin of survival.
 
-    The yield of a depth is known only from steps in which the model drafted that deep, which are different steps for each
-    depth. So a mean is kept for the yield of depth 0, and for the change from each depth to the next. A yield that the board
-    only foresees counts for less than one that was drafted.
+    Owns means over the latest requests. The yield of a depth is known only from steps in which the model drafted that deep,
+    and these are different steps for each depth. So a mean is kept for the yield of depth 0, and for the change from each
+    depth to the next. A yield that the board only foresees counts less than one that was seen.
     """
 
     LEARNED: ClassVar = ("_change_FQ", "_weight_F")
@@ -65,25 +69,28 @@ class Forecast:
         self._weight_F = np.zeros(num_positions + 1)
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, with weights that count requests and nothing stored where they are zero."""
+        """Returns whether the content is valid, which means that no weight is negative, and that weights come with means."""
         return bool((self._weight_F >= 0.0).all()) and (self._change_FQ is not None or not self._weight_F.any())
 
     def fade(self) -> None:
-        """Reduces the weight of what an earlier start has seen to a few requests, which do not suffice to stop a model."""
+        """Reduces the weight of what an earlier start has seen to that of a few requests.
+
+        So few do not suffice to make the model dormant.
+        """
         self._weight_F = np.minimum(self._weight_F, 0.25 * WINDOW)
 
     @property
     def num_seen(self) -> float:
-        """Number of requests, summed over steps, from which the model's first drafts are known."""
-        return float(self._weight_F[1:2].sum())  # none where the model may draft nothing
+        """Number of requests, summed over steps, from which the yield of depth 1 is known."""
+        return float(self._weight_F[1:2].sum())  # 0 if the model may draft nothing
 
     @property
     def is_well_known(self) -> bool:
-        """Whether the full window of requests was seen."""
+        """Whether `num_seen` has reached `WINDOW`, which is its largest value."""
         return self.num_seen >= WINDOW
 
     def observe(self, spread: Spread) -> None:
-        """Adds the latest proposals, up to the largest depth that is forecast."""
+        """Learns from the histogram of the latest proposals, up to the largest depth that is forecast."""
         num_depths = len(self._weight_F)
         requests_F = spread.requests_F[:num_depths].astype(np.float64)
         depth = int(np.count_nonzero(requests_F[1:]))
@@ -101,7 +108,7 @@ class Forecast:
         self._change_FQ += np.minimum(share_F, 1.0)[:, None] * (change_FQ - self._change_FQ)
 
     def forget_model(self) -> None:
-        """Forgets all depths above 0."""
+        """Forgets what the model drafts, which is the yield of all depths above 0."""
         self._weight_F[1:] = 0.0
         if self._change_FQ is not None:
             self._change_FQ[1:] = 0.0

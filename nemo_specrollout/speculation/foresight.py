@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates the survival of a step's drafts for a host that knows only the rates of the step before.
+"""Predicts the survival of a step's drafts, for a host that knows only the acceptance rates of the step before.
+
+A step is an engine step here, and the rate of a draft is the probability that it is accepted if all before it are.
 
 Shapes: B requests of a step, K draft positions, S request slots.
 """
@@ -13,7 +15,7 @@ import numpy as np
 from nemo_specrollout.speculation.decision import survival_of
 
 MEMORY = 0.98
-"""Share of what was learned that remains after a step."""
+"""Factor by which each step reduces the weight of what was learned before."""
 PRIOR_REQUESTS = 4.0
 """Weight of earlier knowledge about first drafts. It counts as much as the first drafts of this many requests."""
 
@@ -22,13 +24,13 @@ class Kind(IntEnum):
     """What is known about a request's drafts."""
 
     KNOWN = 0
-    """The rates of its earlier drafts are known."""
+    """The rates of its drafts in the step before are known."""
     SILENT = 1
     """It has no drafts."""
     NEW = 2
     """Nothing is known yet."""
     NEW_WITH_TEXT = 3
-    """Nothing is known yet, but the request brings a text, which is probably right."""
+    """Nothing is known yet, but the request brings a text made ahead, which is probably right."""
 
 
 class _Foretold(NamedTuple):
@@ -37,16 +39,17 @@ class _Foretold(NamedTuple):
     slots_B: np.ndarray
     kind_B: np.ndarray
     apart_BK: np.ndarray
-    """Survival in the step before, minus its mean."""
+    """Survival in the step before, minus its mean over the requests."""
 
 
 class Foresight:
     """Predicts the survival of drafts from rates that are one step old.
 
-    When a host that does not wait for the device sizes a step, it knows only the drafts of the step before. A request whose
-    drafts were good then probably has good ones again, but not as far above the others. So the survival is shrunk towards the
-    mean of the batch, by a share that is learned from earlier steps. A new request has no rates at all. Its drafts are
-    predicted from those of other new requests, separately for requests that bring a text.
+    A host that does not wait for the device must decide how many drafts a step has when it knows only the drafts of the step
+    before. A request that had good drafts in that step probably has good ones again, but they are not as much better than
+    those of the others. So the survival is shrunk towards the mean of the batch, by a share that is learned from earlier
+    steps. A new request has no rates at all. Its drafts are predicted from those of other new requests, separately for
+    requests that bring a text.
 
     Owns the kind of each request, and what was learned. It reads no clock and adds in a fixed order, so that all ranks that
     get the same rates make the same predictions.
@@ -67,7 +70,7 @@ class Foresight:
         self._foretold: _Foretold | None = None
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, with survivals that are probabilities and a valid sum of squares."""
+        """Returns whether the content is valid, with survivals that are probabilities and a positive sum of squares."""
         return self._before > 0.0 and all(bool(((s >= 0.0) & (s <= 1.0)).all()) for s in self._first.values())
 
     @property
@@ -76,13 +79,14 @@ class Foresight:
         return min(max(self._together / self._before, 0.0), 1.0)
 
     def opened(self, slots: Sequence[int], kinds: Sequence[Kind]) -> None:
-        """Gives slots to new requests of these kinds."""
+        """Notes that new requests have come into these slots. `kinds` has the kind of each."""
         self._kind_S[list(slots)] = kinds
 
     def survival(self, rates_SK: np.ndarray, slots_B: np.ndarray) -> np.ndarray:
-        """Returns the survival of the next drafts of a step's requests, float32 [B, K]. `rates_SK` are one step old.
+        """Returns the predicted survival of the drafts of a step's requests, float32 [B, K].
 
-        Call this once in each step with drafts. K may be less than the number of positions, and may differ between steps.
+        `rates_SK` has the rates of the step before, by slot, and `slots_B` the slot of each request of this step. Call this
+        once in each step with drafts. K may be less than the number of positions, and may differ between steps.
         """
         known_BK = survival_of(rates_SK[slots_B])
         self._learn(rates_SK, slots_B, known_BK)

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation policies, which are pure objects that decide what the drafters of an engine do in each step.
+"""Speculation policies, which are pure objects that decide what the drafters of an engine do in each engine step.
 
 A speculation policy reads no clock, so all ranks of an engine that get the same costs and counts decide alike.
+
+In this file a step is an engine step, and the model is the drafter with weights. Its depth is the number of tokens that it
+drafts for each request. A look is a try of drafts that the decision would leave out, because what does not pay now may pay
+later.
 
 Shapes: K draft positions, F = K + 1 depths of drafting from 0 on, Q bins of survival.
 """
@@ -21,27 +25,29 @@ from nemo_specrollout.speculation.spread import Spread
 from nemo_specrollout.speculation.step_model import StepCosts
 
 ENOUGH = 64
-"""Number of requests, summed over steps, after which a look ends at the latest and an estimate is trusted to stop a model."""
+"""Number of requests, summed over steps, after which a look at the model ends at the latest. From so many requests its drafts
+are known well enough to make it dormant."""
 PLANNED_STEPS = 4
-"""Number of steps for which a depth is planned, if the number of requests keeps its bit length and the model's drafts are well
-known. A look beyond graphs takes as many steps."""
+"""Number of steps for which a planned depth holds. It is planned anew at once when the batch has changed, and in every step
+while the model's drafts are not well known. A look beyond the CUDA graphs takes as many steps."""
 JUDGED_STEPS = 8
-"""Number of steps between two judgements of a model, or of a look beyond the graphs. A look at a dormant model also takes no
-more steps than this."""
+"""Number of steps after which it is judged again whether the model should be dormant, and whether a look beyond the CUDA
+graphs is due. A look at a dormant model takes at most as many steps."""
 LOOK_SHARE = 0.004
 """Share of the engine's time that looks at a dormant model may take. When the batch changes, a look at drafters without
-weights may take the same share of the time that the running requests still need."""
+weights may take the same share of the mean time of a request."""
 REST_SHARE = 0.001
-"""Share of the engine's time for looks at resting drafters without weights, and again as much for looks beyond the graphs."""
+"""Share of the engine's time that looks at resting drafters without weights may take. Looks beyond the CUDA graphs may take as
+much again."""
 PATIENCE = 4
-"""Number of steps in a row without useful drafts after which drafters without weights rest."""
+"""Number of steps in a row after which drafters without weights rest, if their drafts have not paid in these steps."""
 
 
 class SpeculationPolicy(ABC):
-    """Decides for an engine how deep its model drafts, how many draft tokens it verifies, and when its drafters rest.
+    """Decides how deep an engine's drafter with weights drafts, how many draft tokens are verified, and when drafters rest.
 
-    A step first calls `requests_arrived`, then `num_drafts` for the drafts that it verifies, `plan` for the drafts of the
-    next step, `observe` for what was proposed, and finally `ends_step`.
+    In each step the engine first calls `requests_arrived`, then `num_drafts` for the drafts that this step verifies, `plan`
+    for the drafts of the next step, `observe` with what was proposed, and finally `ends_step`.
     """
 
     most_drafts: int
@@ -55,7 +61,8 @@ class SpeculationPolicy(ABC):
     mean_price = 0.0
     """Tokens that the engine generates in the time of one more row of a request whose context has the mean length."""
     is_dormant = False
-    """True if the model follows no new requests. It can draft for a request only if it has read its beginning."""
+    """Whether the model follows no new requests. It cannot draft for such a request later, because for that it must have read
+    the request from its beginning."""
 
     @abstractmethod
     def num_drafts(self, num_requests: int, most: int) -> int:
@@ -63,23 +70,27 @@ class SpeculationPolicy(ABC):
 
     @abstractmethod
     def plan(self, num_requests: int, num_followed: int) -> int:
-        """Returns how deep the model drafts, or 0 if it only reads. It follows `num_followed` of the requests."""
+        """Returns the depth for the next step, or 0 if the model only reads.
+
+        It follows `num_followed` of the `num_requests` requests.
+        """
 
     def observe(self, spread: Spread) -> None:  # noqa: B027
-        """Notes the latest proposals."""
+        """Learns from the histogram of the latest proposals."""
 
     def requests_arrived(self, num_new: int, num_read: int = 0) -> None:  # noqa: B027
-        """Notes new requests, of which the step has read `num_read` tokens.
+        """Notes `num_new` new requests, of which the engine reads `num_read` tokens in this step.
 
-        Unless the model is dormant afterwards, it follows them from their first token on, so it has to read these tokens too.
+        Unless the model is dormant afterwards, it follows these requests from their first token on, so it has to read these
+        tokens too.
         """
 
     def ends_step(self, num_requests: int, num_followed: int) -> bool:
-        """Counts a step. Returns whether the next steps need no drafts."""
+        """Notes the end of a step. Returns whether a drafting pause follows, in which no drafter proposes."""
         return False
 
     def model_changed(self) -> None:  # noqa: B027
-        """Treats the model like a new one, because its weights have changed, or because the tasks may have changed."""
+        """Treats the model like a new one, because its weights or the tasks may have changed."""
 
 
 class FixedPolicy(SpeculationPolicy):
@@ -89,7 +100,7 @@ class FixedPolicy(SpeculationPolicy):
     tokens in some steps than in others, and the host learns the number of submitted tokens one step late, because it does not
     wait for the device. On a GPU, a step therefore verifies at most as many drafts as the step before had submitted, and it
     takes the likeliest ones. So after a rise some drafts are not verified for one step, and after a fall some rows are
-    computed without a draft. On a CPU the number is never late. No token depends on it.
+    computed without a draft. On a CPU the number is never late. No sampled token depends on this number.
     """
 
     def __init__(self, k: int, num_positions: int) -> None:
@@ -108,9 +119,9 @@ class FixedPolicy(SpeculationPolicy):
 
 
 class LookClock:
-    """A time budget for looks, which are tries of drafts that the decision would leave out.
+    """Saves a share of the engine's time for looks, which are tries of drafts that the decision would leave out.
 
-    Owns the seconds that were saved for looks, and the cost of the most expensive look that was asked for.
+    Owns the seconds that were saved for looks and not spent yet, and the cost of the most expensive look that was asked for.
     """
 
     LEARNED: ClassVar = ("_saved_s", "_dearest_s")
@@ -120,12 +131,13 @@ class LookClock:
         return self._saved_s >= 0.0 and self._dearest_s >= 0.0
 
     def __init__(self, share: float) -> None:
+        """`share` is the share of the engine's time that is saved."""
         self._share = share
         self._saved_s = 0.0
         self._dearest_s = np.inf
 
     def earn(self, seconds: float) -> None:
-        """Saves a share of a step that took `seconds`.
+        """Saves the clock's share of the `seconds` that a step took.
 
         The savings never exceed twice the cost of the most expensive look. Otherwise a long time without looks would later
         pay for many of them in a row. Before the first look there is no such limit.
@@ -133,9 +145,9 @@ class LookClock:
         self._saved_s = min(self._saved_s + self._share * seconds, 2.0 * self._dearest_s)
 
     def pays(self, cost_s: float, keeps: bool = False) -> bool:
-        """Returns whether the savings pay for a look of `cost_s` seconds, and takes its cost from them if they do.
+        """Returns whether the savings pay for a look of `cost_s` seconds, and takes its cost from the savings if they do.
 
-        With `keeps`, the look is only paid for if enough is left afterwards for another one at the highest cost so far.
+        With `keeps`, they pay only if enough is left afterwards for another look at the highest cost so far.
         """
         self._dearest_s = max(self._dearest_s, cost_s) if np.isfinite(self._dearest_s) else cost_s
         is_paid = cost_s + keeps * self._dearest_s <= self._saved_s
@@ -144,12 +156,14 @@ class LookClock:
 
 
 class BeyondGraphs:
-    """Tries steps that no CUDA graph holds, where otherwise a guess would keep drafts within the graphs.
+    """Looks at steps with more rows than the largest CUDA graph, which might otherwise be avoided for a wrong reason.
 
-    The time of such a step depends on the host, so it is unknown until there was one, and a stall in it would deter all later
-    ones. So while drafts fill the largest graph and more of them wait, a few steps are decided as if the host took no time to
-    launch them, and the step model learns from these steps. Owns the clock that pays for such looks. The first look needs no
-    payment, because until then every decision rests on a guess.
+    The time of such a step depends on the host. So before the first such step it can only be guessed, and after a stall in one
+    it may be predicted so long that none is tried again. Therefore looks are made while drafts fill the largest graph and more
+    drafts could be verified. In a look a few steps are decided as if the host took no time to launch them, and the step model
+    learns from these steps.
+
+    Owns the clock that pays for such looks. The first look needs no payment, because before it all decisions rest on a guess.
     """
 
     LEARNED: ClassVar = ("_clock", "_has_looked")
@@ -160,21 +174,28 @@ class BeyondGraphs:
         self._num_left = 0
         """Number of steps that are left of the current look."""
         self._until_asked = 0
-        """Number of steps that fill the largest graph until a look is considered again, which costs the host some time."""
+        """Number of steps that must fill the largest graph before a look is considered again. To consider it costs the host
+        some time."""
 
     def earn(self, seconds: float) -> None:
-        """Saves a share of a step that took `seconds`."""
+        """Saves a share of the `seconds` that a step took."""
         self._clock.earn(seconds)
 
     def seen_from(self, costs: StepCosts) -> StepCosts:
-        """Returns the costs with which the next step is decided, and counts a step of a look."""
+        """Returns the costs with which the next step is decided. Without a look these are `costs`.
+
+        During a look they leave out the time of launches, and the step is counted as one of the look.
+        """
         if self._num_left <= 0:
             return costs
         self._num_left -= 1
         return costs.with_graphs_of_any_size()
 
     def filled(self, steps: Steps, costs: StepCosts, weigh: Callable[[StepCosts], Steps]) -> None:
-        """Begins a look if it is due. By these `costs`, `steps` fill the largest graph. `weigh` finds the best steps."""
+        """Begins a look if one is due. It is called when the best `steps` by `costs` fill the largest graph.
+
+        `weigh` returns the best steps by other costs.
+        """
         self._until_asked -= 1
         if self._num_left > 0 or self._until_asked > 0 or costs.launch_s <= 0.0:
             return
@@ -191,11 +212,14 @@ class BeyondGraphs:
 class AutoPolicy(SpeculationPolicy):
     """Chooses what gives the most tokens per second, from measured seconds and the draft board's estimates.
 
-    The model either follows all new requests or is dormant. It becomes dormant when its drafts will probably save less time
-    until the running requests end than it needs to read their texts, or when arriving requests will end before its drafts
-    have saved the time for reading their prompts. A look wakes it as soon as `LookClock` can pay for that. It then follows
-    the requests that arrive, and drafts for some steps. Drafters without weights rest when their drafts save less time than
-    they take to make. Looks at these drafters, and at steps beyond the CUDA graphs, work in the same way.
+    The drafter with weights (the model) either follows all new requests or is dormant. It becomes dormant in two cases. In the
+    first, its drafts will probably save less time until the running requests end than it takes to read their texts. In the
+    second, arriving requests will probably end before its drafts have saved the time of reading their prompts. A look wakes
+    the model as soon as `LookClock` can pay for that. The model then follows the requests that arrive, and drafts for some
+    steps.
+
+    Drafters without weights rest when their drafts save less time than it takes to propose them. Looks at these drafters, and
+    at steps beyond the CUDA graphs, work in the same way.
     """
 
     LEARNED: ClassVar = (
@@ -203,7 +227,10 @@ class AutoPolicy(SpeculationPolicy):
     )  # fmt: skip
 
     def __init__(self, margin: float, num_positions: int, deepest: int) -> None:
-        """`margin` is the share by which drafts must beat no drafts. `deepest` is the most tokens that a model may draft."""
+        """`margin` is the share by which a step with drafts must exceed the tokens per second of one without.
+
+        A request has up to `num_positions` draft tokens, of which the model drafts at most `deepest`.
+        """
         self.most_drafts = num_positions
         self._deepest = deepest
         self._margin = margin
@@ -226,20 +253,20 @@ class AutoPolicy(SpeculationPolicy):
         self._to_look_at = ENOUGH
         """Number of requests, summed over steps, for which the current look at the model still has to draft."""
         self._enough = ENOUGH
-        """Number of requests, summed over steps, after which the evidence of a look is trusted to stop the model."""
+        """Number of requests, summed over steps, from which the drafts must be known before the model may become dormant."""
         self._planned = 0
         """Number of steps for which the planned depth still holds."""
         self._judged = 0
         """Number of steps until the model is judged again."""
         self._num_refused = 0.0
-        """Number of steps in a row whose drafts saved less time than they cost. It may be a fraction."""
+        """Number of steps in a row in which drafters without weights saved less time than they took. It may be a fraction."""
         self._rests = False
         """Whether the drafters without weights rest."""
         self._has_changed = True
         """Whether the batch size has another bit length than in the step before, or at least half of its requests are new."""
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, which it is if a look will end."""
+        """Returns whether the content is valid, which it is if the current look will end."""
         return self._to_look_at <= ENOUGH and 0 <= self._enough <= ENOUGH
 
     def observe(self, spread: Spread) -> None:
@@ -321,16 +348,20 @@ class AutoPolicy(SpeculationPolicy):
         return self._rests
 
     def _is_worth_a_look(self, num_requests: int) -> bool:
-        """Returns whether drafters without weights may be tried again for a few steps, because the batch has changed.
+        """Returns whether a look at drafters without weights is cheap enough to be made because the batch has changed.
 
-        With short requests the batch changes so often that this would be expensive. Then a look has to wait for the clock.
+        With short requests it is not, because the batch then changes very often. Such a look has to wait for the clock.
         """
         assert self.costs is not None
         look_s = PATIENCE * (self.costs.text_s + self.costs.verify_s)
         return look_s <= LOOK_SHARE * self._lives.life_steps * self.costs.plain_s(num_requests)
 
     def _refused(self, num_requests: int, num_drafts: int, steps: Steps) -> float:
-        """Returns in how many steps in a row, including this one, drafters without weights have saved less than their time."""
+        """Returns `_num_refused` after this step. It rises by 1 if the step has no drafts.
+
+        Otherwise it falls by the time that the drafts save, in units of the time that it took to propose them, or rises by at
+        most 1 if they save none.
+        """
         assert self.costs is not None
         text_s = self.costs.text_s
         if num_drafts == 0:
@@ -349,9 +380,9 @@ class AutoPolicy(SpeculationPolicy):
         self._judged = 0
 
     def _planned_depth(self, num_requests: int, num_followed: int, has_changed: bool) -> int:
-        """Returns the depth for a model that follows requests. Judges the model from time to time."""
+        """Returns the depth for a model that follows requests. Decides from time to time whether the model becomes dormant."""
         if self.costs is None or self.costs.drafting is None:
-            return self._deepest  # in order to measure it
+            return self._deepest  # in order to measure how long that takes
         self._planned = self._planned - 1
         self._judged = self._judged - 1
         depth = self._depth
@@ -367,7 +398,7 @@ class AutoPolicy(SpeculationPolicy):
         return depth
 
     def _best(self, num_requests: int, num_followed: int) -> Choice:
-        """Returns the best use of a model whose seconds are known."""
+        """Returns the best depth for a batch. The seconds of drafting must be known."""
         assert self.costs is not None
         return best_depth(self._forecast.counts(num_requests, num_followed), num_requests, self.costs, self._margin)
 

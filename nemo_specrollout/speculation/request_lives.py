@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates how many steps the requests of an engine live, from those that have ended."""
+"""Estimates for how many engine steps a request runs, from requests that have ended. A step is an engine step here."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ REMEMBERED = 1024
 
 
 class RequestLives:
-    """Estimates how many steps a new request will take, and how many tokens a model must read before it can follow one.
+    """Estimates how many steps a new request will take, and how many tokens a drafter with weights must read to follow it.
 
     Individual requests need not be tracked. By Little's law, the mean life of requests is the number of requests in each step,
     summed over steps, divided by the number of requests that have ended. Responses become longer or shorter as the policy
@@ -50,7 +50,7 @@ class RequestLives:
 
     @property
     def tokens_read(self) -> float:
-        """Mean number of tokens that a model must read when a request arrives in order to follow it."""
+        """Mean number of tokens that a drafter with weights must read when a request arrives, in order to follow it."""
         return self._num_read / max(self._num_arrived, 1.0)
 
     def arrived(self, num_new: int, num_read: int) -> None:

@@ -10,14 +10,16 @@ import numpy as np
 
 
 class Spread(NamedTuple):
-    """Numbers of draft tokens by survival, summed over all requests of a step."""
+    """Numbers of draft tokens by survival, summed over all requests of an engine step."""
 
     tokens_FQ: np.ndarray
-    """Tokens that would have been submitted if the model had drafted to each depth, known or foreseen."""
+    """For each depth, the draft tokens that would have been submitted if the drafter with weights had drafted that deep.
+
+    Beyond the depth to which it has drafted, the board foresees these tokens."""
     requests_F: np.ndarray
-    """Number of requests for which the tokens of each depth are known, and not only foreseen."""
+    """For each depth, the number of requests for which these tokens are known, and not only foreseen."""
     submitted_Q: np.ndarray
-    """Tokens that were submitted."""
+    """Draft tokens that were submitted."""
     num_requests: int
     """Number of requests that could submit tokens."""
 

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step model, which predicts the seconds of an engine step from measured ones.
 
-One regression serves steps with and without drafts, another one drafting with weights, and a third one steps that no CUDA
-graph holds. The third is needed because up to the largest graph a step is replayed and takes the time that the GPU needs, but
-beyond it the host launches each kernel of each layer, and the slower of the two decides. All are Kalman filters, because
-contexts grow and machines slow down. A stall can make a step longer than necessary, but nothing can make it shorter, so only
-samples above the prediction are clipped.
+In this file a step is an engine step, and the model that drafts is the drafter with weights.
+
+There are three regressions. One is for steps with and without drafts, another one for drafting with weights, and a third one
+for steps with more rows than the largest CUDA graph. A step that fits into a graph is replayed, and takes the time that the
+GPU needs. In a larger step the host launches each kernel of each layer, and the step takes as long as the slower of host and
+GPU. That is why such steps have a regression of their own.
+
+All three are Kalman filters, because contexts grow and machines slow down. A stall can make a step longer than necessary, but
+nothing can make it shorter. So only samples above the prediction are clipped.
 
 A step also attends to the contexts of its requests. Some attention kernels read a request's context once for all of its rows,
 others once for each row, and the arithmetic of a row grows with its context in any case. So the regression has one term for
@@ -26,36 +30,44 @@ NOISE = 0.1
 COLD = 4.0
 """Factor on the noise of the first step with a given number of rows, whose kernels and caches are cold."""
 MEMORY = 64.0
-"""Steps from which a known coefficient is estimated."""
+"""Number of steps from which a well-known coefficient is estimated."""
 CLIP = 2.0
-"""Standard deviations by which a sample may exceed the prediction."""
+"""Number of standard deviations by which a sample may exceed the prediction. What exceeds them is cut off."""
 NO_ROWS = np.zeros(0)
 _CONTEXTS = slice(-2, None)
 """The last terms of a step, which are about contexts."""
 OPTIMISM = 0.25
-"""Assumed share of a step's seconds that grows with its rows. A low guess is tried and corrected; a high one never is."""
+"""Share of a step's seconds that is assumed to grow with its rows before this was measured. If the guess is too low, steps of
+more rows are tried and correct it. If it were too high, they would never be tried."""
 CONTEXT = 4096.0
-"""Tokens of context at which attending to them may cost a row about as much as all else: the unit of contexts."""
+"""Unit of contexts in tokens. To attend to a context of this length may cost a row about as much as all else."""
 
 
 class DraftCosts(NamedTuple):
-    """Seconds of drafting with weights, in a first pass over the unread tokens and one pass for each further draft token."""
+    """Seconds of drafting with weights.
+
+    The model first makes a pass over the tokens that it has not read yet, which also drafts the first token of each request.
+    Then it makes one pass for each further draft token of a request.
+    """
 
     fixed_s: float = 0.0
     """Seconds of the first pass without its rows."""
     row_s: float = 0.0
-    """Seconds per unread token in the first pass."""
+    """Seconds for each unread token in the first pass."""
     pass_s: float = 0.0
     """Seconds of each further pass."""
     token_s: float = 0.0
     """Seconds to sample one draft token of one request."""
     unsampled_s: float = 0.0
-    """Seconds by which a first pass is shorter if it only reads."""
+    """Seconds by which the first pass is shorter if it only reads and drafts nothing."""
     least_depth: int = 1
-    """The fewest tokens that the model drafts if it drafts at all."""
+    """The fewest tokens of a request that the model drafts if it drafts at all."""
 
     def seconds(self, num_requests: int, depth: int) -> float:
-        """Returns the seconds to draft `depth` tokens for each request after a plain step. At depth 0 the model only reads."""
+        """Returns the seconds to draft `depth` tokens for each request after a step without drafts.
+
+        At depth 0 the model only reads.
+        """
         first_s = self.fixed_s + self.row_s * num_requests
         if depth == 0:
             return max(first_s - self.unsampled_s, 0.0)
@@ -70,8 +82,9 @@ class StepCosts(NamedTuple):
     """
 
     seconds_R: np.ndarray
-    """Seconds of plain steps by their number of rows from 0 on, without reading contexts, non-decreasing. Steps with more rows
-    than the table has are assumed to take no longer."""
+    """Seconds of steps without drafters, by their number of rows from 0 on, without the time of reading contexts.
+
+    A step of more rows never takes less. Steps with more rows than the array has are assumed to take no longer."""
     graph_sizes: np.ndarray
     """Row counts of the CUDA graphs, ascending. Empty without graphs."""
     draft_row_s: float = 0.0
@@ -87,9 +100,9 @@ class StepCosts(NamedTuple):
     launch_s: float = 0.0
     """Seconds by which the smallest step without a CUDA graph takes longer than the largest with one."""
     context_s: float = 0.0
-    """Seconds per token of each request's context."""
+    """Seconds that a step takes for each token of each request's context, however many rows the request has."""
     draft_context_s: float = 0.0
-    """Seconds per token of a request's context in each of its draft rows."""
+    """Seconds that each draft row takes in addition for each token of its request's context."""
     context: float = 0.0
     """Mean context length of the requests in the predicted steps, in tokens."""
 
@@ -120,19 +133,19 @@ class StepCosts(NamedTuple):
 
     @property
     def most_graph_rows(self) -> int:
-        """The rows of the largest CUDA graph, or 0 if no step leaves the graphs or there are none."""
+        """The rows of the largest CUDA graph, or 0 if there are no graphs or no step has more rows."""
         largest = int(self.graph_sizes[-1]) if len(self.graph_sizes) else 0
         return largest if largest < len(self.seconds_R) - 1 else 0
 
     def with_graphs_of_any_size(self) -> "StepCosts":
-        """Returns the costs as if launching a step without a CUDA graph took the host no time."""
+        """Returns the costs as if the host took no time to launch a step without a CUDA graph."""
         seconds_R = self.seconds_R.copy()
         seconds_R[self.most_graph_rows + 1 :] -= self.launch_s
         return self._replace(seconds_R=seconds_R, launch_s=0.0)
 
 
 def padded_rows(most_rows: int, graph_sizes: np.ndarray) -> np.ndarray:
-    """Returns how many rows a step computes, float64, for its own number of rows from 0 to `most_rows`.
+    """Returns how many rows a step computes if it has 0, 1, ..., `most_rows` rows, float64 [R].
 
     With CUDA graphs, a step is padded to the rows of the smallest graph that holds it. A step beyond the largest graph is not
     padded.
@@ -148,15 +161,15 @@ class Regression:
 
     Owns the coefficients, in seconds, and their covariance.
 
-    Before the first sample nothing is known about the speed of this machine, so that sample scales the prior. If a later
-    sample takes less than a quarter of its prediction, the first one must have been a stall. The model then starts over with
-    the later sample as its first one.
+    Before the first sample nothing is known about the speed of this machine, so the first sample scales the prior. If a later
+    sample takes less than a quarter of its prediction, the first one must have been a stall. The regression then starts over
+    with the later sample as its first one.
     """
 
     LEARNED: ClassVar = ("is_known", "_scale_s", "coefficients_X", "covariance_XX")
 
     def __init__(self, mean_X: np.ndarray, deviation_X: np.ndarray) -> None:
-        """Takes the prior means and standard deviations of the coefficients, in units of the first sample."""
+        """The arguments are the coefficients' prior means and standard deviations, in a unit that the first sample sets."""
         self._mean_X = mean_X
         self._prior_XX = np.diag(deviation_X**2)
         self.is_known = False
@@ -167,7 +180,7 @@ class Regression:
         self.covariance_XX = self._prior_XX
 
     def observe(self, terms_X: np.ndarray, seconds: float, noise: float = NOISE) -> None:
-        """Learns from a step with these terms. `noise` is the standard deviation of its seconds, as a share of them."""
+        """Learns from a step with these terms. `noise` is the standard deviation of its `seconds`, as a share of them."""
         expected_s = float(terms_X @ self.coefficients_X)
         if not self.is_known or 4.0 * seconds < expected_s:
             self.is_known = True
@@ -216,13 +229,20 @@ class Regression:
 
 
 class StepModel:
-    """Learns the seconds of steps and of drafting. Owns a regression of steps in CUDA graphs, of others, and of drafting."""
+    """Learns the seconds of steps and of drafting.
+
+    Owns three regressions, of steps that CUDA graphs hold, of larger steps, and of drafting with weights.
+    """
 
     LEARNED: ClassVar = ("_steps", "_launched", "_drafting", "_unit", "_unit_drafting")
-    """Fields that are kept. The sizes that were seen are not, because kernels and caches are cold again in each process."""
+    """Fields that a later start begins with. The step sizes that were seen are not among them, because kernels and caches are
+    cold again in each process."""
 
     def __init__(self, max_rows: int, graph_sizes: Sequence[int] = (), least_depth: int = 1) -> None:
-        """Takes the most rows of a step, the row counts of the CUDA graphs, and the fewest tokens that a model drafts."""
+        """`max_rows` is the most rows of a step, and `graph_sizes` are the row counts of the CUDA graphs.
+
+        `least_depth` is the fewest tokens of a request that the model drafts if it drafts at all.
+        """
         max_rows = max(max_rows, 2)  # a slope needs two knots
         self._least_depth = least_depth
         self._graph_sizes = np.unique(np.array(graph_sizes, np.float64))
@@ -232,7 +252,7 @@ class StepModel:
         num_knots = len(self._knots_J)
         has_edge = len(self._graph_sizes) > 0 and self._graph_sizes[-1] < max_rows
         self._edge = int(self._graph_sizes[-1]) if has_edge else max_rows
-        """Rows of the largest CUDA graph, or the most rows of a step if no step leaves the graphs or there are none."""
+        """Rows of the largest CUDA graph, or the most rows of a step if there are no graphs or no step has more rows."""
         self._corners = self._knots_J[self._knots_J > self._edge]
         # Terms: 1, rows, a change of slope at each inner knot, drafts, any drafts, drafters at work, contexts of requests and
         # of draft rows.
@@ -262,9 +282,9 @@ class StepModel:
     def observe(
         self, num_requests: int, num_rows: int, seconds: float, has_drafters: bool = True, context: float = 0.0
     ) -> None:
-        """Adds the seconds of a pure decode step, without the time of a drafter with weights.
+        """Learns from the seconds of a step without prefill. They must not contain the time of a drafter with weights.
 
-        Rows beyond `num_requests` are drafts, whichever requests they belong to. `has_drafters` tells whether drafters were at
+        Rows beyond `num_requests` are drafts, whichever requests they belong to. `has_drafters` says whether drafters were at
         work in the step, and `context` is the mean context length of its requests in tokens.
         """
         if not self._steps.is_known:
@@ -285,7 +305,7 @@ class StepModel:
             self._launched.observe(self._launched_terms(num_rows), max(seconds - others_s, 1e-9), noise)
 
     def observe_drafting(self, num_rows: int, num_requests: int, depth: int, seconds: float) -> None:
-        """Adds the seconds that a model took to read `num_rows` tokens and to draft `depth` tokens for each request."""
+        """Learns from the seconds that a model took to read `num_rows` tokens and to draft `depth` tokens for each request."""
         if not self._drafting.is_known:
             self._unit_drafting = float(max(num_rows, 1))
         rows = num_rows / self._unit_drafting
@@ -293,7 +313,7 @@ class StepModel:
         self._drafting.observe(np.array([1.0, rows, max(depth - 1, 0), tokens, depth == 0]), seconds)
 
     def costs(self) -> StepCosts | None:
-        """Returns predictions, or None before the first sample."""
+        """Returns the predicted seconds of all steps, or None before the first sample."""
         if not self._steps.is_known:
             return None
         terms_JX = np.stack(list(map(partial(self._terms, 0, 0, False, 0.0), self._knots_J)))
@@ -307,14 +327,14 @@ class StepModel:
         return StepCosts(seconds_R, self._graph_sizes, *known, *contexts)
 
     def _surcharges(self, x: np.ndarray) -> tuple[float, float, float]:
-        """Returns `draft_row_s`, `verify_s` and `text_s`, the seconds by which drafts and drafters make a step longer."""
+        """Returns `draft_row_s`, `verify_s` and `text_s` of `StepCosts` by these coefficients."""
         draft, verify, text = x[len(self._knots_J) : _CONTEXTS.start].tolist()
         return draft / self._unit, max(verify, 0.0), max(text, 0.0)
 
     def _add_launches(self, seconds_R: np.ndarray) -> float:
-        """Fills in what was learned about steps beyond the largest graph. Returns `StepCosts.launch_s`.
+        """Changes the part of `seconds_R` that is about steps beyond the largest graph. Returns `StepCosts.launch_s`.
 
-        Before the first such step they are expected to take twice as long as the largest graph, and more for further rows.
+        Before there was such a step, the time of the largest graph is added to what its rows take otherwise.
         """
         rows_R = np.arange(self._edge + 1, len(seconds_R))
         if not len(rows_R):
@@ -341,7 +361,7 @@ class StepModel:
     def _terms(
         self, num_requests: int, num_drafts: int, has_drafters: bool, context: float = 0.0, rows: float | None = None
     ) -> np.ndarray:
-        """Returns the terms of a step. A change of slope is relative to its knot, so its prior has no unit."""
+        """Returns the terms of a step. Those of a change of slope are relative to its knot, so their prior has no unit."""
         if rows is None:
             rows = float(self._padded_R[min(num_requests + num_drafts, len(self._padded_R) - 1)])
         inner_J = self._knots_J[1:-1]
@@ -350,16 +370,16 @@ class StepModel:
         return np.concatenate([(1.0, rows / self._unit), np.maximum(rows - inner_J, 0.0) / inner_J, ends])
 
     def _launched_terms(self, num_rows: float) -> np.ndarray:
-        """Returns the terms of a step without a CUDA graph."""
+        """Returns the terms of a step with more rows than the largest CUDA graph."""
         rows = min(num_rows, len(self._padded_R) - 1)
         inner_J = self._corners[:-1]
         return np.concatenate([(1.0, (rows - self._edge) / self._edge), np.maximum(rows - inner_J, 0.0) / inner_J])
 
 
 def is_due(num_steps: int, gap: int) -> bool:
-    """Returns whether a policy gets new costs after `num_steps` steps.
+    """Returns whether a speculation policy gets new costs after `num_steps` steps.
 
-    It does every `gap` steps, and after 1, 2, 4, 8 and so on, because the first steps of an engine are the most informative.
-    Before them the time of drafting is unknown, so a model drafts as deep as it can.
+    It gets them every `gap` steps, and after 1, 2, 4, 8, ... steps, because the first steps of an engine are the most
+    informative. Before the first costs the time of drafting is unknown, so a model drafts as deep as it can.
     """
     return num_steps % gap == 0 or num_steps & (num_steps - 1) == 0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tail of a rollout, in which engines share requests: some requests move to other engines, some are raced by several."""
+"""The tail of a rollout, in which some requests move to other engines and several engines race for others."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses as far as they are known, and the attempts of engines to generate them."""
+"""Attempts of engines to generate responses, and the part of each response that is known so far."""
 
 import time
 from collections import Counter
@@ -13,12 +13,12 @@ from nemo_specrollout.stragglers.turns import Request
 
 
 class AttemptOutcome(StrEnum):
-    """Outcome of an attempt."""
+    """How one engine's attempt at a request ended."""
 
     WON = "won"  # It completed the response.
     MOVED = "moved"  # The request went on with another engine.
     BEATEN = "beaten"  # Another racer completed the response.
-    GAVE_UP = "gave up"  # The policy, or new weights, ended the race.
+    GAVE_UP = "gave up"  # The tail policy stopped this racer, or new weights ended the race.
     DIED = "died"  # The engine died.
     DIVERGED = "diverged"  # The engine sampled another token than is known, because of floating-point differences.
     ABANDONED = "abandoned"  # The request was no longer wanted.
@@ -53,7 +53,7 @@ class Response:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_spans: list[tuple[int, int]] = field(default_factory=list)
-    """Version and first token of each policy that sampled part of the response."""
+    """Pairs of a policy version and the index of the first response token that it sampled, in order."""
     attempts: dict[int, Attempt] = field(default_factory=dict)
     """Open attempts by engine."""
     ended: list[Attempt] = field(default_factory=list)
@@ -66,8 +66,9 @@ class Response:
         return Rollout(self.tokens, self.logprobs, self.finish_reason)
 
     def begin_again(self) -> None:
-        """Turns the known part into a draft, which older drafts and their branches continue where they are longer.
+        """Lets the response begin again under new weights. Its tokens so far become the request's text made ahead.
 
+        If an older such text or a branch of it agrees with these tokens and is longer, its rest follows them (`begun_again`).
         Open attempts then generate the response from its beginning.
         """
         assert isinstance(self.request, RolloutRequest)
@@ -102,7 +103,10 @@ class Response:
     def extend(
         self, engine: int, tokens: list[int], logprobs: list[float], finish_reason: str | None, policy_version: int
     ) -> bool:
-        """Adds the tokens of an attempt. Returns False and adds nothing if they contradict the known part."""
+        """Adds new tokens of the engine's attempt. Returns whether they agree with the known part, and adds nothing if not.
+
+        An attempt that ends before the end of the known part does not agree with it either.
+        """
         attempt = self.attempts[engine]
         start = attempt.position
         num_known = len(self.tokens)
@@ -120,9 +124,9 @@ class Response:
 
 
 def tail_counts(ended: Iterable[Sequence[tuple[str, float]]]) -> dict[str, int]:
-    """Returns the counts among the metrics `tail.*` of docs/reference/metrics.md.
+    """Returns the metrics `tail.moves`, `races`, `won_by_racer` and `diverged` of docs/reference/metrics.md.
 
-    `ended` has outcome and start of each attempt that ended, by request.
+    For each request that has ended, `ended` has its attempts, each as its outcome and its start in seconds.
     """
     outcomes = Counter[str]()
     num_races = 0
@@ -139,7 +143,7 @@ def tail_counts(ended: Iterable[Sequence[tuple[str, float]]]) -> dict[str, int]:
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:
-    """Returns the length of the union of intervals, which begin at 0 or later."""
+    """Returns the length of the union of intervals. They are (start, end), and none starts before 0."""
     total = reached = 0.0
     for start, end in sorted(intervals):
         total += max(end - max(start, reached), 0.0)

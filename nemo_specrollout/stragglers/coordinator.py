@@ -27,7 +27,7 @@ TURN_SHARE = 0.05
 SHORTEST_TURN_S = 0.05
 LONGEST_TURN_S = 0.5
 MAX_AHEAD = 2
-"""Number of turns that an engine has queued, so that it can begin one while the result of the previous one is read."""
+"""Most turns that an engine has queued. With two it can begin one while the result of the previous one is read."""
 
 
 @dataclass
@@ -37,9 +37,9 @@ class _Assignments:
     attempts: dict[int, int] = field(default_factory=dict)
     """Request of each open attempt, by the attempt's name."""
     starts: dict[int, None] = field(default_factory=dict)
-    """Open attempts of which the engine was not told yet, in order."""
+    """Names of the open attempts of which the engine was not told yet, as an ordered set."""
     stops: list[int] = field(default_factory=list)
-    """Closed attempts on which the engine still works."""
+    """Names of the closed attempts that the engine was not told to stop yet."""
 
 
 class Coordinator:
@@ -77,14 +77,14 @@ class Coordinator:
     # The life of requests
 
     def add(self, requests: Sequence[Request], engine: int) -> list[int]:
-        """Begins requests on `engine`, which must be alive, and returns their keys."""
+        """Starts requests on `engine`, which must be alive. Returns a key for each, by which later calls name it."""
         keys = self._begin(requests)
         for key in keys:
             self._start(key, engine)
         return keys
 
     def _begin(self, requests: Sequence[Request], task: str = ANY_TASK) -> list[int]:
-        """Makes requests wait for an engine, and returns their keys."""
+        """Registers requests, which then wait for an engine, and returns their keys."""
         if not self._active:
             self._begin_afresh()
         elif self._savings.before is not None:
@@ -97,7 +97,10 @@ class Coordinator:
         return keys
 
     def advance(self) -> list[int]:
-        """Sends and reads turns, and consults the tail policy. Returns the keys of the requests that have ended."""
+        """Sends orders, reads results, and consults the tail policy.
+
+        Returns the keys of the requests that have ended since the last call.
+        """
         if self._active:
             self.send_turns()
             self._read_results()
@@ -114,9 +117,10 @@ class Coordinator:
                 self._read_result(engine, result)
 
     def take(self, keys: Sequence[int]) -> tuple[list[Response], float | None]:
-        """Returns and forgets responses that have ended, and estimates the seconds that moves and races saved.
+        """Returns the responses of requests that have ended, and forgets these requests.
 
-        The estimate is None unless exactly these requests were running together.
+        The second value is the estimated number of seconds that moves and races saved. It is None if nothing moved or raced,
+        if it cannot be estimated, or if `keys` are not all the requests that ran together.
         """
         is_all = len(keys) == self._num_requests - self._first_key
         if not is_all:
@@ -125,7 +129,10 @@ class Coordinator:
         return [self.responses.pop(key) for key in keys], self._saved_s if is_all else None
 
     def abandon(self, keys: Iterable[int] | None = None) -> None:
-        """Stops and forgets these requests, or all that are running. A request that has ended is not affected."""
+        """Stops and forgets those of the requests `keys` that are running. By default these are all running requests.
+
+        A request that has ended stays until `take`. After a call without `keys`, `advance` does not report it any more.
+        """
         if keys is None:
             self._ended = []
         for key in [key for key in (self._active if keys is None else keys) if key in self._active]:
@@ -136,7 +143,10 @@ class Coordinator:
         self._send_stops()
 
     def take_idle_figures(self) -> dict[str, float]:
-        """Returns the metrics `tail.*` about early work since the last call, or none if engines had no early work."""
+        """Returns the metrics `tail.early_worth` and `tail.declined` since the last call.
+
+        Returns nothing if no engine had early work, which is work on texts of coming steps.
+        """
         figures = self._idle.figures()
         self._idle = IdleLooks()
         return figures
@@ -146,13 +156,13 @@ class Coordinator:
         return bool(self._active)
 
     def request_of(self, engine: int, name: int) -> int | None:
-        """Returns the key of the request that belongs to an open attempt of an engine, or None without such an attempt."""
+        """Returns the key of the request of an engine's attempt, or None if the engine has no open attempt of this name."""
         return self._assigned[engine].attempts.get(name)
 
     # New weights
 
     def decide_races(self) -> None:
-        """Ends every race in favour of its leader.
+        """Ends every race. The racer that has made the most tokens keeps the request.
 
         Call it before new weights, because racers that get them at different tokens would generate different responses.
         """
@@ -164,9 +174,10 @@ class Coordinator:
         self._send_stops()
 
     def begin_again(self) -> None:
-        """Forgets the tokens of all running requests, which are drafts from now on. Engines must also do so for new weights.
+        """Makes all running requests begin again, with the tokens that they have so far as drafts.
 
-        Reads all turns first, because their tokens are the old policy's. No request may be raced.
+        Engines must do the same when they get the new weights. The results of all turns that are under way are read first,
+        because their tokens are from the old weights. No request may be raced.
         """
         while any(map(self.engines.num_turns, range(len(self._assigned)))):
             self._read_results()
@@ -174,13 +185,16 @@ class Coordinator:
             self.responses[key].begin_again()
 
     def resume(self) -> None:
-        """Ends an interruption by new weights. Each engine's next turn may have stood still, so its speed is not learned."""
+        """Ends an interruption by new weights.
+
+        Nothing is learned about speeds from the next turn of each engine, because the engine may have stood still in it.
+        """
         self._stood_still = set(range(len(self._assigned)))
 
     # Attempts
 
     def _start(self, key: int, engine: int) -> None:
-        """Opens an attempt. Its first token is fixed when its order is sent."""
+        """Opens an attempt. At which token it begins is decided later, when the engine is told of it (`begin_now`)."""
         name = next(_NAMES)
         assigned = self._assigned[engine]
         self.responses[key].open(engine, name)
@@ -204,7 +218,7 @@ class Coordinator:
     # Turns
 
     def send_turns(self) -> None:
-        """Fills the queue of every engine that has something to do with turns."""
+        """Sends turns to every engine that has attempts to work on or to stop, until `MAX_AHEAD` turns are queued there."""
         for engine, assigned in enumerate(self._assigned):
             while (
                 (assigned.attempts or assigned.stops)
@@ -215,7 +229,10 @@ class Coordinator:
                 assigned.stops = []
 
     def begin_now(self, engine: int, keys: Iterable[int] | None = None) -> Starts:
-        """Returns the engine's new attempts, or only those at these requests. The caller must deliver them."""
+        """Returns the attempts of which the engine was not told yet, or only those at the requests `keys`.
+
+        They count as told from now on, so the caller must deliver them to the engine.
+        """
         assigned = self._assigned[engine]
         wanted = None if keys is None else set(keys)
         names = [name for name in assigned.starts if wanted is None or assigned.attempts[name] in wanted]
@@ -228,7 +245,7 @@ class Coordinator:
         return min(max(TURN_SHARE * (time.perf_counter() - self._busy_since_s), SHORTEST_TURN_S), LONGEST_TURN_S)
 
     def _send_stops(self) -> None:
-        """Sends stops in separate turns, behind the turns that are queued."""
+        """Tells engines which attempts to stop. Each engine gets a turn of its own for this, behind those that are queued."""
         for engine, assigned in enumerate(self._assigned):
             if assigned.stops and self.engines.is_alive(engine):
                 self.engines.send(engine, TurnOrders(stops=tuple(assigned.stops)))
@@ -237,7 +254,10 @@ class Coordinator:
     # Results
 
     def _read_result(self, engine: int, result: TurnResult) -> None:
-        """Learns from a turn, adds its tokens, and closes attempts that ended or that contradict what is known."""
+        """Learns speeds from a turn and adds its tokens to the responses.
+
+        Closes the attempts that ended, and those whose tokens contradict the known part of the response.
+        """
         self._savings.heard_s_E[engine] = time.perf_counter()
         attempts = self._assigned[engine].attempts
         parts = {name: part for name, part in result.parts.items() if name in attempts}
@@ -256,7 +276,7 @@ class Coordinator:
                 self._finish(key, engine)
 
     def _finish(self, key: int, winner: int) -> None:
-        """Ends a request, which stops the other racers and learns the length of the response."""
+        """Ends a request whose response `winner` has completed. Stops the other racers, and notes the response's length."""
         response = self.responses[key]
         self._close(key, winner, AttemptOutcome.WON)
         for rival in list(response.attempts):
@@ -280,7 +300,7 @@ class Coordinator:
     # Decisions
 
     def _begin_afresh(self) -> None:
-        """Resets the clock and the estimate of savings. Called when no request is running."""
+        """Resets the clock and the estimate of savings. This is called only when no request is running."""
         self._busy_since_s = time.perf_counter()
         self._next_look_s = 0.0
         self._first_key = self._num_requests
@@ -288,7 +308,10 @@ class Coordinator:
         self._saved_s = None
 
     def _consult_policy(self) -> None:
-        """Moves and races requests as the tail policy says, about once a turn, or at once if a request is waiting."""
+        """Starts, moves and races requests as the tail policy says.
+
+        The policy is asked about once a turn, and at once if a request waits for an engine.
+        """
         if self._active and (self._waiting() or time.perf_counter() >= self._next_look_s):
             keys = list(self._active)
             seen = self._observe(keys)
@@ -315,7 +338,7 @@ class Coordinator:
         return self.lengths.remaining([r.request.prompt_index for r in responses], lengths_R, known_R)
 
     def _observe(self, keys: list[int]) -> TailObservation:
-        """Returns the tail policy's observation, in which a request's number is its index in `keys`."""
+        """Returns what the tail policy needs to know. It numbers the requests by their index in `keys`."""
         under_way = [self.responses[key] for key in keys]
         attempts_A = [
             (i, e, len(r.tokens) - a.position) for i, r in enumerate(under_way) for e, a in r.attempts.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of a coordinator, which are decode speeds, learned from turns, and the seconds that moves and races have saved.
+"""What a coordinator estimates, which are decode speeds, and the seconds that moves and races have saved.
 
 Shapes: K requests that made tokens in a turn, R running requests, M draft methods, E engines.
 """
@@ -31,7 +31,7 @@ class DecodeSpeeds:
         self._tasks: dict[int, str] = {}
 
     def begin(self, keys: Sequence[int], task: str) -> None:
-        """Starts to estimate the speeds of requests of one task, from what is known about the task."""
+        """Adds requests of one task. Their estimates start from the speeds that the table has for the task."""
         task_speed_M = np.array([self.table.task_speed(task, m) for m in range(len(self.table.methods))])
         self._rows |= zip(keys, self._speeds.begin(len(keys), task_speed_M), strict=True)
         self._tasks |= dict.fromkeys(keys, task)
@@ -44,7 +44,8 @@ class DecodeSpeeds:
     def learn(self, method: int, work: TurnWork, num_made: Mapping[int, int], steady: Sequence[int]) -> None:
         """Learns from a turn of an engine that drafts by `method`.
 
-        `num_made` is the number of new tokens by request. `steady` are the requests that took part in the whole turn.
+        `num_made` is the number of new tokens by request. `steady` are the requests that decoded during the whole turn, and
+        only for these a speed of their own is learned.
         """
         if work.num_prefilled:
             self.table.observe_prefill(work.num_prefilled, work.prefill_s)
@@ -59,11 +60,11 @@ class DecodeSpeeds:
         self._speeds.observe(self._rows_of(steady), method, made_K, typical)
 
     def of(self, keys: Sequence[int]) -> np.ndarray:
-        """Returns the speeds of requests divided by a typical request's, float64 [R, M]."""
+        """Returns the decode speed of each request under each method, relative to a typical request, float64 [R, M]."""
         return self._speeds.speeds(self._rows_of(keys))
 
     def doubts(self, keys: Sequence[int]) -> np.ndarray:
-        """Returns the standard deviation of the logarithm of the speeds, float64 [R, M]."""
+        """Returns the standard deviation of the logarithm of each speed that `of` returns, float64 [R, M]."""
         return self._speeds.doubts(self._rows_of(keys))
 
     def _rows_of(self, keys: Sequence[int]) -> np.ndarray:
@@ -75,15 +76,16 @@ class Savings:
 
     def __init__(self, num_engines: int, now_s: float) -> None:
         self.heard_s_E = np.full(num_engines, now_s)
-        """Time of each engine's latest result."""
+        """Time of each engine's latest result, by `time.perf_counter`."""
         self.is_unknown = False
-        """True after a death or new weights, because there is nothing left to compare with."""
+        """Whether something happened that makes an estimate impossible, such as an engine's death or new weights."""
         self.keys: list[int] = []
         """Requests that were running just before the first move or race."""
         self.before: Assignment | None = None
+        """Which engine had each of `keys` at that time, or None before the first move or race."""
 
     def note(self, decision: TailDecision, keys: Sequence[int], responses: Mapping[int, Response]) -> None:
-        """Notes which engine has which request, just before the first decision that moves or races one.
+        """Notes which engine has which request, if `decision` is the first one that moves or races a request.
 
         The decision names a request by its index in `keys`. A waiting request counts for the engine where it will start.
         """
@@ -112,13 +114,16 @@ class Savings:
 
 @dataclass
 class IdleLooks:
-    """Sums over the decisions about rollouts whose engines had work for coming steps."""
+    """Sums over those decisions of the tail policy at which an engine had early work, which is work for coming steps."""
 
     num_looks: int = 0
+    """Number of these decisions."""
     num_declined: int = 0
-    """Number of changes that these decisions would have made if engines had no such work."""
+    """Number of moves and races that these decisions would have made if engines had no early work."""
     worth: float = 0.0
-    """Sum over decisions of the seconds that an engine without requests would save later per second (mean of the engines)."""
+    """Sum over these decisions of the seconds that an engine without requests saves later for each second of early work.
+
+    Each decision adds the mean of all engines."""
 
     def note(self, idle: IdleTime, decision: TailDecision) -> None:
         if idle.has_worth:
@@ -127,7 +132,7 @@ class IdleLooks:
             self.worth += float(np.mean([idle.rate(engine, 0) for engine in range(len(idle.worth_E))]))
 
     def figures(self) -> dict[str, float]:
-        """Returns the metrics `tail.early_worth` and `tail.declined`, or none without such decisions."""
+        """Returns the metrics `tail.early_worth` and `tail.declined`, or nothing if there were no such decisions."""
         if not self.num_looks:
             return {}
         return {"early_worth": self.worth / self.num_looks, "declined": self.num_declined}

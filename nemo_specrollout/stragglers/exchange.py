@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange, where engines that another framework serves add requests, hand in turn results and fetch orders.
+"""The exchange, through which NeMo-RL's engines share requests.
 
-The exchange has no loop of its own. Instead, an engine that calls it does the coordinator's work for all waiting results.
+An engine calls it to add requests, to hand in the result of a turn, and to fetch orders. The exchange has no loop of its own.
+Instead, each call also lets the coordinator handle all results that wait for it.
 """
 
 import threading
@@ -22,11 +23,11 @@ from nemo_specrollout.stragglers.decisions.straggler_policy import FastestOfN
 from nemo_specrollout.stragglers.turns import ExchangeFailed, ExchangeReply, Starts, TurnOrders, TurnResult
 
 POLL_S = 1.0
-"""Seconds after which the call of an engine without orders returns. The engine then calls again, which shows that it lives."""
+"""Most seconds that a call of `exchange` waits for orders or answers. Then the engine calls again, which shows it is alive."""
 PAUSE_PATIENCE_S = 30.0
 """Seconds for which a pause waits for the engines' turns before it reports which engines have not ended them."""
 SILENCE_S = 300.0
-"""Seconds without a result after which an engine that has turns is given up."""
+"""Seconds after its last call of `exchange` at which an engine that has turns is taken for dead."""
 
 
 @dataclass
@@ -36,17 +37,18 @@ class _Member:
     orders: deque[TurnOrders] = field(default_factory=deque)
     """Turn orders that it has not fetched."""
     num_turns: int = 0
-    """Turns whose results are missing."""
+    """Number of turns that were sent to it and whose results are missing."""
     heard_s: float = field(default_factory=time.monotonic)
-    """Time of its latest call on the monotonic clock."""
+    """Time of its latest call of `exchange`, by `time.monotonic`."""
     early_worth: EarlyWorth = NOTHING_EARLY
     """Worth of its work for coming steps at that time."""
 
 
 class PollingFleet:
-    """The fleet of a coordinator that cannot call its engines. Owns the orders not yet fetched and the results not yet read.
+    """The engines of a coordinator that cannot call them, so that they must ask for their orders.
 
-    Engines fetch their orders, and hand in one result for each turn. `EngineFleet` is the coordinator's view of it.
+    Owns the orders that no engine has fetched yet, and the results that the coordinator has not read yet. An engine hands in
+    one result for each turn. The coordinator uses this object as its `EngineFleet`.
     """
 
     def __init__(self, methods: Sequence[int]) -> None:
@@ -54,7 +56,7 @@ class PollingFleet:
         self.capacity = 0
         self.members: dict[int, _Member] = {}
         self.inbox: list[tuple[int, TurnResult | None]] = []
-        """Results that the coordinator has not read yet."""
+        """Results that the coordinator has not read yet, each with its engine. None says that the engine has left."""
 
     def join(self, engine: int, capacity: int) -> None:
         """Adds an engine that decodes `capacity` requests at a time. The fleet's capacity is its smallest engine's."""
@@ -62,11 +64,11 @@ class PollingFleet:
         self.members[engine] = _Member()
 
     def leave(self, engine: int) -> None:
-        """Removes an engine, which to the coordinator looks like its death."""
+        """Removes an engine. The coordinator treats it like one that has died."""
         if self.members.pop(engine, None) is not None:
             self.inbox.append((engine, None))
 
-    # For the coordinator
+    # What the coordinator calls
 
     def send(self, engine: int, orders: TurnOrders) -> None:
         member = self.members[engine]
@@ -92,9 +94,9 @@ class PollingFleet:
 class StragglerExchange:
     """Owns the coordinator of a fleet of engines, and the metrics until they are taken. Several threads may call it.
 
-    For synchronous engines, a rollout starts with `begin`. Then each engine joins with its shard or leaves, and all exchange
-    turns until everything is done, and `end` ends the rollout. Asynchronous engines join once and `add` requests at any time.
-    `pause` is called before an update of their weights and `resume` after it.
+    For synchronous engines, a rollout starts with `begin`. Then each engine either joins with its shard or leaves. Those that
+    have joined call `exchange` until all requests have ended, and `end` ends the rollout. Asynchronous engines join once and
+    `add` requests at any time. `pause` is called before an update of their weights and `resume` after it.
 
     Invariant: after an error every call raises ExchangeFailed, so that each engine finishes its own requests alone.
     """
@@ -106,15 +108,19 @@ class StragglerExchange:
         max_new_tokens: int,
         ladder: SpeedTableFile | None = None,
     ) -> None:
-        """`methods` has the name of each engine's draft method, and `ladder` the decode speeds to start from."""
+        """`methods` has the name of each engine's draft method, and `ladder` the decode speeds to start from, or None.
+
+        No response has more than `max_new_tokens` tokens.
+        """
         names = list(dict.fromkeys(methods))
         table = self._speeds = started_table(names, ladder)
         self._fleet = PollingFleet([names.index(name) for name in methods])
         self._coordinator = Coordinator(self._fleet, FastestOfN(config, table), table, LengthEstimator(max_new_tokens))
         self._changed = threading.Condition()
         self._keys: dict[tuple[int, int], int] = {}
-        """The coordinator's key of each running request, by the request's home."""
+        """The coordinator's key of each running request, by `ShardRequest.home`."""
         self._answers: list[list[tuple[int, Rollout | None]]] = [[] for _ in methods]
+        """`ExchangeReply.answers` that each engine has not fetched yet."""
         self._awaited: set[int] | None = None
         """Engines that have not joined the rollout yet, or None where engines are asynchronous."""
         self._ended: list[int] = []
@@ -143,7 +149,7 @@ class StragglerExchange:
         self._answers = [[] for _ in self._answers]
         self._awaited = awaited
 
-    # For engines
+    # What engines call
 
     def join(self, engine: int, capacity: int, requests: Sequence[ShardRequest] = ()) -> None:
         """Adds an engine that decodes `capacity` requests at a time, with its shard of requests."""
@@ -168,7 +174,7 @@ class StragglerExchange:
             self._forget([self._keys[engine, n] for n in numbers if (engine, n) in self._keys])
 
     def leave(self, engine: int) -> None:
-        """Removes an engine. Its attempts at others' requests continue elsewhere, and its own requests are dropped."""
+        """Removes an engine and drops its own requests. Others' requests that it was decoding continue in other engines."""
         with self._guarded():
             if self._awaited is not None:
                 self._awaited.discard(engine)
@@ -179,9 +185,10 @@ class StragglerExchange:
     def exchange(
         self, engine: int, result: TurnResult | None = None, early_worth: EarlyWorth = NOTHING_EARLY
     ) -> ExchangeReply:
-        """Takes the result of a turn, and returns orders and answers. An idle engine waits for them, at most `POLL_S`.
+        """Takes the result of an engine's turn, if it has one, and returns the engine's orders and answers.
 
-        `early_worth` is the current worth of its work for coming steps (`IdleWork.worth`).
+        While the engine has neither a turn to take nor an answer to get, the call waits for one, but at most for `POLL_S`.
+        `early_worth` is the current worth of the engine's work for coming steps (`IdleWork.worth`).
         """
         with self._guarded():
             member = self._member(engine)
@@ -200,7 +207,7 @@ class StragglerExchange:
             self._answers[engine] = []
             return ExchangeReply(orders, answers, self._is_over)
 
-    # For the driver
+    # What the driver calls
 
     def pause(self, patience_s: float = PAUSE_PATIENCE_S) -> tuple[int, ...]:
         """Ends races and starts nothing until `resume`, because new weights are coming.
@@ -218,14 +225,14 @@ class StragglerExchange:
             return self._engines_with_turns()
 
     def resume(self) -> None:
-        """Starts requests again. All engines must have the new weights."""
+        """Ends the pause, so that requests start again. All engines must have the new weights."""
         with self._guarded():
             self._is_paused = False
             self._advance()
             self._coordinator.resume()
 
     def take_figures(self) -> dict[str, float]:
-        """Returns the metrics `tail.*` of what ended since the last call, without `saved_s` if it is not known."""
+        """Returns the metrics `tail.*` of requests that ended since the last call, without `saved_s` if it is not known."""
         with self._guarded():
             totals = self._totals
             self._totals = {}
@@ -234,16 +241,16 @@ class StragglerExchange:
     def speed_table(self, device: str, policy: str) -> SpeedTableFile | None:
         """Returns the current decode speeds for a later run to start from, or None if none was measured yet.
 
-        `device` and `policy` are descriptions of the device and the policy for which they hold.
+        `device` and `policy` describe the device and the policy with which the speeds were measured.
         """
         with self._guarded():
             return table_file(self._speeds, device, policy, [0.0] * len(self._speeds.methods))
 
-    # Inside
+    # Internals
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Lets one call in at a time. An error in one call is raised in all later ones."""
+        """Lets one call in at a time. After an error in one call, this call and all later ones raise ExchangeFailed."""
         with self._changed:
             self._raise_failure()
             try:
@@ -285,7 +292,10 @@ class StragglerExchange:
         return keys
 
     def _refuse(self, engine: int, names: Sequence[int]) -> None:
-        """Tells the engines whose requests were refused."""
+        """Answers and forgets the requests of the attempts `names`, which `engine` has refused.
+
+        The answer None goes to the engine from which the request came.
+        """
         keys = [key for name in names if (key := self._coordinator.request_of(engine, name)) is not None]
         for asker, number in map(self._home, keys):
             self._answers[asker].append((number, None))
@@ -324,7 +334,11 @@ class StragglerExchange:
                 self._fleet.leave(engine)
 
     def _take_ended(self) -> None:
-        """Takes ended requests from the coordinator, those of a rollout all together so that it knows what moves saved."""
+        """Takes ended requests from the coordinator, and adds their metrics to the totals.
+
+        In a rollout of synchronous engines this is done once, with all requests together. Only then does the coordinator know
+        what moves and races saved.
+        """
         if self._ended:
             responses, saved_s = self._coordinator.take(self._ended)
             ended = [[(attempt.outcome or "", attempt.start_s) for attempt in r.ended] for r in responses]

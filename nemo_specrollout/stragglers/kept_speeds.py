@@ -21,7 +21,7 @@ KIND = "speeds"
 class KeptSpeeds:
     """Owns the file of the decode speeds of a fleet, and what was read from it.
 
-    `begin` reads it before the first rollout, unless the user has named another one. `keep` writes it after a step.
+    `begin` reads the file before the first rollout, unless the user has named a file of speeds. `keep` writes it after a step.
     """
 
     def __init__(self, block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[str, Any]) -> None:
@@ -37,7 +37,10 @@ class KeptSpeeds:
         self._was_told = False
 
     def begin(self) -> SpeedTableFile | None:
-        """Returns the speeds to begin with, which count less than new measurements, or None if none were kept."""
+        """Returns the kept speeds to begin with, which count less than new measurements.
+
+        Returns None if none were kept, if they are not valid, or if the user has named a file of speeds.
+        """
         if self._file is None or self._is_named:
             return None
         self._found = self._file.read()
@@ -53,7 +56,10 @@ class KeptSpeeds:
 
     @property
     def sentence(self) -> str | None:
-        """What the fleet began with, for the user. None where nothing is kept, or where nothing had been kept yet."""
+        """Sentence that tells the user with which speeds the fleet began.
+
+        It is None if this run keeps no speeds, or if no earlier start had kept any.
+        """
         found = self._found
         if not found.is_told:
             return None
@@ -68,7 +74,10 @@ class KeptSpeeds:
         return None if was_told else self.sentence
 
     def keep(self, table: SpeedTableFile | None) -> None:
-        """Keeps the speeds that are known at the end of a step, if any. Does not wait for the disk."""
+        """Keeps the speeds that are known at the end of a step, if there are any and it is time to write them again.
+
+        Does not wait for the disk.
+        """
         self._num_steps += 1
         if self._file is not None and table is not None and self._file.is_due:
             self._file.keep(asdict(table), self._num_steps)
@@ -85,7 +94,10 @@ class KeptSpeeds:
 
 
 def _checked(state: Any) -> SpeedTableFile:
-    """Returns a state as a table. Raises ValueError if it is none, or has numbers that cannot have been measured."""
+    """Returns the content of a kept file as a table of speeds.
+
+    Raises ValueError if it is no such table, or has numbers that cannot have been measured.
+    """
     known = build(SpeedTableFile, state, "")
     numbers = [n for rung in known.rungs for n in (*rung.batches, *rung.tokens_per_s, *rung.weights_s)]
     smallest, largest = min((1.0, *numbers)), max((1.0 / known.prefill_s_per_token, *numbers))
@@ -95,10 +107,11 @@ def _checked(state: Any) -> SpeedTableFile:
 
 
 def _key(block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what fleets must have in common to begin with each other's speeds.
+    """Returns the properties that two fleets must have in common so that one may begin with the other's speeds.
 
-    The number of engines does not belong to it, because a run that resumes on more nodes has engines of the same speed. Nor do
-    the weights, because training changes them in every step, and new measurements soon replace what was read.
+    The number of engines is not among them, because a run that resumes on more nodes has engines of the same speed. The
+    weights are not among them either, because training changes them in every step, and new measurements soon replace what was
+    read.
     """
     methods = [[asdict(drafter) for drafter in block.of_engine(engine).drafters] for engine in range(num_engines)]
     key = {
@@ -113,7 +126,7 @@ def _key(block: SpecrolloutConfig, model: str, num_engines: int, about: Mapping[
 
 
 def _digest(file: Path) -> str:
-    """Returns a digest of a model's configuration, or "" if there is no file, as for a name on the Hub."""
+    """Returns a digest of a model's configuration file, or "" if there is no such file, as for a name on the Hub."""
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An asynchronous engine that works in turns, and its part in an exchange with other engines.
 
-The engine steps by itself, and a turn is the time after which it reports.
+The engine decodes all the time by itself, so a turn is only the time until its next report.
 """
 
 import asyncio
@@ -30,12 +30,14 @@ from nemo_specrollout.stragglers.turns import ExchangeFailed, Starts, TurnOrders
 logger = logging.getLogger(__name__)
 
 MAX_EARLY_STOPS = 256
-"""Most stops of unknown attempts that are remembered. Most of these attempts have ended, but a few have yet to start."""
+"""Number of latest stops of unknown attempts that are remembered.
+
+Most of these attempts have already ended. But a few have yet to start, because their stop has overtaken their start."""
 Generate = Callable[[Any, Any, str], AsyncIterator[Any]]
 """`AsyncLLM.generate`, which turns prompt, sampling parameters and request id into vLLM's outputs."""
 Ask = Callable[..., Coroutine[Any, Any, Any]]
-"""Calls a method of `StragglerExchange` for this engine. Takes the method, and the arguments that follow the engine's number.
-Raises ExchangeFailed if the exchange is lost."""
+"""A function that calls a method of `StragglerExchange` for this engine. It takes the method, and those of the method's
+arguments that follow the engine's number. It raises ExchangeFailed if the exchange is lost."""
 
 
 @dataclass
@@ -76,7 +78,7 @@ class StreamEngine:
     async def turn(self, orders: TurnOrders) -> TurnResult:
         """Stops and starts attempts as ordered, and then waits until the turn's time is over or no attempt is left.
 
-        Raises what the engine raised, except that requests which vLLM refuses are reported as refused.
+        Raises the engine's errors. A request that vLLM refuses is no error, but is reported in `TurnResult.refused`.
         """
         self._early_stops.extend(name for name in orders.stops if name not in self._attempts)
         await self._stop(orders.stops)
@@ -85,7 +87,7 @@ class StreamEngine:
         return self._result()
 
     def begin(self, starts: Starts) -> None:
-        """Begins attempts at once, except those that a turn has already stopped."""
+        """Begins attempts at once, except those that an earlier order has already stopped."""
         for name, request in starts:
             assert isinstance(request, ShardRequest)
             if name in self._early_stops:
@@ -123,7 +125,10 @@ class StreamEngine:
         attempt.ended_s = time.perf_counter()
 
     async def _wait(self, seconds: float) -> None:
-        """Waits for `seconds`, but with few attempts only until one of them ends, because others may be racing for it."""
+        """Waits for `seconds`, or until no attempt is left.
+
+        With few attempts (`FEW_ATTEMPTS`) it waits only until one of them ends.
+        """
         until = time.perf_counter() + seconds
         while (left_s := until - time.perf_counter()) > 0:
             tasks = [a.task for a in self._attempts.values() if not a.task.done()]
@@ -160,9 +165,10 @@ class StreamEngine:
 
 
 def _work(decoding: list[_Streamed], attempts: list[_Streamed], since_s: float, now_s: float) -> TurnWork:
-    """Returns the work since `since_s`.
+    """Returns the engine's work from `since_s` to `now_s`, which are times of `time.perf_counter`.
 
-    `decoding` are the attempts that made tokens during all of that time. Prefill is measured by the attempts that started to.
+    `decoding` are those of the `attempts` that had made their first token before. Decoding is measured by them alone, and
+    prefill by the attempts that have made their first token since.
     """
     request_s = [(now_s if a.ended_s is None else a.ended_s) - since_s for a in decoding]
     begun = [(a, a.first_s) for a in attempts if a.first_s is not None and a.first_s > since_s and not a.waits]
@@ -191,7 +197,8 @@ class StreamShard:
     ) -> None:
         """`stays` is the reason why every request must stay in this engine (`reason_to_stay`), or None if requests may move.
 
-        `early_worth` returns the worth of its work for coming steps (`IdleWork.worth`), which the engine does by itself.
+        `early_worth` returns the worth of the engine's work for coming steps (`IdleWork.worth`). This shard does not ask for
+        that work, because an asynchronous engine does it by itself.
         """
         self._number = number
         self._stays = stays
@@ -206,7 +213,10 @@ class StreamShard:
         """Reason why the engine works alone, or None while it is connected."""
 
     async def begin(self) -> None:
-        """Joins the exchange, unless requests must stay in this engine. It could not continue others' requests either."""
+        """Joins the exchange, unless requests must stay in this engine.
+
+        An engine whose requests must stay could not continue those of others either.
+        """
         if self._stays is not None:
             await self._go_alone(ExchangeFailed(self._stays))
             return
@@ -225,7 +235,11 @@ class StreamShard:
     async def generate(
         self, prompt: Any, params: Any, request_id: str, native: Callable[[], AsyncIterator[Any]]
     ) -> AsyncIterator[Any]:
-        """Replaces `AsyncLLM.generate`, but yields only the last output. `native` serves requests that cannot move."""
+        """Replaces `AsyncLLM.generate`, but yields only the last output.
+
+        `native` calls vLLM's own method. It serves requests that cannot move, that an engine has refused, or that come after
+        the exchange was lost, and it yields all outputs.
+        """
         rollout = None
         if self.failure is None and is_portable(prompt, params, self._stays):
             request = shard_request((self._number, self._num_requests), prompt, params)
@@ -249,7 +263,7 @@ class StreamShard:
             await self._go_alone(error)
             return None
         except asyncio.CancelledError:
-            self._in_background(self._cancel(number, adding))  # calls may overtake each other
+            self._in_background(self._cancel(number, adding))  # after `adding`, because calls may overtake each other
             raise
         finally:
             del self._waiting[number]
@@ -283,7 +297,7 @@ class StreamShard:
                 turns.extend(reply.orders)
                 receiving = asyncio.create_task(self._ask(StragglerExchange.exchange, result, self._early_worth()))
                 result = None
-        except Exception as error:  # also one of the engine, which a native request will raise again
+        except Exception as error:  # of the exchange or the engine, which will raise it again for native requests
             await self._go_alone(error)
         finally:
             receiving.cancel()

@@ -24,14 +24,16 @@ from nemo_specrollout.stragglers.turns import (
 )
 
 FEW_ATTEMPTS = 4
-"""With at most this many attempts, a turn ends as soon as one of them does, because others may be racing for it."""
+"""With at most this many attempts, a turn ends as soon as one of them ends. Other engines may be racing for the same request,
+and should soon know that they have lost."""
 FIRST_STEPS = 2
-"""Most steps that count as prefill. An engine with asynchronous scheduling reports a step only when it ends the next one."""
+"""Most engine steps that count as prefill. It takes two with asynchronous scheduling, where an engine reports the tokens of a
+step only when it ends the next one."""
 SLICE_S = 0.05
 """Seconds for which an engine without requests works for coming steps before it looks for the exchange's answer again."""
 
 LEAST_S = 1e-3
-"""Shortest slice in seconds that can have had a step. A shorter one had none, because what is left cannot start now."""
+"""A slice of fewer seconds had no engine step in it, which means that the work that is left cannot start now."""
 
 
 class Answer(Protocol):
@@ -45,13 +47,13 @@ class Answer(Protocol):
 
 
 Ask = Callable[..., Answer]
-"""Calls a method of `StragglerExchange` for this engine without waiting. Takes the method, and the arguments that follow the
-engine's number. Raises ExchangeFailed if the exchange is lost."""
+"""A function that calls a method of `StragglerExchange` for this engine without waiting. It takes the method, and those of the
+method's arguments that follow the engine's number. It raises ExchangeFailed if the exchange is lost."""
 
 
 @dataclass
 class _Submitted:
-    """A running attempt in the engine, of which `num_reported` tokens were reported."""
+    """A running attempt in the engine, whose first `num_reported` tokens were reported."""
 
     name: int
     request: Request
@@ -60,14 +62,14 @@ class _Submitted:
 
 
 def num_text_tokens(requests: Iterable[Request]) -> int:
-    """Returns the number of tokens that a prefill of the requests computes. Samples of one prompt share its computation."""
+    """Returns the number of tokens that a prefill of the requests computes. A prompt counts once for all of its samples."""
     requests = list(requests)
     prompts = {r.prompt_index: len(r.prompt_token_ids) for r in requests}
     return sum(prompts.values()) + sum(len(r.prefix_token_ids) for r in requests)
 
 
 class TurnEngine:
-    """Takes orders, steps an engine for a while, and reports what its attempts made. Owns the running attempts.
+    """Carries out orders, steps an engine for a while, and reports what its attempts made. Owns the running attempts.
 
     Invariant: each token of an attempt is reported once and in order. A turn's result holds all tokens made in the turn.
     """
@@ -88,7 +90,10 @@ class TurnEngine:
         return bool(self._attempts)
 
     def turn(self, orders: TurnOrders) -> TurnResult:
-        """Stops and starts attempts as ordered, and then steps until the turn's time is over or no attempt is left."""
+        """Stops and starts attempts as ordered, and then steps the engine.
+
+        The turn ends when its time is over, when no attempt is left, or when one of few attempts ends (`FEW_ATTEMPTS`).
+        """
         self._parts = {}
         self._finished = {}
         old = [attempt.name for attempt in self._attempts.values() if attempt.num_reported]
@@ -112,9 +117,9 @@ class TurnEngine:
         self._abort([self._attempts.pop(name) for name in names if name in self._attempts])
 
     def _begin(self, starts: Starts) -> tuple[float, int, int]:
-        """Starts attempts and takes the steps of their prefill.
+        """Starts attempts and takes the engine steps of their prefill.
 
-        Returns the seconds of these steps, their number, and the tokens of the texts whose prefill they have completed.
+        Returns the seconds of these steps, the number of steps, and the number of tokens whose prefill they have completed.
         """
         if not starts:
             return 0.0, 0, 0
@@ -144,7 +149,10 @@ class TurnEngine:
             del self._by_engine_id[attempt.engine_id]
 
     def _decode(self, until: float) -> tuple[float, float, int]:
-        """Steps until the clock shows `until`. Returns `TurnWork.decode_s`, `TurnWork.request_s` and the number of steps."""
+        """Steps the engine until the time `until`.
+
+        Returns `TurnWork.decode_s`, `TurnWork.request_s` and the number of steps.
+        """
         decode_s, request_s, num_steps = 0.0, 0.0, 0
         now = time.perf_counter()
         while self._attempts and now < until:
@@ -187,11 +195,11 @@ class TurnEngine:
 def roll_out_shard(
     stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequest], idle: IdleWork | None = None
 ) -> list[Rollout]:
-    """Does an engine's part of a shared rollout, and returns the responses to its own `requests`, numbered 0, 1, ....
+    """Does an engine's part of a shared rollout, and returns the responses to its own `requests`, in their order.
 
-    The engine takes turns until no engine has anything left to do. At most one call of the exchange is pending, during which
-    the engine takes a turn that it already has, or works for coming steps (`idle`). Raises ExchangeFailed if the exchange is
-    lost.
+    The numbers of the requests in `ShardRequest.home` must be 0, 1, 2, .... The engine takes turns until no engine has
+    anything left to do. At most one call of the exchange is pending at a time. Until it returns, the engine takes a turn that
+    it already has, or works for coming steps (`idle`). Raises ExchangeFailed if the exchange is lost.
     """
     engine = TurnEngine(stepped)
     rollouts = dict[int, Rollout]()

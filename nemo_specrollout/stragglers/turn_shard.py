@@ -15,11 +15,11 @@ from nemo_specrollout.stragglers.turns import ExchangeFailed, IdleWork
 logger = logging.getLogger(__name__)
 
 _ABOUT_PROGRESS = {"use_tqdm"}
-"""Arguments of `vllm.LLM.generate` that concern no token."""
+"""Arguments of `vllm.LLM.generate` on which no token depends."""
 
 
 class TurnShard:
-    """Replaces `vllm.LLM.generate` of a synchronous engine, whose shard is rolled out together with those of others."""
+    """Replaces `vllm.LLM.generate` of a synchronous engine, so that engines roll out their shards of requests together."""
 
     def __init__(self, llm: Any, number: int, ask: Ask, idle: IdleWork | None = None) -> None:
         """`number` is the engine's number in the exchange, which `ask` calls. `idle` is its work for coming steps."""
@@ -35,9 +35,10 @@ class TurnShard:
     ) -> list[Any]:
         """Returns vLLM's outputs of the requests, in their order.
 
-        The engine works alone, with `native`, if one of the requests cannot continue in another engine, or if the exchange is
-        lost. `arguments` are those of vLLM's `generate` besides prompts and parameters. If one of them would not reach other
-        engines, such as a LoRA adapter, the requests stay.
+        If one of the requests cannot continue in another engine, or if the exchange is lost, the engine works alone. It then
+        calls `native`, which is vLLM's own method. `arguments` are those of vLLM's `generate` besides prompts and parameters.
+        Only those in `_ABOUT_PROGRESS` may be given. Others, such as a LoRA adapter, would not reach other engines, so with
+        them the engine works alone too.
         """
         is_plain = {name for name, value in arguments.items() if value is not None} <= _ABOUT_PROGRESS
         requests = shard_requests(self._number, prompts, params, self._stays) if is_plain else None
@@ -55,7 +56,7 @@ class TurnShard:
         return [as_vllm_returns(r, str(i), m) for i, (r, m) in enumerate(zip(requests, made, strict=True))]
 
     def _warn(self, sentence: str) -> None:
-        """Logs a sentence, but only the first one of the engine."""
+        """Logs a sentence as a warning, unless the engine has already logged one."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning("specrollout: %s", sentence)

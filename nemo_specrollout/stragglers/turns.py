@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a coordinator and its engines, and the engines' interface."""
+"""Messages between a coordinator and its engines, and the interfaces that both sides use.
+
+A turn is the time between two reports of an engine to the coordinator. An attempt is the work of one engine on one request.
+"""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -8,7 +11,7 @@ from nemo_specrollout.generation.engine.requests import Rollout, RolloutRequest,
 from nemo_specrollout.stragglers.decisions.idle_time import EarlyWorth
 
 Request = RolloutRequest | ShardRequest
-"""A sample that is identified by its indices, or a request that came with parameters of its own."""
+"""A request that is identified by the indices of its prompt and sample, or one that came with parameters of its own."""
 Starts = tuple[tuple[int, Request], ...]
 """Names and requests of attempts to start. The prefix of a request is the known part of the response."""
 Tokens = tuple[list[int], list[float]]
@@ -28,15 +31,16 @@ class TurnOrders:
 
 @dataclass(frozen=True)
 class TurnWork:
-    """Time and tokens of a turn's decode steps and of its prefills."""
+    """Time and tokens of a turn's decode steps, which are its engine steps after prefill, and of its prefills."""
 
     decode_s: float = 0.0
+    """Seconds of the decode steps."""
     request_s: float = 0.0
     """Sum over the decode steps of their seconds multiplied by their number of requests."""
     num_tokens: int = 0
     """Number of tokens that the decode steps made."""
     prefill_s: float = 0.0
-    """Seconds that prefills took beyond a decode step."""
+    """Seconds of the turn's prefills. A synchronous engine leaves out what the same engine steps take for decoding alone."""
     num_prefilled: int = 0
     """Number of tokens of the prefilled texts."""
 
@@ -48,7 +52,8 @@ class TurnResult:
     parts: dict[int, Tokens]
     """New tokens by attempt."""
     finished: dict[int, str] = field(default_factory=dict)
-    """Finish reason (`stop` or `length`) of each attempt that ended. All of them are in `parts`, even without tokens."""
+    """Finish reason (`stop` or `length`) of each attempt that ended. Each of these attempts is also in `parts`, even if it has
+    no new tokens."""
     work: TurnWork = TurnWork()
     policy_version: int = 0
     steady: tuple[int, ...] = ()
@@ -59,13 +64,14 @@ class TurnResult:
 
 @dataclass(frozen=True)
 class ExchangeReply:
-    """An exchange's reply to an engine that hands in a turn's result."""
+    """The exchange's reply to an engine that calls `exchange`."""
 
     orders: tuple[TurnOrders, ...]
     answers: tuple[tuple[int, Rollout | None], ...]
-    """Responses to the engine's own requests, each with the engine's number for the request.
+    """Responses to requests that came from this engine, each with the engine's number for the request.
 
-    A response is None if an engine refused the request. The engine that asked then refuses it natively too."""
+    A response is None if an engine refused the request. This engine then passes the request to its own vLLM, which refuses it
+    too, with vLLM's error."""
     is_over: bool
     """Whether no engine of the rollout has anything left to do."""
 
@@ -79,7 +85,7 @@ class EngineFleet(Protocol):
     """Requests that an engine can decode at a time."""
 
     def send(self, engine: int, orders: TurnOrders) -> None:
-        """Queues a turn. An engine takes its turns and new weights in order."""
+        """Queues a turn. An engine takes turns and new weights in the order in which they were sent to it."""
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
         """Waits until a turn ends or a revived engine is alive, and returns the results since the last call.
@@ -100,11 +106,11 @@ class IdleWork(Protocol):
     """An engine's work for coming steps in slots that its requests leave empty (`run_ahead`)."""
 
     def slice(self, seconds: float) -> bool:
-        """Works for about `seconds`, while nobody else uses the engine. Returns whether more is left to do."""
+        """Works for about `seconds`. Nothing else may use the engine in this time. Returns whether more is left to do."""
 
     def worth(self) -> EarlyWorth:
-        """Returns the worth of this work, which is nothing if there is nothing to do or nothing was measured."""
+        """Returns the current worth of this work, which is `NOTHING_EARLY` if nothing is left to do or was measured."""
 
 
 class ExchangeFailed(Exception):
-    """Raised if the exchange is lost, so that each engine finishes its own requests alone."""
+    """Raised if the exchange is lost. Each engine then finishes its own requests alone."""

@@ -5,8 +5,8 @@ A text is made by older weights with the noise of the coming step. It diverges f
 near-tie flips, and the new token there is nearly always the runner-up. A branch is the text that continues with the runner-up,
 so it is the new text if that tie flips and no earlier one does. Branches can have branches of their own.
 
-A slot makes about as many tokens for any path of a request. The path that is most likely to become the text is therefore worth
-the most.
+A path is the text of a request or one of its branches. A slot makes about the same number of tokens whichever path it decodes.
+So the path that is most likely to be the text of the new weights is worth the most.
 
 Shapes: P positions of a path.
 """
@@ -32,7 +32,7 @@ class Branch:
     request: Hashable
     """Name of the request."""
     path: int
-    """Number of the path that it makes. Each request counts its paths from 0, which is the text without any flip."""
+    """Number of this branch among the paths of its request. They are counted from 0, which is the text without any flip."""
     parent: int
     """Number of the path that it leaves."""
     position: int
@@ -53,7 +53,7 @@ class _Path:
     survival: float
     """Probability that the new weights sample the whole known part of it."""
     flips_P: list[float] = field(default_factory=list)
-    """For each own token, the probability that the path is the text up to there and diverges at it."""
+    """For each own token, the probability that the new weights sample the path up to there and another token in its place."""
     runner_up_P: list[int] = field(default_factory=list)
 
 
@@ -75,7 +75,7 @@ class BranchChoice:
     def open(self, request: Hashable, probability: float = 1.0) -> None:
         """Adds a request with its text, which is path 0.
 
-        `probability` is the probability that new weights sample the request at all, which they do not if it ends before.
+        `probability` is the probability that new weights decode the request at all, which they do not if it ends before.
         """
         self._paths[request] = [_Path(0, probability, probability)]
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides how many requests of coming steps an engine decodes beside its own, so that they save more time than they cost.
 
+In this file an early request is one of a coming step, and a step without further words is an engine step.
+
 An early request makes the steps of the engine longer while it runs. After each update, its tokens are verified, which takes a
 row for each. What it saves depends on how far its text will get, because the fewer responses share a plain step, the more the
 step costs per token. At the beginning all responses of a full engine share each step, so the first tokens of a text are cheap
@@ -33,7 +35,7 @@ one with more texts is taken, because a rollout takes as long as its slowest req
 
 
 MOST_OWN = 8
-"""Most own requests of an engine for which it reports the worth of early ones. An engine that is asked is draining."""
+"""Most own requests for which an engine reports the worth of early ones. That worth matters when few own ones are left."""
 
 
 class Worth(NamedTuple):
@@ -42,7 +44,7 @@ class Worth(NamedTuple):
     probability: float
     """Probability that the weights of the request's step sample it as well."""
     verified: float
-    """Expected number of times that it is verified, which happens after each update as long as it is right."""
+    """Expected number of times that the token is verified, which happens after each update as long as it is right."""
     steps_ahead: int = 1
     """Number of phases that are left to make the text, which equals the number of updates until its step."""
     num_known: int = 0
@@ -56,7 +58,7 @@ class PlainRollout:
     """
 
     def __init__(self, seconds_R: Array, length_L: Sequence[int] | Array) -> None:
-        """`seconds_R` has the seconds of a plain step by its number of requests, `length_L` the length of each response."""
+        """`seconds_R` has the seconds of a step without drafts by its number of requests, and `length_L` all lengths."""
         lengths = np.sort(np.asarray(length_L, np.float64))
         running_L = np.arange(len(lengths), 0, -1)
         most = max(len(seconds_R) - 1, 1)
@@ -70,7 +72,7 @@ class PlainRollout:
 
     @property
     def token_s(self) -> float:
-        """The mean seconds of a token, or 0 without tokens."""
+        """Mean seconds of a token, or 0 if the responses have no tokens."""
         return float(self._seconds_J[-1]) / max(float(self._tokens_J[-1]), 1.0)
 
     def spared_s(self, phase: float, known_E: Array, steps_ahead_E: Array) -> Array:
@@ -89,7 +91,10 @@ class PlainRollout:
         return (self._seconds(with_E) - self._seconds(without_E)) / np.maximum(tokens_E, 1e-9)
 
     def missing(self, known_E: Array) -> Array:
-        """Returns how many tokens responses that are longer than a text have beyond it on average, 0 beyond the longest."""
+        """Returns for each text how many further tokens a response that is longer than the text has on average.
+
+        This is 0 if no response is longer.
+        """
         first_E = np.searchsorted(self._length_J, known_E, side="right")
         sums_J = self._length_J[::-1].cumsum()[::-1]
         num_E = len(self._length_J) - first_E
@@ -112,13 +117,14 @@ class EarlyPrices(NamedTuple):
     """Measured times of an engine, in seconds."""
 
     seconds_R: Array
-    """Predicted seconds of a plain step by its number of requests. Beyond its end, a step takes no longer."""
+    """Predicted seconds of a step without drafts, by its number of requests. A step of more requests than the array has counts
+    like the last one."""
     verify_row_s: float
     """Seconds by which a verified row makes a full step longer."""
     plain: PlainRollout
     """The last rollout as it would have been with plain decoding."""
     num_steps: int = 1
-    """Number of coming steps whose texts are in flight."""
+    """Number of coming steps for which texts are made."""
 
     @property
     def phase(self) -> float:
@@ -134,16 +140,16 @@ class EarlyPrices(NamedTuple):
         return gain_E
 
     def step_s(self, num_requests: int) -> float:
-        """Returns the seconds of a plain step."""
+        """Returns the seconds of a step without drafts."""
         return float(self.seconds_R[min(num_requests, len(self.seconds_R) - 1)])
 
     def steps_beside(self, num_own: int, number: int) -> Array:
-        """Returns the seconds of a plain step of `num_own` requests with 1, 2, ..., `number` early ones in addition."""
+        """Returns the seconds of a step of `num_own` requests with 1, 2, ..., `number` early ones in addition, float64 [E]."""
         steps_E: Array = self.seconds_R[np.minimum(num_own + 1 + np.arange(number), len(self.seconds_R) - 1)]
         return steps_E
 
     def delay_s(self, num_own: int, num_early: int) -> float:
-        """Returns the seconds by which early requests make a step of `num_own` other requests longer."""
+        """Returns the seconds by which `num_early` early requests make a step of `num_own` other requests longer."""
         return self.step_s(num_own + num_early) - self.step_s(num_own)
 
 
@@ -151,7 +157,7 @@ def num_early(prices: EarlyPrices, num_own: int, worths: Sequence[Worth]) -> int
     """Returns the number of early requests with which the engine's next step gains the most.
 
     Args:
-        prices: The cost of rows.
+        prices: Measured times of the engine.
         num_own: Number of running requests of the current step. Without any, nobody waits for the engine, so the result is the
             number that makes the most right tokens per second.
         worths: Worth of a token of each early request that runs or could start, best first.
@@ -175,9 +181,10 @@ def _number_beside(prices: EarlyPrices, num_own: int, gain_E: Array) -> int:
 def early_worth(prices: EarlyPrices, worths: Sequence[Worth]) -> EarlyWorth:
     """Returns the worth of early requests beside 0, 1, ..., `MOST_OWN` own requests of the engine, and their total worth.
 
-    The rate of worth is the seconds that they save the engine later for each second in which they run, minus those by which
-    they make steps of its own requests longer. It assumes that `num_early` of them run. `worths` has all that run or could
-    start, best first. The total is what they save if each one becomes as long as a response that is longer than its text.
+    `worths` has all early requests that run or could start, best first. Each rate assumes that as many of them run as
+    `num_early` returns. It is the seconds that they save the engine later for each second in which they run, minus those by
+    which they make steps of its own requests longer. The total is what all of them save if each text becomes as long as a
+    response that is longer than the text is now.
     """
     if not worths:
         return EarlyWorth()

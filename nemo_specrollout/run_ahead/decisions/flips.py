@@ -13,13 +13,13 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 _SMALLEST, _LARGEST = 1e-6, 16.0
-"""Bounds of gaps and scales in nats. A smaller gap counts as a tie, and no update reaches beyond the larger bound."""
+"""Bounds of gaps and scales in nats. A gap below the smaller one counts as a tie, and no update flips one above the larger."""
 _EDGES_G = np.geomspace(_SMALLEST, _LARGEST, 240)
 _CENTRES_G = np.concatenate([[_SMALLEST], np.sqrt(_EDGES_G[1:] * _EDGES_G[:-1]), [_LARGEST]])
 _UNSEEN_FLIPS = 0.5
 """Number of flips that is added to the count, so that the estimate is not zero before the first flip (Jeffreys prior)."""
 _KEPT = 0.5
-"""Factor on the weight of earlier updates' evidence after each further one, because updates change in size during a run."""
+"""Factor by which each update reduces the weight of what earlier ones have shown, because their size changes during a run."""
 
 
 def counts_of_gaps(gap_P: Array) -> Array:
@@ -30,8 +30,9 @@ def counts_of_gaps(gap_P: Array) -> Array:
 class FlipModel:
     """Learns how far updates move the difference of two scores, which is described by one number, the scale.
 
-    The change of the difference is assumed to be logistic with that scale. So a gap of zero flips in half of the cases, and a
-    gap of many scales hardly ever. Gaps are counted in bins, so the cost does not depend on the number of tokens.
+    The change of the difference is assumed to have a logistic distribution with that scale. So a gap of zero flips in half of
+    the cases, and a gap of many scales hardly ever. Gaps are counted in bins, so the cost does not depend on the number of
+    tokens.
     """
 
     LEARNED: ClassVar = ("scale", "_gaps_G", "_num_flips")
@@ -43,12 +44,12 @@ class FlipModel:
         self._num_flips = 0.0
 
     def is_sound(self) -> bool:
-        """Returns whether the content is valid, with a scale within its bounds and sensible counts."""
+        """Returns whether the content is valid, with a scale within its bounds and counts that are not negative."""
         is_scale = _SMALLEST / 2 <= self.scale <= 2 * _LARGEST
         return is_scale and self._num_flips >= 0.0 and bool((self._gaps_G >= 0.0).all())
 
     def fade(self) -> None:
-        """Reduces the weight of what an earlier start has seen to that of an update long ago."""
+        """Reduces the weight of what an earlier start has seen, as if another update had followed."""
         self._gaps_G = _KEPT * self._gaps_G
         self._num_flips = _KEPT * self._num_flips
 
@@ -67,9 +68,10 @@ class FlipModel:
         self.observe_counts(counts_of_gaps(gap_P), num_flips)
 
     def observe_counts(self, counts_G: Array, num_flips: int, *, is_same_update: bool = False) -> None:
-        """Learns from one update, whose gaps `counts_of_gaps` has counted. Counts of several engines may be added up.
+        """Learns from one update, as `observe` does, but from gaps that `counts_of_gaps` has counted.
 
-        Further texts that met the same update may follow with `is_same_update`.
+        Counts of several engines may be added up. If the update was observed before, counts of further texts may follow with
+        `is_same_update`.
         """
         weight = 1.0 if is_same_update else _KEPT
         self._gaps_G = weight * self._gaps_G + counts_G

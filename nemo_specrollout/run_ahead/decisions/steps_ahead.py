@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how many coming steps have requests in flight, which is limited by free slots and by how much updates change.
+"""Decides for how many coming steps texts are made, which is limited by free slots and by how much each update changes.
 
 A text for the step after k updates is verified after each of them, and what has changed is generated again. A token of it is
 useful if all k updates leave it right.
 
-With k steps in flight a text is made in k + 1 phases, so a phase takes about 1 / (k + 1) of the decode steps of the longest
-text. The k-th step therefore saves 1/k - 1/(k + 1) of the plain time, and each further one saves less. Its price does not
-fall, because it is one more verification of each token plus the tokens that one more update changes.
+A phase is the time between two updates. If texts are made for k coming steps, each text is made in k + 1 phases, so a phase
+takes about 1 / (k + 1) of the engine steps of the longest text. The k-th coming step therefore saves 1/k - 1/(k + 1) of the
+time of a rollout without drafts, and each further one saves less. Its price does not fall, because each token is verified once
+more and one more update changes tokens.
 
 This decides only the plan. An engine weighs each request of the plan against the delay of its own requests (`early_share.py`).
-So one step too many costs little. Most of its rows are not started, and then the next plan has one step less.
+So one step too many costs little, because most of its requests are not started, and then the next plan has one step less.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ _NEW = 0.5
 
 
 class Flight(NamedTuple):
-    """What engines had in flight for one coming step when a phase ended."""
+    """How many requests of one coming step had been started when a phase ended."""
 
     num_rows: int
     """Number of requests of the step that may be started early."""
@@ -43,10 +44,11 @@ class StepsAhead:
         """`most` bounds the number of steps."""
         self._most = most
         self._reach = 1
+        """Number of coming steps of which engines could start any request."""
         self.kept = _ASSUMED_KEPT
         """Share of the tokens of a text that an update leaves right."""
         self.price = _ASSUMED_PRICE
-        """Time of a verified row as a share of the time that a right token saves."""
+        """Time by which a verified row makes an engine step longer, as a share of the time that a right token saves."""
 
     def is_sound(self) -> bool:
         """Returns whether the content is valid, with a share between 0 and 1 and a price that is not negative."""
@@ -59,12 +61,16 @@ class StepsAhead:
             self.kept += _NEW * (share - self.kept)
 
     def observe_price(self, verify_row_s: float, token_s: float) -> None:
-        """Notes the measured seconds of a verified row, and of a token of a rollout by plain decoding."""
+        """Notes two measured times in seconds.
+
+        `verify_row_s` is the time by which a verified row makes an engine step longer, and `token_s` is the mean time of a
+        token in a rollout without drafts.
+        """
         if token_s > 0.0:
             self.price = verify_row_s / token_s
 
     def observe_flights(self, flights: Sequence[Flight]) -> None:
-        """Notes what was in flight when a phase ended, the nearest step first.
+        """Notes how many requests of each coming step had been started when a phase ended, the nearest step first.
 
         Engines start requests of nearer steps first. So if one of these was not started, a farther step would get no slot.
         """
@@ -72,11 +78,12 @@ class StepsAhead:
         self._reach = (all_begun.index(False) if False in all_begun else len(all_begun)) + 1
 
     def gain(self, steps: int) -> float:
-        """Returns the gain of the last of `steps` steps, as a share of the time of a plain rollout."""
+        """Returns the gain of the last of `steps` steps, as a share of the time of a rollout without drafts."""
         return self.kept**steps / (steps * (steps + 1)) - self.price - (1.0 - self.kept)
 
     @property
     def steps(self) -> int:
-        """Number of coming steps to plan. It is at least 1, because engines do not start requests that do not pay."""
+        """Number of coming steps to plan. It is at least 1, which costs nothing because engines start no request that does not
+        pay."""
         pays = next((k for k in range(1, self._most + 1) if self.gain(k) <= 0.0), self._most + 1) - 1
         return max(1, min(self._reach, pays, self._most))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worth of work on texts of coming steps (`run_ahead`), which an idle engine can do instead of helping with stragglers.
 
-An engine whose requests have ended can take over a straggler, race it, or continue with early texts. All three are measured in
-seconds of a rollout, so they can be compared. A move that ends the rollout a second earlier saves a second. A second of early
-work saves what the engine itself has measured (`run_ahead/decisions/early_share.py`). That saving concerns the rollout of one
-engine, but a rollout ends only when all engines have ended, so the saving is divided by the number of engines.
+An engine whose requests have ended can take over a straggler, race for one, or go on with early texts. All three are measured
+in seconds of a rollout, so they can be compared. A move that ends the rollout a second earlier saves a second. A second of
+early work saves what the engine itself has measured (`run_ahead/decisions/early_share.py`). That saving concerns the rollout
+of one engine, but a rollout ends only when all engines have ended, so the saving is divided by the number of engines.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class EarlyWorth(NamedTuple):
-    """The worth of an engine's work for coming steps. By default there is no such work."""
+    """The worth of an engine's work for coming steps. The default is that of an engine without such work."""
 
     rates: tuple[float, ...] = ()
     """Seconds saved later in this engine for each second of work beside 0, 1, 2, ... requests of the current step."""
@@ -26,7 +26,7 @@ NOTHING_EARLY = EarlyWorth()
 
 @dataclass(frozen=True)
 class IdleTime:
-    """The worth of early work in each engine. Without `run_ahead` there is none, so only the end of the rollout counts."""
+    """The worth of early work in each engine. Without `run_ahead` there is no early work."""
 
     worth_E: tuple[EarlyWorth, ...] = ()
     """Worth of the early work of each engine."""
@@ -37,7 +37,7 @@ class IdleTime:
         return any(worth.left_s > 0.0 for worth in self.worth_E)
 
     def rate(self, engine: int, num_own: int) -> float:
-        """Returns the seconds that an engine saves later for each second in which it has `num_own` requests."""
+        """Returns the seconds that an engine saves later for each second of early work beside `num_own` requests."""
         rates = self.worth_E[engine].rates if engine < len(self.worth_E) else ()
         return rates[min(num_own, len(rates) - 1)] if rates else 0.0
 

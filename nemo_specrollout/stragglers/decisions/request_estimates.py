@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates of the tokens that each request still needs, and of its decode speed relative to a typical request.
 
-Shapes: R requests, N remembered lengths, M draft methods, K attempts. Siblings are samples of the same prompt, in this step or
-an earlier one.
+Shapes: R requests, N remembered lengths, M draft methods, K attempts. Siblings of a request are other samples of its prompt,
+in this step or an earlier one.
 """
 
 from collections import OrderedDict
@@ -21,8 +21,9 @@ SIBLING_WEIGHT = 0.5
 
 
 class LengthEstimator:
-    """Estimates E[length - length so far | length > length so far] from remembered lengths. Owns these lengths.
+    """Estimates how many tokens of a response are left, from the lengths of earlier responses. Owns these lengths.
 
+    This is E[length - length so far | length > length so far].
     If no remembered response was longer, a request is expected to double its length, up to `max_length` tokens.
     """
 
@@ -34,7 +35,7 @@ class LengthEstimator:
         self._groups: OrderedDict[int, list[int]] = OrderedDict()
 
     def finished(self, group: int, length: int) -> None:
-        """Adds a response of `length` tokens to prompt `group`."""
+        """Notes that a response to the prompt `group` has ended with `length` tokens."""
         self._recent[self._num_seen % NUM_REMEMBERED] = length
         self._num_seen += 1
         self._sorted = None
@@ -50,8 +51,9 @@ class LengthEstimator:
     ) -> np.ndarray:
         """Returns the expected remaining tokens (at least 1) of responses with `lengths_R` tokens so far, float64 [R].
 
-        `known_R` has the lengths of texts that were made ahead for them (`run_ahead`), or 0. A response is assumed to be
-        longer than its text, so stragglers are known before the rollout begins.
+        `groups_R` has the number of each response's prompt. `known_R` has the length of the text that was made ahead for it
+        (`run_ahead`), or 0 if there is none. A response is assumed to be longer than this text, so with such texts the long
+        responses are known before the rollout begins.
         """
         if known_R is not None and (known_R > lengths_R).any():
             sure_R = np.maximum(lengths_R, known_R)
@@ -83,20 +85,22 @@ ALL = slice(None)
 
 
 class RequestSpeeds:
-    """Estimates relative speeds. Owns the tokens of each request, and the tokens of a typical request in the same time.
+    """Estimates how fast each request decodes under each method, relative to a typical request.
 
-    The logarithm of their ratio is shrunk towards the task's relative speed, and more so if a request has few tokens.
+    Owns two counts of tokens for each request and method, which are those that the request made, and those that a typical
+    request makes in the same time. The logarithm of their ratio is shrunk towards the relative speed of the request's task,
+    and more so if few tokens were measured.
     """
 
     def __init__(self, task_speed_RM: np.ndarray) -> None:
-        """Row i is request i, and `task_speed_RM` is the relative speed of its task, float64."""
+        """Row i of `task_speed_RM` has the relative speed of the task of request i, float64."""
         self._task_log_RM = np.log(task_speed_RM)
         self._made_RM = np.zeros(task_speed_RM.shape)
         self._typical_RM = np.zeros(task_speed_RM.shape)
         self._free: list[int] = []
 
     def begin(self, num_requests: int, task_speed_M: np.ndarray) -> list[int]:
-        """Returns the rows of `num_requests` more requests of one task."""
+        """Adds `num_requests` requests of a task with the relative speed `task_speed_M`. Returns the row of each one."""
         size = len(self._made_RM)
         missing = num_requests - len(self._free)
         if missing > 0:
@@ -114,7 +118,10 @@ class RequestSpeeds:
         self._free += rows
 
     def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float | np.ndarray) -> None:
-        """Adds attempts by `method` that made `made_K` tokens while a typical request makes `typical` tokens."""
+        """Adds measurements of attempts, which made `made_K` tokens by `method` while a typical request makes `typical`.
+
+        `requests_K` has the row of each attempt's request.
+        """
         self._made_RM[requests_K, method] += made_K
         self._typical_RM[requests_K, method] += typical
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured decode speeds of each draft method, by task and by the number of requests in the engine.
 
-SpecActor (arXiv 2511.16193), Algorithm 3, uses a "draft ladder" in the same place, which ranks methods by acceptance alone.
+SpecActor (arXiv 2511.16193), Algorithm 3, uses a "draft ladder" instead, which ranks methods by acceptance alone.
 """
 
 from collections import defaultdict
@@ -14,6 +14,7 @@ import numpy as np
 from nemo_specrollout.config.block import SpecrolloutConfig
 
 ANY_TASK = "any"
+"""Task under which the measurements of all tasks are counted together."""
 PLAIN = "plain"
 """Name of the method without drafts."""
 MEMORY_S = 20.0
@@ -21,11 +22,11 @@ MEMORY_S = 20.0
 SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024])
 """Batch sizes with separate measurements. Others count for the nearest one."""
 GUESSED_SLOPE = 0.5
-"""Assumed exponent of speed ~ 1 / batch beyond the measured batch sizes."""
+"""Beyond the measured batch sizes, the speed of a request is assumed to be proportional to batch ** -GUESSED_SLOPE."""
 
 
 def draft_method(block: SpecrolloutConfig) -> str:
-    """Returns the name of the draft method that combines the drafters of an engine's block."""
+    """Returns the name of an engine's draft method, which joins the types of the drafters in the engine's block."""
     return "+".join(d.type for d in block.drafters) or PLAIN
 
 
@@ -83,7 +84,7 @@ class DecodeSpeedTable:
         return num_tokens / self.prefill.ratio if self.prefill.seconds else 0.0
 
     def task_speed(self, task: str, method: int) -> float:
-        """Returns the speed of a task's requests relative to typical ones under `method`, or 1 if either is unknown."""
+        """Returns the speed of a task's requests under `method` relative to typical requests, or 1 if it was not measured."""
         own, typical = (self.rates.get((name, method), _RatesByBatch()) for name in (task, ANY_TASK))
         shared = [(own[b].ratio, typical[b].ratio, own[b].seconds) for b in own if b in typical]
         weight = sum(s for _, _, s in shared)
@@ -109,14 +110,20 @@ class _DecayedRate:
 
 
 class _RatesByBatch(dict[int, _DecayedRate]):
-    """Rates of one method by batch size. Memory is counted in seconds of the engine, whatever the number of requests."""
+    """Rates of one method by batch size. The seconds of a rate are summed over the requests of the batch.
+
+    So that each rate remembers `MEMORY_S` seconds of the engine, its memory is longer by the factor of the batch size.
+    """
 
     def __missing__(self, batch: int) -> _DecayedRate:
         self[batch] = _DecayedRate(MEMORY_S * batch)
         return self[batch]
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns batch sizes and the non-increasing logarithms of tokens per second, both float64."""
+        """Returns the measured batch sizes in ascending order, and the logarithms of their tokens per second, both float64.
+
+        The tokens per second are evened out so that they never rise with the batch size.
+        """
         from scipy.optimize import isotonic_regression
 
         sizes = np.array(sorted(self), float)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode-speed table as a file, called draft ladder. A run can start from one, and writes what it has learned as one."""
+"""The decode-speed table as a file, which the block calls `ladder`. A run can start from such a file, and writes one."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ FIELD = f"{BLOCK_PATH}.fastest_of_n.ladder"
 LADDER = "ladder.json"
 """Name of the file that a run writes."""
 FADED_S = MEMORY_S / 8.0
-"""Most seconds of an engine's decoding for which speeds of an earlier start count."""
+"""Weight of the speeds of an earlier start. They count at most like a measurement over so many seconds of decoding."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SpeedRow:
     """Numbers of requests in the engine, ascending."""
     tokens_per_s: tuple[float, ...] = bounded(above=0.0)
     weights_s: tuple[float, ...] = bounded(above=0.0)
-    """Request seconds behind each measurement."""
+    """Seconds over which each speed was measured, summed over requests."""
     acceptance: float = bounded(0.0, low=0.0, high=1.0)
     """Share of verified draft tokens that were accepted, or 0 if it was not measured. For information only."""
 
@@ -53,14 +53,14 @@ class SpeedTableFile(MeasuredFile):
     rungs: tuple[SpeedRow, ...] = ()
     """Measurements by task, in which the fastest method with one request comes first."""
     prefill_weight_s: float = bounded(MEMORY_S, above=0.0)
-    """Seconds for which `prefill_s_per_token` counts."""
+    """Seconds of prefill over which `prefill_s_per_token` was measured."""
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
 
 
 def ladder_of(block: SpecrolloutConfig) -> SpeedTableFile | None:
     """Reads the file from which the decode speeds of a run start.
 
-    Returns None if the block names no file, or if there is nothing to decide with it.
+    Returns None if the block names no file, or if requests neither move nor race, so that speeds are not needed.
 
     Raises ConfigError with the field, the file and the fix if the file cannot be read or is not valid.
     """
@@ -85,7 +85,7 @@ def started_table(methods: Sequence[str], file: SpeedTableFile | None) -> Decode
 
 
 def faded(file: SpeedTableFile) -> SpeedTableFile:
-    """Returns speeds of an earlier start with the weight of a few seconds, because policy or machine may have changed."""
+    """Returns speeds of an earlier start with the weight of a few seconds, because policy and machine may be others."""
     return replace(file, rungs=tuple(map(_faded, file.rungs)), prefill_weight_s=FADED_S)
 
 
@@ -97,7 +97,7 @@ def _faded(rung: SpeedRow) -> SpeedRow:
 def table_file(table: DecodeSpeedTable, device: str, policy: str, acceptance: Sequence[float]) -> SpeedTableFile | None:
     """Returns all measurements and the acceptance of each method as the content of a file, or None if there are none.
 
-    `device` and `policy` are descriptions of the device and the policy for which they hold.
+    `device` and `policy` describe the device and the policy with which the speeds were measured.
     """
     if not table.prefill.seconds or not table.rates:
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The straggler policy, which decides what requests move to another engine, which are raced, and which racers give up.
+"""The tail policy, which decides which requests move to another engine, which are raced, and which racers give up.
 
-docs/concepts/racing.md says why no response is favoured. Algorithm 3 of SpecActor (arXiv 2511.16193) gives free engines to the
-requests with the worst acceptance. In this policy each change must promise an earlier end by measured speeds, including
-prefill.
+docs/concepts/racing.md says why this favours no response over another. Algorithm 3 of SpecActor (arXiv 2511.16193) gives free
+engines to the requests with the worst acceptance. Here a change is made only if it is expected to end the rollout earlier.
+This is predicted from measured speeds, and includes the prefill that the change takes.
 
 Shapes: R requests, E engines.
 """
@@ -17,9 +17,9 @@ from nemo_specrollout.stragglers.decisions.speed_table import SpeedModel
 from nemo_specrollout.stragglers.decisions.tail_forecast import TailForecast, TailObservation
 
 NUM_LAST = 4
-"""Number of an engine's requests, those that end last, which are considered for a move or a race."""
+"""Number of requests of an engine that are considered for a move or a race. They are those that end last."""
 MAX_CHANGES = 64
-"""Number of started or stopped attempts in a decision after which no further plan is made. The last plan may exceed it."""
+"""Number of attempts that a decision starts or stops before it makes no further plan. The last plan may exceed the number."""
 MAX_UNIMPROVABLE = 16
 """Number of engines without a worthwhile change after which the policy looks at no further engines."""
 LEAST_CHANCE = 0.05
@@ -31,7 +31,7 @@ the source and a race does not."""
 
 @dataclass(frozen=True)
 class TailDecision:
-    """Attempts to start and to stop, as pairs (request, engine). One request in both is a move."""
+    """Attempts to start and to stop, as pairs (request, engine). A request that is in both moves."""
 
     starts: tuple[tuple[int, int], ...] = ()
     stops: tuple[tuple[int, int], ...] = ()
@@ -48,7 +48,7 @@ class _Plan:
     target: int
     is_race: bool
     end_s: float
-    """Predicted end of the engine that ends later."""
+    """Predicted end of the engine of the two that ends later, in seconds from now."""
 
 
 class TailPolicy(Protocol):
@@ -59,7 +59,7 @@ class TailPolicy(Protocol):
 
 
 class FastestOfN:
-    """The straggler policy. It has no state, so equal observations give equal decisions.
+    """The tail policy that moves and races stragglers. It has no state, so equal observations give equal decisions.
 
     It decides in three steps:
     1. Each waiting request gets the engine where it would end first.
@@ -68,7 +68,8 @@ class FastestOfN:
        as long as a change makes the later end of both engines earlier by the share `config.min_gain`.
 
     With `run_ahead` an idle engine makes texts of coming steps, and a change is charged for what it takes away from these
-    (`idle_time.py`). So one rule, in seconds of a rollout, decides which of the three an idle engine does.
+    (`idle_time.py`). So one rule, in seconds of a rollout, decides whether an idle engine takes over a request, races for one,
+    or makes texts.
 
     Example: engines 0 and 1 make 100 tokens per second for one request, and 50 for each of two. Engine 0 decodes request 0,
     which needs 600 tokens, and request 1, which needs 500. They would end after 11 s and 10 s. If request 0 moves to the idle
@@ -108,9 +109,10 @@ class FastestOfN:
         return TailDecision(*forecast.net_changes(), num_declined)
 
     def _best_plan(self, forecast: TailForecast, engine: int, *, alone: bool = False) -> _Plan | None:
-        """Returns the plan that gains most at `engine`, or None. Bundles are tried last.
+        """Returns the plan that gains most among those that relieve `engine`, or None if no plan is worthwhile.
 
-        With `alone`, only the end of the rollout counts, as if engines had no early work.
+        Plans that move several requests are tried only if none for a single request is worthwhile. With `alone`, only the end
+        of the rollout counts, as if engines had no early work.
         """
         single = [
             plan
@@ -123,10 +125,11 @@ class FastestOfN:
         )
 
     def _worthwhile(self, forecast: TailForecast, plans: Iterable[_Plan], alone: bool) -> _Plan | None:
-        """Returns the plan that gains most, or None.
+        """Returns the plan that gains most, or None if none is worthwhile.
 
-        It must make the end earlier by more than `min_gain` and the delay of an order, because forecasts err, and by more
-        than the worth of the early work that it displaces.
+        The gain of a plan is the time by which it makes the later end of both engines earlier. It must exceed the delay of an
+        order and, because forecasts err, the share `min_gain` of the time that is left. It must also exceed the worth of the
+        early work that the plan displaces.
         """
         best: _Plan | None = None
         best_s = 0.0
@@ -147,7 +150,7 @@ class FastestOfN:
         return forecast.early_lost_s(plan.requests, engines, plan.end_s, is_race=plan.is_race)
 
     def _plans(self, forecast: TailForecast, request: int, engine: int, target: int) -> Iterator[_Plan]:
-        """Yields the move of a single request and the race for it, as far as they are allowed."""
+        """Yields the plan to move a single request and the plan to race for it, as far as these are allowed."""
         engines = forecast.engines_of(request)
         methods = forecast.seen.method_E
         if self.config.moving and len(engines) == 1:
@@ -159,7 +162,7 @@ class FastestOfN:
     def _bundles(self, forecast: TailForecast, engine: int) -> Iterator[_Plan]:
         """Yields plans that move the 2, 4, 8, ... requests that end last.
 
-        They are needed because if many requests end together, the engine's end hardly changes when only one of them leaves.
+        If many requests end together, such plans are needed because one request that leaves hardly changes the engine's end.
         """
         if not self.config.moving:
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecast of a rollout's tail, which predicts when engines end, now and after hypothetical changes.
+"""Forecast of a rollout's tail, which predicts when engines end their requests, as things are and after possible changes.
 
 Shapes: R running requests, M draft methods, A attempts (one engine's work on one request), E engines, B requests of one
 engine.
@@ -48,9 +48,10 @@ class Assignment:
 def undisturbed_end_s(
     before: Assignment, lengths_R: np.ndarray, speed_RM: np.ndarray, method_E: np.ndarray, speeds: SpeedModel
 ) -> float:
-    """Returns the estimated end of a rollout, on the clock of `before`, if every engine had kept its requests.
+    """Returns when a rollout would have ended, on the clock of `before`, if every engine had kept its requests.
 
-    `lengths_R` is the final number of response tokens. `speed_RM` is the decode speed relative to a typical request.
+    `lengths_R` has the final number of response tokens of each request, and `speed_RM` the decode speed of each request under
+    each method, relative to a typical request. `method_E` is the draft method of each engine.
     """
     method_R = method_E[before.engine_R]
     typical_M = np.array([speeds.tokens_per_s(m, 1) for m in range(speed_RM.shape[1])])
@@ -77,22 +78,25 @@ class TailObservation:
     doubt_RM: np.ndarray
     """Standard deviation of the logarithm of `speed_RM`, float64."""
     request_A: np.ndarray
+    """Request of each attempt, int64."""
     engine_A: np.ndarray
+    """Engine of each attempt, int64."""
     lag_A: np.ndarray
     """Tokens by which an attempt is behind the furthest attempt of its request, int64."""
     method_E: np.ndarray
+    """Draft method of each engine, int64."""
     capacity_E: np.ndarray
     """Maximum number of requests of each engine, int64, which is 0 for a dead engine."""
     handover_s: float = 0.0
     """Seconds from a decision until an engine begins with a new request."""
     idle: IdleTime = NO_EARLY_WORK
-    """Worth of what engines do for coming steps beside these requests and after them."""
+    """Worth of the work that engines do for coming steps beside these requests and after them."""
 
 
 class TailForecast:
-    """Attempts after the changes so far, and their predicted ends in seconds from now. Owns the changes.
+    """The attempts as they will be after the changes made so far, and their predicted ends in seconds from now.
 
-    If several engines race a request, all of them lose it when the first is expected to end.
+    Owns these changes. If several engines race for a request, it is expected to leave all of them when the first one ends it.
     """
 
     def __init__(self, seen: TailObservation, speeds: SpeedModel) -> None:
@@ -121,7 +125,7 @@ class TailForecast:
         return [r for r in order.tolist() if not self.engines_of(r)]
 
     def raced_attempts(self) -> list[tuple[int, int]]:
-        """Returns the attempts at requests with several engines, the last to end first."""
+        """Returns the attempts at requests that several engines race for, as (request, engine), the last to end first."""
         attempts = [(r, e) for r, engines in self._engines.items() if len(engines) > 1 for e in engines]
         return sorted(attempts, key=lambda attempt: -self._attempt_end_s(*attempt))
 
@@ -160,7 +164,10 @@ class TailForecast:
         return min(candidates, key=lambda e: self._request_ends_s(e, self._with((request,), e))[request])
 
     def targets(self, request: int, num_free: int = 1) -> list[int]:
-        """Returns for each method the engine that ends first, among those without the request and with `num_free` places."""
+        """Returns one engine of each draft method to which the request could go, if there is one.
+
+        It is the engine that ends first among those that do not have the request and have at least `num_free` free places.
+        """
         best: dict[int, int] = {}
         for engine, method in enumerate(self.seen.method_E.tolist()):
             is_free = len(self._alone_s[engine]) + num_free <= self.seen.capacity_E[engine]
@@ -169,14 +176,14 @@ class TailForecast:
         return list(best.values())
 
     def end_after_move(self, requests: tuple[int, ...], source: int, target: int) -> float:
-        """Returns the later end of both engines if the requests move."""
+        """Returns the later end of both engines, in seconds from now, if the requests move from `source` to `target`."""
         rest = {r: s for r, s in self._alone_s[source].items() if r not in requests}
         there = self._request_ends_s(target, self._with(requests, target))
         ends = [e if r in requests else self._first_end_s(r, target, e) for r, e in there.items()]
         return max(self._last_end_s(source, rest), *ends)
 
     def end_after_race(self, request: int, source: int, target: int) -> float:
-        """Returns the later end of both engines if both decode the request."""
+        """Returns the later end of both engines, in seconds from now, if both decode the request."""
         here = self._request_ends_s(source, self._alone_s[source])
         there = self._request_ends_s(target, self._with((request,), target))
         source_s = self._first_end_s(request, source, here[request])
@@ -188,10 +195,11 @@ class TailForecast:
     def early_lost_s(
         self, requests: tuple[int, ...], engines: tuple[int, int], end_s: float, *, is_race: bool
     ) -> float:
-        """Returns the seconds by which later rollouts take longer because engines do less for coming steps.
+        """Returns the seconds by which later rollouts take longer because a change lets engines do less for coming steps.
 
-        `requests` move from the first of the `engines` to the second, or both race for them, and the later of both then ends
-        at `end_s` instead of the first one's end. Only what engines do until the earlier end counts.
+        In the change, `requests` move from the first of the `engines` to the second, or the second races for them. What all
+        engines do for coming steps is compared with and without the change. Without it, their work counts until the first of
+        the `engines` ends. With it, their work counts until `end_s`, which is then the later end of both `engines`.
         """
         source, target = engines
         idle = self.seen.idle
@@ -234,8 +242,8 @@ class TailForecast:
     def _with(self, requests: tuple[int, ...], engine: int) -> dict[int, float]:
         """Returns the seconds that each of an engine's requests would take alone if these requests joined them.
 
-        All requests wait for the prefill of the new ones, and the new ones also wait for the order to start. Both waits do not
-        depend on the batch, so they are divided by the slowdown with which `drain` multiplies.
+        All requests wait for the prefill of the new ones, and the new ones also wait for the order to start. Neither wait
+        depends on the batch, so both are divided by the slowdown with which `drain` multiplies.
         """
         known = self._alone_s[engine]
         new_R = np.array(requests)
@@ -253,7 +261,7 @@ class TailForecast:
         return np.array(known[:batch])
 
     def _request_ends_s(self, engine: int, alone_s: dict[int, float]) -> dict[int, float]:
-        """Returns when each of an engine's requests ends if it has no others and no rival is faster."""
+        """Returns when each request of an engine ends if the engine has just those in `alone_s` and no racer is faster."""
         if not alone_s:
             return {}
         ends_B = drain(np.array(list(alone_s.values())), self._slowdowns_for(engine, len(alone_s)))
@@ -273,7 +281,7 @@ class TailForecast:
         return end_s
 
     def _race_s(self, request: int, one: int, one_s: float, other: int, other_s: float) -> float:
-        """Returns the expected end of a race of two engines."""
+        """Returns the expected end of a race of two engines, given the expected end of each in seconds from now."""
         doubts_M = self.seen.doubt_RM[request]
         methods = self.seen.method_E
         if methods[one] == methods[other]:
