@@ -118,7 +118,7 @@ def _figures(shares: list[float]) -> dict[str, Any]:
 
 
 def _upper_bound(config: RunConfig, requests: list[RolloutRequest], rollouts: list[Rollout]) -> dict[str, Any]:
-    """Returns 1 - TV of policy and head, the mean acceptance that no way of drafting with this head can exceed."""
+    """1 - TV of policy and head, which no way of sampling drafts from this head can exceed in the mean."""
     from nemo_specrollout.heads.features.features import hf_features, load_policy
     from nemo_specrollout.heads.training.acceptance import measure_acceptance
     from nemo_specrollout.heads.training.head import load_eagle3_head

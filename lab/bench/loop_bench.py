@@ -77,8 +77,8 @@ WAYS = (
     Way("asynchronous, plain", (*_ASYNC, *_PLAIN), 1, ORANGE),
     Way("asynchronous, ours", _ASYNC, 1, ORANGE),
 )
-"""The ways to run. They are one engine on both cores, then training on both; the same with a worker on each core, and moving;
-and a worker on one core with the trainer on the other."""
+"""The ways to run. "One engine" uses both cores, and then training does. "Two workers" have a core each, and requests move.
+"Asynchronous" gives one core to a worker and the other to the trainer."""
 
 
 def run(way: Way, config: Path, folder: Path, overrides: Sequence[str]) -> Sequence[Record]:

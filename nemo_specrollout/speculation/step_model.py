@@ -33,7 +33,7 @@ NO_ROWS = np.zeros(0)
 _CONTEXTS = slice(-2, None)
 """The last terms of a step, which are about contexts."""
 OPTIMISM = 0.25
-"""Assumed share of a step's seconds that grows with its rows. A low guess is tried and corrected; a high one never is."""
+"""Assumed share of a step's seconds that grows with its rows. A low guess is tried and then corrected, a high one never is."""
 CONTEXT = 4096.0
 """Tokens of context at which attending to them may cost a row about as much as all else: the unit of contexts."""
 

@@ -32,7 +32,7 @@ def int32_array(address, length):  # type: ignore[no-untyped-def]
 
 
 def view(argument: Any) -> Any:
-    """Returns a tensor's memory as an array with the tensor's strides; returns anything else unchanged.
+    """Returns a tensor's memory as an array with the tensor's strides. Returns anything else unchanged.
 
     A bfloat16 tensor becomes an array of uint16, and a float16 tensor one of int16. They hold bits to be copied or decoded.
     """

@@ -73,7 +73,7 @@ class VllmAbilities:
     default_requests: int = 128
     """vLLM's default of `max_num_seqs`."""
     policy: Mapping[str, Any] = field(default_factory=dict)
-    """The policy's config.json; empty if it is unknown."""
+    """The policy's config.json, or empty if it is unknown."""
     largest_graph: int = 512
     """Rows of the largest CUDA graph that vLLM captures by default on this device."""
 
