@@ -48,7 +48,7 @@ BLOCKS = {
 }
 SLICE_S = 1.0
 DRAINING = 0
-"""Workload whose batch drains; other numbers are requests of a constant batch."""
+"""Workload whose batch drains. Other numbers are requests of a constant batch."""
 LENGTH = 256
 """Tokens of each response in a constant batch."""
 WARM_UP_ROUNDS = 1

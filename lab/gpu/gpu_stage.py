@@ -91,7 +91,7 @@ def start_engine(
     length: int = 512,
     **kwargs: Any,
 ) -> RolloutEngine:
-    """Starts an engine for texts of `length` tokens; `kwargs` are further arguments of vllm.LLM.
+    """Starts an engine for texts of `length` tokens. `kwargs` are further arguments of vllm.LLM.
 
     The KV cache has a fixed size, because a share of a GPU's memory would be a million blocks for a tiny model. Without a GPU
     the engine is eager.

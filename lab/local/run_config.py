@@ -41,7 +41,7 @@ class BenchConfig:
     """`bench`: the comparison that `specrollout-lab bench` makes."""
 
     num_rounds: int = bounded(5, low=1)
-    """Interleaved rounds; figures are medians over them."""
+    """Number of rounds, in which the rows take turns. Figures are medians over rounds."""
     fixed_k: tuple[int, ...] = bounded((1, 3, 5, 7), low=1, high=64)
     """Draft tokens per step of the rows whose method and number of drafts are fixed."""
     rows: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class BenchConfig:
     """Number of rows whose engines are in memory at the same time, including `plain`; 0: all rows. Fewer rows need less
     memory. Each row is compared with the measurement of `plain` from the same time."""
     acceptance_k: int = bounded(0, low=0, high=64)
-    """Draft tokens of the table that compares ways of drafting with weights; 0 skips the table."""
+    """Draft tokens of the table that compares ways of drafting with weights. 0 skips the table."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if two workloads have one name, or `rows_at_a_time` leaves no room for a row."""

@@ -29,7 +29,7 @@ class ClusterConfig:
     gpus_per_engine: int = bounded(1, low=1)
     """Tensor-parallel size of an engine."""
     train_gpus: int = bounded(0, low=0)
-    """GPUs that train and never generate; 0 if generation and training take turns on all GPUs."""
+    """GPUs that train and never generate, or 0 if generation and training take turns on all GPUs."""
     expert_parallel: bool = False
     """Whether each expert lies whole on one GPU."""
 

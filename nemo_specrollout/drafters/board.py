@@ -86,7 +86,7 @@ class Tables(NamedTuple):
     to have the rate of the model's last one. They count such tokens as well, but their last column leaves the request out,
     so that the host can tell what was foreseen from what is known."""
     alone_token_S: torch.Tensor
-    """First token of the best proposal without the model, while the model has drafts; -1 if there is none."""
+    """First token of the best proposal without the model, while the model has drafts, or -1 if there is none."""
     alone_rate_S: torch.Tensor
     """Acceptance rate of that token."""
     evidence_DE2: torch.Tensor

@@ -255,7 +255,7 @@ class RefreshRate:
         self.share = 1.0
 
     def judged(self, difference: float, published: bool) -> None:
-        """Adjusts the share after a candidate was judged. `difference` is `Refresh.difference`; NaN changes nothing."""
+        """Adjusts the share after a candidate was judged. `difference` is `Refresh.difference`. NaN changes nothing."""
         if published:
             self.share = min(1.0, self.share * RATE_STEP**0.5)
         elif difference < 0.0:
